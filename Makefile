@@ -1,0 +1,49 @@
+# `make demo` and `make test` do all their set-up on a fresh Debian or Ubuntu machine with Python 3.10+ and git.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# What to install when the machine has no torch yet; one that is already installed is used as it is.
+TORCH ?= torch==2.13.0
+RANKS ?= 2
+
+.PHONY: help demo test lint types docs bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks with ZeRO stage 2
+	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json
+
+test: $(VENV)/.installed-dev ## install what the tests need and run them all
+	@.ci/system-packages
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev ## style, floors, docs against schema
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+
+types: $(VENV)/.installed-dev ## mypy, strict
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
+	$(BIN)/python -m launcher.config.reference > docs/config.md
+
+bench: $(VENV)/.installed-dev ## measure start-up and step times beside the peers
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/step_time.py
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# The environment sees the system's packages when a usable torch is among them (a GPU machine), so nothing is downloaded twice.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "Python 3.10 or newer is needed; choose one with: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' .ci/make-venv
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.created pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
+	@touch $@

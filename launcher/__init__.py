@@ -1,0 +1,41 @@
+"""`launch`: a multi-node launcher with a built-in ZeRO engine.
+
+Importing this package imports nothing else, so that the command line and the node agents start in
+milliseconds. Engine names (`launcher.initialize`, ...) load torch the first time they are touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it. The only place to add a public engine name.
+_LAZY_NAMES = {
+    "Engine": "launcher.engine.engine",
+    "add_config_arguments": "launcher.engine.arguments",
+    "init_distributed": "launcher.comm.groups",
+    "initialize": "launcher.engine.build",
+}
+
+__all__ = ["Engine", "__version__", "add_config_arguments", "init_distributed", "initialize"]
+
+if TYPE_CHECKING:
+    from launcher.comm.groups import init_distributed
+    from launcher.engine.arguments import add_config_arguments
+    from launcher.engine.build import initialize
+    from launcher.engine.engine import Engine
+
+
+def __getattr__(name: str) -> Any:
+    module_name = _LAZY_NAMES.get(name)
+    if module_name is None:
+        raise AttributeError(f"module 'launcher' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module_name), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_LAZY_NAMES))

@@ -1,0 +1,88 @@
+"""Errors a user can cause or must act on, and the exit code of each.
+
+An error states what is wrong, where, and what to do. `cli.main` is the one place that turns an error
+into text and an exit code; libraries raise these and never print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `launch` itself; a failed rank's own code passes through unchanged."""
+
+    OK = 0
+    FAILURE = 1  # a rank failed without a code of its own, or an internal error
+    USAGE = 2  # wrong options, hostfile or config: nothing was started
+    UNREACHABLE = 69  # a host could not be reached or its agent could not start (EX_UNAVAILABLE)
+    INTERRUPTED = 130  # Ctrl-C
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One finding about user input."""
+
+    message: str
+    where: str | None = None  # "file:line:column", an option, a host or a rank
+    hint: str | None = None  # what to do: "did you mean ...?", a command, an expected form
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{text}; {self.hint}" if self.hint else text
+
+
+class LauncherError(Exception):
+    """Base of every error with a message made for the user. Shown without a traceback."""
+
+    exit_code: int = ExitCode.FAILURE
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.diagnostics: tuple[Diagnostic, ...] = (Diagnostic(message, where, hint),)
+        super().__init__(str(self.diagnostics[0]))
+
+    @classmethod
+    def from_diagnostics(cls, diagnostics: Sequence[Diagnostic]) -> LauncherError:
+        """Build one error that carries several findings, so that a user sees them all in one run."""
+        if not diagnostics:
+            raise ValueError("an error needs at least one diagnostic")
+        error = cls.__new__(cls)
+        error.diagnostics = tuple(diagnostics)
+        Exception.__init__(error, "\n".join(str(d) for d in diagnostics))
+        return error
+
+
+class UsageError(LauncherError):
+    """Options that contradict each other or do not fit the machine."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigError(LauncherError):
+    """A config file or dict that breaks a rule of the schema."""
+
+    exit_code = ExitCode.USAGE
+
+
+class HostfileError(LauncherError):
+    """A hostfile, host list or include/exclude filter that cannot be read as meant."""
+
+    exit_code = ExitCode.USAGE
+
+
+class TransportError(LauncherError):
+    """A host that could not be reached, or an agent that did not start there."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
+class ProtocolError(LauncherError):
+    """Controller and agent do not understand each other: versions differ or a stream is damaged."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
+class EngineError(LauncherError):
+    """A call to the engine that its state or its config does not allow."""

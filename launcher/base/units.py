@@ -1,0 +1,33 @@
+"""Bytes, counts and durations as people read them."""
+
+from __future__ import annotations
+
+_BINARY_STEPS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return `1.5 GiB`-style text, binary steps."""
+    value = float(num_bytes)
+    for unit in _BINARY_STEPS:
+        if abs(value) < 1024 or unit == _BINARY_STEPS[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable: the last unit always returns")
+
+
+def format_count(count: float) -> str:
+    """Return `41.2k`-style text, decimal steps."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= limit:
+            return f"{count / limit:.1f}{suffix}"
+    return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return `12.4 s`, `3 min 05 s` or `2 h 07 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

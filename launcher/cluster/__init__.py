@@ -1,0 +1,1 @@
+"""Floor 2: hostfiles, filters, hosts, slots and ranks. Pure: no sockets, no processes."""

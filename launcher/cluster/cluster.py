@@ -1,0 +1,76 @@
+"""Hosts, slots and ranks as immutable data.
+
+A `Cluster` says what may be used; a `Placement` says which rank runs where. Both are values: they are
+printed by `--dry-run`, sent to agents, and compared in tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of a hostfile."""
+
+    name: str  # as the user wrote it, without user and port: "node-a", "10.0.0.1", "::1"
+    slots: tuple[int, ...]  # device indices that may be used, ascending
+    user: str | None = None  # SSH user, None = ~/.ssh/config or the current user
+    port: int | None = None  # SSH port, None = ~/.ssh/config or 22
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts in hostfile order, which is the order of node ranks."""
+
+    hosts: tuple[Host, ...]
+
+    @property
+    def num_slots(self) -> int:
+        return sum(len(host.slots) for host in self.hosts)
+
+
+@dataclass(frozen=True)
+class NodePlacement:
+    """The ranks of one node: `first_rank` .. `first_rank + len(slots) - 1`, one per slot."""
+
+    node_rank: int
+    host: Host
+    first_rank: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.host.slots)
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank runs on which slot of which host. Ranks are numbered host by host, slot by slot."""
+
+    nodes: tuple[NodePlacement, ...]
+
+    @property
+    def world_size(self) -> int:
+        return sum(node.num_ranks for node in self.nodes)
+
+    def node_of(self, rank: int) -> NodePlacement:
+        """Return the node that runs `rank`. Raises: IndexError when no node does."""
+        for node in self.nodes:
+            if rank in node.ranks:
+                return node
+        raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
+
+
+def place(cluster: Cluster) -> Placement:
+    """Number ranks host by host in cluster order; hosts without slots get no node rank."""
+    nodes: list[NodePlacement] = []
+    first_rank = 0
+    for host in cluster.hosts:
+        if host.slots:
+            nodes.append(NodePlacement(len(nodes), host, first_rank))
+            first_rank += len(host.slots)
+    return Placement(tuple(nodes))

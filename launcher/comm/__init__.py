@@ -1,0 +1,1 @@
+"""Floor 1: process groups and collectives on flat buffers."""

@@ -1,0 +1,1 @@
+"""Floor 5: `initialize()` and the Engine users hold."""

@@ -1,0 +1,1 @@
+"""Floor 5: one run as a whole: plan, controller, report."""

@@ -1,0 +1,72 @@
+"""What a transport is: a way to start the agent on a host and hand over two byte streams.
+
+Everything else (environment, arguments, ranks) travels inside the agent protocol, so a new transport
+is one small file. Streams are blocking: the controller reads each channel in a thread of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from launcher.cluster.cluster import Host
+
+
+class Channel(Protocol):
+    """The two byte streams to one agent, plus what can be said about its end."""
+
+    @property
+    def host_name(self) -> str:
+        """Name of the host as the user wrote it."""
+        ...
+
+    def read(self, max_bytes: int) -> bytes:
+        """Return 1..max_bytes bytes of the agent's stdout, blocking; b"" when it has ended or the
+        connection is lost. Called from one thread only."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Send all of `data` to the agent's stdin. May be called from several threads.
+
+        Raises: TransportError when the connection is gone.
+        """
+        ...
+
+    def close_stdin(self) -> None:
+        """End the agent's stdin, which ends its lease: it stops its ranks and leaves. Idempotent."""
+        ...
+
+    def stderr_tail(self) -> str:
+        """Return the last lines the agent's side wrote to stderr (the reason when it did not start)."""
+        ...
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the agent's exit status (128+signal when killed), None if unknown after `timeout_s`."""
+        ...
+
+    def close(self) -> None:
+        """Release the connection at once; a subprocess still running is killed. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """Opens channels. One instance serves a whole job and may keep connections."""
+
+    @property
+    def name(self) -> str:
+        """`local` or `ssh`, for the plan and for error messages."""
+        ...
+
+    def command_for(self, host: Host) -> str:
+        """Return the exact command that starts the agent on `host`, for `--dry-run`."""
+        ...
+
+    def open(self, host: Host) -> Channel:
+        """Start the agent on `host`. Blocking, safe to call from several threads at once.
+
+        Raises: TransportError naming the host and what to do.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        ...

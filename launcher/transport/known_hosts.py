@@ -1,0 +1,124 @@
+"""Check a server's key against known_hosts files (sshd(8), SSH_KNOWN_HOSTS FILE FORMAT).
+
+Our own reader rather than paramiko's, because a changed key must be reported with its file and line, and
+`@revoked` must refuse. Nothing here ever writes a file.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fnmatch
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+DEFAULT_PORT = 22
+
+
+class Verdict(Enum):
+    """What the files say about a key."""
+
+    KNOWN = "the host has this key"
+    UNKNOWN = "no file has a key of the host"
+    CHANGED = "the files have other keys of the host, but not this one"
+    REVOKED = "a file marks this key as revoked for the host"
+
+
+@dataclass(frozen=True)
+class KnownKey:
+    """One line of a file that applies to the host looked up."""
+
+    file: Path
+    line: int  # from 1
+    key_type: str  # "ssh-ed25519", ...
+    blob: bytes
+    revoked: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict and the line it stands on, None for UNKNOWN."""
+
+    verdict: Verdict
+    key: KnownKey | None = None
+
+
+def lookup_name(host: str, port: int) -> str:
+    """Return the name that known_hosts files use: `host`, or `[host]:port` for another port than 22."""
+    return host if port == DEFAULT_PORT else f"[{host}]:{port}"
+
+
+def find_keys(name: str, files: Sequence[Path]) -> list[KnownKey]:
+    """Return the keys that `files` hold for `name` (see `lookup_name`); unreadable files count as empty."""
+    keys: list[KnownKey] = []
+    for file in files:
+        try:
+            lines = file.read_bytes().splitlines()
+        except OSError:
+            continue
+        for number, raw in enumerate(lines, start=1):
+            key = _parse(raw.decode("utf-8", "replace"), name, file, number)
+            if key is not None:
+                keys.append(key)
+    return keys
+
+
+def check_key(keys: Sequence[KnownKey], blob: bytes) -> Finding:
+    """Judge a server's public key `blob` by the `keys` known of that server. A revocation always wins."""
+    for key in keys:
+        if key.revoked and key.blob == blob:
+            return Finding(Verdict.REVOKED, key)
+    usable = [key for key in keys if not key.revoked]
+    for key in usable:
+        if key.blob == blob:
+            return Finding(Verdict.KNOWN, key)
+    return Finding(Verdict.CHANGED, usable[0]) if usable else Finding(Verdict.UNKNOWN)
+
+
+def _parse(line: str, name: str, file: Path, number: int) -> KnownKey | None:
+    fields = line.split()
+    marker = fields.pop(0) if fields and fields[0].startswith("@") else None
+    # @cert-authority lines vouch for certificates, which this client does not ask servers for.
+    if len(fields) < 3 or fields[0].startswith("#") or marker not in (None, "@revoked"):
+        return None
+    if not _matches(fields[0], name):
+        return None
+    try:
+        blob = base64.b64decode(fields[2], validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return KnownKey(file, number, fields[1], blob, revoked=marker is not None)
+
+
+def _matches(patterns: str, name: str) -> bool:
+    if patterns.startswith("|1|"):
+        return _hash_matches(patterns, name)
+    matched = False
+    for pattern in patterns.lower().split(","):
+        negated = pattern.startswith("!")
+        if _wildcard_matches(pattern.lstrip("!"), name.lower()):
+            if negated:
+                return False
+            matched = True
+    return matched
+
+
+def _wildcard_matches(pattern: str, name: str) -> bool:
+    # "[" starts a character set for fnmatch but stands for itself in known_hosts.
+    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+def _hash_matches(field: str, name: str) -> bool:
+    """Compare with a hashed entry `|1|salt|HMAC-SHA1(salt, name)`."""
+    parts = field.split("|")
+    if len(parts) != 4:
+        return False
+    try:
+        salt, digest = base64.b64decode(parts[2]), base64.b64decode(parts[3])
+    except (binascii.Error, ValueError):
+        return False
+    return hmac.compare_digest(hmac.new(salt, name.lower().encode(), hashlib.sha1).digest(), digest)

@@ -1,0 +1,160 @@
+"""The agent as a child process of this launcher.
+
+The child leads a session of its own: a terminal's Ctrl-C reaches the launcher only, which then stops the
+ranks in order through the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shlex
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+from launcher.base.errors import TransportError
+from launcher.cluster.cluster import Host
+from launcher.transport.command import AGENT_MODULE, agent_argv
+from launcher.transport.tail import StderrTail
+
+_TAIL_WAIT_S = 0.5
+
+
+class LocalTransport:
+    """Starts agents on this machine; implements `Transport`."""
+
+    def __init__(self, *, module: str = AGENT_MODULE, root: Path | None = None) -> None:
+        self._argv = agent_argv(None, module, root)
+        self._lock = threading.Lock()
+        self._channels: list[LocalChannel] = []
+
+    @property
+    def name(self) -> str:
+        return "local"
+
+    def command_for(self, host: Host) -> str:
+        return shlex.join(self._argv)
+
+    def open(self, host: Host) -> LocalChannel:
+        try:
+            process = subprocess.Popen(
+                self._argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise TransportError(
+                f"the agent cannot be started: {error.strerror or error}",
+                where=host.name,
+                hint=f"check that {self._argv[0]} can be executed",
+            ) from None
+        channel = LocalChannel(host.name, process)
+        with self._lock:
+            self._channels.append(channel)
+        return channel
+
+    def close(self) -> None:
+        with self._lock:
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
+
+
+class LocalChannel:
+    """Pipes to one child process; implements `Channel`."""
+
+    def __init__(self, host_name: str, process: subprocess.Popen[bytes]) -> None:
+        if process.stdin is None or process.stdout is None or process.stderr is None:
+            raise ValueError("the process needs pipes on stdin, stdout and stderr")
+        self._host_name = host_name
+        self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
+        # Readable once close() has run: it frees a reader or writer that waits on a pipe, because closing
+        # a descriptor that another thread waits on would hand that thread somebody else's file.
+        self._wake_read, self._wake_write = os.pipe()
+        self._closed = threading.Event()
+        self._write_lock = threading.Lock()
+        self._stdin_open = True
+        self._stderr = StderrTail(process.stderr.read, host_name, process.stderr.close)
+        os.set_blocking(self._stdin.fileno(), False)
+
+    @property
+    def host_name(self) -> str:
+        return self._host_name
+
+    @property
+    def pid(self) -> int:
+        """Process id of the agent."""
+        return self._process.pid
+
+    def read(self, max_bytes: int) -> bytes:
+        if not self._wait_for(self._stdout.fileno(), select.POLLIN):
+            return b""
+        return os.read(self._stdout.fileno(), max_bytes)
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        with self._write_lock:
+            while view:
+                if not self._stdin_open or not self._wait_for(self._stdin.fileno(), select.POLLOUT):
+                    raise self._gone()
+                try:
+                    view = view[os.write(self._stdin.fileno(), view) :]
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    raise self._gone() from None
+
+    def close_stdin(self) -> None:
+        with self._write_lock:
+            if self._stdin_open:
+                self._stdin_open = False
+                self._stdin.close()
+
+    def stderr_tail(self) -> str:
+        return self._stderr.text(_TAIL_WAIT_S if self._process.poll() is not None else 0.0)
+
+    def wait(self, timeout_s: float) -> int | None:
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        return code if code >= 0 else 128 - code
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with contextlib.suppress(ProcessLookupError):
+            # Popen.send_signal checks that the child is not reaped yet, so no other process can be hit.
+            self._process.send_signal(signal.SIGKILL)
+        os.write(self._wake_write, b"x")
+        self.close_stdin()
+        self._process.wait()
+
+    def __del__(self) -> None:
+        # stdout and the wake pipe live as long as any thread may still poll them: as long as this object.
+        if hasattr(self, "_stdout"):
+            self._stdout.close()
+        for descriptor in (getattr(self, "_wake_read", -1), getattr(self, "_wake_write", -1)):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _wait_for(self, descriptor: int, event: int) -> bool:
+        """Wait until `descriptor` has `event`; False when the channel was closed instead."""
+        poller = select.poll()
+        poller.register(descriptor, event)
+        poller.register(self._wake_read, select.POLLIN)
+        poller.poll()
+        return not self._closed.is_set()
+
+    def _gone(self) -> TransportError:
+        return TransportError(
+            "the agent is gone: its stdin is closed", where=self._host_name, hint=self.stderr_tail() or None
+        )

@@ -1,0 +1,181 @@
+"""The agent over SSH, with paramiko in this process: no `ssh` child per host, one connection per host.
+
+paramiko is imported inside functions: commands that reach no host must not pay its start-up time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from launcher.base.errors import HostfileError, TransportError
+from launcher.cluster.cluster import Host
+from launcher.cluster.hostname import parse_address
+from launcher.transport.command import AGENT_MODULE, agent_shell_command
+from launcher.transport.ssh_config import SshOptions, SshTarget, load_config, resolve
+from launcher.transport.ssh_connect import connect, open_jump
+from launcher.transport.tail import StderrTail
+
+if TYPE_CHECKING:
+    import paramiko
+
+__all__ = ["SshChannel", "SshOptions", "SshTransport"]
+
+_MAX_JUMPS = 8
+_TAIL_WAIT_S = 0.5
+_WINDOW_BYTES = 8 * 1024 * 1024
+
+
+class SshTransport:
+    """Starts agents over SSH; implements `Transport`. Connections are kept until `close`."""
+
+    def __init__(self, options: SshOptions | None = None) -> None:
+        self._options = options or SshOptions()
+        self._lock = threading.Lock()
+        self._config: paramiko.SSHConfig | None = None
+        self._connections: dict[tuple[str, ...], paramiko.Transport] = {}
+        self._locks: dict[tuple[str, ...], threading.Lock] = {}
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return "ssh"
+
+    def command_for(self, host: Host) -> str:
+        return agent_shell_command(
+            self._options.python, self._options.module or AGENT_MODULE, self._options.root
+        )
+
+    def target(self, host: Host) -> SshTarget:
+        """Return how `host` would be reached; reads the SSH config only. Raises: TransportError."""
+        with self._lock:
+            if self._config is None:
+                self._config = load_config(self._options)
+            # SSHConfig.lookup keeps no state, but "Match exec" runs programs: one at a time.
+            return resolve(host, self._config, self._options)
+
+    def open(self, host: Host) -> SshChannel:
+        from paramiko import SSHException
+
+        target = self.target(host)
+        try:
+            connection = self._connect_route(self._route(target))
+            session = connection.open_session(window_size=_WINDOW_BYTES, timeout=target.connect_timeout_s)
+            session.exec_command(self.command_for(host))
+        except (SSHException, OSError, EOFError) as error:
+            raise TransportError(
+                f"connected as {target.login}, but no command could be started: {error or 'connection lost'}",
+                where=host.name,
+                hint=f"try: {target.ssh_command} true",
+            ) from None
+        return SshChannel(target, session)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            connections, self._connections = self._connections, {}
+        # Dictionaries keep their order: a jump host was connected before what lies behind it.
+        for connection in reversed(connections.values()):
+            connection.close()
+
+    def _route(self, target: SshTarget, depth: int = 0) -> list[SshTarget]:
+        """Return the jump hosts before `target`, the first to connect to first, and `target` itself."""
+        if depth > _MAX_JUMPS:
+            raise TransportError("too many jump hosts: does ProxyJump go in a circle?", where=target.name)
+        jumps = [self._jump_target(text, target) for text in target.jumps]
+        # Only the first jump host's own ProxyJump counts: the others are reached through the one before.
+        return [*(self._route(jumps[0], depth + 1) if jumps else []), *jumps[1:], target]
+
+    def _connect_route(self, route: Sequence[SshTarget]) -> paramiko.Transport:
+        """Return the kept connection to the end of `route`, or make it, sharing jump hosts."""
+        from paramiko import Transport
+
+        connection: Transport | None = None
+        for index, target in enumerate(route):
+            key = tuple(hop.login for hop in route[: index + 1])
+            with self._lock:
+                lock = self._locks.setdefault(key, threading.Lock())
+            with (
+                lock
+            ):  # never two at once: no lock is held while another is taken, but for the short self._lock
+                known = self._connections.get(key)
+                if known is None or not known.is_active():
+                    via = open_jump(connection, route[index - 1], target) if connection else None
+                    known = self._keep(key, connect(target, via), target)
+                connection = known
+        if connection is None:
+            raise ValueError("a route has at least one target")
+        return connection
+
+    def _keep(
+        self, key: tuple[str, ...], connection: paramiko.Transport, target: SshTarget
+    ) -> paramiko.Transport:
+        with self._lock:
+            if not self._closed:
+                self._connections[key] = connection
+                return connection
+        connection.close()
+        raise TransportError("the transport was closed while connecting", where=target.name)
+
+    def _jump_target(self, text: str, target: SshTarget) -> SshTarget:
+        try:
+            address = parse_address(text.removeprefix("ssh://"))
+        except HostfileError as error:
+            raise TransportError(f"ProxyJump of the SSH config: {error}", where=target.name) from None
+        return self.target(Host(address.names[0], (), address.user, address.port))
+
+
+class SshChannel:
+    """One SSH session that runs the agent; implements `Channel`."""
+
+    def __init__(self, target: SshTarget, session: paramiko.Channel) -> None:
+        self._target = target
+        self._session = session
+        self._write_lock = threading.Lock()
+        self._stderr = StderrTail(session.recv_stderr, target.name)
+
+    @property
+    def host_name(self) -> str:
+        return self._target.name
+
+    @property
+    def target(self) -> SshTarget:
+        """How the host was reached, for messages."""
+        return self._target
+
+    def read(self, max_bytes: int) -> bytes:
+        try:
+            return self._session.recv(max_bytes)
+        except OSError:
+            return b""
+
+    def write(self, data: bytes) -> None:
+        with self._write_lock:
+            try:
+                self._session.sendall(data)
+            except OSError:
+                raise TransportError(
+                    f"the connection to {self._target.login} is gone",
+                    where=self.host_name,
+                    hint=self.stderr_tail() or f"try: {self._target.ssh_command} true",
+                ) from None
+
+    def close_stdin(self) -> None:
+        try:
+            self._session.shutdown_write()
+        except (OSError, EOFError):  # the connection has ended, and with it the agent's stdin
+            return
+
+    def stderr_tail(self) -> str:
+        return self._stderr.text(_TAIL_WAIT_S if self._session.exit_status_ready() else 0.0)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the agent's exit status; None while it runs, and when a signal or a lost connection ended
+        it without a status."""
+        if not self._session.status_event.wait(timeout_s) or self._session.exit_status < 0:
+            return None
+        return self._session.exit_status
+
+    def close(self) -> None:
+        self._session.close()

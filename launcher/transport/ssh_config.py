@@ -1,0 +1,186 @@
+"""Read OpenSSH client configuration and say, for one host, how it is to be reached.
+
+Honoured: HostName, User, Port, IdentityFile, IdentitiesOnly, IdentityAgent none, ProxyJump, ConnectTimeout,
+UserKnownHostsFile, GlobalKnownHostsFile, HostKeyAlias, Include, Host and Match blocks. ProxyCommand is
+refused with an error. StrictHostKeyChecking is honoured in the strict direction only: host keys are always
+checked.
+"""
+
+from __future__ import annotations
+
+import getpass
+import glob
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.base.errors import TransportError
+from launcher.cluster.cluster import Host
+
+if TYPE_CHECKING:
+    from paramiko import SSHConfig
+
+DEFAULT_PORT = 22
+DEFAULT_CONNECT_TIMEOUT_S = 10.0
+USER_CONFIG = Path("~/.ssh/config")
+SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
+_DEFAULT_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+_USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
+_GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
+_MAX_INCLUDE_DEPTH = 16
+_INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(?P<patterns>.+?)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """What the command line may say about SSH; None leaves it to the OpenSSH configuration."""
+
+    port: int | None = None
+    config_file: Path | None = None  # used instead of ~/.ssh/config and /etc/ssh/ssh_config, as `ssh -F`
+    known_hosts: Path | None = None  # used instead of every other known_hosts file
+    connect_timeout_s: float | None = None
+    python: str | None = None  # path of python on the hosts; None = this interpreter's path
+    module: str | None = None  # module started there; None = the agent
+    root: Path | None = None  # folder of that module's package; None = this checkout or installation
+
+
+@dataclass(frozen=True)
+class SshTarget:
+    """Everything needed to connect to one host."""
+
+    name: str  # as the user wrote it
+    address: str  # what is connected to
+    port: int
+    user: str
+    key_files: tuple[Path, ...]
+    identities_only: bool  # offer only keys of `key_files`, none of the agent's others
+    use_agent: bool
+    known_hosts_files: tuple[Path, ...]
+    host_key_name: str  # what known_hosts calls the host
+    connect_timeout_s: float
+    jumps: tuple[str, ...]  # "user@host:port" of each jump host, the first to connect to first
+
+    @property
+    def login(self) -> str:
+        """`user@address port N`, for messages."""
+        return f"{self.user}@{self.address} port {self.port}"
+
+    @property
+    def ssh_command(self) -> str:
+        """The OpenSSH command that reaches the same place, for remedies."""
+        port = "" if self.port == DEFAULT_PORT else f"-p {self.port} "
+        jump = f"-J {','.join(self.jumps)} " if self.jumps else ""
+        return f"ssh {jump}{port}{self.user}@{self.address}"
+
+
+def load_config(options: SshOptions) -> SSHConfig:
+    """Read the configuration files of `options`.
+
+    Raises: TransportError when the named file is missing or a file is malformed.
+    """
+    from paramiko import ConfigParseError, SSHConfig
+
+    if options.config_file is not None:
+        if not options.config_file.is_file():
+            raise TransportError("SSH config file not found", where=str(options.config_file))
+        text = _spliced(options.config_file, 0)
+    else:
+        # "Host *" ends the last block of the user's file; the first value found wins, so the user's does.
+        text = f"{_spliced(USER_CONFIG.expanduser(), 0)}\nHost *\n{_spliced(SYSTEM_CONFIG, 0)}"
+    try:
+        return SSHConfig.from_text(text)
+    except (ConfigParseError, ValueError) as error:
+        place = str(options.config_file or USER_CONFIG)
+        raise TransportError(f"SSH config cannot be read: {error}", where=place) from None
+
+
+def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
+    """Combine hostfile, command line and configuration; the first of these that says something wins.
+
+    Raises: TransportError for a value that cannot be used.
+    """
+    found = _lookup(host, config)
+    if found.get("proxycommand", "none").lower() != "none":
+        raise TransportError(
+            "ProxyCommand of the SSH config is not supported", where=host.name, hint="use ProxyJump instead"
+        )
+    address = found.get("hostname", host.name)
+    port = host.port or options.port or _number(found.get("port", str(DEFAULT_PORT)), "Port", host)
+    timeout_s = options.connect_timeout_s or float(
+        _number(found.get("connecttimeout", "0"), "ConnectTimeout", host)
+    )
+    key_files = found.get("identityfile", [])
+    return SshTarget(
+        name=host.name,
+        address=address,
+        port=port,
+        user=host.user or found.get("user") or getpass.getuser(),
+        key_files=tuple(Path(os.path.expanduser(f)) for f in key_files or _DEFAULT_KEY_FILES if f != "none"),
+        identities_only=found.get("identitiesonly", "no").lower() == "yes",
+        use_agent=found.get("identityagent", "").lower() != "none",
+        known_hosts_files=_known_hosts_files(found, options),
+        host_key_name=found.get("hostkeyalias", ""),
+        connect_timeout_s=timeout_s or DEFAULT_CONNECT_TIMEOUT_S,
+        jumps=_jumps(found.get("proxyjump", "none")),
+    )
+
+
+def _lookup(host: Host, config: SSHConfig) -> dict[str, Any]:
+    from paramiko import ConfigParseError, CouldNotCanonicalize
+
+    try:
+        return dict(config.lookup(host.name))
+    except (ConfigParseError, CouldNotCanonicalize, ImportError, ValueError, KeyError) as error:
+        # ImportError: "Match exec" needs a package that is not installed.
+        raise TransportError(f"SSH config cannot be applied: {error}", where=host.name) from None
+
+
+def _known_hosts_files(found: dict[str, Any], options: SshOptions) -> tuple[Path, ...]:
+    if options.known_hosts is not None:
+        return (options.known_hosts,)
+    names: list[str] = []
+    for key, default in (
+        ("userknownhostsfile", _USER_KNOWN_HOSTS),
+        ("globalknownhostsfile", _GLOBAL_KNOWN_HOSTS),
+    ):
+        names.extend(_words(found.get(key, default)))
+    return tuple(Path(os.path.expanduser(name)) for name in names if name.lower() != "none")
+
+
+def _jumps(value: str) -> tuple[str, ...]:
+    return () if value.lower() == "none" else tuple(jump.strip() for jump in value.split(","))
+
+
+def _number(text: str, key: str, host: Host) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise TransportError(f'{key} of the SSH config is "{text}", not a number', where=host.name)
+    return int(text)
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # an unbalanced quote
+        return text.split()
+
+
+def _spliced(path: Path, depth: int) -> str:
+    """Return the text of `path` with Include lines replaced by what they name; "" when unreadable."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines: list[str] = []
+    for line in text.splitlines():
+        match = _INCLUDE.fullmatch(line)
+        if match is None:
+            lines.append(line)
+        elif depth < _MAX_INCLUDE_DEPTH:
+            base = path.parent if path == SYSTEM_CONFIG else USER_CONFIG.expanduser().parent
+            for pattern in _words(match["patterns"]):
+                for name in sorted(glob.glob(str(base / os.path.expanduser(pattern)))):
+                    lines.append(_spliced(Path(name), depth + 1))
+    return "\n".join(lines)

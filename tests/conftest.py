@@ -1,0 +1,22 @@
+"""Fixtures that several rooms share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from harness.sshd import LoopbackSshd, available
+
+
+@pytest.fixture(scope="session")
+def sshd() -> Iterator[LoopbackSshd]:
+    """A real sshd on 127.0.0.*; tests that stop or change it make their own instead."""
+    reason = available()
+    if reason is not None:
+        # A skip in CI would pass for a test that ran.
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with LoopbackSshd() as server:
+        yield server

@@ -1,0 +1,101 @@
+"""Every schedule against its published formula, written out here a second time and by hand at key steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from launcher.base.errors import ConfigError
+from launcher.optim.schedules import LRSchedule, build_schedule
+
+
+def make(type_name: str, params: dict[str, Any], lr: float = 0.1, num_groups: int = 1) -> LRSchedule:
+    return build_schedule(type_name, params, [{"lr": lr} for _ in range(num_groups)], base_lr=lr)
+
+
+def rates(schedule: LRSchedule, num_steps: int) -> list[float]:
+    """Rates used by optimizer steps 0, 1, 2, ..."""
+    values = []
+    for _ in range(num_steps):
+        values.append(schedule.get_last_lr()[0])
+        schedule.step()
+    return values
+
+
+def test_warmup_linear_then_constant() -> None:
+    params = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.11, "warmup_num_steps": 4, "warmup_type": "linear"}
+    assert rates(make("WarmupLR", params), 7) == pytest.approx([0.01, 0.01, 0.035, 0.06, 0.085, 0.11, 0.11])
+
+
+def test_warmup_log() -> None:
+    used = rates(make("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 8}), 10)
+    assert used[0] == 0.0
+    assert used[1:] == pytest.approx([min(1.0, math.log(t + 1) / math.log(8)) for t in range(9)])
+
+
+def test_warmup_max_lr_defaults_to_the_optimizers() -> None:
+    schedule = make("WarmupLR", {"warmup_num_steps": 3, "warmup_type": "linear"}, lr=0.25)
+    assert rates(schedule, 6)[-1] == 0.25
+
+
+@pytest.mark.parametrize("warmup_num_steps", [0, 1])
+def test_no_warmup_is_two_steps_not_a_division_by_zero(warmup_num_steps: int) -> None:
+    assert rates(make("WarmupLR", {"warmup_num_steps": warmup_num_steps}), 4)[-1] == 0.1
+
+
+def test_warmup_decay_reaches_its_minimum() -> None:
+    params = {
+        "total_num_steps": 10,
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 1.0,
+        "warmup_num_steps": 5,
+        "warmup_type": "linear",
+    }
+    used = rates(make("WarmupDecayLR", params), 14)
+    assert used == pytest.approx([0.0, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0, 0.0])
+
+
+def test_warmup_cosine() -> None:
+    params = {"total_num_steps": 12, "warmup_num_steps": 4, "cos_min_ratio": 0.1, "warmup_type": "linear"}
+    used = rates(make("WarmupCosineLR", params, lr=2.0), 16)
+    assert used[:5] == pytest.approx([0.0, 0.0, 0.5, 1.0, 1.5])
+    for t in range(4, 15):
+        progress = min(1.0, (t - 3) / 8)
+        assert used[t + 1] == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2))
+    assert used[-1] == pytest.approx(0.2)
+
+
+def test_groups_keep_their_own_rates() -> None:
+    groups: list[dict[str, Any]] = [{"lr": 1.0}, {"lr": 2.0}]
+    schedule = build_schedule(
+        "WarmupLR", {"warmup_min_lr": [0.1, 0.2], "warmup_num_steps": 2, "warmup_type": "linear"}, groups, 1.0
+    )
+    assert [group["lr"] for group in groups] == [0.1, 0.2]
+    for _ in range(3):
+        schedule.step()
+    assert [group["lr"] for group in groups] == [1.0, 2.0]
+
+
+def test_state_continues_where_it_was() -> None:
+    params = {"total_num_steps": 50, "warmup_num_steps": 10}
+    first, second = make("WarmupCosineLR", params), make("WarmupCosineLR", params)
+    for _ in range(17):
+        first.step()
+    second.load_state_dict(first.state_dict())
+    assert rates(first, 5) == rates(second, 5)
+
+
+@pytest.mark.parametrize(
+    ("type_name", "params", "message"),
+    [
+        ("WarmupLRR", {}, 'did you mean "WarmupLR"'),
+        ("WarmupDecayLR", {}, "total_num_steps"),
+        ("WarmupLR", {"warmup_steps": 3}, "warmup_steps"),
+        ("WarmupLR", {"warmup_type": "lienar"}, 'did you mean "linear"'),
+    ],
+)
+def test_mistakes_are_named(type_name: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(type_name, params)

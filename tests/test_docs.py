@@ -1,0 +1,79 @@
+"""The documents tell the truth: README's commands run, links lead somewhere, tables match the code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.base import env
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Commands of the README that take long or need more than this machine: where they are run instead.
+RUN_ELSEWHERE = {
+    "make demo": ".ci/run",
+    "make test": ".ci/run",
+    "launch --hostfile hostfiles/loopback examples/train_gpt.py"
+    " --deepspeed examples/configs/zero2.json": "tests/e2e/test_train_gpt.py",
+    "launch --num_gpus 2 examples/train_gpt.py"
+    " --deepspeed examples/configs/zero2.json": "tests/e2e/test_train_gpt.py",
+}
+
+
+def readme_commands() -> list[str]:
+    blocks = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+
+
+def test_the_readme_has_commands() -> None:
+    assert {"make demo", "make test"} < set(readme_commands())
+    assert set(RUN_ELSEWHERE) <= set(readme_commands())
+
+
+@pytest.mark.parametrize("command", [c for c in readme_commands() if c not in RUN_ELSEWHERE])
+def test_readme_commands_succeed(command: str) -> None:
+    program, *arguments = shlex.split(command)
+    assert program == "launch"
+    result = subprocess.run(
+        [sys.executable, "-m", "launcher", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize(("command", "place"), RUN_ELSEWHERE.items())
+def test_long_readme_commands_are_run_where_it_is_said(command: str, place: str) -> None:
+    text = (ROOT / place).read_text()
+    if command.startswith("make"):
+        assert re.search(rf"^{re.escape(command)}\b", text, re.MULTILINE)
+        assert shutil.which("make") is None or subprocess.run(["make", "-n", command[5:]], cwd=ROOT).returncode == 0
+    else:
+        options, config = command.removeprefix("launch ").split(" examples/train_gpt.py --deepspeed ")
+        assert all(repr(word)[1:-1] in text for word in (*options.split(), config))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_environment_page_lists_every_variable() -> None:
+    text = (ROOT / "docs" / "environment.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \| (set|read) \| (.*?) \|$", text, re.MULTILINE))
+    assert rows == {(variable.name, variable.direction, variable.doc) for variable in env.ALL}
+
+
+def test_architecture_names_every_room() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {path.parent.name for path in (ROOT / "launcher").glob("*/__init__.py")}
+    missing = [room for room in rooms if not re.search(rf"^\s*\d?\s.*\b{room}\b", text, re.MULTILINE)]
+    assert missing == []

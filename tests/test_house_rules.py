@@ -1,0 +1,105 @@
+"""The rules of style that a tool can hold: sizes, typing, imports, where printing is allowed."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "launcher").rglob("*.py"))
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_P90_FUNCTION_LINES = 40
+MAX_CLASS_LINES = 350
+MAX_PARAMETERS = 8
+# Signatures that are not ours to choose: name -> why.
+WIDE_SIGNATURES = {
+    "initialize": "DeepSpeed's signature, which scripts call by position and by name",
+    "init_distributed": "DeepSpeed's signature",
+    "run": "click passes every option of a command as one argument",
+    "build_loader": "keyword-only, the names of torch's DataLoader",
+}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions() -> Iterator[tuple[Path, Function]]:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, Function):
+                yield path, node
+
+
+def num_lines(node: ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def place(path: Path, node: ast.stmt) -> str:
+    return f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_is_short_and_says_what_it_is_for(path: Path) -> None:
+    text = path.read_text()
+    assert ast.get_docstring(ast.parse(text)) or path.name == "__main__.py"
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+
+
+def test_functions_and_classes_are_small() -> None:
+    lengths = [num_lines(node) for _, node in functions()]
+    long = [
+        f"{place(p, n)} {n.name}: {num_lines(n)}" for p, n in functions() if num_lines(n) > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+    assert statistics.quantiles(lengths, n=10)[8] <= MAX_P90_FUNCTION_LINES
+    large = [
+        f"{place(path, node)} {node.name}: {num_lines(node)}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and num_lines(node) > MAX_CLASS_LINES and "schema" not in path.name
+    ]
+    assert large == []
+
+
+def test_signatures_are_narrow() -> None:
+    wide = []
+    for path, node in functions():
+        arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        num_parameters = len([a for a in arguments if a.arg not in ("self", "cls")])
+        if num_parameters > MAX_PARAMETERS and node.name not in WIDE_SIGNATURES:
+            wide.append(f"{place(path, node)} {node.name}: {num_parameters}")
+    assert wide == []
+
+
+def test_no_star_imports() -> None:
+    stars = [
+        place(path, node)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+    ]
+    assert stars == []
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = "('torch', 'click', 'paramiko', 'pydantic', 'yaml')"
+    code = f"import launcher, sys; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_public_names_exist() -> None:
+    import launcher
+
+    for name in launcher.__all__:
+        assert getattr(launcher, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = launcher.no_such_name

@@ -1,0 +1,179 @@
+"""Both transports carry bytes, ends and exit statuses alike: local processes and a real sshd."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.sshd import LoopbackSshd
+
+from launcher.base.errors import TransportError
+from launcher.cluster.cluster import Host
+from launcher.transport.api import Channel, Transport
+from launcher.transport.diagnose import start_failure
+from launcher.transport.fanout import is_local, open_all
+from launcher.transport.local import LocalTransport
+from launcher.transport.ssh import SshOptions, SshTransport
+
+TESTS = Path(__file__).resolve().parents[1]
+HOST = Host("127.0.0.1", (0,))
+AGENT = "harness.echo_agent"
+
+
+@pytest.fixture(params=["local", pytest.param("ssh", marks=pytest.mark.cluster)])
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    made: Transport
+    if request.param == "local":
+        made = LocalTransport(module=AGENT, root=TESTS)
+    else:
+        config = request.getfixturevalue("sshd").ssh_config
+        made = SshTransport(SshOptions(config_file=config, module=AGENT, root=TESTS))
+    yield made
+    made.close()
+
+
+def read_all(channel: Channel) -> bytes:
+    return b"".join(iter(lambda: channel.read(1 << 16), b""))
+
+
+def test_fifty_megabytes_go_both_ways(transport: Transport) -> None:
+    channel = transport.open(HOST)
+    block = os.urandom(1 << 20)
+
+    def send() -> None:
+        channel.write(b"echo\n")
+        for _ in range(50):
+            channel.write(block)
+        channel.close_stdin()
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    received = read_all(channel)
+    sender.join()
+    assert hashlib.sha256(received).digest() == hashlib.sha256(block * 50).digest()
+    assert channel.wait(10) == 0
+
+
+def test_exit_status_and_last_words(transport: Transport) -> None:
+    channel = transport.open(HOST)
+    channel.write(b"exit 7\n")
+    assert read_all(channel) == b""
+    assert channel.wait(10) == 7
+    assert channel.stderr_tail() == "leaving as told"
+
+
+def test_a_flood_on_stderr_blocks_nothing(transport: Transport) -> None:
+    channel = transport.open(HOST)
+    channel.write(b"noise\n")
+    channel.close_stdin()
+    assert read_all(channel) == b"done\n"
+    assert channel.wait(10) == 0
+    assert channel.stderr_tail().splitlines()[-1].startswith("noise line 199999 ")
+
+
+def test_writing_to_an_ended_agent_is_an_error(transport: Transport) -> None:
+    channel = transport.open(HOST)
+    channel.write(b"exit 0\n")
+    assert channel.wait(10) == 0
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1"):
+        channel.write(b"x" * (64 << 20))
+
+
+def test_close_frees_a_waiting_reader_and_is_idempotent(transport: Transport) -> None:
+    channel = transport.open(HOST)
+    channel.write(b"pid\n")
+    pid, session, arguments = channel.read(1000).decode().split(" ", 2)
+    assert session != str(os.getsid(0)), "a terminal's Ctrl-C would reach the agent"
+    assert arguments.strip().endswith("echo_agent.py"), "the agent must see no argument"
+    reader = threading.Thread(target=channel.read, args=(1,))
+    reader.start()
+    channel.close()
+    reader.join(10)
+    assert not reader.is_alive()
+    channel.close()
+    channel.close_stdin()
+    for _ in range(200):  # the far side sees its stdin end and leaves
+        if not Path(f"/proc/{pid}").exists():
+            break
+        threading.Event().wait(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_killed_local_agent_shows_its_signal() -> None:
+    transport = LocalTransport(module=AGENT, root=TESTS)
+    channel = transport.open(HOST)
+    channel.write(b"die\n")
+    assert channel.wait(10) == 128 + 9
+    transport.close()
+
+
+@pytest.mark.cluster
+def test_a_killed_remote_agent_has_no_status(sshd: LoopbackSshd) -> None:
+    transport = SshTransport(SshOptions(config_file=sshd.ssh_config, module=AGENT, root=TESTS))
+    channel = transport.open(HOST)
+    channel.write(b"die\n")
+    assert read_all(channel) == b""
+    assert channel.wait(10) is None
+    transport.close()
+
+
+def test_a_missing_package_is_explained() -> None:
+    transport = LocalTransport(module="launcher.no_such_module")
+    channel = transport.open(HOST)
+    assert read_all(channel) == b""
+    assert "launcher package is not" in str(start_failure(channel))
+    transport.close()
+
+
+@pytest.mark.cluster
+def test_a_missing_remote_python_is_explained(sshd: LoopbackSshd) -> None:
+    transport = SshTransport(SshOptions(config_file=sshd.ssh_config, python="/no such/python"))
+    channel = transport.open(HOST)
+    assert read_all(channel) == b""
+    assert "python was not found" in str(start_failure(channel))
+    transport.close()
+
+
+@pytest.mark.cluster
+def test_one_connection_serves_a_host_twice_and_many_hosts_open_at_once(sshd: LoopbackSshd) -> None:
+    transport = SshTransport(SshOptions(config_file=sshd.ssh_config, module=AGENT, root=TESTS))
+    hosts = [Host(f"127.0.0.{number}", (0,)) for number in range(1, 9)]
+    channels = open_all(lambda host: transport, [*hosts, hosts[0]])
+    assert [channel.host_name for channel in channels] == [*(host.name for host in hosts), "127.0.0.1"]
+    assert len(transport._connections) == len(hosts)
+    transport.close()
+
+
+def test_every_failing_host_is_listed_and_the_others_are_closed() -> None:
+    good = LocalTransport(module=AGENT, root=TESTS)
+    opened: list[Channel] = []
+
+    class Picky:
+        name = "picky"
+
+        def command_for(self, host: Host) -> str:
+            return ""
+
+        def open(self, host: Host) -> Channel:
+            if host.name.startswith("bad"):
+                raise TransportError("refused", where=host.name)
+            opened.append(good.open(host))
+            return opened[-1]
+
+        def close(self) -> None:
+            return None
+
+    with pytest.raises(TransportError) as caught:
+        open_all(lambda host: Picky(), [Host(name, (0,)) for name in ("bad-1", "good", "bad-2")])
+    assert [finding.where for finding in caught.value.diagnostics] == ["bad-1", "bad-2"]
+    assert [channel.wait(10) for channel in opened] == [128 + 9]
+
+
+def test_addresses_are_never_local() -> None:
+    assert is_local("localhost")
+    assert is_local(os.uname().nodename)
+    assert not is_local("127.0.0.1")

@@ -1,0 +1,184 @@
+"""SSH against a real sshd that fails in every way: each failure names the host and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness.sshd import LoopbackSshd, StalledServer, free_port, make_key
+
+from launcher.base.errors import TransportError
+from launcher.cluster.cluster import Host
+from launcher.transport.ssh import SshOptions, SshTransport
+
+pytestmark = pytest.mark.cluster
+TESTS = Path(__file__).resolve().parents[1]
+HOST = Host("127.0.0.1", (0,))
+
+
+def make_transport(config: Path, **options: object) -> SshTransport:
+    return SshTransport(
+        SshOptions(config_file=config, module="harness.echo_agent", root=TESTS, **options)  # type: ignore[arg-type]
+    )
+
+
+def failure(config: Path, host: Host = HOST, **options: object) -> str:
+    transport = make_transport(config, **options)
+    with pytest.raises(TransportError) as caught:
+        transport.open(host)
+    transport.close()
+    assert str(caught.value).startswith(f"{host.name}: ")
+    return str(caught.value)
+
+
+def works(config: Path, host: Host = HOST, **options: object) -> bool:
+    transport = make_transport(config, **options)
+    channel = transport.open(host)
+    channel.write(b"exit 5\n")
+    status = channel.wait(10)
+    transport.close()
+    return status == 5
+
+
+@pytest.fixture
+def config(sshd: LoopbackSshd, tmp_path: Path) -> Path:
+    """A copy of the server's ssh_config that a test may change."""
+    path = tmp_path / "config"
+    path.write_text(sshd.ssh_config.read_text())
+    return path
+
+
+def test_refused(config: Path) -> None:
+    port = free_port()
+    text = failure(config, port=port)
+    assert re.search(rf"connection refused by \w+@127\.0\.0\.1 port {port}", text)
+    assert f"ssh -p {port}" in text
+
+
+def test_stalled(config: Path) -> None:
+    with StalledServer() as server:
+        assert "no SSH answer within 0.5 s" in failure(config, port=server.port, connect_timeout_s=0.5)
+
+
+def test_unresolvable(config: Path) -> None:
+    assert "cannot be resolved" in failure(config, Host("no-such-host.invalid", (0,)))
+
+
+def test_unknown_host_key(config: Path, tmp_path: Path, sshd: LoopbackSshd) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    text = failure(config, known_hosts=empty)
+    assert "is not known" in text
+    assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >> {empty}" in text
+    command = re.findall(r"(ssh-keyscan -p \S+ \S+ >> \S+)", text)[0]
+    subprocess.run(["/bin/sh", "-c", command], check=True, capture_output=True)
+    assert works(config, known_hosts=empty), "the remedy must help"
+    subprocess.run(["ssh-keygen", "-q", "-H", "-f", str(empty)], check=True, capture_output=True)
+    assert works(config, known_hosts=empty), "hashed entries must be found"
+
+
+def test_strict_checking_cannot_be_switched_off(config: Path, tmp_path: Path) -> None:
+    config.write_text("Host *\n  StrictHostKeyChecking no\n" + config.read_text())
+    assert "is not known" in failure(config, known_hosts=tmp_path / "none")
+
+
+def test_changed_and_revoked_host_key(config: Path, tmp_path: Path, sshd: LoopbackSshd) -> None:
+    make_key(tmp_path / "other")
+    other = " ".join((tmp_path / "other.pub").read_text().split()[:2])
+    known = tmp_path / "known"
+    known.write_text(f"# comment\n[127.0.0.1]:{sshd.port} {other}\n")
+    text = failure(config, known_hosts=known)
+    assert "has changed" in text
+    assert f"{known}:2" in text
+    assert f"ssh-keygen -f {known} -R '[127.0.0.1]:{sshd.port}'" in text
+    known.write_text(f"* {sshd.host_key_line}\n@revoked * {sshd.host_key_line}\n")
+    transport = make_transport(config, known_hosts=known)
+    with pytest.raises(TransportError, match=f"{known}:2: .*revoked"):
+        transport.open(HOST)
+
+
+def test_a_server_that_changes_its_key(tmp_path: Path, sshd: LoopbackSshd) -> None:
+    with LoopbackSshd(tmp_path) as server:
+        assert works(server.ssh_config)
+        server.change_host_key()
+        assert "has changed" in failure(server.ssh_config)
+        server.stop()
+        assert "connection refused" in failure(server.ssh_config)
+
+
+def test_key_refused_names_the_keys_tried(config: Path, tmp_path: Path, sshd: LoopbackSshd) -> None:
+    make_key(tmp_path / "stranger")
+    make_key(tmp_path / "locked", passphrase="secret")
+    config.write_text(
+        config.read_text().replace(
+            str(sshd.user_key), f"{tmp_path / 'stranger'}\n  IdentityFile {tmp_path / 'locked'}"
+        )
+    )
+    text = failure(config)
+    assert "accepts none of our keys" in text
+    assert str(tmp_path / "stranger") in text
+    assert f"ssh-add {tmp_path / 'locked'}" in text
+    assert "ssh-copy-id" in text
+
+
+def test_several_identity_files_and_include(config: Path, tmp_path: Path, sshd: LoopbackSshd) -> None:
+    make_key(tmp_path / "stranger")
+    first = tmp_path / "first"
+    first.write_text(f"Include {config}\n")
+    config.write_text(
+        config.read_text().replace("IdentityFile", f"IdentityFile {tmp_path / 'stranger'}\n  IdentityFile")
+    )
+    assert works(first)
+
+
+def test_host_name_and_hostfile_port_win(config: Path, sshd: LoopbackSshd) -> None:
+    config.write_text(
+        "Host alias\n  HostName 127.0.0.3\n  Port 1\n"
+        + config.read_text().replace("Host 127", "Host alias 127")
+    )
+    assert works(config, Host("alias", (0,), sshd.user, sshd.port))
+
+
+def test_agent_keys_are_used(config: Path, sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = subprocess.run(["ssh-agent", "-s"], check=True, capture_output=True, text=True).stdout
+    values = dict(re.findall(r"(SSH_\w+)=([^;]+);", started))
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    try:
+        subprocess.run(["ssh-add", "-q", str(sshd.user_key)], check=True, capture_output=True)
+        config.write_text(re.sub(r"  Identit.*\n", "", config.read_text()) + "  IdentityFile none\n")
+        assert works(config)
+    finally:
+        os.kill(int(values["SSH_AGENT_PID"]), 15)
+
+
+def test_jump_hosts_are_gone_through(config: Path, sshd: LoopbackSshd) -> None:
+    text = config.read_text()
+    config.write_text(f"Host 127.0.0.9\n  ProxyJump 127.0.0.7,{sshd.user}@127.0.0.8:{sshd.port}\n{text}")
+    transport = make_transport(config)
+    channel = transport.open(Host("127.0.0.9", (0,)))
+    channel.write(b"exit 5\n")
+    assert channel.wait(10) == 5
+    assert len(transport._connections) == 3
+    transport.close()
+
+
+def test_circular_jumps_end(config: Path) -> None:
+    config.write_text("Host 127.0.0.*\n  ProxyJump 127.0.0.7\n" + config.read_text())
+    transport = make_transport(config)
+    with pytest.raises(TransportError, match="circle"):
+        transport.open(HOST)
+
+
+def test_proxy_command_and_bad_values_are_refused(config: Path, tmp_path: Path) -> None:
+    text = config.read_text()
+    config.write_text("Host *\n  ProxyCommand nc %h %p\n" + text)
+    assert "use ProxyJump" in failure(config)
+    config.write_text("Host *\n  Port many\n" + text)
+    assert 'Port of the SSH config is "many"' in failure(config)
+    transport = make_transport(tmp_path / "none")
+    with pytest.raises(TransportError, match="not found"):
+        transport.open(HOST)
