@@ -1,18 +1,42 @@
-"""Start the default process group of a rank, from the environment or as a world of one."""
+"""The process group of a job: how it starts, and what the engine needs to know about it."""
 
 from __future__ import annotations
 
+import datetime
 import os
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from launcher.base import env
-from launcher.base.errors import UsageError
-from launcher.base.log import get_logger
+from launcher.base.errors import EngineError
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class DataParallelGroup:
+    """The ranks that hold the same model and different data."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    process_group: dist.ProcessGroup | None  # None: a single process, no communication
+
+
+def local_device() -> torch.device:
+    """Return this rank's device: its own GPU where there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get(env.LOCAL_RANK.name, "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise EngineError(
+            f"LOCAL_RANK {local_rank} has no GPU: this process sees {torch.cuda.device_count()}",
+            hint="start fewer ranks on this host, or widen CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", local_rank)
 
 
 def init_distributed(
@@ -20,51 +44,52 @@ def init_distributed(
     auto_mpi_discovery: bool = False,
     distributed_port: int = 29500,
     verbose: bool = True,
-    timeout: timedelta | None = None,
+    timeout: datetime.timedelta | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
     config: Any = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start the default process group; called by all ranks, does nothing when it already runs.
+    """Start the default process group from the environment `launch` sets; a group that exists is kept.
 
-    Without RANK and WORLD_SIZE in the environment (a plain `python train.py`) the world is this one
-    process and no port is opened. `config` is accepted for DeepSpeed's signature. Side effects: the
-    process group, and the current CUDA device (LOCAL_RANK).
+    Every rank must call it. Backend: NCCL on GPUs, else gloo. Without RANK and WORLD_SIZE in the
+    environment (a plain `python train.py`) the world is this process alone and no group is started.
+    `auto_mpi_discovery`, `verbose` and `config` are part of the signature scripts use; ranks here always
+    come from the environment or the arguments.
 
-    Raises:
-        UsageError: MPI discovery was asked for, or the rank variables are missing or not numbers.
+    Raises: EngineError when the environment is incomplete.
     """
-    if auto_mpi_discovery:
-        raise UsageError("auto_mpi_discovery is not supported", hint="start the ranks with `launch`")
     if dist.is_initialized() or dist_init_required is False:
         return
-    rank = rank if rank >= 0 else _read_int(env.RANK.name)
-    world_size = world_size if world_size > 0 else _read_int(env.WORLD_SIZE.name)
-    if (rank < 0) != (world_size < 0):
-        raise UsageError("RANK and WORLD_SIZE must be set together", hint="start the ranks with `launch`")
-    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(max(_read_int(env.LOCAL_RANK.name), 0))
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if world_size < 0:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if rank < 0 and env.RANK.name not in os.environ and init_method is None:
         return
     if init_method is None:
-        os.environ.setdefault(env.MASTER_ADDR.name, "127.0.0.1")
         os.environ.setdefault(env.MASTER_PORT.name, str(distributed_port))
+        needed = [env.MASTER_ADDR] if rank >= 0 else [env.RANK, env.WORLD_SIZE, env.MASTER_ADDR]
+        missing = [variable.name for variable in needed if variable.name not in os.environ]
+        if missing:
+            raise EngineError(
+                f"the environment of this rank lacks {', '.join(missing)}",
+                hint="start the script with `launch`, which sets them all",
+            )
+    backend = dist_backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(
-        backend, init_method=init_method or "env://", rank=rank, world_size=world_size, **options
+        backend,
+        init_method=init_method,
+        timeout=timeout or DEFAULT_TIMEOUT,
+        rank=rank,
+        world_size=world_size,
     )
-    if verbose and rank == 0:
-        get_logger().info("process group %s · world %d", backend, world_size)
 
 
-def _read_int(name: str) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return -1
-    if not text.isdigit():
-        raise UsageError(f"{name} must be a whole number, got {text!r}", where=name)
-    return int(text)
+def data_parallel_group() -> DataParallelGroup:
+    """Return the group of all ranks, or of this process alone when none was started."""
+    device = local_device()
+    if not dist.is_initialized():
+        return DataParallelGroup(0, 1, device, None)
+    process_group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    return DataParallelGroup(dist.get_rank(), dist.get_world_size(), device, process_group)

@@ -1,7 +1,7 @@
-"""Where every parameter's elements live: parameter -> unit -> shard ranges. Pure arithmetic.
+"""Where every parameter stands: parameters -> units -> shards. Pure arithmetic, no tensors.
 
-The only file that knows offsets. A unit packs its parameters without gaps and is padded at its end
-to `world_size * ALIGNMENT_NUMEL` elements; rank r owns elements [r*c, (r+1)*c) with c = shard_numel.
+This is the only file that knows offsets. A unit is a flat buffer: its parameters one after another in
+registration order, padded with zeros so that it splits into equal chunks. Rank r owns `[r*c, (r+1)*c)`.
 """
 
 from __future__ import annotations
@@ -9,98 +9,92 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNMENT_NUMEL = 32  # a shard starts on a 64-byte line in 16-bit and on a 128-byte line in fp32
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One parameter as the layout sees it; `block`, `dtype` and `group` only need to compare."""
-
-    name: str
-    numel: int
-    dtype: str
-    block: str  # parameters of one block stay together while the size bound allows
-    group: int = 0  # index of its optimizer group
+# Chunks start at multiples of this, so that vector loads of every rank's shard are aligned (256 bytes in fp32).
+CHUNK_ALIGNMENT_NUMEL = 64
 
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """A parameter's place in its unit: elements [start, stop)."""
+    """The place of one parameter in its unit."""
 
-    spec: ParamSpec
-    start: int
-    stop: int
+    index: int  # position in the unit's list of parameters
+    group: int  # optimizer parameter group
+    offset: int  # first element in the flat buffer
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
 
 
 @dataclass(frozen=True)
-class ShardRange:
-    """The part of one parameter that a rank owns."""
+class Segment:
+    """A run of elements of an owned range that belong to one optimizer group."""
 
-    slot: ParamSlot
-    param_start: int  # first owned element, counted in the parameter
-    shard_start: int  # the same element, counted in the shard
+    group: int
+    start: int  # within the owned range
     numel: int
 
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Parameters that communicate together in one contiguous buffer."""
+    """One flat buffer of `padded_numel` elements, split into `world_size` equal chunks."""
 
     slots: tuple[ParamSlot, ...]
     world_size: int
-    shard_numel: int
+    padded_numel: int
 
     @property
-    def padded_numel(self) -> int:
-        """Return the buffer's elements, padding included."""
-        return self.shard_numel * self.world_size
+    def chunk_numel(self) -> int:
+        return self.padded_numel // self.world_size
 
-    def shard_ranges(self, rank: int) -> tuple[ShardRange, ...]:
-        """Return what `rank` owns, in buffer order; padding belongs to no parameter."""
-        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        ranges = []
+    def chunk_range(self, rank: int) -> range:
+        """Return the elements rank `rank` owns when the unit is sharded."""
+        return range(rank * self.chunk_numel, (rank + 1) * self.chunk_numel)
+
+    def slots_in(self, owned: range) -> list[tuple[ParamSlot, range]]:
+        """Return each slot that meets `owned`, with the elements of the flat buffer they share."""
+        met = []
         for slot in self.slots:
-            start, stop = max(slot.start, low), min(slot.stop, high)
-            if start < stop:
-                ranges.append(ShardRange(slot, start - slot.start, start - low, stop - start))
-        return tuple(ranges)
+            shared = range(max(slot.offset, owned.start), min(slot.end, owned.stop))
+            if shared:
+                met.append((slot, shared))
+        return met
+
+    def segments_in(self, owned: range) -> list[Segment]:
+        """Return `owned` as runs of equal optimizer group; padding belongs to no run."""
+        segments: list[Segment] = []
+        for slot, shared in self.slots_in(owned):
+            start = shared.start - owned.start
+            last = segments[-1] if segments else None
+            if last is not None and last.group == slot.group and last.start + last.numel == start:
+                segments[-1] = Segment(last.group, last.start, last.numel + len(shared))
+            else:
+                segments.append(Segment(slot.group, start, len(shared)))
+        return segments
 
 
-def plan_units(specs: Sequence[ParamSpec], world_size: int, bound_numel: int) -> tuple[UnitLayout, ...]:
-    """Split parameters into units: one dtype each, whole blocks up to `bound_numel` elements.
+def layout_unit(numels: Sequence[int], groups: Sequence[int], world_size: int) -> UnitLayout:
+    """Lay parameters of the given sizes and optimizer groups out in one unit."""
+    slots, offset = [], 0
+    for index, (numel, group) in enumerate(zip(numels, groups, strict=True)):
+        slots.append(ParamSlot(index, group, offset, numel))
+        offset += numel
+    step = world_size * CHUNK_ALIGNMENT_NUMEL
+    return UnitLayout(tuple(slots), world_size, -(-offset // step) * step)
 
-    A new unit starts when the next block would pass the bound; a larger block is split between
-    parameters, and a parameter larger than the bound is a unit of its own. Tied weights are given once.
 
-    Raises:
-        ValueError: a bound or world size below 1, or a name given twice.
+def split_by_size(numels: Sequence[int], max_numel: int) -> list[range]:
+    """Split a sequence of parameters into runs of at most `max_numel` elements.
+
+    A parameter larger than `max_numel` is a run of its own.
     """
-    if world_size < 1 or bound_numel < 1:
-        raise ValueError(f"world_size and bound_numel must be at least 1, got {world_size}, {bound_numel}")
-    if len({spec.name for spec in specs}) != len(specs):
-        raise ValueError("a parameter is listed twice; give tied weights once")
-    units: list[UnitLayout] = []
-    for dtype in dict.fromkeys(spec.dtype for spec in specs):
-        blocks: dict[str, list[ParamSpec]] = {}
-        for spec in specs:
-            if spec.dtype == dtype:
-                blocks.setdefault(spec.block, []).append(spec)
-        current: list[ParamSpec] = []
-        for block in blocks.values():
-            whole = sum(spec.numel for spec in block) <= bound_numel
-            for piece in [block] if whole else [[spec] for spec in block]:
-                if current and sum(spec.numel for spec in [*current, *piece]) > bound_numel:
-                    units.append(_pack(current, world_size))
-                    current = []
-                current.extend(piece)
-        units.append(_pack(current, world_size))
-    return tuple(units)
-
-
-def _pack(specs: Sequence[ParamSpec], world_size: int) -> UnitLayout:
-    slots, end = [], 0
-    for spec in specs:
-        slots.append(ParamSlot(spec, end, end + spec.numel))
-        end += spec.numel
-    chunk = world_size * ALIGNMENT_NUMEL
-    return UnitLayout(tuple(slots), world_size, max(1, -(-end // chunk)) * ALIGNMENT_NUMEL)
+    runs, start, total = [], 0, 0
+    for index, numel in enumerate(numels):
+        if index > start and total + numel > max_numel:
+            runs.append(range(start, index))
+            start, total = index, 0
+        total += numel
+    if start < len(numels):
+        runs.append(range(start, len(numels)))
+    return runs

@@ -1,20 +1,81 @@
-"""The stages as a table: what is sharded at each."""
+"""The ZeRO stages as a table, and the policies that the machinery is built with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from launcher.base.errors import EngineError
 
 
 @dataclass(frozen=True)
-class StagePolicy:
-    """What one stage shards over the ranks; parameters stay whole at all of these."""
+class Stage:
+    """What one stage shards over the ranks of the data-parallel group."""
 
-    shard_optimizer: bool
-    shard_gradients: bool
+    number: int
+    shards_optimizer: bool  # optimizer states and fp32 master weights; gradients are reduced to their owner
+    shards_gradients: bool  # each micro-batch is reduced during backward, only the owner keeps the sum
 
 
 STAGES = {
-    0: StagePolicy(shard_optimizer=False, shard_gradients=False),
-    1: StagePolicy(shard_optimizer=True, shard_gradients=False),
-    2: StagePolicy(shard_optimizer=True, shard_gradients=True),
+    0: Stage(0, shards_optimizer=False, shards_gradients=False),
+    1: Stage(1, shards_optimizer=True, shards_gradients=False),
+    2: Stage(2, shards_optimizer=True, shards_gradients=True),
 }
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types of what is kept. Gradients are accumulated and reduced in fp32 at every precision."""
+
+    param_dtype: torch.dtype  # of the model: float32 or bfloat16
+
+    @property
+    def has_master(self) -> bool:
+        """Say whether the optimizer updates fp32 copies; in fp32 the parameters are their own master."""
+        return self.param_dtype != torch.float32
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """Everything that shapes the sharded machinery."""
+
+    stage: Stage
+    precision: Precision
+    max_unit_numel: int  # upper bound of a unit, `reduce_bucket_size`
+    overlap_comm: bool  # reduce while backward runs, gather while the next forward runs
+    max_grad_norm: float  # 0: no clipping
+
+
+class UnitState(Enum):
+    """Where a unit is within an optimizer step.
+
+    IDLE -> ACCUMULATING (first gradient) -> REDUCING (last gradient) -> REDUCED -> IDLE (step)
+    At a micro-batch that is no boundary a whole gradient stays ACCUMULATING, a sharded one becomes REDUCED and
+    goes back to ACCUMULATING with the next micro-batch.
+    """
+
+    IDLE = auto()  # no gradient since the last step
+    ACCUMULATING = auto()  # the local gradient buffer holds at least one micro-batch's gradient
+    REDUCING = auto()  # the sum over ranks is on its way; the buffer belongs to the collective
+    REDUCED = auto()  # the owned range holds the sum over ranks
+
+
+TRANSITIONS = {
+    UnitState.IDLE: {UnitState.ACCUMULATING},
+    UnitState.ACCUMULATING: {UnitState.REDUCING, UnitState.IDLE},
+    UnitState.REDUCING: {UnitState.REDUCED},
+    UnitState.REDUCED: {UnitState.ACCUMULATING, UnitState.IDLE},
+}
+
+
+def check_transition(old: UnitState, new: UnitState) -> UnitState:
+    """Return `new`. Raises: EngineError when a unit may not go there from `old`."""
+    if new is not old and new not in TRANSITIONS[old]:
+        raise EngineError(
+            f"a ZeRO unit cannot go from {old.name} to {new.name}",
+            hint="call engine(...), engine.backward(loss) and engine.step() in this order",
+        )
+    return new

@@ -1,0 +1,203 @@
+"""`initialize()`: the one place that shows in which order an engine is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from launcher.base.errors import ConfigError, EngineError
+from launcher.base.log import get_logger
+from launcher.comm import collectives
+from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
+from launcher.config.auto import AutoChoice, AutoFacts, resolve_auto
+from launcher.config.batch import BatchPlan, solve_batch
+from launcher.config.load import LoadedConfig, load_config
+from launcher.config.schema import Config
+from launcher.engine.data import DistributedLoader, build_loader
+from launcher.engine.engine import Engine, EngineParts
+from launcher.engine.optimizer import ZeroOptimizer
+from launcher.optim.api import FlatShard
+from launcher.optim.factory import (
+    OptimizerPlan,
+    group_of_parameters,
+    plan_from_client,
+    plan_from_config,
+)
+from launcher.optim.schedules import build_schedule
+from launcher.zero.grads import GradientReducer
+from launcher.zero.hooks import install_hooks
+from launcher.zero.partition import build_units
+from launcher.zero.stages import STAGES, Precision, ZeroPolicy
+from launcher.zero.unit import FlatUnit
+
+ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: ClientOptimizer | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, ZeroOptimizer, DistributedLoader | None, Any]:
+    """Build an engine around `model`. Every rank must call it with the same model and config.
+
+    config: a path, JSON text or dict; or `args.deepspeed` / `args.deepspeed_config` holds the path.
+    optimizer: a torch Adam or AdamW, or a function from parameters to one; else the config names it.
+    lr_scheduler: an object with `step()`, or a function from the optimizer to one; else the config names it.
+    The model's parameters move to this rank's device and the configured precision, rank 0's values go to all
+    ranks, and their storage becomes part of flat buffers; the parameter objects stay the same.
+
+    Returns (engine, optimizer, training loader or None, scheduler or None).
+    Raises: ConfigError, EngineError.
+    """
+    if model is None:
+        raise EngineError("initialize() needs a model", hint="initialize(model=model, config=...)")
+    if mpu is not None or mesh_param is not None:
+        raise EngineError(
+            "mpu and mesh_param are not supported by this release", hint="use data parallelism alone"
+        )
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    group = data_parallel_group()
+    loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
+    settings, choices = resolve_auto(loaded.config, AutoFacts(world_size=group.world_size))
+    batch = solve_batch(
+        settings.train_batch_size,
+        settings.train_micro_batch_size_per_gpu,
+        settings.gradient_accumulation_steps,
+        group.world_size,
+    )
+    policy = _policy(settings, group)
+
+    _place_model(model, policy.precision, group)
+    plan = _optimizer_plan(settings, optimizer, model, model_parameters)
+    units = build_units(model, group_of_parameters(plan, model), policy, group)
+    reducer = GradientReducer(units, policy)
+    install_hooks(units, reducer)
+    zero_optimizer = ZeroOptimizer(plan.build(_shards(units)))
+    scheduler = _scheduler(settings, lr_scheduler, zero_optimizer)
+    loader = None
+    if training_data is not None:
+        loader = build_loader(
+            training_data,
+            batch_size=batch.micro_batch_size,
+            rank=group.rank,
+            world_size=group.world_size,
+            collate_fn=collate_fn,
+            drop_last=settings.dataloader_drop_last,
+            pin_memory=group.device.type == "cuda",
+        )
+    if group.rank == 0:
+        _announce(settings, policy, batch, zero_optimizer, loaded, choices)
+    parts = EngineParts(group, policy, units, reducer, zero_optimizer, scheduler, batch, settings, loader)
+    return Engine(model, parts), zero_optimizer, loader, scheduler
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    """Return the one config that was given. Raises: ConfigError for none, or for two that differ."""
+    from_args = getattr(args, "deepspeed_config", None)
+    if from_args is None and isinstance(getattr(args, "deepspeed", None), str | Mapping):
+        from_args = args.deepspeed
+    given = [source for source in (config, config_params, from_args) if source is not None]
+    if not given:
+        raise ConfigError("no config was given", hint="initialize(config=...) or --deepspeed ds_config.json")
+    if any(source != given[0] for source in given[1:]):
+        raise ConfigError("two different configs were given", hint="give config, config_params or args, not several")
+    return given[0]
+
+
+def _policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
+    zero = settings.zero_optimization
+    # Alone there is nobody to shard over; stage 0 is the same arithmetic without the copies.
+    stage = STAGES[int(zero.stage) if group.world_size > 1 else 0]
+    dtype = torch.bfloat16 if settings.bf16.enabled else torch.float32
+    return ZeroPolicy(
+        stage=stage,
+        precision=Precision(dtype),
+        max_unit_numel=max(1, int(zero.reduce_bucket_size)),
+        overlap_comm=zero.overlap_comm is not False,
+        max_grad_norm=float(settings.gradient_clipping),
+    )
+
+
+def _place_model(model: nn.Module, precision: Precision, group: DataParallelGroup) -> None:
+    model.to(device=group.device, dtype=precision.param_dtype)
+    tensors = [tensor.data for tensor in (*model.parameters(), *model.buffers())]
+    collectives.broadcast_from_first(group, tensors)
+
+
+def _optimizer_plan(
+    settings: Config,
+    optimizer: ClientOptimizer | None,
+    model: nn.Module,
+    model_parameters: Iterable[Any] | None,
+) -> OptimizerPlan:
+    if optimizer is not None:
+        return plan_from_client(optimizer, model, model_parameters)
+    section = settings.optimizer
+    if section is None:
+        raise ConfigError(
+            "no optimizer was given", hint='add an "optimizer" section or initialize(optimizer=...)'
+        )
+    return plan_from_config(section.type, section.params, model, model_parameters)
+
+
+def _shards(units: list[FlatUnit]) -> list[FlatShard]:
+    return [
+        FlatShard(
+            unit.master[segment.start : segment.start + segment.numel],
+            unit.owned_grad[segment.start : segment.start + segment.numel],
+            segment.group,
+        )
+        for unit in units
+        for segment in unit.layout.segments_in(unit.owned)
+    ]
+
+
+def _scheduler(settings: Config, client: Any, optimizer: ZeroOptimizer) -> Any:
+    if client is not None:
+        return client(optimizer) if callable(client) and not hasattr(client, "step") else client
+    section = settings.scheduler
+    if section is None:
+        return None
+    groups = optimizer.param_groups
+    return build_schedule(section.type, section.params, groups, float(groups[0]["lr"]))
+
+
+def _announce(
+    settings: Config,
+    policy: ZeroPolicy,
+    batch: BatchPlan,
+    optimizer: ZeroOptimizer,
+    loaded: LoadedConfig,
+    choices: tuple[AutoChoice, ...],
+) -> None:
+    """Say in a few lines what this run will do."""
+    log = get_logger()
+    precision = "bf16 (fp32 master)" if policy.precision.has_master else "fp32"
+    log.info(
+        "zero stage %s · %s · %s · micro %d × accumulation %d × dp %d = batch %d",
+        int(settings.zero_optimization.stage),
+        precision,
+        optimizer.optimizer.label,
+        batch.micro_batch_size,
+        batch.accumulation_steps,
+        batch.world_size,
+        batch.train_batch_size,
+    )
+    for choice in choices:
+        log.info("auto: %s = %s (%s)", choice.key, choice.value, choice.reason)
+    for notice in loaded.notices:
+        log.info("note: %s", notice)

@@ -1,0 +1,234 @@
+"""The engine users hold: forward, backward, step. It decides when; the rooms below do the work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.base.errors import EngineError
+from launcher.base.log import get_logger
+from launcher.comm.groups import DataParallelGroup
+from launcher.config.batch import BatchPlan
+from launcher.config.schema import Config
+from launcher.engine.data import DistributedLoader
+from launcher.engine.optimizer import ZeroOptimizer
+from launcher.monitor.throughput import ThroughputTimer
+from launcher.zero.grads import GradientReducer
+from launcher.zero.stages import ZeroPolicy
+from launcher.zero.step import step_units
+from launcher.zero.unit import FlatUnit
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What `initialize()` has built."""
+
+    group: DataParallelGroup
+    policy: ZeroPolicy
+    units: list[FlatUnit]
+    reducer: GradientReducer
+    optimizer: ZeroOptimizer
+    lr_scheduler: Any
+    batch: BatchPlan
+    settings: Config
+    loader: DistributedLoader | None
+
+
+class Engine(nn.Module):
+    """A model that trains by `loss = engine(x); engine.backward(loss); engine.step()`.
+
+    All three must be called by every rank, once per micro-batch; `step()` acts only at the accumulation
+    boundary. Attributes the engine does not have are the wrapped model's.
+    """
+
+    def __init__(self, model: nn.Module, parts: EngineParts) -> None:
+        super().__init__()
+        self.module = model
+        self._parts = parts
+        self.optimizer = parts.optimizer
+        self.lr_scheduler = parts.lr_scheduler
+        self.training_dataloader = parts.loader
+        self.device = parts.group.device
+        self.global_rank = parts.group.rank
+        self.world_size = parts.group.world_size
+        self.global_steps = 0  # optimizer steps taken or skipped
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self._boundary_override: bool | None = None
+        self._backward_done = False  # a backward of this micro-step has run
+        self._grad_norm: float | None = None
+        self._losses: list[Tensor] = []  # of this accumulation, for the printed line
+        self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
+
+    # ---- facts ----
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config as plain data, every default filled in."""
+        return self._parts.settings.model_dump()
+
+    @property
+    def _steps_per_print(self) -> int | None:
+        value = self._parts.settings.steps_per_print
+        return None if value is None else int(value)
+
+    def train_batch_size(self) -> int:
+        """Return the samples of one optimizer step over all ranks."""
+        return self._parts.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of one micro-batch of one rank."""
+        return self._parts.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of one optimizer step."""
+        return self._parts.batch.accumulation_steps
+
+    def zero_optimization_stage(self) -> int:
+        """Return the configured ZeRO stage."""
+        return int(self._parts.settings.zero_optimization.stage)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the gradient norm of the last step before clipping; None before the first."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Say whether the current micro-batch is the last one before the optimizer step."""
+        if self._boundary_override is not None:
+            return self._boundary_override
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide the boundary by hand from now on. Call it before `backward`, alike on every rank."""
+        self._boundary_override = is_boundary
+
+    # ---- one micro-batch ----
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model; its parameters are waited for unit by unit."""
+        if self.training:
+            self._timer.start()
+        return self.module(*inputs, **kwargs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Compute gradients of `loss` and start reducing them. Every rank must call it.
+
+        loss: scalar, the mean over this rank's micro-batch. With `scale_wrt_gas` it is divided by the
+        accumulation steps, so that the step sees the mean over the whole batch. Returns the loss used.
+        Raises: EngineError for a loss that is no scalar, has no graph, or is not finite.
+        """
+        self._check_loss(loss)
+        self._losses.append(loss.detach())
+        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
+            loss = loss / self.gradient_accumulation_steps()
+        reducer = self._parts.reducer
+        reducer.begin_backward(is_boundary=self.is_gradient_accumulation_boundary())
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        reducer.end_backward()
+        self._backward_done = True
+        return loss
+
+    def step(self) -> None:
+        """End the micro-batch; at the boundary take the optimizer step. Every rank must call it.
+
+        Raises: EngineError when no backward has run since the last call.
+        """
+        if not self._backward_done:
+            raise EngineError("engine.step() was called without a backward", hint="call engine.backward(loss) first")
+        boundary = self.is_gradient_accumulation_boundary()
+        self._backward_done = False
+        self.micro_steps += 1
+        if boundary:
+            self._take_step()
+        self._timer.stop(boundary)
+        if boundary:
+            self._report()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients gathered since the last step."""
+        self._parts.reducer.wait()
+        for unit in self._parts.units:
+            unit.discard_gradients()
+
+    def _take_step(self) -> None:
+        parts = self._parts
+        parts.reducer.wait()
+        norm = step_units(parts.units, parts.optimizer.optimizer, parts.policy, parts.group)
+        self._grad_norm = norm
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        parts.optimizer.overflow = not math.isfinite(norm)
+        if parts.optimizer.overflow:
+            self.skipped_steps += 1
+            if self.global_rank == 0:
+                get_logger().warning("step %d skipped: the gradient norm is %s", self.global_steps, norm)
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _check_loss(self, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise EngineError(f"engine.backward() needs a scalar loss, got {got}", hint="reduce it with loss.mean()")
+        if not loss.requires_grad:
+            raise EngineError(
+                "the loss has no graph to go back through",
+                hint="compute it from engine(...) in training mode, outside of torch.no_grad()",
+            )
+
+    def _report(self) -> None:
+        """Print a line every `steps_per_print` steps, from rank 0; its loss is rank 0's own."""
+        losses, self._losses = self._losses, []
+        every = self._steps_per_print
+        if not every or self.global_steps % every or self.global_rank != 0:
+            return
+        loss = torch.stack([value.float() for value in losses]).mean().item()
+        rate = f"  {self._timer.samples_per_s:.1f} samples/s" if self._timer.samples_per_s else ""
+        get_logger().info(
+            "step %d  loss %.4f  lr %.3g  grad norm %.3g%s",
+            self.global_steps,
+            loss,
+            self.get_lr()[0],
+            self._grad_norm,
+            rate,
+        )
+
+    # ---- the model inside ----
+
+    def synchronize_parameters(self) -> None:
+        """Wait until every parameter holds the last step's update; `state_dict()` and forward do it themselves."""
+        for unit in self._parts.units:
+            unit.wait_for_parameters()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the model's state dict: plain tensors that do not share the flat buffers' storage."""
+        self.synchronize_parameters()
+        state: Mapping[str, Any] = self.module.state_dict(*args, **kwargs)
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights into the model and refresh the fp32 master copies from them."""
+        self.synchronize_parameters()
+        result = self.module.load_state_dict(state_dict, strict=strict)
+        for unit in self._parts.units:
+            unit.refresh_master()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
