@@ -1,0 +1,25 @@
+"""`python -m launcher.agent`: the one process per node that owns the node's ranks.
+
+It speaks the protocol of `wire` on stdin and stdout. Its life is a lease: when stdin ends, or no message came for
+the length of the lease, it ends its ranks and leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from launcher.base.processes import adopt_orphans
+from launcher.agent.supervisor import Supervisor
+
+
+def main() -> int:
+    """Serve until all ranks are gone. Returns the exit status."""
+    # Protocol bytes only on the real stdout: a stray print of ours would damage the stream.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    adopt_orphans()
+    Supervisor(sys.stdin.fileno(), output).run()
+    return 0

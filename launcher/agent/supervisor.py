@@ -1,0 +1,295 @@
+"""The agent's loop: one thread, one selector, one state.
+
+Every wait has an end: reading never blocks, writing is buffered, and when the controller reads too slowly the
+ranks' pipes are left unread, so that ranks wait instead of memory growing or output being lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+
+from launcher.base.processes import descendants, send, sweep_job
+from launcher.agent.spawn import Rank, spawn_rank
+from launcher.agent.state import AgentState, move
+from launcher.agent.wire import (
+    MAGIC,
+    PROTOCOL_VERSION,
+    Bye,
+    Decoder,
+    Exited,
+    Hello,
+    Message,
+    Output,
+    PickPort,
+    PortPicked,
+    Spawn,
+    SpawnFailed,
+    Started,
+    Stop,
+    Sweep,
+    encode,
+)
+
+_READ_BYTES = 1 << 16
+_MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
+_IDLE_WAIT_S = 1.0  # the longest sleep; deadlines shorten it
+_STOP_POLL_S = 0.05
+_DRAIN_S = 0.5  # how long a dead rank's pipe may be held open by a child that outlives it
+_KILL_RETRY_S = 10.0  # a process in an uninterruptible wait cannot be killed: leave it to the kernel
+_LEFTOVER_GRACE_S = 2.0  # for children that outlive ranks which ended well
+
+
+class Supervisor:
+    """Owns the ranks of one node."""
+
+    def __init__(self, command_fd: int, output_fd: int) -> None:
+        self._command_fd = command_fd
+        self._output_fd = output_fd
+        self._decoder = Decoder(expect_magic=False)
+        self._selector = selectors.DefaultSelector()
+        self._unsent = bytearray(MAGIC)
+        self._connected = True
+        self._state = AgentState.WAITING
+        self._ranks: dict[int, Rank] = {}  # by pid
+        self._spec: Spawn | None = None
+        self._last_message_s = time.monotonic()
+        self._kill_at_s: float | None = None
+        self._give_up_at_s: float | None = None
+        self._scratch = tempfile.mkdtemp(prefix="launch-agent-")  # mode 0700: error records hold user data
+        self._wake_read, self._wake_write = os.pipe()
+
+    def run(self) -> None:
+        """Serve commands until the ranks are gone and the controller has been told."""
+        os.set_blocking(self._output_fd, False)
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self._wake_read, False)
+        signal.set_wakeup_fd(self._wake_write)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        self._selector.register(self._command_fd, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable))
+        try:
+            while self._state is not AgentState.GONE:
+                self._turn()
+            self._flush_before_leaving()
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    # ---- the loop ----
+
+    def _turn(self) -> None:
+        self._watch_streams()
+        for key, events in self._selector.select(self._wait_s()):
+            if key.fd == self._command_fd:
+                self._read_commands()
+            elif key.fd == self._wake_read:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, _READ_BYTES)
+            elif key.fd == self._output_fd:
+                self._write()
+            elif events:
+                self._read_rank(key.fd, key.data)
+        self._reap()
+        self._check_deadlines()
+
+    def _wait_s(self) -> float:
+        return _STOP_POLL_S if self._state is AgentState.STOPPING else _IDLE_WAIT_S
+
+    def _watch_streams(self) -> None:
+        """Register what can make progress now: writing when there is something, reading when there is room."""
+        self._set_watched(self._output_fd, selectors.EVENT_WRITE, bool(self._unsent) and self._connected, None)
+        has_room = len(self._unsent) < _MAX_UNSENT_BYTES
+        for rank in self._ranks.values():
+            for descriptor in rank.streams:
+                self._set_watched(descriptor, selectors.EVENT_READ, has_room, rank)
+
+    def _set_watched(self, descriptor: int, events: int, wanted: bool, data: Rank | None) -> None:
+        watched = descriptor in self._selector.get_map()
+        if wanted and not watched:
+            self._selector.register(descriptor, events, data)
+        elif watched and not wanted:
+            self._selector.unregister(descriptor)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number != signal.SIGCHLD:
+            self._stop(self._spec.grace_s if self._spec else 0.0)
+
+    # ---- controller ----
+
+    def _send(self, message: Message) -> None:
+        if self._connected:
+            self._unsent += encode(message)
+
+    def _write(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._output_fd, memoryview(self._unsent)[: 1 << 20])]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._lose_controller()
+
+    def _lose_controller(self) -> None:
+        """Nobody listens any more: drop what is unsent and end the ranks."""
+        self._set_watched(self._output_fd, selectors.EVENT_WRITE, False, None)
+        self._connected = False
+        self._unsent.clear()
+        self._stop(self._spec.grace_s if self._spec else 0.0)
+
+    def _read_commands(self) -> None:
+        data = os.read(self._command_fd, _READ_BYTES)
+        self._last_message_s = time.monotonic()
+        if not data:
+            self._selector.unregister(self._command_fd)
+            self._lose_controller()
+            return
+        for message in self._decoder.feed(data):
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, PickPort):
+            self._send(PortPicked(_free_port()))
+        elif isinstance(message, Spawn):
+            self._spawn(message)
+        elif isinstance(message, Stop):
+            self._stop(message.grace_s)
+        elif isinstance(message, Sweep):
+            sweep_job(message.job_id)
+            self._state = move(self._state, AgentState.GONE)
+            self._send(Bye())
+
+    # ---- ranks ----
+
+    def _spawn(self, spec: Spawn) -> None:
+        self._spec = spec
+        self._state = move(self._state, AgentState.RUNNING)
+        try:
+            for local_rank in range(len(spec.rank_envs)):
+                rank = spawn_rank(spec, local_rank, self._scratch)
+                self._ranks[rank.pid] = rank
+                self._send(Started(rank.number, rank.pid))
+        except OSError as error:
+            what = error.filename or spec.cwd
+            self._send(SpawnFailed(f"{what}: {error.strerror}"))
+            self._stop(0.0)
+
+    def _read_rank(self, descriptor: int, rank: Rank) -> None:
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self._send(Output(rank.number, rank.streams[descriptor], data))
+        else:
+            self._close_stream(rank, descriptor)
+
+    def _close_stream(self, rank: Rank, descriptor: int) -> None:
+        self._set_watched(descriptor, selectors.EVENT_READ, False, None)
+        name = rank.streams.pop(descriptor)
+        pipe = rank.process.stdout if name == "stdout" else rank.process.stderr
+        if pipe is not None:
+            pipe.close()
+
+    def _reap(self) -> None:
+        """Collect ended children: ranks, and orphans of ranks that this agent has adopted."""
+        while True:
+            try:
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            rank = self._ranks.get(pid)
+            if rank is not None:
+                rank.status = os.waitstatus_to_exitcode(wait_status)
+                rank.process.returncode = rank.status  # Popen must not wait for it a second time
+                rank.ended_s = time.monotonic()
+                rank.record = _read_record(rank.error_file)
+        for rank in list(self._ranks.values()):
+            self._report_if_over(rank)
+        if not self._ranks and self._state is AgentState.RUNNING:
+            self._stop(_LEFTOVER_GRACE_S)
+
+    def _report_if_over(self, rank: Rank) -> None:
+        if rank.status is None:
+            return
+        if rank.streams and time.monotonic() - rank.ended_s < _DRAIN_S and self._connected:
+            return  # what it wrote last may still be in the pipe
+        for descriptor in list(rank.streams):
+            self._drain(rank, descriptor)
+        del self._ranks[rank.pid]
+        self._send(Exited(rank.number, rank.status, time.time(), rank.record))
+
+    def _drain(self, rank: Rank, descriptor: int) -> None:
+        """Read what is there now; a child of the rank may hold the pipe open for ever."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(descriptor, _READ_BYTES):
+                self._send(Output(rank.number, rank.streams[descriptor], data))
+        self._close_stream(rank, descriptor)
+
+    # ---- ending ----
+
+    def _stop(self, grace_s: float) -> None:
+        """Send SIGTERM to every descendant, once; SIGKILL follows after the grace. A shorter grace wins."""
+        kill_at_s = time.monotonic() + grace_s
+        if self._state is AgentState.WAITING:
+            self._state = move(self._state, AgentState.GONE)
+        elif self._state is AgentState.RUNNING:
+            self._state = move(self._state, AgentState.STOPPING)
+            self._kill_at_s = kill_at_s
+            send(descendants(os.getpid()), signal.SIGTERM)
+        elif self._state is AgentState.STOPPING and self._kill_at_s is not None:
+            self._kill_at_s = min(self._kill_at_s, kill_at_s)
+
+    def _check_deadlines(self) -> None:
+        now_s = time.monotonic()
+        spec = self._spec
+        if (
+            self._state is AgentState.RUNNING
+            and spec is not None
+            and spec.lease_s is not None
+            and now_s - self._last_message_s > spec.lease_s
+        ):
+            self._lose_controller()
+        if self._state is not AgentState.STOPPING:
+            return
+        left = descendants(os.getpid())
+        if left and self._kill_at_s is not None and now_s >= self._kill_at_s:
+            send(left, signal.SIGKILL)
+            self._give_up_at_s = self._give_up_at_s or now_s + _KILL_RETRY_S
+        gave_up = self._give_up_at_s is not None and now_s > self._give_up_at_s
+        if (not left and not self._ranks) or gave_up:
+            self._state = move(self._state, AgentState.GONE)
+            self._send(Bye())
+
+    def _flush_before_leaving(self) -> None:
+        """Send what is left as long as somebody reads it."""
+        os.set_blocking(self._output_fd, True)
+        with contextlib.suppress(OSError):
+            while self._unsent and self._connected:
+                del self._unsent[: os.write(self._output_fd, memoryview(self._unsent)[: 1 << 20])]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _read_record(path: str) -> dict[str, object] | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+    except (OSError, ValueError):  # none was left, or the rank was killed while it wrote
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,202 @@
+"""The agent protocol: messages as frozen dataclasses, frames as bytes.
+
+A stream starts with `MAGIC`; what stands before it (a login banner, the output of a shell's start-up file) is skipped.
+A frame is two big-endian 32-bit lengths, a JSON header and a raw payload. Output of ranks is payload, so that
+any bytes pass unchanged and unquoted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from launcher.base.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+MAGIC = b"\x00\x01launch-agent\x01\x00"
+MAX_BANNER_BYTES = 1 << 20
+MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
+MAX_PAYLOAD_BYTES = 16 << 20
+_LENGTHS = struct.Struct(">II")
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all messages."""
+
+
+# ---- controller to agent ----
+
+
+@dataclass(frozen=True)
+class PickPort(Message):
+    """Ask for a TCP port that is free on the agent's node."""
+
+
+@dataclass(frozen=True)
+class Spawn(Message):
+    """Start the ranks of this node."""
+
+    job_id: str
+    commands: list[list[str]]  # by local rank, arguments of launcher.worker: kind, target, user arguments
+    cwd: str
+    env: dict[str, str]  # added to the agent's own environment, for every rank
+    rank_envs: list[dict[str, str]]  # one for each rank; RANK among them
+    lease_s: float | None  # end the ranks after so long without a message; None: the stream's end is enough
+    grace_s: float  # between SIGTERM and SIGKILL when the lease ends
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """End all ranks: SIGTERM, one grace for all, SIGKILL."""
+
+    grace_s: float
+
+
+@dataclass(frozen=True)
+class Sweep(Message):
+    """Kill every process of a job whose agent was lost; the job id in their environment tells which."""
+
+    job_id: str
+
+
+@dataclass(frozen=True)
+class Ping(Message):
+    """Renew the lease."""
+
+
+# ---- agent to controller ----
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """The first message of an agent."""
+
+    version: int
+    pid: int
+    python: str
+
+
+@dataclass(frozen=True)
+class PortPicked(Message):
+    """The answer to PickPort."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Started(Message):
+    """A rank's process exists."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class SpawnFailed(Message):
+    """No rank was started on this node."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Output(Message):
+    """Bytes a rank wrote."""
+
+    rank: int
+    stream: str  # "stdout" or "stderr"
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Exited(Message):
+    """A rank's process has ended, and all it had written has been sent."""
+
+    rank: int
+    status: int  # exit code, or minus the signal number
+    time_s: float  # wall clock of the node
+    record: dict[str, Any] | None  # the error record the worker left
+
+
+@dataclass(frozen=True)
+class Bye(Message):
+    """All ranks and all their descendants are gone; the agent leaves."""
+
+
+_TYPES: dict[str, type[Message]] = {
+    kind.__name__: kind
+    for kind in (PickPort, Spawn, Stop, Sweep, Ping, Hello, PortPicked, Started, SpawnFailed, Output, Exited, Bye)
+}
+_M = TypeVar("_M", bound=Message)
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame of one message."""
+    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
+    payload: bytes = fields.pop("data", b"")
+    # Surrogates stand for bytes that are no UTF-8 (file names, arguments); JSON's ASCII escapes keep them.
+    header = json.dumps({"type": type(message).__name__, **fields}).encode("ascii")
+    return _LENGTHS.pack(len(header), len(payload)) + header + payload
+
+
+class Decoder:
+    """Turns a byte stream, cut anywhere, into messages."""
+
+    def __init__(self, *, expect_magic: bool) -> None:
+        self._buffer = bytearray()
+        self._in_banner = expect_magic
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Yield the messages that `data` completes. Raises: ProtocolError for bytes that are no frame."""
+        self._buffer += data
+        if self._in_banner and not self._skip_banner():
+            return
+        while len(self._buffer) >= _LENGTHS.size:
+            header_bytes, payload_bytes = _LENGTHS.unpack_from(self._buffer)
+            if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+                raise ProtocolError("the agent's stream is damaged: impossible frame length")
+            end = _LENGTHS.size + header_bytes + payload_bytes
+            if len(self._buffer) < end:
+                return
+            header = bytes(self._buffer[_LENGTHS.size : _LENGTHS.size + header_bytes])
+            payload = bytes(self._buffer[_LENGTHS.size + header_bytes : end])
+            del self._buffer[:end]
+            yield _decode(header, payload)
+
+    def _skip_banner(self) -> bool:
+        start = self._buffer.find(MAGIC)
+        if start < 0:
+            if len(self._buffer) > MAX_BANNER_BYTES:
+                raise ProtocolError(
+                    "no agent answered, only other output",
+                    hint="see what `ssh HOST true` prints; shell start-up files must be silent",
+                )
+            return False
+        del self._buffer[: start + len(MAGIC)]
+        self._in_banner = False
+        return True
+
+
+def _decode(header: bytes, payload: bytes) -> Message:
+    try:
+        fields = json.loads(header)
+        kind = _TYPES[fields.pop("type")]
+        if kind is Output:
+            fields["data"] = payload
+        return kind(**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProtocolError(f"the agent's stream is damaged: {error!r}") from None
+
+
+def check_version(hello: Hello, host_name: str) -> None:
+    """Raise ProtocolError when the agent speaks another version of the protocol."""
+    if hello.version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the agent speaks protocol {hello.version}, this launcher {PROTOCOL_VERSION}",
+            where=host_name,
+            hint=f"install the same launch-zero version for {hello.python} there",
+        )

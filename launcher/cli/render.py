@@ -1,0 +1,174 @@
+"""Everything `launch run` shows: start lines, rank output, the one failure, plans. The only printing place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from typing import BinaryIO
+
+import click
+
+from launcher import __version__
+from launcher.base.errors import LauncherError
+from launcher.base.units import format_duration
+from launcher.job.plan import JobPlan
+from launcher.job.report import Failure, RunReport
+
+_MAX_PENDING_BYTES = 1 << 16  # a line longer than this is shown in parts
+
+
+def show_error(error: LauncherError) -> None:
+    """Print what is wrong, where, and what to do; all findings of the error."""
+    for diagnostic in error.diagnostics:
+        where = f"{diagnostic.where}: " if diagnostic.where else ""
+        click.echo(click.style("✗ ", fg="red") + where + diagnostic.message, err=True)
+        if diagnostic.hint:
+            click.echo(f"  → {diagnostic.hint}", err=True)
+
+
+def show_plan(plan: JobPlan, *, as_json: bool) -> None:
+    """Print what would happen."""
+    if as_json:
+        click.echo(json.dumps(plan.describe(), indent=2))
+        return
+    click.echo(_headline(plan))
+    port = plan.master_port if plan.master_port is not None else "a free port"
+    click.echo(f"  rendezvous  {plan.master_addr}, {port}")
+    click.echo(f"  in          {plan.cwd}")
+    click.echo(f"  ranks run   {plan.command.kind} {shlex.join([plan.command.target, *plan.command.arguments])}")
+    for node in plan.placement.nodes:
+        ranks = f"{node.ranks.start}-{node.ranks.stop - 1}" if node.num_ranks > 1 else str(node.ranks.start)
+        slots = ",".join(map(str, node.host.slots))
+        transport = plan.transports[node.node_rank]
+        click.echo(f"  node {node.node_rank}  {node.host.name}  ranks {ranks}  slots {slots}  by {transport}")
+        click.echo(f"          {plan.agent_commands[node.node_rank]}")
+    if "ssh" in plan.transports:
+        click.echo(f"  environment passed on (names): {', '.join(sorted(plan.forwarded_env)) or 'none'}")
+    click.echo("nothing was started (--dry-run)")
+
+
+def _headline(plan: JobPlan) -> str:
+    counts = {node.num_ranks for node in plan.placement.nodes}
+    num_nodes = len(plan.placement.nodes)
+    hosts = f"{num_nodes} host" + ("s" if num_nodes > 1 else "")
+    if len(counts) == 1:
+        ranks = counts.pop()
+        size = f"{hosts} × {ranks} rank{'s' if ranks > 1 else ''} = world {plan.placement.world_size}"
+    else:
+        size = f"{hosts}, world {plan.placement.world_size}"
+    return f"launch {__version__} · job {plan.job_id} · {size}"
+
+
+class LineAssembler:
+    """Cuts one rank's byte stream into prefixed lines.
+
+    A carriage return ends a part too, and is kept, so that progress bars overwrite themselves as they do
+    without a launcher.
+    """
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._pending = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what can be shown now."""
+        parts = (self._pending + data).splitlines(keepends=True) if data else []
+        # splitlines also cuts at bytes that end no line on a terminal; bytes.splitlines cuts at \\n and \\r only.
+        self._pending = b""
+        if parts and not parts[-1].endswith((b"\n", b"\r")):
+            self._pending = parts.pop()
+        elif parts and parts[-1].endswith(b"\r"):
+            # "\r\n" may be cut in two: wait for what follows.
+            self._pending = parts.pop()
+        shown = b"".join(self._prefix + part for part in parts)
+        if len(self._pending) > _MAX_PENDING_BYTES or self._pending.endswith(b"\r"):
+            shown += self._prefix + self._pending
+            self._pending = b""
+        return shown
+
+    def flush(self) -> bytes:
+        """Return the rest, which had no line end."""
+        rest, self._pending = self._pending, b""
+        return self._prefix + rest + b"\n" if rest else b""
+
+
+class Console:
+    """Shows a run on the terminal or as plain lines; implements the job's `Watcher`."""
+
+    def __init__(self, plan: JobPlan, *, quiet: bool) -> None:
+        self._plan = plan
+        self._quiet = quiet
+        self._assemblers: dict[tuple[int, str], LineAssembler] = {}
+        self._broken = False
+
+    def planned(self, plan: JobPlan) -> None:
+        self._plan = plan
+        self.note(f"{_headline(plan)} · {plan.master_addr}:{plan.master_port} · logs {plan.run_folder}/")
+
+    def waiting(self, what: str) -> None:
+        self.note(f"waiting for {what}")
+
+    def stopping(self, why: str) -> None:
+        self.note(why)
+
+    def warning(self, text: str) -> None:
+        click.echo(click.style("! ", fg="yellow") + text, err=True)
+
+    def note(self, text: str) -> None:
+        """Print a line of our own, unless quiet."""
+        if not self._quiet:
+            self._write(sys.stdout.buffer, (text + "\n").encode())
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        assembler = self._assemblers.get((rank, stream))
+        if assembler is None:
+            assembler = self._assemblers[rank, stream] = LineAssembler(f"[{rank}] ".encode())
+        self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.feed(data))
+
+    def finish(self, report: RunReport) -> None:
+        """Print the rest of the output and how the run ended."""
+        for (_, stream), assembler in sorted(self._assemblers.items()):
+            self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.flush())
+        if report.failure is not None:
+            self._show_failure(report, report.failure)
+        for host in report.unconfirmed_hosts:
+            self.warning(f"{host} could not be asked whether anything is left there; its ranks end with their lease")
+        if self._broken:
+            # Nothing more can be said on a closed stdout; Python must not complain about it at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _show_failure(self, report: RunReport, failure: Failure) -> None:
+        host = failure.host
+        if failure.rank is None:
+            what = f"{host} was lost {format_duration(failure.after_s)} after start: {failure.reason}"
+        else:
+            what = (
+                f"rank {failure.rank} ({host}, pid {failure.pid}) failed"
+                f" {format_duration(failure.after_s)} after start: {failure.reason}"
+            )
+        lines = [click.style(f"✗ {what}", fg="red", bold=True), ""]
+        shown = failure.traceback.rstrip().splitlines() or list(failure.last_lines)
+        lines += [f"  {line}" for line in shown]
+        lines += [""] if shown else []
+        if report.num_stopped:
+            others = "1 other rank was" if report.num_stopped == 1 else f"{report.num_stopped} other ranks were"
+            lines.append(f"  {others} stopped ({format_duration(report.stop_s)}).")
+        if not report.unconfirmed_hosts:
+            lines.append("  Nothing is left running.")
+        if failure.log:
+            lines.append(f"  log   {failure.log}")
+        if failure.signal_name == "SIGKILL":
+            lines.append("  next  SIGKILL without a message is most often the kernel's out-of-memory killer: see dmesg")
+        click.echo("\n".join(lines), err=True)
+
+    def _write(self, stream: BinaryIO, data: bytes) -> None:
+        """Write bytes as they are. A reader that has gone must not stop the job: its logs are complete."""
+        if not data or self._broken:
+            return
+        try:
+            stream.write(data)
+            stream.flush()
+        except BrokenPipeError:
+            self._broken = True

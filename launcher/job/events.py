@@ -1,0 +1,31 @@
+"""What a run tells its watcher: the vocabulary between the controller and whoever shows it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from launcher.job.plan import JobPlan
+
+
+class Watcher(Protocol):
+    """Gets every event of a run, in order, from one thread. Must not block for long."""
+
+    def planned(self, plan: JobPlan) -> None:
+        """All hosts are connected and `plan` is final, its master port included."""
+        ...
+
+    def waiting(self, what: str) -> None:
+        """Nothing has happened for a while; `what` says what is being waited for."""
+        ...
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        """A rank wrote `data` to "stdout" or "stderr"."""
+        ...
+
+    def stopping(self, why: str) -> None:
+        """All ranks are being ended."""
+        ...
+
+    def warning(self, text: str) -> None:
+        """Something is not as it should be; the run goes on."""
+        ...

@@ -1,0 +1,93 @@
+"""One node as the controller sees it: its channel, its ranks, and a thread that reads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass, field
+
+from launcher.agent.wire import Decoder, Message, encode
+from launcher.base.errors import ProtocolError, TransportError
+from launcher.cluster.cluster import NodePlacement
+from launcher.transport.api import Channel
+
+_READ_BYTES = 1 << 18
+# Messages read but not yet handled, for each node. When the console is slow the reader waits here, the
+# channel fills, the agent stops reading the ranks, and the ranks wait: nothing is lost and nothing grows.
+_MAX_UNHANDLED = 256
+
+
+@dataclass(frozen=True)
+class ChannelEnded:
+    """The agent's stream is over, well (after Bye) or not."""
+
+    reason: str
+
+
+@dataclass
+class Node:
+    """The state of one node during a run; touched by the controller's thread only, the reader aside."""
+
+    placement: NodePlacement
+    channel: Channel
+    running: set[int] = field(default_factory=set)  # ranks that were started and have not ended
+    pids: dict[int, int] = field(default_factory=dict)
+    said_bye: bool = False
+    ended: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.placement.host.name
+
+    def send(self, message: Message) -> bool:
+        """Send a message; False when the connection is gone, which the reader reports too."""
+        try:
+            self.channel.write(encode(message))
+        except TransportError:
+            return False
+        return True
+
+
+NodeEvent = tuple[Node, "Message | ChannelEnded"]
+
+
+class Inbox:
+    """Events of all nodes in one queue, bounded for each node, and wake-ups from signal handlers."""
+
+    def __init__(self) -> None:
+        # SimpleQueue.put may be called from a signal handler, which queue.Queue forbids.
+        self._queue: queue.SimpleQueue[tuple[NodeEvent, threading.Semaphore] | None] = queue.SimpleQueue()
+
+    def listen(self, node: Node) -> None:
+        """Start reading `node`'s channel in a thread of its own."""
+        threading.Thread(target=self._read, args=(node,), name=f"read-{node.name}", daemon=True).start()
+
+    def wake(self) -> None:
+        """Let a waiting `get` return None. Safe in a signal handler."""
+        self._queue.put(None)
+
+    def get(self, timeout_s: float) -> NodeEvent | None:
+        """Return the next event, None after `timeout_s` or a wake-up."""
+        try:
+            item = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if item is None:
+            return None
+        event, room = item
+        room.release()
+        return event
+
+    def _read(self, node: Node) -> None:
+        room = threading.Semaphore(_MAX_UNHANDLED)
+        decoder = Decoder(expect_magic=True)
+        reason = "the connection was lost"
+        try:
+            while data := node.channel.read(_READ_BYTES):
+                for message in decoder.feed(data):
+                    room.acquire()
+                    self._queue.put(((node, message), room))
+        except (ProtocolError, TransportError, OSError) as error:
+            reason = str(error)
+        room.acquire()
+        self._queue.put(((node, ChannelEnded(reason)), room))

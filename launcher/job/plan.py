@@ -1,0 +1,85 @@
+"""A job as immutable data: everything that will happen, before anything does."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.cluster.cluster import Placement
+
+DEFAULT_GRACE_S = 5.0
+# Local agents notice the end of their pipe at once. A network can fail without a word, so SSH agents need a lease;
+# it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
+SSH_LEASE_S = 30.0
+PING_INTERVAL_S = 1.0
+
+_ADJECTIVES = ("amber", "bold", "brisk", "calm", "clear", "eager", "fleet", "keen", "lucid", "mellow", "quiet", "swift")
+_ANIMALS = ("badger", "crane", "falcon", "finch", "heron", "ibex", "lynx", "marten", "otter", "raven", "tern", "wren")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What every rank runs."""
+
+    kind: str  # "script", "module" or "program"
+    target: str
+    arguments: tuple[str, ...]
+    passes_local_rank: bool = False
+
+    def for_local_rank(self, local_rank: int) -> list[str]:
+        """Return the arguments of `launcher.worker` for one rank."""
+        extra = [f"--local_rank={local_rank}"] if self.passes_local_rank else []
+        return [self.kind, self.target, *extra, *self.arguments]
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """One run, decided. Values of the environment are secrets: `describe` names them only."""
+
+    job_id: str
+    placement: Placement
+    command: Command
+    cwd: str
+    run_folder: Path
+    master_addr: str
+    master_port: int | None  # None: an agent on node 0 picks a free one
+    transports: tuple[str, ...]  # "local" or "ssh", by node rank
+    agent_commands: tuple[str, ...]  # what starts each agent, by node rank
+    forwarded_env: dict[str, str] = field(repr=False)  # for ranks on other hosts
+    device_tokens: tuple[str, ...] = ()  # of this machine, see cluster.devices
+    grace_s: float = DEFAULT_GRACE_S
+
+    def describe(self) -> dict[str, object]:
+        """Return the plan as plain data for `--dry-run --json`; no environment values."""
+        return {
+            "job_id": self.job_id,
+            "world_size": self.placement.world_size,
+            "master_addr": self.master_addr,
+            "master_port": self.master_port,
+            "cwd": self.cwd,
+            "run_folder": str(self.run_folder),
+            "command": {
+                "kind": self.command.kind,
+                "target": self.command.target,
+                "arguments": list(self.command.arguments),
+            },
+            "forwarded_environment": sorted(self.forwarded_env),
+            "grace_s": self.grace_s,
+            "nodes": [
+                {
+                    "node_rank": node.node_rank,
+                    "host": node.host.name,
+                    "transport": self.transports[node.node_rank],
+                    "slots": list(node.host.slots),
+                    "ranks": list(node.ranks),
+                    "agent_command": self.agent_commands[node.node_rank],
+                }
+                for node in self.placement.nodes
+            ],
+        }
+
+
+def new_job_id() -> str:
+    """Return a fresh id a person can say: `calm-otter-4f2a`."""
+    return f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_ANIMALS)}-{secrets.token_hex(2)}"

@@ -1,0 +1,124 @@
+"""What every rank starts as: run the user's script, module or program; leave an error record when it fails.
+
+    python -u -m launcher.worker script  train.py ARGS...
+    python -u -m launcher.worker module  package.train ARGS...
+    python -u -m launcher.worker program ./train.sh ARGS...
+
+The script runs as `python train.py` would run it: it is `__main__`, its folder is `sys.path[0]`, its exit code is the
+process's. Standard library only: torch is the script's business.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import runpy
+import socket
+import sys
+import time
+import traceback
+import types
+from types import TracebackType
+
+from launcher.base.processes import die_with_parent
+from launcher.base import env
+
+_MAX_TRACEBACK_CHARS = 64_000
+_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+
+
+def main() -> None:
+    """Run the command in `sys.argv`; does not return when it fails."""
+    agent_pid = os.environ.pop(env.AGENT_PID.name, None)
+    if agent_pid is not None:
+        die_with_parent(int(agent_pid))
+    with contextlib.suppress(ValueError, io.UnsupportedOperation):
+        faulthandler.enable()  # a crash in native code leaves the Python stack in the log
+    kind, target = sys.argv[1:3]
+    sys.argv[:] = sys.argv[2:]
+    if kind == "program":
+        _exec_program(target)
+    try:
+        if kind == "script":
+            _run_script(target)
+        else:
+            _set_first_path(os.getcwd())
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _leave_record(error, None)
+        raise
+    except BaseException as error:  # noqa: BLE001  # whatever ends a rank must leave a record
+        trace = _user_traceback(error)
+        _leave_record(error, trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        _exit_after_failure(error)
+
+
+def _run_script(path: str) -> None:
+    _set_first_path(os.path.dirname(os.path.abspath(path)))
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror} (in {os.getcwd()})")
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = module
+    exec(compile(source, path, "exec"), module.__dict__)
+
+
+def _exec_program(path: str) -> None:
+    try:
+        os.execvp(path, sys.argv)
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror}")
+
+
+def _set_first_path(folder: str) -> None:
+    """Put `folder` first, in place of the working directory that `python -m` has put there."""
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+    sys.path.insert(0, folder)
+
+
+def _user_traceback(error: BaseException) -> TracebackType | None:
+    """Return the traceback without the frames of this file and of runpy."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+        trace = trace.tb_next
+    return trace
+
+
+def _leave_record(error: BaseException, trace: TracebackType | None) -> None:
+    path = os.environ.get(env.ERROR_FILE.name)
+    if path is None:
+        return
+    lines = traceback.format_exception(type(error), error, trace) if trace is not None else []
+    record = {
+        "host": socket.gethostname(),
+        "rank": int(os.environ.get(env.RANK.name, "-1")),
+        "pid": os.getpid(),
+        "time_s": time.time(),
+        "type": type(error).__name__,
+        "message": str(error)[:_MAX_TRACEBACK_CHARS],
+        "traceback": "".join(lines)[-_MAX_TRACEBACK_CHARS:],
+    }
+    # A full disk must not hide the failure itself, which is on stderr too.
+    with contextlib.suppress(OSError):
+        temporary = f"{path}.part"
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(record, file)
+        os.replace(temporary, path)
+
+
+def _exit_after_failure(error: BaseException) -> None:
+    sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+if __name__ == "__main__":
+    main()
