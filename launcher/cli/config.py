@@ -1,0 +1,89 @@
+"""`launch config check` and `launch config explain`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from launcher.base.errors import ConfigError, ExitCode
+from launcher.base.suggest import did_you_mean, nearest
+
+
+@click.group("config")
+def config_group() -> None:
+    """Check an engine config, or explain a key."""
+
+
+@config_group.command("check")
+@click.argument("file")
+@click.option(
+    "--world-size",
+    "--world_size",
+    "world_size",
+    type=click.IntRange(1),
+    help="Ranks: checks the batch equation too.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print findings as JSON.")
+def check(file: str, world_size: int | None, as_json: bool) -> None:
+    """Say everything that is wrong with FILE, each with its place. Exit code 0 or 2."""
+    from launcher.config.load import load_config
+
+    errors: tuple[Any, ...] = ()
+    notices: tuple[Any, ...] = ()
+    try:
+        notices = load_config(file, world_size=world_size).notices
+    except ConfigError as error:
+        errors = error.diagnostics
+    if as_json:
+        found = {"errors": errors, "notices": notices}
+        click.echo(json.dumps({kind: [vars(item) for item in items] for kind, items in found.items()}, indent=2))
+    else:
+        _show(file, errors, notices)
+    if errors:
+        sys.exit(ExitCode.USAGE)
+
+
+def _show(file: str, errors: tuple[Any, ...], notices: tuple[Any, ...]) -> None:
+    findings = [*errors, *notices]
+    places = max((len(item.where or "") for item in findings), default=0)
+    messages = min(60, max((len(item.message) for item in findings), default=0))
+    for item in findings:
+        line = f"{item.where or '':<{places}}  {item.message:<{messages}}"
+        click.echo(f"{line}  {item.hint}" if item.hint else line.rstrip(), err=bool(errors))
+    if errors:
+        click.echo(f"{len(errors)} error{'s' if len(errors) > 1 else ''}", err=True)
+    else:
+        without = f", {len(notices)} without effect" if notices else ""
+        click.echo(f"{file}: ok{without}")
+
+
+@config_group.command("explain")
+@click.argument("key")
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
+def explain(key: str, as_json: bool) -> None:
+    """Say what KEY means: type, default, meaning, status. KEY is a path such as zero_optimization.stage, or its end."""
+    from launcher.config.reference import all_keys
+
+    keys = all_keys()
+    names = {fact: (fact.path, *fact.aliases) for fact in keys}
+    found = [fact for fact in keys if key in names[fact]]
+    found = found or [fact for fact in keys if any(n.rpartition(".")[2] == key for n in names[fact])]
+    if not found:
+        choices = {name: name for fact in keys for name in names[fact]}
+        choices |= {fact.path.rpartition(".")[2]: fact.path for fact in reversed(keys)}
+        near = nearest(key, choices)
+        hint = f'did you mean "{choices[near]}"?' if near else did_you_mean(key, choices)
+        raise ConfigError(f'unknown key "{key}"', hint=hint or "see docs/config.md")
+    if as_json:
+        click.echo(json.dumps([vars(fact) for fact in found], indent=2))
+        return
+    for fact in found:
+        click.echo(click.style(fact.path, bold=True))
+        click.echo(f"  {fact.doc}")
+        rows = {"type": fact.type, "default": fact.default, "status": fact.status, "also": ", ".join(fact.aliases)}
+        for name, text in rows.items():
+            if text:
+                click.echo(f"  {name:<8} {text}")

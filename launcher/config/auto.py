@@ -1,0 +1,124 @@
+"""What `"auto"` becomes: the one place that decides, with a reason for each choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.base.errors import ConfigError
+from launcher.config.check import section_of
+from launcher.config.fields import AUTO, Section
+from launcher.config.schema import Config
+from launcher.config.schema_training import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+
+
+@dataclass(frozen=True)
+class AutoFacts:
+    """What is known about the run; None: unknown."""
+
+    world_size: int | None = None
+    micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+    hidden_size: int | None = None
+    lr: float | None = None
+    betas: list[float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    max_grad_norm: float | None = None
+    warmup_num_steps: int | None = None
+    total_num_steps: int | None = None
+    bf16: bool | None = None
+    fp16: bool | None = None
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """One resolved key."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+def _from_facts(facts: AutoFacts) -> dict[str, tuple[Any, str]]:
+    """Return key path -> value and reason, for the facts that are known."""
+    hidden = facts.hidden_size
+    table: dict[str, tuple[Any, str]] = {
+        "train_micro_batch_size_per_gpu": (facts.micro_batch_size, "the trainer's micro-batch"),
+        "gradient_accumulation_steps": (facts.accumulation_steps, "the trainer's accumulation"),
+        "gradient_clipping": (facts.max_grad_norm, "the trainer's largest gradient norm"),
+        "bf16.enabled": (facts.bf16, "the trainer's precision"),
+        "fp16.enabled": (facts.fp16, "the trainer's precision"),
+        "optimizer.params.lr": (facts.lr, "the trainer's learning rate"),
+        "optimizer.params.betas": (facts.betas, "the trainer's betas"),
+        "optimizer.params.eps": (facts.eps, "the trainer's epsilon"),
+        "optimizer.params.weight_decay": (facts.weight_decay, "the trainer's weight decay"),
+        "scheduler.params.warmup_max_lr": (facts.lr, "the trainer's learning rate"),
+        "scheduler.params.warmup_num_steps": (facts.warmup_num_steps, "the trainer's warm-up"),
+        "scheduler.params.total_num_steps": (facts.total_num_steps, "the trainer's number of steps"),
+    }
+    if hidden is not None:
+        zero = "zero_optimization."
+        table[zero + "reduce_bucket_size"] = (hidden * hidden, "hidden size²")
+        table[zero + "stage3_prefetch_bucket_size"] = (int(0.9 * hidden * hidden), "0.9 × hidden size²")
+        table[zero + "stage3_param_persistence_threshold"] = (10 * hidden, "10 × hidden size")
+    return {key: found for key, found in table.items() if found[0] is not None}
+
+
+def resolve_auto(config: Config, facts: AutoFacts) -> tuple[Config, tuple[AutoChoice, ...]]:
+    """Replace every `"auto"` by a value: from the facts, else the key's default. Returns what was chosen.
+
+    Raises: ConfigError for keys that have neither, all of them at once.
+    """
+    choices: list[AutoChoice] = []
+    missing: list[str] = []
+    table = _from_facts(facts)
+    resolved = _resolve_section(config, "", table, choices, missing)
+    if missing:
+        errors = [ConfigError(f'"auto" cannot be resolved here: {key}', hint="give a value") for key in missing]
+        raise ConfigError.from_diagnostics([error.diagnostics[0] for error in errors])
+    return Config.model_validate(resolved), tuple(choices)
+
+
+def _resolve_section(
+    section: Section, path: str, table: dict[str, tuple[Any, str]], choices: list[AutoChoice], missing: list[str]
+) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), f"{path}{name}"
+        if isinstance(value, Section):
+            result[name] = _resolve_section(value, f"{key}.", table, choices, missing)
+        elif name == "params" and isinstance(value, dict):
+            known = OPTIMIZER_PARAMS if path == "optimizer." else SCHEDULER_PARAMS
+            kind = known[section.type]  # type: ignore[attr-defined]  # only these two sections have params
+            result[name] = {
+                inner: _resolve_value(kind, inner, item, f"{key}.{inner}", table, choices, missing)
+                for inner, item in value.items()
+            }
+        elif value is not None or section_of(type(section), name) is None:
+            result[name] = _resolve_value(type(section), name, value, key, table, choices, missing)
+    return result
+
+
+def _resolve_value(
+    section: type[Section],
+    name: str,
+    value: Any,
+    key: str,
+    table: dict[str, tuple[Any, str]],
+    choices: list[AutoChoice],
+    missing: list[str],
+) -> Any:
+    field = section.model_fields[name]
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    if value != AUTO or default == AUTO:  # some keys of other releases have "auto" itself as their default
+        return value
+    if key in table:
+        chosen, reason = table[key]
+    elif field.is_required():
+        missing.append(key)
+        return value
+    else:
+        chosen, reason = default, "the default; nothing else is known"
+    choices.append(AutoChoice(key, chosen, reason))
+    return chosen

@@ -1,0 +1,252 @@
+"""From plain data to a `Config`: every rule, all findings at once. Knows key paths, not files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from launcher.base.errors import ConfigError
+from launcher.base.suggest import did_you_mean
+from launcher.config.batch import solve_batch
+from launcher.config.fields import AUTO, Section, Status, Support, aliases_of, shown, status_of
+from launcher.config.positions import Path
+from launcher.config.schema import Config
+from launcher.config.schema_training import (
+    OPTIMIZER_PARAMS,
+    SCHEDULER_PARAMS,
+    WORKING_OPTIMIZERS,
+    WORKING_SCHEDULERS,
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to say about the key at `path`."""
+
+    path: Path
+    message: str
+    hint: str | None = None
+    at_key: bool = False  # it is about the key itself, not its value
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(str(part) for part in self.path)
+
+
+@dataclass
+class Checked:
+    """The result of a check; `config` is None when there are errors."""
+
+    config: Config | None
+    errors: list[Finding]
+    notices: list[Finding]
+
+
+def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
+    """Check plain data against the schema and the rules between keys.
+
+    world_size: data-parallel ranks, where known; the batch equation is checked with it.
+    """
+    errors: list[Finding] = []
+    notices: list[Finding] = []
+    renamed = _rename_aliases(Config, dict(data), (), errors)
+    config: Config | None = None
+    try:
+        config = Config.model_validate(renamed)
+    except ValidationError as error:
+        errors += [_from_pydantic(item) for item in error.errors(include_url=False)]
+    _check_support(Config, renamed, (), errors, notices)
+    _check_typed_params(renamed, "optimizer", OPTIMIZER_PARAMS, WORKING_OPTIMIZERS, errors, notices)
+    _check_typed_params(renamed, "scheduler", SCHEDULER_PARAMS, WORKING_SCHEDULERS, errors, notices)
+    if config is not None:
+        config = _fill_params(config)
+        errors += _between_keys(config, world_size)
+    errors.sort(key=lambda finding: finding.dotted)
+    return Checked(None if errors else config, errors, notices)
+
+
+def section_of(parent: type[Section], name: str) -> type[Section] | None:
+    """Return the section class of a key, None when it holds a plain value."""
+    annotation = parent.model_fields[name].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def _rename_aliases(section: type[Section], data: dict[str, Any], path: Path, errors: list[Finding]) -> dict[str, Any]:
+    """Return the data under the schema's own names, at every depth."""
+    aliases = aliases_of(section)
+    result: dict[str, Any] = {}
+    for name, value in data.items():
+        target = aliases.get(name, name) if name not in section.model_fields else name
+        if target != name and target in data:
+            errors.append(Finding((*path, name), f'"{name}" and "{target}" are the same key', "remove one", True))
+            continue
+        inner = section_of(section, target) if target in section.model_fields else None
+        if name == "zero_optimization" and isinstance(value, bool):
+            value = {"stage": int(value)}  # the oldest form: true is stage 1
+        if inner is not None and isinstance(value, Mapping):
+            value = _rename_aliases(inner, dict(value), (*path, name), errors)
+        if inner is not None and value is None:
+            continue  # null for a section: as if it were not there
+        result[target] = value
+    return result
+
+
+def _from_pydantic(item: Any) -> Finding:
+    path: Path = tuple(item["loc"])
+    if item["type"] == "extra_forbidden":
+        return unknown_key(path)
+    if item["type"] == "missing":
+        return Finding(path[:-1], f'"{path[-1]}" is missing')
+    if item["type"].startswith(("model_", "dict_")):
+        return Finding(path, f"expected an object with keys, got {shown(item['input'])}")
+    return Finding(path, f"{path[-1] if path else 'config'}: {item['msg']}")
+
+
+def unknown_key(path: Path) -> Finding:
+    """Say that the last part of `path` is no key of its section, with the nearest that is."""
+    section: type[Section] = Config
+    for part in path[:-1]:
+        inner = section_of(section, str(part))
+        if inner is None:
+            break
+        section = inner
+    choices = [*section.model_fields, *aliases_of(section)]
+    return Finding(path, f'unknown key "{path[-1]}"', did_you_mean(str(path[-1]), choices), True)
+
+
+def _check_support(
+    section: type[Section], data: Mapping[str, Any], path: Path, errors: list[Finding], notices: list[Finding]
+) -> None:
+    """Report keys that were set and have no effect, and refuse keys that are not supported."""
+    if section.switch is not None and path and data.get(section.switch[0], section.switch[1]) == section.switch[1]:
+        return  # the whole section is off
+    for name, value in data.items():
+        if name not in section.model_fields:
+            continue
+        inner = section_of(section, name)
+        if inner is not None:
+            if isinstance(value, Mapping):
+                _check_support(inner, value, (*path, name), errors, notices)
+            continue
+        default = section.model_fields[name].get_default(call_default_factory=True)
+        if value in (default, None, AUTO):
+            continue
+        _report(status_of(section, name), (*path, name), value, errors, notices)
+
+
+def _report(status: Status, path: Path, value: Any, errors: list[Finding], notices: list[Finding]) -> None:
+    name = ".".join(str(part) for part in path)
+    if status.support is Support.UNSUPPORTED:
+        errors.append(Finding(path, f"{name} {shown(value)} is not supported", status.note, True))
+    elif status.support is Support.INERT:
+        notices.append(Finding(path, f"{name} {shown(value)} has no effect: {status.note}", None, True))
+
+
+def _check_typed_params(
+    data: Mapping[str, Any],
+    name: str,
+    known: dict[str, type[Section]],
+    working: tuple[str, ...],
+    errors: list[Finding],
+    notices: list[Finding],
+) -> None:
+    """Check `optimizer` or `scheduler`: its type, and its params against that type."""
+    part = data.get(name)
+    if not isinstance(part, Mapping) or not isinstance(part.get("type", ""), str):
+        return
+    if "type" not in part:
+        errors.append(Finding((name,), f'{name}: "type" is missing', f"one of {', '.join(working)}"))
+        return
+    type_name = canonical_type(str(part["type"]), known)
+    params = part.get("params") or {}
+    if type_name is None:
+        hint = did_you_mean(str(part["type"]), known) or f"one of {', '.join(working)}"
+        errors.append(Finding((name, "type"), f'unknown {name} type "{part["type"]}"', hint))
+        return
+    if type_name not in working:
+        hint = f"use one of {', '.join(working)}"
+        errors.append(Finding((name, "type"), f"{name} type {type_name} is not supported", hint))
+    if not isinstance(params, Mapping):
+        return
+    section = known[type_name]
+    try:
+        section.model_validate(dict(params))
+    except ValidationError as error:
+        errors += [_param_finding(name, type_name, section, item) for item in error.errors(include_url=False)]
+    _check_support(section, params, (name, "params"), errors, notices)
+
+
+def _param_finding(name: str, type_name: str, section: type[Section], item: Any) -> Finding:
+    path: Path = (name, "params", *item["loc"])
+    if item["type"] == "extra_forbidden":
+        wrong = str(path[-1])
+        if wrong == "max_grad_norm":
+            return Finding(path, f'{name}.params: unknown key "max_grad_norm"', "use gradient_clipping", True)
+        hint = did_you_mean(wrong, section.model_fields) or f"{type_name} takes {', '.join(section.model_fields)}"
+        return Finding(path, f'{name}.params: unknown key "{wrong}"', hint, True)
+    if item["type"] == "missing":
+        return Finding(path[:-1], f'{type_name} needs "{path[-1]}"', f'add "{path[-1]}" to {name}.params')
+    return Finding(path, f"{path[-1]}: {item['msg']}")
+
+
+def canonical_type(name: str, known: Mapping[str, Any]) -> str | None:
+    """Return the known type of this name, case ignored; None when there is none."""
+    return {candidate.lower(): candidate for candidate in known}.get(name.lower())
+
+
+def _fill_params(config: Config) -> Config:
+    """Replace the params of optimizer and scheduler by complete ones, defaults filled in."""
+    updates: dict[str, Any] = {}
+    for name, known in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", SCHEDULER_PARAMS)):
+        part = getattr(config, name)
+        type_name = canonical_type(part.type, known) if part is not None else None
+        if part is None or type_name is None:
+            continue
+        try:
+            params = known[type_name].model_validate(part.params).model_dump()
+        except ValidationError:  # reported already
+            continue
+        updates[name] = part.model_copy(update={"type": type_name, "params": params})
+    return config.model_copy(update=updates)
+
+
+def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
+    """Check the rules that hold between keys."""
+    findings = []
+    if config.fp16.enabled is True and config.bf16.enabled is True:
+        findings.append(Finding(("bf16", "enabled"), "fp16 and bf16 are both enabled", "enable one of them"))
+    zero = config.zero_optimization
+    if zero.stage != AUTO and zero.stage > 2:
+        findings.append(Finding(("zero_optimization", "stage"), "stage 3 is not supported", "use stage 2"))
+    if config.data_types.grad_accum_dtype in ("fp16", "bf16"):
+        path = ("data_types", "grad_accum_dtype")
+        findings.append(Finding(path, "gradients are summed in fp32 only", "remove the key"))
+    sizes = [
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    ]
+    if AUTO in sizes:
+        return findings
+    first = next((n for n in ("train_batch_size", "train_micro_batch_size_per_gpu") if getattr(config, n)), None)
+    if world_size is not None:
+        try:
+            solve_batch(*sizes, world_size)
+        except ConfigError as error:
+            problem = error.diagnostics[0]
+            findings.append(Finding((first,) if first else (), problem.message, problem.hint))
+    elif all(size is not None for size in sizes) and sizes[0] % (sizes[1] * sizes[2]):  # type: ignore[operator]
+        findings.append(
+            Finding(
+                ("train_batch_size",),
+                f"train_batch_size {sizes[0]} is no multiple of {sizes[1]} (micro) × {sizes[2]} (accumulation)",
+                "no number of ranks makes them equal",
+            )
+        )
+    return findings

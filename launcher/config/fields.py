@@ -1,0 +1,230 @@
+"""The building blocks of the schema: sections, keys, their types and their status.
+
+A key is one line: `name: Type = key(default, "meaning", status)`. `status` says what this release does with it:
+WORKS (the default), `inert(why)`, or `unsupported(use what instead)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+
+class Auto(str):
+    """The type of the value `"auto"`: decided at start by `config.auto`, which says what it became.
+
+    Keys are annotated with the type they have after that.
+    """
+
+    __slots__ = ()
+
+
+AUTO = Auto("auto")
+
+
+class Support(Enum):
+    """What this release does with a key."""
+
+    WORKS = "works"
+    INERT = "accepted without effect here"  # setting it is reported at start
+    UNSUPPORTED = "not supported"  # setting it to anything but its default is an error
+
+
+@dataclass(frozen=True)
+class Status:
+    """The support of a key, and why or what to use instead."""
+
+    support: Support
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.support.value}: {self.note}" if self.note else self.support.value
+
+
+WORKS = Status(Support.WORKS)
+
+
+def inert(why: str) -> Status:
+    """Accepted without effect here, because `why`."""
+    return Status(Support.INERT, why)
+
+
+def unsupported(instead: str) -> Status:
+    """Not supported; `instead` says what to do."""
+    return Status(Support.UNSUPPORTED, instead)
+
+
+def key(default: Any, doc: str, status: Status | None = None, *, alias: tuple[str, ...] = ()) -> Any:
+    """Declare a key. A section is its own default when `default` is its class. None: the section's status."""
+    extra = {"status": status, "aliases": alias}
+    if isinstance(default, type) and issubclass(default, Section):
+        return Field(default_factory=default, description=doc, json_schema_extra=extra)
+    if isinstance(default, list | dict):
+        return Field(default_factory=default.copy, description=doc, json_schema_extra=extra)
+    return Field(default=default, description=doc, json_schema_extra=extra)
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are never converted by guesswork."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
+
+    status: ClassVar[Status] = WORKS  # of every key that does not state its own
+    switch: ClassVar[tuple[str, Any] | None] = None  # key and value that turn the whole section off
+
+
+def status_of(section: type[Section], name: str) -> Status:
+    """Return the status of one key of a section."""
+    extra = section.model_fields[name].json_schema_extra
+    own = extra.get("status") if isinstance(extra, dict) else None
+    return own if isinstance(own, Status) else section.status
+
+
+def aliases_of(section: type[Section]) -> dict[str, str]:
+    """Return other accepted names of a section's keys -> the name."""
+    found = {}
+    for name, field in section.model_fields.items():
+        extra = field.json_schema_extra
+        for alias in extra["aliases"] if isinstance(extra, dict) else ():  # type: ignore[union-attr]
+            found[str(alias)] = name
+    return found
+
+
+# ---- types ----
+
+
+def shown(value: Any) -> str:
+    """Return a value as JSON would write it, shortened."""
+    text = {None: "null", True: "true", False: "false"}.get(value) if not _is_container(value) else None
+    if text is None:
+        text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | dict) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _error(expected: str, value: Any) -> PydanticCustomError:
+    return PydanticCustomError("launch", "expected {expected}, got {got}", {"expected": expected, "got": shown(value)})
+
+
+def _checked(expected: str, convert: Callable[[Any], Any]) -> PlainValidator:
+    """Build a validator: `convert` returns the value, or raises ValueError; `"auto"` and defaults pass."""
+
+    def validate(value: Any) -> Any:
+        if isinstance(value, str) and value == AUTO:
+            return AUTO
+        try:
+            return convert(value)
+        except ValueError:
+            raise _error(expected, value) from None
+
+    return PlainValidator(validate)
+
+
+def _integer(low: int, high: float = math.inf) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError
+        if not math.isfinite(value) or value != int(value) or not low <= value <= high:  # 5e8 is an integer
+            raise ValueError
+        return int(value)
+
+    return convert
+
+
+def _number(low: float, high: float = math.inf) -> Callable[[Any], float]:
+    def convert(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError
+        if not math.isfinite(value) or not low <= value <= high:
+            raise ValueError
+        return value
+
+    return convert
+
+
+def _instance(kind: type) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError
+        return value
+
+    return convert
+
+
+def _or_null(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+def _list_of(convert: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    def convert_all(value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple):
+            raise ValueError
+        return [convert(item) for item in value]
+
+    return convert_all
+
+
+def choice(*options: str, null: bool = False) -> PlainValidator:
+    """Accept one of `options`, in any case."""
+    by_lower = {option.lower(): option for option in options}
+
+    def convert(value: Any) -> str | None:
+        if value is None and null:
+            return None
+        if not isinstance(value, str) or value.lower() not in by_lower:
+            raise ValueError
+        return by_lower[value.lower()]
+
+    expected = "one of " + ", ".join(f'"{option}"' for option in options)
+    return _checked(expected + (" or null" if null else ""), convert)
+
+
+Flag = Annotated[bool, _checked("true or false", _instance(bool))]
+Count = Annotated[int, _checked("an integer of at least 0", _integer(0))]
+PositiveInt = Annotated[int, _checked("an integer of at least 1", _integer(1))]
+StageNumber = Annotated[int, _checked("a stage: 0, 1, 2 or 3", _integer(0, 3))]
+AnyInt = Annotated[int, _checked("an integer", _integer(-(2**63)))]
+Number = Annotated[float, _checked("a number", _number(-math.inf))]
+NonNegative = Annotated[float, _checked("a number of at least 0", _number(0.0))]
+Fraction = Annotated[float, _checked("a number from 0 to 1", _number(0.0, 1.0))]
+Text = Annotated[str, _checked("a string", _instance(str))]
+OptFlag = Annotated[bool | None, _checked("true, false or null", _or_null(_instance(bool)))]
+OptInt = Annotated[int | None, _checked("an integer of at least 1, or null", _or_null(_integer(1)))]
+OptCount = Annotated[int | None, _checked("an integer of at least 0, or null", _or_null(_integer(0)))]
+OptNumber = Annotated[float | None, _checked("a number or null", _or_null(_number(-math.inf)))]
+OptText = Annotated[str | None, _checked("a string or null", _or_null(_instance(str)))]
+TextList = Annotated[list[str], _checked("a list of strings", _list_of(_instance(str)))]
+OptTextList = Annotated[list[str] | None, _checked("a list of strings or null", _or_null(_list_of(_instance(str))))]
+IntList = Annotated[list[int], _checked("a list of integers of at least 1", _list_of(_integer(1)))]
+CountList = Annotated[list[int], _checked("a list of integers", _list_of(_integer(0)))]
+OptCountList = Annotated[list[int] | None, _checked("a list of integers or null", _or_null(_list_of(_integer(0))))]
+Mapping_ = Annotated[dict[str, Any], _checked("an object", _instance(dict))]
+OptMapping = Annotated[dict[str, Any] | None, _checked("an object or null", _or_null(_instance(dict)))]
+Anything = Annotated[Any, PlainValidator(lambda value: value)]
+Betas = Annotated[list[float], _checked("two numbers, each at least 0 and below 1", lambda value: _betas(value))]
+NumberOrList = Annotated[
+    float | list[float] | None,
+    _checked("a number, a list of numbers or null", lambda value: _number_or_list(value)),
+]
+
+
+def _betas(value: Any) -> list[float]:
+    numbers = _list_of(_number(0.0))(value)
+    if len(numbers) != 2 or any(number >= 1.0 for number in numbers):
+        raise ValueError
+    return numbers
+
+
+def _number_or_list(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return _list_of(_number(-math.inf))(value)
+    return _or_null(_number(-math.inf))(value)

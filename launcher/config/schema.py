@@ -1,0 +1,103 @@
+"""`Config`: the whole vocabulary of a DeepSpeed JSON config, and the only home of defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from launcher.config import schema_other as other
+from launcher.config.fields import (
+
+    Flag,
+    NonNegative,
+    OptCount,
+    OptInt,
+    OptMapping,
+    OptText,
+    PositiveInt,
+    Section,
+    choice,
+    inert,
+    key,
+    unsupported,
+)
+from launcher.config.schema_training import Amp, Bf16, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
+from launcher.config.schema_zero import Aio, ZeroOptimization
+
+_FP32_REDUCTION = unsupported("gradients are summed in fp32; remove the key")
+_DP_ONLY = unsupported("only data parallelism is in this release; remove the key")
+_DTYPES = ("fp32", "fp16", "bf16")
+
+class Config(Section):
+    """The top level of a config."""
+
+    train_batch_size: OptInt = key(None, "samples of one optimizer step over all ranks")
+    train_micro_batch_size_per_gpu: OptInt = key(None, "samples of one forward of one rank")
+    gradient_accumulation_steps: OptInt = key(None, "micro-batches of one optimizer step")
+    managed_gradient_accumulation: Flag = key(
+        True, "the engine finds the accumulation boundary", unsupported("call set_gradient_accumulation_boundary()")
+    )
+    steps_per_print: OptCount = key(10, "steps between progress lines; 0: none")
+    dump_state: Flag = key(False, "print the engine's state", inert("the start lines say it"))
+    gradient_clipping: NonNegative = key(1.0, "largest norm of all gradients together; 0: no clipping")
+    communication_data_type: Annotated[str | None, choice(*_DTYPES, null=True)] = key(
+        None, "precision of gradients on their way; null: fp32 here", _FP32_REDUCTION
+    )
+    seq_parallel_communication_data_type: Annotated[str, choice(*_DTYPES)] = key(
+        "fp32", "the same under sequence parallelism", inert("sequence parallelism is not in this release")
+    )
+    prescale_gradients: Flag = key(False, "divide before summing", inert("gradients are always divided before"))
+    gradient_predivide_factor: NonNegative = key(1.0, "divide by this before summing", unsupported("remove the key"))
+    gradient_allreduce_op: Annotated[str, choice("mean", "sum")] = key(
+        "mean", "what gradients of ranks become", unsupported("use mean and scale the loss")
+    )
+    sparse_gradients: Flag = key(False, "send embedding gradients as sparse tensors", inert("they are sent dense"))
+    disable_allgather: Flag = key(False, "broadcast instead of gathering", inert("it is obsolete"))
+    graph_harvesting: Flag = key(False, "record CUDA graphs", inert("no graphs are recorded"))
+    zero_allow_untested_optimizer: Flag = key(False, "accept any optimizer", inert("supported ones are checked by type"))
+    zero_force_ds_cpu_optimizer: Flag = key(True, "refuse other CPU optimizers", inert("nothing is offloaded"))
+    wall_clock_breakdown: Flag = key(False, "time forward, backward and step", unsupported("use torch.profiler"))
+    memory_breakdown: Flag = key(False, "log memory", unsupported("use torch.cuda.memory_summary()"))
+    dataloader_drop_last: Flag = key(False, "drop the last, smaller batch")
+    vocabulary_size: OptInt = key(None, "warn if no multiple of 8", inert("nothing depends on it"))
+    log_level: OptText = key(None, "level of the log", inert('use logging.getLogger("launcher").setLevel'))
+    use_data_before_expert_parallelism: Flag = key(False, "order of groups", inert("there are no experts"))
+    sequence_parallel_size: PositiveInt = key(1, "ranks of one sequence", _DP_ONLY)
+    data_parallel_size: OptInt = key(None, "ranks with different data", inert("it is the world size"))
+    allgather_size: PositiveInt = key(500_000_000, "old bucket size", inert("it is obsolete"))
+    train_steps: OptInt = key(None, "steps of the training", inert("the script decides"))
+
+    optimizer: Optimizer | None = key(None, "optimizer and its parameters")
+    scheduler: Scheduler | None = key(None, "learning-rate schedule and its parameters")
+    fp16: Fp16 = key(Fp16, "half precision")
+    bf16: Bf16 = key(Bf16, "bfloat16", alias=("bfloat16",))
+    torch_autocast: TorchAutocast = key(TorchAutocast, "torch's mixed precision")
+    amp: Amp = key(Amp, "Apex mixed precision")
+    data_types: DataTypes = key(DataTypes, "precisions of sums and buffers")
+    zero_optimization: ZeroOptimization = key(ZeroOptimization, "sharding over ranks")
+    aio: Aio = key(Aio, "disk access")
+
+    checkpoint: other.Checkpoint = key(other.Checkpoint, "checkpoints")
+    nebula: other.Nebula = key(other.Nebula, "Azure checkpoints")
+    datastates_ckpt: OptMapping = key(None, "DataStates checkpoints", unsupported("remove the section"))
+    activation_checkpointing: other.ActivationCheckpointing = key(other.ActivationCheckpointing, "recomputation")
+    flops_profiler: other.FlopsProfiler = key(other.FlopsProfiler, "operation counts")
+    comms_logger: other.CommsLogger = key(other.CommsLogger, "collective log")
+    tensorboard: other.Monitor = key(other.Monitor, "TensorBoard")
+    csv_monitor: other.Monitor = key(other.Monitor, "CSV files")
+    wandb: other.Wandb = key(other.Wandb, "W&B")
+    comet: other.Comet = key(other.Comet, "Comet")
+    timers: other.Timers = key(other.Timers, "timers")
+    data_efficiency: other.DataEfficiency = key(other.DataEfficiency, "curriculum and routing")
+    curriculum_learning: other.CurriculumLearning = key(other.CurriculumLearning, "old curriculum")
+    progressive_layer_drop: other.ProgressiveLayerDrop = key(other.ProgressiveLayerDrop, "layer skipping")
+    elasticity: other.Elasticity = key(other.Elasticity, "batches for many world sizes")
+    autotuning: other.Autotuning = key(other.Autotuning, "search for a config")
+    pipeline: other.Pipeline = key(other.Pipeline, "pipeline parallelism")
+    tensor_parallel: other.TensorParallel = key(other.TensorParallel, "tensor parallelism")
+    expert_parallel: other.ExpertParallel = key(other.ExpertParallel, "expert parallelism")
+    hybrid_engine: other.HybridEngine = key(other.HybridEngine, "training and generation in turns")
+    compile: other.Compile = key(other.Compile, "DeepCompile")
+    compression_training: other.CompressionTraining = key(other.CompressionTraining, "compression")
+    weight_quantization: other.WeightQuantization | None = key(None, "quantized inference")
+    quantize_training: other.QuantizeTraining | None = key(None, "quantized training")
+    sparse_attention: other.SparseAttention | None = key(None, "block-sparse attention")

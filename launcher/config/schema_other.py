@@ -1,0 +1,472 @@
+"""Sections beside training itself: checkpoints, monitors, profilers, data, parallelism, compression."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from launcher.config.fields import (
+    AnyInt,
+    Anything,
+    Count,
+    CountList,
+    Flag,
+    Fraction,
+    IntList,
+    Mapping_,
+    NonNegative,
+    Number,
+    OptCountList,
+    OptFlag,
+    OptInt,
+    OptMapping,
+    OptNumber,
+    OptText,
+    PositiveInt,
+    Section,
+    Text,
+    TextList,
+    choice,
+    inert,
+    key,
+    unsupported,
+)
+
+_REMOVE = unsupported("not in this release; remove the section")
+_LATER_CHECKPOINT = inert("checkpoints come with a later release; save engine.state_dict() with torch.save")
+
+
+# ---- checkpoints ----
+
+
+class ParallelWrite(Section):
+    """`checkpoint.parallel_write`."""
+
+    status = _LATER_CHECKPOINT
+
+    pipeline_stage: Flag = key(False, "pipeline stages write at the same time")
+
+
+class CheckpointWriter(Section):
+    """`checkpoint.writer`."""
+
+    status = _LATER_CHECKPOINT
+
+    type: Annotated[str, choice("FAST", "MOCK", "PYTHON")] = key("FAST", "engine that writes")
+    io_buffer_size: PositiveInt = key(64 * 2**20, "bytes of a buffer")
+    io_buffer_double: Flag = key(True, "use two buffers")
+    io_multiplier: PositiveInt = key(1, "growth of the buffers")
+    show_statistics: Flag = key(False, "print what was written")
+    decoupled: Flag = key(False, "write beside the training")
+    data_parallel: Annotated[str | None, choice("replica", "socket", "machine", null=True)] = key(None, "who writes")
+
+
+class Checkpoint(Section):
+    """`checkpoint`: how checkpoints are written and read."""
+
+    status = _LATER_CHECKPOINT
+
+    tag_validation: Annotated[str, choice("Ignore", "Warn", "Fail")] = key("Warn", "check that tags agree")
+    load_universal: Flag = key(False, "read the universal form")
+    use_node_local_storage: Flag = key(False, "every node writes to its own disk")
+    parallel_write: ParallelWrite = key(ParallelWrite, "writing at the same time")
+    checkpoint_serialization: Flag = key(True, "serialise as torch does")
+    writer: CheckpointWriter | None = key(None, "engine that writes")
+
+
+class Nebula(Section):
+    """`nebula`: Azure's asynchronous checkpoints."""
+
+    status = inert("nebula is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "use Nebula", _REMOVE)
+    enable_nebula_load: Flag = key(True, "read through Nebula")
+    nebula_load_path: OptText = key(None, "where to read from")
+    persistent_storage_path: OptText = key(None, "where to write to")
+    persistent_time_interval: PositiveInt = key(100, "seconds between writes")
+    num_of_version_in_retention: PositiveInt = key(2, "checkpoints to keep")
+
+
+class ActivationCheckpointing(Section):
+    """`activation_checkpointing`: settings of the checkpointing functions."""
+
+    status = inert("use torch.utils.checkpoint, or the model's gradient_checkpointing_enable()")
+
+    partition_activations: Flag = key(False, "split saved activations over ranks")
+    number_checkpoints: OptInt = key(None, "checkpoints in the model")
+    contiguous_memory_optimization: Flag = key(False, "keep them in one buffer")
+    cpu_checkpointing: Flag = key(False, "keep them in host memory")
+    synchronize_checkpoint_boundary: Flag = key(False, "synchronise at each of them")
+    profile: Flag = key(False, "time them")
+
+
+# ---- profilers and monitors ----
+
+
+class FlopsProfiler(Section):
+    """`flops_profiler`."""
+
+    status = inert("flops_profiler is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "count floating-point operations", unsupported("use torch.utils.flop_counter"))
+    recompute_fwd_factor: Number = key(0.0, "cost of recomputation")
+    profile_step: PositiveInt = key(1, "step to profile")
+    module_depth: AnyInt = key(-1, "depth to print; -1: all")
+    top_modules: PositiveInt = key(1, "modules to print")
+    detailed: Flag = key(True, "print every module")
+    output_file: OptText = key(None, "file to print to")
+
+
+class CommsLogger(Section):
+    """`comms_logger`."""
+
+    status = inert("comms_logger is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "log collectives", unsupported("use torch.profiler"))
+    verbose: Flag = key(False, "log each of them")
+    prof_all: Flag = key(True, "log all kinds")
+    debug: Flag = key(False, "log where they were called")
+    prof_ops: TextList = key([], "kinds to log")
+
+
+class Monitor(Section):
+    """`tensorboard` and `csv_monitor`."""
+
+    status = inert("the monitor is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "write events", unsupported("write events in the training script"))
+    output_path: Text = key("", "folder")
+    job_name: Text = key("DeepSpeedJobName", "name of the run")
+
+
+class Wandb(Section):
+    """`wandb`."""
+
+    status = inert("the monitor is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "write events to W&B", unsupported("call wandb in the training script"))
+    group: OptText = key(None, "group of the run")
+    team: OptText = key(None, "team of the run")
+    project: Text = key("deepspeed", "project of the run")
+
+
+class Comet(Section):
+    """`comet`."""
+
+    status = inert("the monitor is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "write events to Comet", unsupported("call comet_ml in the training script"))
+    samples_log_interval: PositiveInt = key(100, "samples between events")
+    project: OptText = key(None, "project")
+    workspace: OptText = key(None, "workspace")
+    api_key: OptText = key(None, "key")
+    experiment_name: OptText = key(None, "name")
+    experiment_key: OptText = key(None, "id")
+    online: OptFlag = key(None, "send at once")
+    mode: Annotated[str | None, choice("get", "create", "get_or_create", null=True)] = key(None, "new or existing")
+
+
+class ThroughputTimer(Section):
+    """`timers.throughput`."""
+
+    enabled: Flag = key(True, "measure samples per second", inert("it costs nothing and is always on"))
+    synchronized: Flag = key(True, "wait for the device", inert("wall time between steps is measured"))
+
+
+class Timers(Section):
+    """`timers`."""
+
+    throughput: ThroughputTimer = key(ThroughputTimer, "samples per second")
+
+
+# ---- data ----
+
+
+class DataSampling(Section):
+    """`data_efficiency.data_sampling`."""
+
+    status = inert("data_efficiency is off")
+
+    enabled: Flag = key(False, "choose samples by difficulty")
+    num_epochs: PositiveInt = key(1000, "passes over the data")
+    num_workers: Count = key(0, "loader processes")
+    pin_memory: Flag = key(False, "page-lock batches")
+    curriculum_learning: Mapping_ = key({}, "metrics and schedules")
+    dynamic_batching: Mapping_ = key({}, "batches by length")
+
+
+class DataRouting(Section):
+    """`data_efficiency.data_routing`."""
+
+    status = inert("data_efficiency is off")
+
+    enabled: Flag = key(False, "drop tokens by layer")
+    random_ltd: Mapping_ = key({}, "random layer-wise token dropping")
+
+
+class DataEfficiency(Section):
+    """`data_efficiency`."""
+
+    status = inert("data_efficiency is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "curriculum and routing", _REMOVE)
+    seed: Count = key(1234, "seed of the sampling")
+    data_sampling: DataSampling = key(DataSampling, "which samples")
+    data_routing: DataRouting = key(DataRouting, "which tokens")
+
+
+class CurriculumLearning(Section):
+    """`curriculum_learning`, the old form."""
+
+    status = inert("curriculum_learning is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "grow the difficulty", _REMOVE)
+    curriculum_type: Text = key("seqlen", "what grows")
+    min_difficulty: Count = key(1, "first difficulty")
+    max_difficulty: Count = key(1, "last difficulty")
+    schedule_type: Text = key("fixed_linear", "how it grows")
+    schedule_config: Mapping_ = key({}, "parameters of the growth")
+
+
+class ProgressiveLayerDrop(Section):
+    """`progressive_layer_drop`."""
+
+    status = inert("progressive_layer_drop is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "skip layers at random", _REMOVE)
+    theta: Fraction = key(1.0, "part of layers kept at the end")
+    gamma: NonNegative = key(0.001, "speed of the change")
+
+
+# ---- scaling out ----
+
+
+class Elasticity(Section):
+    """`elasticity`: batch sizes that fit several world sizes."""
+
+    status = inert("elasticity is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "choose the batch for many world sizes", _REMOVE)
+    max_train_batch_size: PositiveInt = key(2000, "largest batch")
+    micro_batch_sizes: IntList = key([2, 4, 6], "micro-batches to choose from")
+    min_gpus: PositiveInt = key(1, "smallest world")
+    max_gpus: PositiveInt = key(10_000, "largest world")
+    min_time: Count = key(0, "minutes a world must last")
+    prefer_larger_batch: Flag = key(True, "the larger of equal choices")
+    ignore_non_elastic_batch_info: Flag = key(False, "let it override the batch keys")
+    num_gpus_per_node: PositiveInt = key(1, "GPUs of a node")
+    model_parallel_size: PositiveInt = key(1, "ranks of one model")
+    version: Number = key(0.2, "0.1 or 0.2")
+
+
+class Autotuning(Section):
+    """`autotuning`."""
+
+    status = inert("autotuning is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "search for a good config", _REMOVE)
+    fast: Flag = key(True, "search less")
+    results_dir: Text = key("autotuning_results", "results")
+    exps_dir: Text = key("autotuning_exps", "experiments")
+    overwrite: Flag = key(True, "replace earlier ones")
+    start_profile_step: PositiveInt = key(3, "first step measured")
+    end_profile_step: PositiveInt = key(5, "last step measured")
+    metric: Text = key("throughput", "what to improve")
+    metric_path: OptText = key(None, "file with the metric")
+    tuner_type: Annotated[str, choice("gridsearch", "random", "model_based")] = key("gridsearch", "how to search")
+    tuner_early_stopping: PositiveInt = key(5, "trials without gain")
+    tuner_num_trials: PositiveInt = key(50, "trials in all")
+    arg_mappings: OptMapping = key(None, "config keys to script arguments")
+    max_train_batch_size: OptInt = key(None, "largest batch")
+    min_train_batch_size: PositiveInt = key(1, "smallest batch")
+    max_train_micro_batch_size_per_gpu: PositiveInt = key(1024, "largest micro-batch")
+    min_train_micro_batch_size_per_gpu: PositiveInt = key(1, "smallest micro-batch")
+    num_tuning_micro_batch_sizes: PositiveInt = key(3, "micro-batches to try")
+    mp_size: PositiveInt = key(1, "ranks of one model")
+    model_info: Mapping_ = key({}, "facts about the model")
+    model_info_path: OptText = key(None, "file with them")
+
+
+class Pipeline(Section):
+    """`pipeline`."""
+
+    status = inert("pipeline parallelism is not in this release")
+
+    stages: Anything = key("auto", "number of stages")
+    partition: Text = key("best", "how layers are divided")
+    seed_layers: Flag = key(False, "seed each layer")
+    activation_checkpoint_interval: Count = key(0, "layers between checkpoints")
+    pipe_partitioned: Flag = key(True, "split activations that are sent")
+    grad_partitioned: Flag = key(True, "split gradients that are sent")
+
+
+class TensorParallelSize(Section):
+    """`tensor_parallel.tp`."""
+
+    status = inert("tensor parallelism is off")
+
+    tp_size: PositiveInt = key(1, "ranks of one layer")
+    tp_grain_size: PositiveInt = key(1, "multiple of split sizes")
+    mpu: Anything = key(None, "groups made elsewhere")
+    tp_group: Anything = key(None, "group made elsewhere")
+
+
+class TensorParallel(Section):
+    """`tensor_parallel`."""
+
+    status = inert("tensor parallelism is off")
+    switch = ("autotp_size", 0)
+
+    autotp_size: Count = key(0, "ranks of one layer; 0: off", _REMOVE)
+    dtype: Text = key("fp16", "precision")
+    tp_overlap_comm: Flag = key(False, "communicate while computing")
+    tp: TensorParallelSize = key(TensorParallelSize, "sizes", alias=("tensor_parallel",))
+    injection_policy_tuple: Anything = key(None, "layers to reduce after")
+    partition_config: OptMapping = key(None, "which layers are split, and how")
+    preset_model: OptText = key(None, "known model family")
+    keep_module_on_host: Flag = key(False, "leave the model in host memory")
+    replace_with_kernel_inject: Flag = key(False, "use inference kernels", alias=("kernel_inject",))
+
+
+class ExpertParallel(Section):
+    """`expert_parallel`."""
+
+    status = inert("expert parallelism is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "spread experts over ranks", _REMOVE)
+    autoep_size: PositiveInt = key(1, "ranks of one set of experts")
+    expert_tensor_parallel_size: PositiveInt = key(1, "ranks of one expert")
+    preset_model: OptText = key(None, "known model family")
+    moe_layer_pattern: OptText = key(None, "names of the layers")
+    expert_pattern: OptText = key(None, "names of the experts")
+    router_pattern: OptText = key(None, "names of the routers")
+    use_grouped_mm: Flag = key(True, "one kernel for all experts")
+    disable_triton_grouped_mm: Flag = key(False, "without Triton")
+    route_norm: OptFlag = key(None, "normalise the scores")
+    route_scale: Number = key(1.0, "scale of the scores")
+    score_apply: Text = key("auto", "where scores are applied")
+    score_func: Text = key("auto", "softmax or sigmoid")
+    combine_impl: Text = key("auto", "how results are joined")
+    top_k: Anything = key("auto", "experts of a token")
+    num_expert_groups: OptInt = key(None, "groups of experts")
+    num_limited_groups: OptInt = key(None, "groups of a token")
+    routed_scaling_factor: Anything = key("auto", "scale of the results")
+    expert_w1: OptText = key(None, "name of the first weight")
+    expert_w2: OptText = key(None, "name of the second weight")
+    expert_w3: OptText = key(None, "name of the third weight")
+    num_experts_attr: OptText = key(None, "attribute with their number")
+    top_k_attr: OptText = key(None, "attribute with top_k")
+    has_shared_experts: OptFlag = key(None, "some experts see every token")
+    shared_experts_pattern: OptText = key(None, "their names")
+    shared_experts_gate_pattern: OptText = key(None, "names of their gates")
+    validate_folding_routing: Flag = key(False, "check the routing")
+    load_balance_coeff: OptNumber = key(None, "weight of the balance loss")
+
+
+class HybridEngine(Section):
+    """`hybrid_engine`."""
+
+    status = inert("hybrid_engine is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "switch between training and generation", _REMOVE)
+    max_out_tokens: PositiveInt = key(512, "longest output")
+    inference_tp_size: PositiveInt = key(1, "ranks of one layer")
+    release_inference_cache: Flag = key(False, "free the cache after generation")
+    pin_parameters: Flag = key(True, "page-lock parameters")
+    tp_gather_partition_size: PositiveInt = key(8, "parameters gathered at once")
+    enable_cuda_graph: Flag = key(False, "record CUDA graphs")
+
+
+class Compile(Section):
+    """`compile`: DeepCompile."""
+
+    status = inert("deepcompile is off")
+    switch = ("deepcompile", False)
+
+    deepcompile: Flag = key(False, "compile communication into the graph", unsupported("use torch.compile(model)"))
+    free_activation: Flag = key(False, "free activations early")
+    free_activation_threshold: PositiveInt = key(10 * 2**20, "bytes of a large activation")
+    offload_activation: Flag = key(False, "activations to host memory")
+    offload_activation_pin_memory: Flag = key(True, "page-lock them")
+    offload_opt_states: Flag = key(False, "states to host memory")
+    double_buffer: Flag = key(True, "use two buffers")
+    symmetric_memory: Flag = key(False, "symmetric memory")
+    debug_log: Flag = key(False, "log the passes")
+    offload_parameters: Flag = key(False, "parameters to host memory")
+    sync_before_reduce: Flag = key(False, "synchronise")
+    sync_after_reduce: Flag = key(False, "synchronise")
+    sync_before_allgather: Flag = key(False, "synchronise")
+    sync_after_allgather: Flag = key(False, "synchronise")
+    keep_int_input_tensors: Flag = key(True, "keep integer inputs")
+    keep_all_input_tensors: Flag = key(False, "keep all inputs")
+    passes: Anything = key(None, "passes to run")
+
+
+# ---- compression ----
+
+
+class CompressionTraining(Section):
+    """`compression_training`."""
+
+    status = unsupported("not in this release; remove the section")
+
+    weight_quantization: OptMapping = key(None, "quantize weights while training")
+    activation_quantization: OptMapping = key(None, "quantize activations while training")
+    sparse_pruning: OptMapping = key(None, "prune single weights")
+    row_pruning: OptMapping = key(None, "prune rows")
+    head_pruning: OptMapping = key(None, "prune attention heads")
+    channel_pruning: OptMapping = key(None, "prune channels")
+    layer_reduction: OptMapping = key(None, "drop layers")
+
+
+class WeightQuantization(Section):
+    """`weight_quantization`: of inference."""
+
+    status = unsupported("not in this release; remove the section")
+
+    enabled: Flag = key(True, "quantize weights")
+    num_bits: PositiveInt = key(8, "bits of a weight")
+    q_type: OptText = key(None, "symmetric or asymmetric")
+    q_groups: PositiveInt = key(1, "groups of one weight")
+    quantized_initialization: Mapping_ = key({}, "while loading")
+    post_init_quant: Mapping_ = key({}, "after loading")
+
+
+class QuantizeTraining(Section):
+    """`quantize_training`."""
+
+    status = unsupported("not in this release; remove the section")
+
+    eigenvalue: OptMapping = key(None, "curvature of layers")
+
+
+class SparseAttention(Section):
+    """`sparse_attention`."""
+
+    status = unsupported("use torch.nn.attention.flex_attention; remove the section")
+
+    mode: Annotated[str, choice("fixed", "dense", "variable", "bigbird", "bslongformer")] = key("fixed", "pattern")
+    block: PositiveInt = key(16, "elements of a block")
+    different_layout_per_head: Flag = key(False, "a pattern for each head")
+    num_local_blocks: PositiveInt = key(4, "blocks of a window")
+    num_global_blocks: PositiveInt = key(1, "blocks that see all")
+    attention: Annotated[str, choice("bidirectional", "unidirectional")] = key("bidirectional", "direction")
+    horizontal_global_attention: Flag = key(False, "global rows too")
+    num_different_global_patterns: PositiveInt = key(1, "global patterns")
+    num_random_blocks: Count = key(0, "random blocks")
+    local_window_blocks: IntList = key([4], "blocks of each window")
+    global_block_indices: CountList = key([0], "first global blocks")
+    global_block_end_indices: OptCountList = key(None, "last global blocks")
+    num_sliding_window_blocks: PositiveInt = key(3, "blocks of the sliding window")

@@ -1,0 +1,179 @@
+"""The `zero_optimization` section, its parts, and `aio`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from launcher.config.fields import (
+    AnyInt,
+    Count,
+    Flag,
+    Fraction,
+    OptFlag,
+    OptText,
+    PositiveInt,
+    Section,
+    StageNumber,
+    TextList,
+    choice,
+    inert,
+    key,
+    unsupported,
+)
+
+_STAGE_3 = unsupported("stage 3 is not in this release; use stage 2")
+_STAGE_3_TUNING = inert("it tunes stage 3")
+_OFFLOAD = unsupported("offload is not in this release; use a higher stage or a smaller micro-batch")
+_FLAT = inert("units are flat buffers: there is nothing to choose")
+_ZEROPP = unsupported("quantized communication is not in this release; remove the key")
+
+
+class OffloadParam(Section):
+    """`offload_param`: where parameters rest between uses."""
+
+    status = inert("nothing is offloaded")
+    switch = ("device", "none")
+
+    device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds the parameters", _OFFLOAD)
+    nvme_path: OptText = key(None, "folder on a fast disk")
+    buffer_count: PositiveInt = key(5, "buffers between disk and host memory")
+    buffer_size: PositiveInt = key(100_000_000, "elements of one such buffer")
+    max_in_cpu: Count = key(1_000_000_000, "elements kept in host memory beside the disk")
+    pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
+
+
+class OffloadOptimizer(Section):
+    """`offload_optimizer`: where optimizer states rest and are updated."""
+
+    status = inert("nothing is offloaded")
+    switch = ("device", "none")
+
+    device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds the states", _OFFLOAD)
+    nvme_path: OptText = key(None, "folder on a fast disk")
+    buffer_count: PositiveInt = key(4, "buffers between disk and host memory")
+    pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
+    pipeline_read: Flag = key(False, "read the next states while one is updated")
+    pipeline_write: Flag = key(False, "write updated states while the next is updated")
+    fast_init: Flag = key(False, "skip the first write of the states")
+    ratio: Fraction = key(1.0, "part of the states that is offloaded")
+    super_offload: Flag = key(False, "overlapped offload for tightly coupled CPU and GPU")
+    cpuadam_cores_perc: Fraction = key(0.8, "part of the cores that update states")
+
+
+class ZenFlow(Section):
+    """`zenflow`: stall-free offload that updates the most important gradients first."""
+
+    status = unsupported("remove the section")
+
+    topk_ratio: Fraction = key(0.1, "part of the gradients updated at once")
+    select_strategy: Annotated[str, choice("auto", "step", "epoch")] = key("auto", "what the selection interval counts")
+    select_interval: PositiveInt = key("auto", "how often gradients are selected anew")
+    update_interval: PositiveInt = key("auto", "how often the others are updated")
+    overlap_step: Flag = key(False, "update beside the next steps")
+    offload: Flag = key(False, "keep selected states in host memory too")
+    auto_ratio: Fraction = key(0.99, "threshold of the automatic interval")
+    full_warm_up_rounds: Count = key(0, "first steps that update everything")
+    pt_reserved_cores_perc: Fraction = key(0.5, "part of the cores left to PyTorch")
+
+
+class LocoParam(Section):
+    """`zeropp_loco_param`: error feedback of quantized gradients."""
+
+    status = _ZEROPP
+
+    err_beta: Fraction = key(0.8, "weight of the remembered error")
+    reset_T: PositiveInt = key(1024, "steps after which it is forgotten")
+
+
+class LeafModule(Section):
+    """`leaf_module`: modules that are fetched whole, without hooks inside."""
+
+    status = _STAGE_3_TUNING
+
+    classes: TextList = key([], "class names or paths")
+    names: TextList = key([], "module names")
+    name_suffixes: TextList = key([], "ends of module names")
+
+
+class ZeroOptimization(Section):
+    """`zero_optimization`: what is sharded over the ranks, and how it travels."""
+
+    stage: StageNumber = key(0, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters")
+    contiguous_gradients: Flag = key(True, "copy gradients into one buffer as they come", _FLAT)
+    reduce_scatter: Flag = key(True, "reduce each gradient to its owner only", _FLAT)
+    reduce_bucket_size: PositiveInt = key(500_000_000, "elements reduced at once: upper bound of a unit")
+    use_multi_rank_bucket_allreduce: Flag = key(True, "join the buckets of several ranks", _FLAT)
+    allgather_partitions: Flag = key(True, "gather updated parameters in one collective", _FLAT)
+    allgather_bucket_size: PositiveInt = key(500_000_000, "elements gathered at once", _FLAT)
+    overlap_comm: OptFlag = key(None, "communicate while computing; null: yes")
+    load_from_fp32_weights: Flag = key(True, "restore master weights from fp32", inert("checkpoints come later"))
+    elastic_checkpoint: Flag = key(False, "old checkpoint form", inert("it is obsolete"))
+    offload_param: OffloadParam = key(OffloadParam, "parameters in host memory or on disk")
+    offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "optimizer states in host memory or on disk")
+    zenflow: ZenFlow | None = key(None, "stall-free offload")
+    sub_group_size: PositiveInt = key(1_000_000_000, "elements updated at once at stage 3", _STAGE_3_TUNING)
+    stage3_prefetch_bucket_size: Count = key(
+        50_000_000, "elements fetched ahead", _STAGE_3_TUNING, alias=("prefetch_bucket_size",)
+    )
+    stage3_param_persistence_threshold: Count = key(
+        100_000, "smaller parameters stay whole", _STAGE_3_TUNING, alias=("param_persistence_threshold",)
+    )
+    stage3_model_persistence_threshold: Count = key(
+        sys.maxsize, "elements that may stay whole", _STAGE_3_TUNING, alias=("model_persistence_threshold",)
+    )
+    stage3_max_live_parameters: Count = key(
+        1_000_000_000, "elements gathered at the same time", _STAGE_3_TUNING, alias=("max_live_parameters",)
+    )
+    stage3_max_reuse_distance: Count = key(
+        1_000_000_000, "keep what is needed again so soon", _STAGE_3_TUNING, alias=("max_reuse_distance",)
+    )
+    stage3_gather_16bit_weights_on_model_save: Flag = key(
+        False, "gather whole weights to save them", _STAGE_3_TUNING, alias=("gather_16bit_weights_on_model_save",)
+    )
+    stage3_module_granularity_threshold: Count = key(
+        0, "fetch modules with smaller parts whole", _STAGE_3_TUNING, alias=("module_granularity_threshold",)
+    )
+    stage3_use_all_reduce_for_fetch_params: Flag = key(
+        False, "fetch with an all-reduce", _STAGE_3_TUNING, alias=("use_all_reduce_for_fetch_params",)
+    )
+    stage3_allgather_sequential: Flag = key(
+        False, "gather one parameter at a time", _STAGE_3_TUNING, alias=("allgather_sequential",)
+    )
+    ignore_unused_parameters: Flag = key(True, "accept parameters without gradient", inert("they are always accepted"))
+    legacy_stage1: Flag = key(False, "stage 1 of old versions", unsupported("use stage 1"))
+    round_robin_gradients: Flag = key(False, "copy gradients to host memory in parallel", inert("nothing is offloaded"))
+    zero_hpz_partition_size: PositiveInt = key(1, "second shards within a node", _ZEROPP)
+    zero_quantized_weights: Flag = key(False, "gather weights in int8", _ZEROPP)
+    zero_quantized_nontrainable_weights: Flag = key(False, "gather frozen weights in int8", _ZEROPP)
+    zero_quantized_gradients: Flag = key(False, "reduce gradients in int4", _ZEROPP)
+    zeropp_loco_param: LocoParam | None = key(None, "error feedback of quantized gradients")
+    mics_shard_size: AnyInt = key(-1, "ranks that share one set of shards", _ZEROPP)
+    mics_hierarchical_params_gather: Flag = key(False, "gather within nodes first", _ZEROPP)
+    memory_efficient_linear: Flag = key(True, "linear layers that keep no gathered weight", _STAGE_3_TUNING)
+    pipeline_loading_checkpoint: Flag = key(False, "load a checkpoint in stages", _STAGE_3_TUNING)
+    override_module_apply: Flag = key(True, "gather inside Module.apply", _STAGE_3_TUNING)
+    log_trace_cache_warnings: Flag = key(False, "report changed execution order", _STAGE_3_TUNING)
+    enable_sanity_checks: Flag = key(False, "check more at run time", inert("the checks are always on"))
+    save_muon_momentum_buffer_in_memory: Flag = key(False, "keep Muon's momentum off the disk", inert("no offload"))
+    leaf_module: LeafModule = key(LeafModule, "modules that are fetched whole")
+    cpu_offload: OptFlag = key(None, "old name of offload_optimizer.device=cpu", _OFFLOAD)
+    cpu_offload_param: OptFlag = key(None, "old name of offload_param.device=cpu", _OFFLOAD)
+    cpu_offload_use_pin_memory: OptFlag = key(None, "old name of pin_memory", inert("nothing is offloaded"))
+    stage3_gather_fp16_weights_on_model_save: OptFlag = key(
+        None, "old name of stage3_gather_16bit_weights_on_model_save", _STAGE_3_TUNING
+    )
+
+
+class Aio(Section):
+    """`aio`: how disks are read and written when something is offloaded to them."""
+
+    status = inert("nothing is offloaded to disk")
+
+    block_size: PositiveInt = key(1_048_576, "bytes of one request")
+    queue_depth: PositiveInt = key(8, "requests at the same time")
+    intra_op_parallelism: PositiveInt = key(1, "threads of one transfer")
+    thread_count: PositiveInt = key(1, "old name of intra_op_parallelism")
+    single_submit: Flag = key(False, "submit requests one by one")
+    overlap_events: Flag = key(True, "submit while waiting")
+    use_gds: Flag = key(False, "transfer between disk and GPU directly")
