@@ -323,8 +323,7 @@ def main() -> None:
     if arguments.rank == 0:
         plot(history, arguments.plot, f"Byte-level GPT, {num_parameters / 1e6:.1f} M parameters")
         print(
-            f"loss {history.losses[0]:.3f} -> {history.losses[-1]:.3f}"
-            f" (validation {history.validation_losses[-1]:.3f})"
+            f"loss {history.losses[0]:.3f} -> {history.losses[-1]:.3f} (validation {history.validation_losses[-1]:.3f})"
         )
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -24,8 +24,8 @@ import traceback
 import types
 from types import TracebackType
 
-from launcher.base.processes import die_with_parent
 from launcher.base import env
+from launcher.base.processes import die_with_parent
 
 _MAX_TRACEBACK_CHARS = 64_000
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")

@@ -22,8 +22,7 @@ RUN_ELSEWHERE = {
     "make test": ".ci/run",
     "launch --hostfile hostfiles/loopback examples/train_gpt.py"
     " --deepspeed examples/configs/zero2.json": "tests/e2e/test_train_gpt.py",
-    "launch --num_gpus 2 examples/train_gpt.py"
-    " --deepspeed examples/configs/zero2.json": "tests/e2e/test_train_gpt.py",
+    "launch --num_gpus 2 examples/train_gpt.py --deepspeed examples/configs/zero2.json": "tests/e2e/test_train_gpt.py",
 }
 
 

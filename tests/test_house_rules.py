@@ -53,9 +53,7 @@ def test_every_file_is_short_and_says_what_it_is_for(path: Path) -> None:
 
 def test_functions_and_classes_are_small() -> None:
     lengths = [num_lines(node) for _, node in functions()]
-    long = [
-        f"{place(p, n)} {n.name}: {num_lines(n)}" for p, n in functions() if num_lines(n) > MAX_FUNCTION_LINES
-    ]
+    long = [f"{place(p, n)} {n.name}: {num_lines(n)}" for p, n in functions() if num_lines(n) > MAX_FUNCTION_LINES]
     assert long == []
     assert statistics.quantiles(lengths, n=10)[8] <= MAX_P90_FUNCTION_LINES
     large = [
@@ -90,9 +88,7 @@ def test_no_star_imports() -> None:
 def test_importing_the_package_imports_nothing_heavy() -> None:
     heavy = "('torch', 'click', 'paramiko', 'pydantic', 'yaml')"
     code = f"import launcher, sys; print([name for name in {heavy} if name in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert result.stdout.strip() == "[]"
 
 

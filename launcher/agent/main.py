@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 
-from launcher.base.processes import adopt_orphans
 from launcher.agent.supervisor import Supervisor
+from launcher.base.processes import adopt_orphans
 
 
 def main() -> int:

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 
-from launcher.base.processes import descendants, send, sweep_job
 from launcher.agent.spawn import Rank, spawn_rank
 from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
@@ -38,6 +37,7 @@ from launcher.agent.wire import (
     Sweep,
     encode,
 )
+from launcher.base.processes import descendants, send, sweep_job
 
 _READ_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread

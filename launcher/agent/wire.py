@@ -129,7 +129,20 @@ class Bye(Message):
 
 _TYPES: dict[str, type[Message]] = {
     kind.__name__: kind
-    for kind in (PickPort, Spawn, Stop, Sweep, Ping, Hello, PortPicked, Started, SpawnFailed, Output, Exited, Bye)
+    for kind in (
+        PickPort,
+        Spawn,
+        Stop,
+        Sweep,
+        Ping,
+        Hello,
+        PortPicked,
+        Started,
+        SpawnFailed,
+        Output,
+        Exited,
+        Bye,
+    )
 }
 _M = TypeVar("_M", bound=Message)
 

@@ -32,9 +32,7 @@ CUDA_VISIBLE_DEVICES = EnvVar("CUDA_VISIBLE_DEVICES", "the node's slots, as devi
 OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", "CPU threads of a rank; a value already set is kept", "set")
 JOB_ID = EnvVar("LAUNCH_JOB_ID", "id of the job; every process of the job carries it", "set")
 ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (JSON)", "set")
-AGENT_PID = EnvVar(
-    "LAUNCH_AGENT_PID", "pid of the agent; the worker takes it out before the script runs", "set"
-)
+AGENT_PID = EnvVar("LAUNCH_AGENT_PID", "pid of the agent; the worker takes it out before the script runs", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
 
 ALL: tuple[EnvVar, ...] = tuple(value for value in list(globals().values()) if isinstance(value, EnvVar))

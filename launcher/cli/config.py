@@ -83,7 +83,12 @@ def explain(key: str, as_json: bool) -> None:
     for fact in found:
         click.echo(click.style(fact.path, bold=True))
         click.echo(f"  {fact.doc}")
-        rows = {"type": fact.type, "default": fact.default, "status": fact.status, "also": ", ".join(fact.aliases)}
+        rows = {
+            "type": fact.type,
+            "default": fact.default,
+            "status": fact.status,
+            "also": ", ".join(fact.aliases),
+        }
         for name, text in rows.items():
             if text:
                 click.echo(f"  {name:<8} {text}")

@@ -23,10 +23,18 @@ def _both(name: str, *more: str) -> tuple[str, ...]:
 _OPTIONS = (
     click.option("-H", *_both("hostfile"), "hostfile", type=click.Path(), help="File of `host slots=N` lines."),
     click.option(
-        "-i", *_both("include"), default="", metavar="HOST[:SLOT,..]@..", help="Use these hosts and slots only."
+        "-i",
+        *_both("include"),
+        default="",
+        metavar="HOST[:SLOT,..]@..",
+        help="Use these hosts and slots only.",
     ),
     click.option(
-        "-e", *_both("exclude"), default="", metavar="HOST[:SLOT,..]@..", help="Leave these hosts or slots out."
+        "-e",
+        *_both("exclude"),
+        default="",
+        metavar="HOST[:SLOT,..]@..",
+        help="Leave these hosts or slots out.",
     ),
     click.option(*_both("num_nodes", "--nnodes"), "num_nodes", type=click.IntRange(1), help="Use the first N hosts."),
     click.option(
@@ -35,11 +43,12 @@ _OPTIONS = (
         type=click.IntRange(1),
         help="Ranks on each host. Default: all slots; without GPUs 1.",
     ),
+    click.option(*_both("master_addr"), "master_addr", help="Address of node 0. Default: the one the hostfile names."),
     click.option(
-        *_both("master_addr"), "master_addr", help="Address of node 0. Default: the one the hostfile names."
-    ),
-    click.option(
-        *_both("master_port"), "master_port", type=click.IntRange(1, 65535), help="Default: a free port on node 0."
+        *_both("master_port"),
+        "master_port",
+        type=click.IntRange(1, 65535),
+        help="Default: a free port on node 0.",
     ),
     click.option("-m", *_both("module"), "module", is_flag=True, help="SCRIPT is a module, as in python -m."),
     click.option(*_both("no_python"), "no_python", is_flag=True, help="SCRIPT is a program, run as it is."),
@@ -52,9 +61,7 @@ _OPTIONS = (
     click.option(*_both("no_local_rank"), "no_local_rank", is_flag=True, help="The default; for old scripts."),
     click.option(*_both("ssh_port"), "ssh_port", type=click.IntRange(1, 65535), help="Default: ~/.ssh/config, 22."),
     click.option("-F", *_both("ssh_config"), "ssh_config", type=click.Path(), help="Instead of ~/.ssh/config."),
-    click.option(
-        *_both("remote_python"), "remote_python", help="Python on the other hosts. Default: this one's path."
-    ),
+    click.option(*_both("remote_python"), "remote_python", help="Python on the other hosts. Default: this one's path."),
     click.option(*_both("force_multi"), "force_multi", is_flag=True, help="Use SSH for this machine's name too."),
     click.option(
         *_both("log_dir"),

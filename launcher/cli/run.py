@@ -30,7 +30,7 @@ _CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config")
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @run_options
 @click.pass_context
-def run(ctx: click.Context, **values: Any) -> None:
+def run(ctx: click.Context, /, **values: Any) -> None:
     """Start SCRIPT as ranks on this machine, or on the hosts of a hostfile over SSH.
 
     Everything after SCRIPT goes to the script untouched. The first rank that fails stops all others.
@@ -60,7 +60,11 @@ class Transports:
         self._only_ssh = options.force_multi
         self._local = LocalTransport()
         self._ssh = SshTransport(
-            SshOptions(port=options.ssh_port, config_file=options.ssh_config, python=options.remote_python)
+            SshOptions(
+                port=options.ssh_port,
+                config_file=Path(options.ssh_config) if options.ssh_config else None,
+                python=options.remote_python,
+            )
         )
 
     def for_host(self, host: Host) -> Transport:
@@ -71,7 +75,7 @@ class Transports:
 
     def address_of(self, host: Host) -> str:
         """Return the address other nodes reach `host` by: HostName of the SSH config, else its name."""
-        return self._ssh.target(host).hostname
+        return self._ssh.target(host).address
 
     def close(self) -> None:
         """Close every connection."""
@@ -130,9 +134,7 @@ def _plan(options: RunOptions, cluster: Cluster, transports: Transports) -> JobP
     )
 
 
-def _master_addr(
-    options: RunOptions, first: Host, kinds: Sequence[Transport], transports: Transports
-) -> str:
+def _master_addr(options: RunOptions, first: Host, kinds: Sequence[Transport], transports: Transports) -> str:
     if options.master_addr is not None:
         return options.master_addr
     if all(transport.name == "local" for transport in kinds):

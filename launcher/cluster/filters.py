@@ -89,11 +89,7 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None) -> Clu
 
 def _keep(cluster: Cluster, chosen: dict[str, set[int]]) -> Cluster:
     return Cluster(
-        tuple(
-            replace(host, slots=tuple(sorted(chosen[host.name])))
-            for host in cluster.hosts
-            if chosen.get(host.name)
-        )
+        tuple(replace(host, slots=tuple(sorted(chosen[host.name]))) for host in cluster.hosts if chosen.get(host.name))
     )
 
 

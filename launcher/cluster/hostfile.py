@@ -62,9 +62,7 @@ def read_hostfile(path: str | Path) -> Cluster:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise HostfileError(
-            "hostfile is not UTF-8 text", where=f"{path}:{line}", hint="save it as UTF-8"
-        ) from None
+        raise HostfileError("hostfile is not UTF-8 text", where=f"{path}:{line}", hint="save it as UTF-8") from None
     return parse_hostfile(text, str(path))
 
 
@@ -118,9 +116,7 @@ def _parse_line(line: str) -> list[Host]:
     address = _address(head)
     options = _options(rest)
     if "slots" not in options:
-        raise _LineError(
-            len(line.partition("#")[0].rstrip()) + 1, f'host "{head.text}" has no slots', _EXAMPLE
-        )
+        raise _LineError(len(line.partition("#")[0].rstrip()) + 1, f'host "{head.text}" has no slots', _EXAMPLE)
     slots = tuple(range(_slot_count(options["slots"])))
     port = _port(options.get("port"), address)
     return [Host(name, slots, address.user, port) for name in address.names]
@@ -162,9 +158,7 @@ def _address(token: _Token) -> Address:
 def _slot_count(token: _Token) -> int:
     text = token.value or ""
     if not (text.isascii() and text.isdigit()):
-        raise _LineError(
-            token.value_column, f'slots is "{text}", not a whole number', "expected for example slots=8"
-        )
+        raise _LineError(token.value_column, f'slots is "{text}", not a whole number', "expected for example slots=8")
     digits = text.lstrip("0")
     if not digits:
         raise _LineError(

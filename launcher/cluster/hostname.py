@@ -59,9 +59,7 @@ def _split_port(text: str) -> tuple[tuple[str, ...], str | None]:
         inner, closing, tail = text[1:].partition("]")
         if closing and is_ipv6(inner):
             if tail and not tail.startswith(":"):
-                raise HostfileError(
-                    f'unexpected "{tail}" after "[{inner}]"', hint='expected "[address]:port"'
-                )
+                raise HostfileError(f'unexpected "{tail}" after "[{inner}]"', hint='expected "[address]:port"')
             return (inner,), tail[1:] if tail else None
     if text.count(":") > 1:
         raise HostfileError(f'"{text}" is not an IPv6 address', hint='with a port write "[address]:port"')

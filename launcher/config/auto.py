@@ -81,7 +81,11 @@ def resolve_auto(config: Config, facts: AutoFacts) -> tuple[Config, tuple[AutoCh
 
 
 def _resolve_section(
-    section: Section, path: str, table: dict[str, tuple[Any, str]], choices: list[AutoChoice], missing: list[str]
+    section: Section,
+    path: str,
+    table: dict[str, tuple[Any, str]],
+    choices: list[AutoChoice],
+    missing: list[str],
 ) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in type(section).model_fields:

@@ -18,7 +18,10 @@ class BatchPlan:
 
 
 def solve_batch(
-    train_batch_size: int | None, micro_batch_size: int | None, accumulation_steps: int | None, world_size: int
+    train_batch_size: int | None,
+    micro_batch_size: int | None,
+    accumulation_steps: int | None,
+    world_size: int,
 ) -> BatchPlan:
     """Fill in what is missing of the batch equation.
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from launcher.base.errors import ConfigError
 from launcher.base.suggest import did_you_mean
 from launcher.config.batch import solve_batch
-from launcher.config.fields import AUTO, Section, Status, Support, aliases_of, shown, status_of
+from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
 from launcher.config.positions import Path
 from launcher.config.schema import Config
 from launcher.config.schema_training import (
@@ -221,32 +221,28 @@ def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
     findings = []
     if config.fp16.enabled is True and config.bf16.enabled is True:
         findings.append(Finding(("bf16", "enabled"), "fp16 and bf16 are both enabled", "enable one of them"))
-    zero = config.zero_optimization
-    if zero.stage != AUTO and zero.stage > 2:
+    stage: Any = config.zero_optimization.stage  # may still be "auto"
+    if stage != AUTO and stage > 2:
         findings.append(Finding(("zero_optimization", "stage"), "stage 3 is not supported", "use stage 2"))
     if config.data_types.grad_accum_dtype in ("fp16", "bf16"):
         path = ("data_types", "grad_accum_dtype")
         findings.append(Finding(path, "gradients are summed in fp32 only", "remove the key"))
-    sizes = [
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-    ]
-    if AUTO in sizes:
-        return findings
-    first = next((n for n in ("train_batch_size", "train_micro_batch_size_per_gpu") if getattr(config, n)), None)
+    return findings + _batch_findings(config, world_size)
+
+
+def _batch_findings(config: Config, world_size: int | None) -> list[Finding]:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    train, micro, steps = (getattr(config, name) for name in names)
+    if any(isinstance(size, Auto) for size in (train, micro, steps)):
+        return []
+    path: Path = next(((name,) for name in names if getattr(config, name) is not None), ())
     if world_size is not None:
         try:
-            solve_batch(*sizes, world_size)
+            solve_batch(train, micro, steps, world_size)
         except ConfigError as error:
             problem = error.diagnostics[0]
-            findings.append(Finding((first,) if first else (), problem.message, problem.hint))
-    elif all(size is not None for size in sizes) and sizes[0] % (sizes[1] * sizes[2]):  # type: ignore[operator]
-        findings.append(
-            Finding(
-                ("train_batch_size",),
-                f"train_batch_size {sizes[0]} is no multiple of {sizes[1]} (micro) × {sizes[2]} (accumulation)",
-                "no number of ranks makes them equal",
-            )
-        )
-    return findings
+            return [Finding(path, problem.message, problem.hint)]
+    elif train and micro and steps and train % (micro * steps):
+        message = f"train_batch_size {train} is no multiple of {micro} (micro) × {steps} (accumulation)"
+        return [Finding(path, message, "no number of ranks makes them equal")]
+    return []

@@ -62,7 +62,7 @@ def unsupported(instead: str) -> Status:
 
 def key(default: Any, doc: str, status: Status | None = None, *, alias: tuple[str, ...] = ()) -> Any:
     """Declare a key. A section is its own default when `default` is its class. None: the section's status."""
-    extra = {"status": status, "aliases": alias}
+    extra: Any = {"status": status, "aliases": alias}
     if isinstance(default, type) and issubclass(default, Section):
         return Field(default_factory=default, description=doc, json_schema_extra=extra)
     if isinstance(default, list | dict):

@@ -88,11 +88,12 @@ def markdown() -> str:
         "",
         f"* **works**: {counts[Support.WORKS]} keys;",
         f"* **{Support.INERT.value}**: {counts[Support.INERT]} keys; setting one is reported at start;",
-        f"* **{Support.UNSUPPORTED.value}**: {counts[Support.UNSUPPORTED]} keys; setting one to anything but its default is"
-        " an error that says what to use instead.",
+        f"* **{Support.UNSUPPORTED.value}**: {counts[Support.UNSUPPORTED]} keys; setting one to anything but its"
+        " default is an error that says what to use instead.",
         "",
-        'Any other key, at any depth, is an error with the nearest known name. The value `"auto"` is accepted for plain keys; what it',
-        "became is printed at start. `launch config check FILE` checks a file, `launch config explain KEY` explains a key.",
+        "Any other key, at any depth, is an error with the nearest known name. Plain keys also accept the value",
+        '`"auto"`; what it became is printed at start. `launch config check FILE` checks a file, and',
+        "`launch config explain KEY` explains a key.",
         "",
         "| key | type | default | meaning | status |",
         "|---|---|---|---|---|",

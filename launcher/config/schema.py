@@ -6,7 +6,6 @@ from typing import Annotated
 
 from launcher.config import schema_other as other
 from launcher.config.fields import (
-
     Flag,
     NonNegative,
     OptCount,
@@ -27,6 +26,7 @@ _FP32_REDUCTION = unsupported("gradients are summed in fp32; remove the key")
 _DP_ONLY = unsupported("only data parallelism is in this release; remove the key")
 _DTYPES = ("fp32", "fp16", "bf16")
 
+
 class Config(Section):
     """The top level of a config."""
 
@@ -34,7 +34,9 @@ class Config(Section):
     train_micro_batch_size_per_gpu: OptInt = key(None, "samples of one forward of one rank")
     gradient_accumulation_steps: OptInt = key(None, "micro-batches of one optimizer step")
     managed_gradient_accumulation: Flag = key(
-        True, "the engine finds the accumulation boundary", unsupported("call set_gradient_accumulation_boundary()")
+        True,
+        "the engine finds the accumulation boundary",
+        unsupported("call set_gradient_accumulation_boundary()"),
     )
     steps_per_print: OptCount = key(10, "steps between progress lines; 0: none")
     dump_state: Flag = key(False, "print the engine's state", inert("the start lines say it"))
@@ -53,7 +55,9 @@ class Config(Section):
     sparse_gradients: Flag = key(False, "send embedding gradients as sparse tensors", inert("they are sent dense"))
     disable_allgather: Flag = key(False, "broadcast instead of gathering", inert("it is obsolete"))
     graph_harvesting: Flag = key(False, "record CUDA graphs", inert("no graphs are recorded"))
-    zero_allow_untested_optimizer: Flag = key(False, "accept any optimizer", inert("supported ones are checked by type"))
+    zero_allow_untested_optimizer: Flag = key(
+        False, "accept any optimizer", inert("supported ones are checked by type")
+    )
     zero_force_ds_cpu_optimizer: Flag = key(True, "refuse other CPU optimizers", inert("nothing is offloaded"))
     wall_clock_breakdown: Flag = key(False, "time forward, backward and step", unsupported("use torch.profiler"))
     memory_breakdown: Flag = key(False, "log memory", unsupported("use torch.cuda.memory_summary()"))

@@ -57,7 +57,9 @@ class Bf16(Section):
     immediate_grad_update: Flag = key(False, "sum gradients as they come", inert("they always are"))
     check_grad_overflow: Flag = key(True, "skip a step whose gradients are not finite", inert("it is always done"))
     bf16_master_weights_and_grads: Flag = key(
-        False, "keep master weights and gradients in bf16", unsupported("master weights are fp32; remove the key")
+        False,
+        "keep master weights and gradients in bf16",
+        unsupported("master weights are fp32; remove the key"),
     )
     bf16_optimizer_states: Flag = key(
         False, "keep optimizer states in bf16", unsupported("states are fp32; remove the key")

@@ -129,7 +129,10 @@ class ZeroOptimization(Section):
         1_000_000_000, "keep what is needed again so soon", _STAGE_3_TUNING, alias=("max_reuse_distance",)
     )
     stage3_gather_16bit_weights_on_model_save: Flag = key(
-        False, "gather whole weights to save them", _STAGE_3_TUNING, alias=("gather_16bit_weights_on_model_save",)
+        False,
+        "gather whole weights to save them",
+        _STAGE_3_TUNING,
+        alias=("gather_16bit_weights_on_model_save",),
     )
     stage3_module_granularity_threshold: Count = key(
         0, "fetch modules with smaller parts whole", _STAGE_3_TUNING, alias=("module_granularity_threshold",)

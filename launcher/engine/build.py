@@ -66,9 +66,7 @@ def initialize(
     if model is None:
         raise EngineError("initialize() needs a model", hint="initialize(model=model, config=...)")
     if mpu is not None or mesh_param is not None:
-        raise EngineError(
-            "mpu and mesh_param are not supported by this release", hint="use data parallelism alone"
-        )
+        raise EngineError("mpu and mesh_param are not supported by this release", hint="use data parallelism alone")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     group = data_parallel_group()
     loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
@@ -148,9 +146,7 @@ def _optimizer_plan(
         return plan_from_client(optimizer, model, model_parameters)
     section = settings.optimizer
     if section is None:
-        raise ConfigError(
-            "no optimizer was given", hint='add an "optimizer" section or initialize(optimizer=...)'
-        )
+        raise ConfigError("no optimizer was given", hint='add an "optimizer" section or initialize(optimizer=...)')
     return plan_from_config(section.type, section.params, model, model_parameters)
 
 

@@ -120,9 +120,7 @@ class Engine(nn.Module):
             self._timer.start()
         return self.module(*inputs, **kwargs)
 
-    def backward(
-        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
-    ) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss` and start reducing them. Every rank must call it.
 
         loss: scalar, the mean over this rank's micro-batch. With `scale_wrt_gas` it is divided by the
@@ -135,7 +133,7 @@ class Engine(nn.Module):
             loss = loss / self.gradient_accumulation_steps()
         reducer = self._parts.reducer
         reducer.begin_backward(is_boundary=self.is_gradient_accumulation_boundary())
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward(retain_graph=retain_graph)
         reducer.end_backward()
         self._backward_done = True
         return loss
@@ -211,7 +209,7 @@ class Engine(nn.Module):
         for unit in self._parts.units:
             unit.wait_for_parameters()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # overloads
         """Return the model's state dict: plain tensors that do not share the flat buffers' storage."""
         self.synchronize_parameters()
         state: Mapping[str, Any] = self.module.state_dict(*args, **kwargs)

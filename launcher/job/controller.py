@@ -49,9 +49,7 @@ _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Controller:
     """One run. Use once: `Controller(plan, transport_for, watcher).run()`, from the main thread."""
 
-    def __init__(
-        self, plan: JobPlan, transport_for: Callable[[Host], Transport], watcher: Watcher
-    ) -> None:
+    def __init__(self, plan: JobPlan, transport_for: Callable[[Host], Transport], watcher: Watcher) -> None:
         self._plan = plan
         self._transport_for = transport_for
         self._watcher = watcher
@@ -89,8 +87,7 @@ class Controller:
         hosts = [node.host for node in self._plan.placement.nodes]
         channels = open_all(self._transport_for, hosts)
         self._nodes = [
-            Node(placement, channel)
-            for placement, channel in zip(self._plan.placement.nodes, channels, strict=True)
+            Node(placement, channel) for placement, channel in zip(self._plan.placement.nodes, channels, strict=True)
         ]
         for node in self._nodes:
             self._inbox.listen(node)
@@ -115,7 +112,8 @@ class Controller:
             missing = [node.name for node in nodes if node.placement.node_rank not in answers]
             if now_s > deadline_s:
                 raise TransportError(
-                    f"no answer after {_HELLO_TIMEOUT_S:.0f} s while waiting for {what}", where=", ".join(missing)
+                    f"no answer after {_HELLO_TIMEOUT_S:.0f} s while waiting for {what}",
+                    where=", ".join(missing),
                 )
             if now_s > tell_at_s:
                 self._watcher.waiting(f"{what}: {len(answers)} of {len(nodes)}, missing {', '.join(missing[:5])}")
@@ -142,9 +140,7 @@ class Controller:
         for node in self._nodes:
             is_local = plan.transports[node.placement.node_rank] == "local"
             tokens = plan.device_tokens if is_local else ()
-            rank_envs = rank_variables(
-                plan.placement, node.placement, (plan.master_addr, plan.master_port), tokens
-            )
+            rank_envs = rank_variables(plan.placement, node.placement, (plan.master_addr, plan.master_port), tokens)
             node.running = set(node.placement.ranks)
             node.send(
                 Spawn(

@@ -14,8 +14,34 @@ DEFAULT_GRACE_S = 5.0
 SSH_LEASE_S = 30.0
 PING_INTERVAL_S = 1.0
 
-_ADJECTIVES = ("amber", "bold", "brisk", "calm", "clear", "eager", "fleet", "keen", "lucid", "mellow", "quiet", "swift")
-_ANIMALS = ("badger", "crane", "falcon", "finch", "heron", "ibex", "lynx", "marten", "otter", "raven", "tern", "wren")
+_ADJECTIVES = (
+    "amber",
+    "bold",
+    "brisk",
+    "calm",
+    "clear",
+    "eager",
+    "fleet",
+    "keen",
+    "lucid",
+    "mellow",
+    "quiet",
+    "swift",
+)
+_ANIMALS = (
+    "badger",
+    "crane",
+    "falcon",
+    "finch",
+    "heron",
+    "ibex",
+    "lynx",
+    "marten",
+    "otter",
+    "raven",
+    "tern",
+    "wren",
+)
 
 
 @dataclass(frozen=True)

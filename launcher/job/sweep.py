@@ -12,9 +12,7 @@ from launcher.transport.api import Transport
 _READ_BYTES = 1 << 16
 
 
-def sweep_lost_hosts(
-    hosts: Sequence[Host], transport_for: Callable[[Host], Transport], job_id: str
-) -> tuple[str, ...]:
+def sweep_lost_hosts(hosts: Sequence[Host], transport_for: Callable[[Host], Transport], job_id: str) -> tuple[str, ...]:
     """Start a new agent on each host to kill what carries the job's id. Returns the hosts that did not answer.
 
     The ranks died with their agent (PDEATHSIG); this finds what they had started.

@@ -54,7 +54,7 @@ def plan_from_config(
         raise ConfigError(f'optimizer type "{type_name}" is not supported', where="optimizer.type", hint=hint)
     # DeepSpeed's "Adam" means AdamW unless adam_w_mode is false; configs in the wild rely on it.
     decoupled = name == "AdamW" or bool(params.get("adam_w_mode", True))
-    defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+    defaults: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
     defaults |= {key: value for key, value in params.items() if key in OPTIONS}
     defaults["betas"] = tuple(defaults["betas"])
     groups = _as_groups(model.parameters() if model_parameters is None else model_parameters)
@@ -78,9 +78,7 @@ def plan_from_client(
             hint="give torch.optim.AdamW or torch.optim.Adam, or name one in the config",
         )
     if optimizer.state:
-        raise EngineError(
-            "the optimizer has taken steps already", hint="call launcher.initialize before training"
-        )
+        raise EngineError("the optimizer has taken steps already", hint="call launcher.initialize before training")
     groups = [dict(group) for group in optimizer.param_groups]
     return OptimizerPlan(groups, isinstance(optimizer, torch.optim.AdamW))
 

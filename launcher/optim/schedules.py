@@ -29,9 +29,7 @@ class Warmup:
     def __post_init__(self) -> None:
         if self.warmup_type not in ("log", "linear"):
             hint = did_you_mean(self.warmup_type, ("log", "linear")) or 'expected "log" or "linear"'
-            raise ConfigError(
-                f'unknown warmup_type "{self.warmup_type}"', where="scheduler.params", hint=hint
-            )
+            raise ConfigError(f'unknown warmup_type "{self.warmup_type}"', where="scheduler.params", hint=hint)
         # A logarithm to base 1 does not exist: two steps is the shortest warm-up.
         object.__setattr__(self, "num_steps", max(2, self.num_steps))
 
@@ -123,9 +121,7 @@ SCHEDULES: dict[str, Callable[..., LearningRate]] = {
 class LRSchedule:
     """Writes `lr` into every parameter group, at construction and after each optimizer step."""
 
-    def __init__(
-        self, learning_rate: LearningRate, param_groups: list[dict[str, Any]], base_lr: float
-    ) -> None:
+    def __init__(self, learning_rate: LearningRate, param_groups: list[dict[str, Any]], base_lr: float) -> None:
         self._learning_rate = learning_rate
         self._param_groups = param_groups
         self._base_lrs = [float(group.get("lr", base_lr)) for group in param_groups]

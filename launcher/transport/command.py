@@ -36,8 +36,6 @@ def agent_argv(python: str | None = None, module: str = AGENT_MODULE, root: Path
     return [interpreter, "-u", "-c", _BOOTSTRAP, str(folder), module]
 
 
-def agent_shell_command(
-    python: str | None = None, module: str = AGENT_MODULE, root: Path | None = None
-) -> str:
+def agent_shell_command(python: str | None = None, module: str = AGENT_MODULE, root: Path | None = None) -> str:
     """Return `agent_argv` for a remote POSIX shell. `exec` leaves no shell between sshd and the agent."""
     return "exec " + shlex.join(agent_argv(python, module, root))

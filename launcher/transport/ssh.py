@@ -43,9 +43,7 @@ class SshTransport:
         return "ssh"
 
     def command_for(self, host: Host) -> str:
-        return agent_shell_command(
-            self._options.python, self._options.module or AGENT_MODULE, self._options.root
-        )
+        return agent_shell_command(self._options.python, self._options.module or AGENT_MODULE, self._options.root)
 
     def target(self, host: Host) -> SshTarget:
         """Return how `host` would be reached; reads the SSH config only. Raises: TransportError."""
@@ -96,9 +94,7 @@ class SshTransport:
             key = tuple(hop.login for hop in route[: index + 1])
             with self._lock:
                 lock = self._locks.setdefault(key, threading.Lock())
-            with (
-                lock
-            ):  # never two at once: no lock is held while another is taken, but for the short self._lock
+            with lock:  # never two at once: no lock is held while another is taken, but for the short self._lock
                 known = self._connections.get(key)
                 if known is None or not known.is_active():
                     via = open_jump(connection, route[index - 1], target) if connection else None
@@ -108,9 +104,7 @@ class SshTransport:
             raise ValueError("a route has at least one target")
         return connection
 
-    def _keep(
-        self, key: tuple[str, ...], connection: paramiko.Transport, target: SshTarget
-    ) -> paramiko.Transport:
+    def _keep(self, key: tuple[str, ...], connection: paramiko.Transport, target: SshTarget) -> paramiko.Transport:
         with self._lock:
             if not self._closed:
                 self._connections[key] = connection

@@ -109,9 +109,7 @@ def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
         )
     address = found.get("hostname", host.name)
     port = host.port or options.port or _number(found.get("port", str(DEFAULT_PORT)), "Port", host)
-    timeout_s = options.connect_timeout_s or float(
-        _number(found.get("connecttimeout", "0"), "ConnectTimeout", host)
-    )
+    timeout_s = options.connect_timeout_s or float(_number(found.get("connecttimeout", "0"), "ConnectTimeout", host))
     key_files = found.get("identityfile", [])
     return SshTarget(
         name=host.name,

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     import paramiko
 
 _KEEPALIVE_S = 15
-_TCP_USER_TIMEOUT_MS = (
-    30_000  # unacknowledged data this old ends the connection: a node crashed or is cut off
-)
+_TCP_USER_TIMEOUT_MS = 30_000  # unacknowledged data this old ends the connection: a node crashed or is cut off
 _MAX_OFFERED_KEYS = 6  # sshd's MaxAuthTries: an agent full of keys must not use up the tries of the right one
 
 
@@ -66,9 +64,7 @@ def _tcp(target: SshTarget) -> socket.socket:
     try:
         sock = socket.create_connection((target.address, target.port), target.connect_timeout_s)
     except (socket.gaierror, UnicodeError):
-        _fail(
-            target, f'host name "{target.address}" cannot be resolved', "check its spelling, or add HostName"
-        )
+        _fail(target, f'host name "{target.address}" cannot be resolved', "check its spelling, or add HostName")
     except TimeoutError:
         waited = f"{target.connect_timeout_s:g} s"
         _fail(target, f"no answer from {target.login} within {waited}", "is the host up, and the port open?")
@@ -90,9 +86,7 @@ def _tcp(target: SshTarget) -> socket.socket:
     return sock
 
 
-def _start(
-    target: SshTarget, sock: socket.socket | paramiko.Channel, known: list[KnownKey]
-) -> paramiko.Transport:
+def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: list[KnownKey]) -> paramiko.Transport:
     """Exchange keys with the server.
 
     Algorithms of keys already known are preferred, as OpenSSH does: a server with several host keys
@@ -101,9 +95,7 @@ def _start(
     import paramiko
 
     connection = paramiko.Transport(sock)
-    connection.banner_timeout = connection.auth_timeout = connection.handshake_timeout = (
-        target.connect_timeout_s
-    )
+    connection.banner_timeout = connection.auth_timeout = connection.handshake_timeout = target.connect_timeout_s
     known_types = {key.key_type for key in known}
     security = connection.get_security_options()
     offered = tuple(security.key_types)
@@ -191,9 +183,7 @@ def _authenticate(target: SshTarget, connection: paramiko.Transport) -> None:
     )
 
 
-def _keys(
-    target: SshTarget, agent: paramiko.Agent | None, problems: list[str]
-) -> Iterator[tuple[str, paramiko.PKey]]:
+def _keys(target: SshTarget, agent: paramiko.Agent | None, problems: list[str]) -> Iterator[tuple[str, paramiko.PKey]]:
     """Yield (label, key): the agent's keys first, then the key files, as OpenSSH does."""
     import paramiko
 

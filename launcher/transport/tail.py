@@ -13,9 +13,7 @@ _READ_BYTES = 32 * 1024
 class StderrTail:
     """Drains `read` (blocking, b"" at the end) in a daemon thread, keeps its end, then calls `close`."""
 
-    def __init__(
-        self, read: Callable[[int], bytes], name: str, close: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, read: Callable[[int], bytes], name: str, close: Callable[[], None] | None = None) -> None:
         self._read, self._close = read, close
         self._lock = threading.Lock()
         self._kept = b""

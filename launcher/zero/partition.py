@@ -51,8 +51,8 @@ def _runs(model: nn.Module) -> list[_Run]:
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         for param in module.parameters(recurse=False):
-            number = inside_one.get(param)
-            if number is not None and not any(module is inner for inner in blocks[number].modules()):
+            owner = inside_one.get(param)
+            if owner is not None and not any(module is inner for inner in blocks[owner].modules()):
                 del inside_one[param]
     rest = _Run([model], [(name, param) for param, name in names.items() if param not in inside_one])
     runs = [rest] if rest.named else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
@@ -24,16 +23,14 @@ def global_grad_norm(units: list[FlatUnit], policy: ZeroPolicy, group: DataParal
     """
     if not units:
         return 0.0
-    norms: list[Tensor] = torch._foreach_norm([unit.owned_grad for unit in units])
-    total = torch.stack(norms).double().square().sum().reshape(1)
+    norms = torch._foreach_norm([unit.owned_grad for unit in units])
+    total = torch.stack(list(norms)).double().square().sum().reshape(1)
     if policy.stage.shards_optimizer:
         total = collectives.sum_scalars(group, total)
     return math.sqrt(total.item())
 
 
-def step_units(
-    units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, group: DataParallelGroup
-) -> float:
+def step_units(units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, group: DataParallelGroup) -> float:
     """Take one optimizer step and return the gradient norm before clipping. Every rank must call it.
 
     When the norm is not finite nothing is updated: one bad micro-batch must not destroy the weights.

@@ -34,9 +34,7 @@ class FlatUnit:
     The owned range is the part this rank updates: the whole buffer at stage 0, one chunk from stage 1 on.
     """
 
-    def __init__(
-        self, members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, group: DataParallelGroup
-    ) -> None:
+    def __init__(self, members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, group: DataParallelGroup) -> None:
         self.members = members
         self.layout = layout
         self._policy = policy

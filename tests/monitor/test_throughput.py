@@ -13,9 +13,7 @@ class FakeClock:
         return self.now_s
 
 
-def run(
-    timer: ThroughputTimer, clock: FakeClock, micro_steps: int, accumulation: int, seconds: float
-) -> None:
+def run(timer: ThroughputTimer, clock: FakeClock, micro_steps: int, accumulation: int, seconds: float) -> None:
     for micro_step in range(1, micro_steps + 1):
         timer.start()
         clock.now_s += seconds

@@ -113,9 +113,7 @@ def test_key_refused_names_the_keys_tried(config: Path, tmp_path: Path, sshd: Lo
     make_key(tmp_path / "stranger")
     make_key(tmp_path / "locked", passphrase="secret")
     config.write_text(
-        config.read_text().replace(
-            str(sshd.user_key), f"{tmp_path / 'stranger'}\n  IdentityFile {tmp_path / 'locked'}"
-        )
+        config.read_text().replace(str(sshd.user_key), f"{tmp_path / 'stranger'}\n  IdentityFile {tmp_path / 'locked'}")
     )
     text = failure(config)
     assert "accepts none of our keys" in text
@@ -136,8 +134,7 @@ def test_several_identity_files_and_include(config: Path, tmp_path: Path, sshd: 
 
 def test_host_name_and_hostfile_port_win(config: Path, sshd: LoopbackSshd) -> None:
     config.write_text(
-        "Host alias\n  HostName 127.0.0.3\n  Port 1\n"
-        + config.read_text().replace("Host 127", "Host alias 127")
+        "Host alias\n  HostName 127.0.0.3\n  Port 1\n" + config.read_text().replace("Host 127", "Host alias 127")
     )
     assert works(config, Host("alias", (0,), sshd.user, sshd.port))
 

@@ -1,0 +1,55 @@
+"""The example as a user runs it: on this machine, and over two SSH hosts, with the same losses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness.launching import ROOT, Result, run_launch
+from harness.sshd import LoopbackSshd
+
+pytestmark = pytest.mark.cluster
+EXAMPLE = ROOT / "examples" / "train_gpt.py"
+CONFIG = ROOT / "examples/configs/zero2.json"
+SHORT = ("--steps", "6", "--print_every", "1", "--evaluate_every", "3", "--sample_bytes", "4", "--context", "64")
+
+
+def train(folder: Path, *options: str) -> Result:
+    arguments = ("--deepspeed", str(CONFIG), *SHORT, "--plot", str(folder / "loss.png"))
+    return run_launch(folder, *options, EXAMPLE, *arguments)
+
+
+def losses(result: Result) -> list[str]:
+    assert result.code == 0, result.out + result.err
+    return re.findall(r"step +\d+/6  loss (\d+\.\d+)", result.out)
+
+
+def test_same_losses_on_this_machine_and_over_ssh(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("local", "ssh")]
+    for folder in folders:
+        folder.mkdir()
+    local = train(folders[0], "--num_gpus", "2")
+    over_ssh = train(folders[1], "--hostfile", str(ROOT / "hostfiles/loopback"), "--ssh_config", str(sshd.ssh_config))
+    assert losses(local) == losses(over_ssh)
+    assert len(losses(local)) == 6
+    assert float(losses(local)[-1]) < float(losses(local)[0]) < 5.8
+    for folder, result in zip(folders, (local, over_ssh), strict=True):
+        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert "--- sample ---" in result.out
+        assert "zero stage 2" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give the engine's config"),
+        (("--deepspeed", str(CONFIG), "--data", "/no/such/text"), "cannot read /no/such/text"),
+        (("--deepspeed", str(CONFIG), "--steps", "0"), "must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_clear_error(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = run_launch(tmp_path, EXAMPLE, *arguments)
+    assert result.code != 0
+    assert message in result.err
+    assert "Traceback" not in result.err

@@ -1,0 +1,59 @@
+"""Every stage, precision, accumulation and world size equals a plain single-process loop."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from harness.parity import (
+    Case,
+    Trajectory,
+    train_engine,
+    train_fp32,
+    train_mixed,
+    weight_distance,
+    worst_relative,
+)
+from harness.ranks import run_on_ranks
+
+WORLD_SIZES = (1, 2, 4)
+
+
+def train(world_size: int, case: Case) -> Trajectory:
+    """Train on ranks and check that all of them end with the same bits."""
+    results: list[Trajectory] = run_on_ranks(world_size, train_engine, case)
+    for other in results[1:]:
+        assert other.losses == results[0].losses
+        assert all(torch.equal(other.weights[name], weight) for name, weight in results[0].weights.items())
+    return results[0]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_fp32_equals_the_plain_loop(stage: int, accumulation: int, world_size: int) -> None:
+    case = Case(stage, bf16=False, accumulation=accumulation)
+    found, expected = train(world_size, case), train_fp32(case)
+    assert worst_relative(found.losses, expected.losses) <= 1e-6
+    assert weight_distance(found.weights, expected.weights) <= 1e-6
+    assert expected.losses[-1] < 0.9 * expected.losses[0], "a run that learns nothing proves nothing"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_bf16_equals_the_mixed_precision_loop(stage: int, accumulation: int, world_size: int) -> None:
+    case = Case(stage, bf16=True, accumulation=accumulation)
+    found, expected = train(world_size, case), train_mixed(case, world_size)
+    assert found.weights["embedding.weight"].dtype == torch.bfloat16
+    assert worst_relative(found.losses, expected.losses) <= 1e-6
+    assert weight_distance(found.weights, expected.weights) <= 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_neither_unit_size_nor_overlap_changes_the_result(stage: int) -> None:
+    case = Case(stage, bf16=False, accumulation=2)
+    whole = train(2, case)
+    for other in (dataclasses.replace(case, unit_numel=700), dataclasses.replace(case, overlap=False)):
+        assert worst_relative(train(2, other).losses, whole.losses) <= 1e-6

@@ -1,0 +1,97 @@
+"""Run the real command line in a child process, and look for what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.base.processes import members_of_job
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a `launch` command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def job_id(self) -> str:
+        match = re.search(r"job (\w+-\w+-[0-9a-f]{4})", self.out)
+        assert match is not None, self.out + self.err
+        return match.group(1)
+
+
+class Launch:
+    """`launch ARGS` in a folder of its own."""
+
+    def __init__(self, folder: Path, *args: str | Path, env: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self._out, self._err = folder / "launch.out", folder / "launch.err"
+        command = [sys.executable, "-m", "launcher", *map(str, args)]
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+                start_new_session=True,
+            )
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    @property
+    def job_id(self) -> str:
+        wait_until(lambda: " · job " in self.out, "the start line")
+        return Result(0, self.out, "").job_id
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> Result:
+        """Wait for the end; a command that hangs is killed and fails the test."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"launch hung:\n{self.out}\n{self._err.read_text(errors='replace')}") from None
+        return Result(code, self.out, self._err.read_text(errors="replace"))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher alone."""
+        os.kill(self.process.pid, number)
+
+
+def run_launch(folder: Path, *args: str | Path, env: dict[str, str] | None = None) -> Result:
+    """Run `launch ARGS` to its end."""
+    return Launch(folder, *args, env=env).wait()
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Wait for a condition with a deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
+
+
+def wait_until_gone(job_id: str, timeout_s: float = 10.0) -> None:
+    """Wait until no process of the job is left; kill what is left and fail otherwise."""
+    try:
+        wait_until(lambda: not members_of_job(job_id), f"the end of {job_id}", timeout_s)
+    finally:
+        for pid in members_of_job(job_id):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,122 @@
+"""Run a function on real gloo ranks. Processes live as long as the test session: torch is imported once in each.
+
+A body that takes longer than its deadline makes every rank dump its stacks, and only that test fails.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEADLINE_S = 120.0
+Body = Callable[..., Any]
+
+
+class RankPool:
+    """`world_size` processes in one gloo group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self._stacks = tempfile.NamedTemporaryFile(prefix="stacks-", suffix=".txt")  # noqa: SIM115  # as long as the pool
+        self._ranks: list[tuple[Any, Connection]] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, world_size, port, self._stacks.name)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._ranks.append((process, ours))
+
+    def run(self, body: Body, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
+        """Call `body(rank, world_size, *args)` on every rank and return the results in rank order."""
+        for _, pipe in self._ranks:
+            pipe.send((body, args))
+        results, end_s = [], time.monotonic() + deadline_s
+        for rank, (_, pipe) in enumerate(self._ranks):
+            if not pipe.poll(max(0.0, end_s - time.monotonic())):
+                raise AssertionError(f"rank {rank} hung:\n{self._dump_and_close()}")
+            ok, value = pipe.recv()
+            if not ok:
+                self.close()
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            results.append(value)
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        _pools.pop(self.world_size, None)
+        for process, _ in self._ranks:
+            process.kill()
+            process.join()
+
+    def _dump_and_close(self) -> str:
+        for process, _ in self._ranks:
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        self._stacks.seek(0)
+        text = self._stacks.read().decode(errors="replace")
+        self.close()
+        return text
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def run_on_ranks(world_size: int, body: Body, *args: Any) -> list[Any]:
+    """Call a module-level function on `world_size` ranks; see `RankPool.run`."""
+    if world_size not in _pools:
+        _pools[world_size] = RankPool(world_size)
+    return _pools[world_size].run(body, *args)
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_pools.values()):
+        pool.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, stacks_path: str) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    stacks = open(stacks_path, "a")  # noqa: SIM115  # faulthandler needs it as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    import torch
+
+    import launcher
+
+    torch.set_num_threads(1)
+    launcher.init_distributed()
+    while True:
+        try:
+            body, args = pipe.recv()
+        except EOFError:
+            sys.exit(0)
+        try:
+            pipe.send((True, body(rank, world_size, *args)))
+        except BaseException:  # the test that asked gets it as text
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,211 @@
+"""Real jobs on this machine: environment, output, failures, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import Launch, run_launch, wait_until, wait_until_gone
+
+from launcher.base.processes import descendants, members_of_job
+
+
+def values(out: str, rank: int, label: str) -> str:
+    match = re.search(rf"^\[{rank}\] {label} (.*)$", out, re.MULTILINE)
+    assert match is not None, out
+    return match.group(1)
+
+
+def test_every_rank_gets_its_environment(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, scripts.ENVIRONMENT)
+    clean = {"OMP_NUM_THREADS": "7"}
+    result = run_launch(tmp_path, "--num_gpus", "3", script, "--flag", "a b", "$HOME;'", env=clean)
+    assert result.code == 0
+    ports = set()
+    for rank in range(3):
+        environment = json.loads(values(result.out, rank, "ENV"))
+        ports.add(environment.pop("MASTER_PORT"))
+        assert environment == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "LOCAL_SIZE": "3",
+            "NODE_RANK": "0",
+            "GROUP_RANK": "0",
+            "CROSS_RANK": "0",
+            "CROSS_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "CUDA_VISIBLE_DEVICES": "0,1,2",
+            "OMP_NUM_THREADS": "7",
+        }
+        assert json.loads(values(result.out, rank, "ARGV")) == ["--flag", "a b", "$HOME;'"]
+        assert values(result.out, rank, "CWD") == str(tmp_path)
+    assert len(ports) == 1
+    assert 1024 < int(ports.pop()) < 65536
+
+
+def test_two_jobs_at_once_get_different_ports(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import os, time; print('PORT', os.environ['MASTER_PORT']); time.sleep(0.5)")
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    jobs = [Launch(folder, script) for folder in folders]
+    results = [job.wait() for job in jobs]
+    assert [result.code for result in results] == [0, 0]
+    assert len({values(result.out, 0, "PORT") for result in results}) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "reason"),
+    [
+        ("exit", 3, "exit code 3"),
+        ("raise", 1, "ValueError: the data is bad"),
+        ("message", 1, "no such dataset"),
+        ("SIGKILL", 137, "killed by SIGKILL"),
+        ("SIGSEGV", 139, "killed by SIGSEGV"),
+    ],
+)
+def test_the_first_failure_stops_all_and_is_named(tmp_path: Path, kind: str, code: int, reason: str) -> None:
+    script = scripts.write(tmp_path, scripts.BIPOLAR)
+    result = run_launch(tmp_path, "--num_gpus", "3", script, kind)
+    assert result.code == code
+    assert "✗ rank 1 (localhost, pid " in result.err
+    report = result.err[result.err.index("✗ rank 1") :]
+    assert reason in report
+    assert report.count("Traceback (most recent call last)") == (1 if kind == "raise" else 0)
+    if kind == "raise":
+        assert "worker.py" not in report, "the traceback shows the user's frames only"
+    assert "2 other ranks were stopped" in report
+    saved = json.loads((tmp_path / "runs" / result.job_id / "report.json").read_text())
+    assert saved["failure"]["rank"] == 1
+    assert saved["exit_code"] == code
+    assert not members_of_job(result.job_id)
+
+
+def test_stubborn_ranks_and_their_children_are_killed_in_one_grace(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, scripts.STUBBORN)
+    job = Launch(tmp_path, "--num_gpus", "3", "--grace", "1", script)
+    wait_until(lambda: job.out.count("READY") == 3, "the ranks")
+    job.signal(signal.SIGTERM)
+    result = job.wait(10)
+    assert result.code == 143
+    assert not members_of_job(result.job_id)
+    seconds = json.loads((tmp_path / "runs" / result.job_id / "report.json").read_text())["stop_s"]
+    assert 1.0 <= seconds < 4.0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_end_all_ranks(tmp_path: Path, number: int, code: int) -> None:
+    script = scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)")
+    job = Launch(tmp_path, "--num_gpus", "2", script)
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    job.signal(number)
+    result = job.wait(10)
+    assert result.code == code
+    assert "✗" not in result.err
+    assert not members_of_job(result.job_id)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, scripts.STUBBORN)
+    job = Launch(tmp_path, "--num_gpus", "2", "--grace", "300", script)
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    job.signal(signal.SIGINT)
+    wait_until(lambda: "SIGINT: stopping" in job.out, "the first signal's effect")
+    job.signal(signal.SIGINT)
+    assert job.wait(10).code == 130
+    wait_until_gone(job.job_id)
+
+
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, scripts.STUBBORN)
+    job = Launch(tmp_path, "--num_gpus", "2", "--grace", "0.5", script)
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    assert len(members_of_job(job.job_id)) == 4
+    job.signal(signal.SIGKILL)
+    job.process.wait()
+    wait_until_gone(job.job_id)
+
+
+def test_a_killed_agent_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, scripts.STUBBORN)
+    job = Launch(tmp_path, "--num_gpus", "2", script)
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    ranks = members_of_job(job.job_id)
+    (agent,) = (pid for pid in descendants(job.process.pid) if pid not in ranks)
+    os.kill(agent, signal.SIGKILL)
+    result = job.wait(15)
+    assert result.code == 69
+    assert "localhost was lost" in result.err
+    assert not members_of_job(result.job_id)
+
+
+def test_output_of_any_bytes_is_complete_in_the_log(tmp_path: Path) -> None:
+    code = """
+    import os, sys
+    data = bytes(range(256)) * 4000 + b"no newline at the end"
+    sys.stdout.buffer.write(data); sys.stdout.flush()
+    """
+    result = run_launch(tmp_path, scripts.write(tmp_path, code))
+    assert result.code == 0
+    log = (tmp_path / "runs" / result.job_id / "rank_0.log").read_bytes()
+    assert log == bytes(range(256)) * 4000 + b"no newline at the end"
+    assert "[0] " in result.out
+
+
+def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, scripts.write(tmp_path, "import sys; print('one'); print('two', file=sys.stderr)"))
+    assert "[0] one\n" in result.out
+    assert "[0] two\n" in result.err
+    assert "two" not in result.out
+
+
+def test_a_missing_import_of_one_rank_is_an_error_with_its_traceback(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, "import no_such_module"))
+    assert result.code == 1
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in result.err
+
+
+def test_modules_and_programs(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "import sys; print('MODULE', __name__, sys.argv[1:])", "tool.py")
+    assert "[0] MODULE __main__ ['x']" in run_launch(tmp_path, "--module", "tool", "x").out
+    result = run_launch(tmp_path, "--num_gpus", "2", "--no_python", "sh", "-c", "echo rank $RANK; exit 4")
+    assert result.code == 4
+    assert "rank" in result.out
+
+
+def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "VALUE = 42", "neighbour.py")
+    code = """
+    import multiprocessing, neighbour, pickle, sys
+    class Thing: pass
+    def work(x): return x + neighbour.VALUE
+    if __name__ == "__main__":
+        assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print("RESULT", pool.map(work, [1])[0], __file__.endswith("script.py"))
+    """
+    assert "[0] RESULT 43 True" in run_launch(tmp_path, scripts.write(tmp_path, code)).out
+
+
+def test_a_bad_config_stops_the_job_before_any_rank(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{\n  "zero_optimzation": {}\n}')
+    script = scripts.write(tmp_path, "print('STARTED')")
+    result = run_launch(tmp_path, script, "--deepspeed", "ds.json")
+    assert result.code == 2
+    assert 'ds.json:2:3: unknown key "zero_optimzation"' in result.err
+    assert 'did you mean "zero_optimization"?' in result.err
+    assert "STARTED" not in result.out
+
+
+def test_local_rank_is_passed_on_request_only(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, scripts.ENVIRONMENT)
+    assert json.loads(values(run_launch(tmp_path, script, "x").out, 0, "ARGV")) == ["x"]
+    result = run_launch(tmp_path, "--pass_local_rank", script, "x")
+    assert json.loads(values(result.out, 0, "ARGV")) == ["--local_rank=0", "x"]

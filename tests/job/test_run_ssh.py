@@ -1,0 +1,86 @@
+"""The same over a real sshd: two loopback hosts, one job."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import ROOT, Launch, run_launch, wait_until, wait_until_gone
+from harness.sshd import LoopbackSshd
+
+from launcher.base.processes import members_of_job
+
+pytestmark = pytest.mark.cluster
+HOSTFILE = ROOT / "hostfiles" / "loopback"
+
+
+def options(sshd: LoopbackSshd) -> list[str]:
+    return ["--hostfile", str(HOSTFILE), "--ssh_config", str(sshd.ssh_config)]
+
+
+def test_ranks_are_numbered_over_hosts(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, scripts.ENVIRONMENT)
+    result = run_launch(tmp_path, *options(sshd), script, "it's; $HOME")
+    assert result.code == 0, result.err
+    found = [json.loads(text) for text in re.findall(r"^\[\d\] ENV (.*)$", result.out, re.MULTILINE)]
+    found.sort(key=lambda environment: environment["RANK"])
+    assert [environment["RANK"] for environment in found] == ["0", "1"]
+    assert [environment["NODE_RANK"] for environment in found] == ["0", "1"]
+    assert [environment["LOCAL_RANK"] for environment in found] == ["0", "0"]
+    assert {environment["MASTER_ADDR"] for environment in found} == {"127.0.0.1"}
+    assert len({environment["MASTER_PORT"] for environment in found}) == 1
+    assert result.out.count('ARGV ["it\'s; $HOME"]') == 2
+    assert result.out.count(f"CWD {tmp_path}") == 2
+
+
+@pytest.mark.parametrize(("kind", "code"), [("exit", 3), ("raise", 1), ("SIGKILL", 137)])
+def test_a_failure_on_one_host_stops_the_other(sshd: LoopbackSshd, tmp_path: Path, kind: str, code: int) -> None:
+    result = run_launch(tmp_path, *options(sshd), scripts.write(tmp_path, scripts.BIPOLAR), kind)
+    assert result.code == code
+    assert "✗ rank 1 (127.0.0.2, pid " in result.err
+    assert not members_of_job(result.job_id)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_the_launcher_ends_ranks_on_all_hosts(sshd: LoopbackSshd, tmp_path: Path, number: int) -> None:
+    script = scripts.write(tmp_path, scripts.STUBBORN)
+    job = Launch(tmp_path, *options(sshd), "--grace", "0.5", script)
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    assert len(members_of_job(job.job_id)) == 4
+    job.signal(number)
+    job.wait(15)
+    wait_until_gone(job.job_id)
+
+
+def test_secrets_and_arguments_stand_in_no_command_line(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    """An environment value and the SSH part of the job's arguments are nowhere in /proc/*/cmdline but at the rank."""
+    script = scripts.write(
+        tmp_path, "import os, time; print('GOT', os.environ['WANDB_KEY'], flush=True); time.sleep(600)"
+    )
+    job = Launch(tmp_path, *options(sshd), script, env={"WANDB_KEY": "s3cr3t-value-7781"})
+    wait_until(lambda: job.out.count("GOT s3cr3t-value-7781") == 2, "the ranks")
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes())
+        except OSError:  # the process has ended
+            continue
+    job.signal(signal.SIGTERM)
+    assert job.wait(15).code == 143
+    assert not any(b"s3cr3t-value-7781" in line for line in lines)
+    agents = [line for line in lines if b"launcher.agent" in line]
+    assert agents
+    assert not any(b"script.py" in line for line in agents)
+
+
+def test_a_missing_folder_on_a_host_is_named(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "print('hi')")
+    result = run_launch(tmp_path, *options(sshd), "--remote_python", "/no/such/python", script)
+    assert result.code == 69
+    assert "127.0.0.1: " in result.err
+    assert "127.0.0.2: " in result.err
+    assert "/no/such/python" in result.err
