@@ -23,6 +23,7 @@ def global_grad_norm(units: list[FlatUnit], policy: ZeroPolicy, group: DataParal
     """
     if not units:
         return 0.0
+    # Norms of units in fp32 (a fp64 sum is 40 times slower on a CPU), their squares in fp64.
     norms = torch._foreach_norm([unit.owned_grad for unit in units])
     total = torch.stack(list(norms)).double().square().sum().reshape(1)
     if policy.stage.shards_optimizer:

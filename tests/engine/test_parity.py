@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +19,15 @@ from harness.parity import (
 from harness.ranks import run_on_ranks
 
 WORLD_SIZES = (1, 2, 4)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks run on one thread each; with another number some of torch's sums run in another order."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def train(world_size: int, case: Case) -> Trajectory:
@@ -45,10 +55,11 @@ def test_fp32_equals_the_plain_loop(stage: int, accumulation: int, world_size: i
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_bf16_equals_the_mixed_precision_loop(stage: int, accumulation: int, world_size: int) -> None:
     case = Case(stage, bf16=True, accumulation=accumulation)
-    found, expected = train(world_size, case), train_mixed(case, world_size)
+    found = train(world_size, case)
+    expected = train_mixed(case, world_size, found.grad_norms)
     assert found.weights["embedding.weight"].dtype == torch.bfloat16
-    assert worst_relative(found.losses, expected.losses) <= 1e-6
-    assert weight_distance(found.weights, expected.weights) <= 1e-6
+    assert found.losses == expected.losses
+    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -1,7 +1,7 @@
 """Single-process references that the engine must equal, and the small models they train.
 
-The reference loops are plain torch and know nothing of units, shards or ranks, except that the global batch is cut into the
-same micro-batches: the mean over ranks is the mean over the parts of the batch.
+The reference loops are plain torch and know nothing of units, shards or ranks, except that the global batch is cut into
+the same micro-batches: the mean over ranks is the mean over the parts of the batch.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Trajectory:
 
     losses: list[float]
     weights: dict[str, Tensor]
+    grad_norms: list[float]  # of every step, before clipping
 
 
 def make_model() -> TinyLM:
@@ -108,7 +109,7 @@ def train_engine(rank: int, world_size: int, case: Case) -> Trajectory:
 
     engine, _, _, _ = launcher.initialize(model=make_model(), config=case.config(world_size))
     part = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
-    losses = []
+    losses, grad_norms = [], []
     for step in micro_batches(case):
         total = torch.zeros((), dtype=torch.float64)
         for tokens, targets in step:
@@ -116,9 +117,10 @@ def train_engine(rank: int, world_size: int, case: Case) -> Trajectory:
             engine.backward(loss)
             engine.step()
             total += loss.detach().double()
+        grad_norms.append(engine.get_global_grad_norm())
         dist.all_reduce(total)
         losses.append((total / world_size / case.accumulation).item())
-    return Trajectory(losses, engine.state_dict())
+    return Trajectory(losses, engine.state_dict(), grad_norms)
 
 
 def train_fp32(case: Case) -> Trajectory:
@@ -126,7 +128,7 @@ def train_fp32(case: Case) -> Trajectory:
     model = make_model()
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    losses = []
+    losses, grad_norms = [], []
     for number, step in enumerate(micro_batches(case)):
         optimizer.param_groups[0]["lr"] = case.learning_rate(number)
         total = 0.0
@@ -134,18 +136,21 @@ def train_fp32(case: Case) -> Trajectory:
             loss = model(tokens, targets)
             (loss / case.accumulation).backward()
             total += loss.item()
-        nn.utils.clip_grad_norm_(trained, case.clipping)
+        grad_norms.append(nn.utils.clip_grad_norm_(trained, case.clipping).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total / case.accumulation)
-    return Trajectory(losses, dict(model.state_dict()))
+    return Trajectory(losses, dict(model.state_dict()), grad_norms)
 
 
-def train_mixed(case: Case, world_size: int) -> Trajectory:
+def train_mixed(case: Case, world_size: int, grad_norms: list[float]) -> Trajectory:
     """The mixed-precision loop: a bf16 model, fp32 master weights, fp32 gradient sums.
 
-    Each part of the batch that a rank would see goes through the bf16 model by itself, because bf16 gradients of a larger
-    batch round differently; everything after that is fp32.
+    Each part of the batch that a rank would see goes through the bf16 model by itself, because bf16 gradients of a
+    larger batch round differently; everything after that is fp32.
+
+    grad_norms: the norms of the run under test. Each must be the loop's own to 1e-6, and is then used to clip: the
+    last bit of a norm depends on the order of its sum, and would flip roundings to bf16 for no reason of substance.
     """
     model = make_model().to(torch.bfloat16)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -169,13 +174,24 @@ def train_mixed(case: Case, world_size: int) -> Trajectory:
             master.grad = copy.deepcopy(sums[0][index])
             for rank in range(1, world_size):
                 master.grad.add_(sums[rank][index])
-        nn.utils.clip_grad_norm_(masters, case.clipping)
+        clip_by(masters, case.clipping, grad_norms[number])
         optimizer.step()
         with torch.no_grad():
             for param, master in zip(trained, masters, strict=True):
                 param.copy_(master)
         losses.append(total / world_size / case.accumulation)
-    return Trajectory(losses, dict(model.state_dict()))
+    return Trajectory(losses, dict(model.state_dict()), grad_norms)
+
+
+def clip_by(params: list[Tensor], max_norm: float, norm: float) -> None:
+    """Clip as `clip_grad_norm_` does, by a norm that is checked first."""
+    grads = [param.grad for param in params if param.grad is not None]
+    own = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().item()
+    assert abs(own - norm) <= 1e-6 * own
+    coefficient = max_norm / (norm + 1e-6)
+    if coefficient < 1.0:
+        for grad in grads:
+            grad.mul_(coefficient)
 
 
 def worst_relative(found: list[float], expected: list[float]) -> float:
