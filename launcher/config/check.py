@@ -209,7 +209,7 @@ def _fill_params(config: Config) -> Config:
         if part is None or type_name is None:
             continue
         try:
-            params = known[type_name].model_validate(part.params).model_dump()
+            params = dict(known[type_name].model_validate(part.params))
         except ValidationError:  # reported already
             continue
         updates[name] = part.model_copy(update={"type": type_name, "params": params})

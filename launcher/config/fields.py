@@ -123,7 +123,7 @@ def _checked(expected: str, convert: Callable[[Any], Any]) -> PlainValidator:
             return AUTO
         try:
             return convert(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # an integer of 400 digits fits no float
             raise _error(expected, value) from None
 
     return PlainValidator(validate)

@@ -153,21 +153,22 @@ def read_yaml(text: str, source: str) -> Located:
     """Parse YAML text. Raises: ConfigError with the place of what cannot be read."""
     import yaml  # 30 ms that JSON users need not pay
 
-    loader = yaml.SafeLoader(text)
     try:
-        node = loader.get_single_node()
-        result = Located(None)
-        if node is not None:
-            result.value = _yaml_value(loader, node, (), result, source)
-        return result
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            result = Located(None)
+            if node is not None:
+                result.value = _yaml_value(loader, node, (), result, source)
+            return result
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         raise ConfigError(f"invalid YAML: {error.problem}", where=where) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"invalid YAML: {error}", where=source) from None
-    finally:
-        loader.dispose()
 
 
 def _yaml_value(loader: Any, node: Any, path: Path, result: Located, source: str) -> Any:

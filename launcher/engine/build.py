@@ -99,7 +99,7 @@ def initialize(
         )
     if group.rank == 0:
         _announce(settings, policy, batch, zero_optimizer, loaded, choices)
-    parts = EngineParts(group, policy, units, reducer, zero_optimizer, scheduler, batch, settings, loader)
+    parts = EngineParts(group, policy, units, reducer, zero_optimizer, scheduler, batch, settings, loaded.raw, loader)
     return Engine(model, parts), zero_optimizer, loader, scheduler
 
 

@@ -36,6 +36,7 @@ class EngineParts:
     lr_scheduler: Any
     batch: BatchPlan
     settings: Config
+    raw_config: dict[str, Any]
     loader: DistributedLoader | None
 
 
@@ -70,8 +71,8 @@ class Engine(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config as plain data, every default filled in."""
-        return self._parts.settings.model_dump()
+        """The config as it was given, as plain data."""
+        return self._parts.raw_config
 
     @property
     def _steps_per_print(self) -> int | None:

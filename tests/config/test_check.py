@@ -1,0 +1,231 @@
+"""What a config may say and what is said about mistakes: each with its place, all at once."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.base.errors import ConfigError
+from launcher.config.fields import AUTO, Auto
+from launcher.config.load import load_config
+
+GOOD: dict[str, Any] = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}},
+}
+
+
+def findings(text: str, *, world_size: int | None = None) -> list[str]:
+    """Load JSON text and return its errors, "config:" left out."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(text, world_size=world_size)
+    return [str(diagnostic).removeprefix("config:") for diagnostic in caught.value.diagnostics]
+
+
+def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
+    config = load_config(GOOD, world_size=4).config
+    assert config.zero_optimization.stage == 2
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert config.bf16.enabled is True
+    assert config.gradient_clipping == 1.0
+    assert config.steps_per_print == 10
+    assert config.optimizer is not None
+    assert config.optimizer.params["weight_decay"] == 0.0
+    assert config.scheduler is not None
+    assert config.scheduler.params["warmup_max_lr"] == 0.001
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{\n  "zero_optimzation": {}\n}', '2:3: unknown key "zero_optimzation"; did you mean "zero_optimization"?'),
+        (
+            '{"zero_optimization": {"stage": 2,\n "reduce_bucket_sise": 3}}',
+            '2:2: unknown key "reduce_bucket_sise"; did you mean "reduce_bucket_size"?',
+        ),
+        (
+            '{"zero_optimization": {"offload_param": {"devise": "cpu"}}}',
+            '1:42: unknown key "devise"; did you mean "device"?',
+        ),
+        (
+            '{"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}',
+            '1:44: optimizer.params: unknown key "lrr"; did you mean "lr"?',
+        ),
+        (
+            '{"optimizer": {"type": "AdmW"}}',
+            '1:24: unknown optimizer type "AdmW"; did you mean "AdamW"?',
+        ),
+        (
+            '{"scheduler": {"type": "WarmupLRR"}}',
+            '1:24: unknown scheduler type "WarmupLRR"; did you mean "WarmupLR"?',
+        ),
+        (
+            '{"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}',
+            '1:47: scheduler.params: unknown key "warmup_steps"; did you mean "warmup_num_steps"?',
+        ),
+        (
+            '{"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}',
+            '1:43: optimizer.params: unknown key "max_grad_norm"; use gradient_clipping',
+        ),
+        (
+            '{"scheduler": {"type": "WarmupDecayLR", "params": {}}}',
+            '1:51: WarmupDecayLR needs "total_num_steps"; add "total_num_steps" to scheduler.params',
+        ),
+        ('{"optimizer": {"params": {}}}', '1:15: optimizer: "type" is missing; one of Adam, AdamW'),
+        (
+            '{"train_batch_size": 1,\n "train_batch_size": 2}',
+            '2:2: duplicate key "train_batch_size"; the first one is on line 1; remove one of them',
+        ),
+        ('{"train_batch_size": "8"}', '1:22: train_batch_size: expected an integer of at least 1, or null, got "8"'),
+        ('{"train_batch_size": true}', "1:22: train_batch_size: expected an integer of at least 1, or null, got true"),
+        ('{"train_batch_size": 1.5}', "1:22: train_batch_size: expected an integer of at least 1, or null, got 1.5"),
+        ('{"gradient_clipping": -1}', "1:23: gradient_clipping: expected a number of at least 0, got -1"),
+        ('{"bf16": {"enabled": 1}}', "1:22: enabled: expected true or false, got 1"),
+        ('{"bf16": 3}', "1:10: expected an object with keys, got 3"),
+        ('{"zero_optimization": {"stage": 4}}', "1:33: stage: expected a stage: 0, 1, 2 or 3, got 4"),
+        ('{"zero_optimization": {"stage": 3}}', "1:33: stage 3 is not supported; use stage 2"),
+        (
+            '{"fp16": {"enabled": true}}',
+            "1:11: fp16.enabled true is not supported; fp16 is not in this release; use bf16",
+        ),
+        (
+            '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
+            '1:46: zero_optimization.offload_optimizer.device "cpu" is not supported; offload is not in this release;'
+            " use a higher stage or a smaller micro-batch",
+        ),
+        (
+            '{"optimizer": {"type": "Lamb"}}',
+            "1:24: optimizer type Lamb is not supported; use one of Adam, AdamW",
+        ),
+        (
+            '{"bf16": {}, "bfloat16": {}}',
+            '1:14: "bfloat16" and "bf16" are the same key; remove one',
+        ),
+        ("{} x", "1:4: text after the end of the config"),
+        ('{"a": NaN}', "1:7: unexpected NaN; strings stand in double quotes; true, false and null are small letters"),
+        ('{"a" 1}', '1:6: expected : after key "a"'),
+        ('{"a": 1 "b": 2}', "1:9: expected , or }; a comma may be missing on the line before"),
+        ("{'a': 1}", "1:2: expected a key in double quotes or }"),
+        ('{"a": "x\n"}', "1:7: a string that does not end on its line"),
+        ('{"a": ' + "[" * 100 + "]" * 100 + "}", "1:71: nested deeper than 64 levels"),
+        ('{"a":', "1:6: the text ends where a value is expected"),
+    ],
+)
+def test_one_mistake_is_one_finding_with_its_place(text: str, expected: str) -> None:
+    assert findings(text) == [expected]
+
+
+def test_all_mistakes_of_a_text_come_together_in_its_order() -> None:
+    text = """{
+      "fp16": {"enabled": true},
+      "bf16": {"enabled": true},
+      "gradient_cliping": 1.0,
+      "zero_optimization": {"stage": "two", "stage3_max_live_parameter": 1},
+      "optimizer": {"type": "AdamW", "params": {"lr": "fast", "decay": 1}}
+    }"""
+    found = findings(text)
+    assert [line.split(":")[0] for line in found] == ["2", "4", "5", "5", "6", "6"]
+    assert "fp16.enabled" in found[0]
+    assert "gradient_clipping" in found[1]
+
+
+def test_fp16_together_with_bf16_is_named() -> None:
+    found = findings('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}')
+    assert any("fp16 and bf16 are both enabled" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "expected"),
+    [
+        ((100, 8, 4), 4, "train_batch_size 100 ≠ 8 (micro) × 4 (accumulation) × 4 (ranks) = 128"),
+        ((100, 8, None), 4, "train_batch_size 100 is not divisible by 8 (micro) × 4 (ranks) = 32"),
+        ((3, None, None), 4, "train_batch_size 3 is not divisible by 1 (accumulation) × 4 (ranks) = 4"),
+        ((None, None, 4), 4, "neither train_batch_size nor train_micro_batch_size_per_gpu is given"),
+        ((100, 8, 4), None, "train_batch_size 100 is no multiple of 8 (micro) × 4 (accumulation)"),
+    ],
+)
+def test_a_broken_batch_equation_is_printed(
+    sizes: tuple[int | None, ...], world_size: int | None, expected: str
+) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    data = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
+    (found,) = findings(json.dumps(data), world_size=world_size)
+    assert expected in found
+
+
+def test_keys_without_effect_are_reported_and_only_those() -> None:
+    text = '{"zero_optimization": {"stage": 2,\n "contiguous_gradients": false, "overlap_comm": true}}'
+    (notice,) = load_config(text).notices
+    assert notice.where == "config:2:2"
+    assert "contiguous_gradients false has no effect" in notice.message
+
+
+def test_a_section_that_is_off_may_hold_anything_known() -> None:
+    load_config({"fp16": {"enabled": False, "loss_scale": 128}, "flops_profiler": {"enabled": False, "top_modules": 3}})
+
+
+def test_other_names_of_keys() -> None:
+    config = load_config({"bfloat16": {"enabled": True}, "zero_optimization": {"max_live_parameters": 5}}).config
+    assert config.bf16.enabled is True
+    assert config.zero_optimization.stage3_max_live_parameters == 5
+    assert load_config({"zero_optimization": True}).config.zero_optimization.stage == 1
+
+
+def test_auto_is_a_value_of_its_own_type() -> None:
+    value = load_config({"train_micro_batch_size_per_gpu": "auto"}).config.train_micro_batch_size_per_gpu
+    assert isinstance(value, Auto)
+    assert value == AUTO
+
+
+@pytest.mark.parametrize("name", ["c.json", "c.yaml", "c.yml"])
+def test_files(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps(GOOD))
+    assert load_config(path).config == load_config(str(path)).config == load_config(GOOD).config
+
+
+def test_yaml_places_and_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("optimizer:\n  type: AdamW\n  params:\n    lr: 1e-3\n    betta: [0.9, 0.9]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    (finding,) = caught.value.diagnostics
+    assert finding.where == f"{path}:5:5"
+    path.write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="invalid YAML"):
+        load_config(path)
+
+
+def test_text_and_base64() -> None:
+    text = json.dumps(GOOD)
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    assert load_config(text).config == load_config(encoded).config
+
+
+def test_comments_tabs_and_windows_files(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_bytes(b'\xef\xbb\xbf{\r\n\t"bf16": {"enabled": true}, // mixed\r\n\t/* more */ # more\r\n}\r\n')
+    assert load_config(path).config.bf16.enabled is True
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), (b"", "is empty"), (b"\xff\xfe\x00", "no UTF-8"), (b"[1]", "an object with keys")],
+)
+def test_files_that_hold_no_config(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "c.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)

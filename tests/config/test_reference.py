@@ -1,0 +1,97 @@
+"""The reference page, the schema and the code agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launcher.config.auto import AutoFacts, resolve_auto
+from launcher.config.check import section_of
+from launcher.config.fields import Section, Support, status_of
+from launcher.config.load import load_config
+from launcher.config.reference import all_keys, markdown
+from launcher.config.schema import Config
+from launcher.config.schema_training import SCHEDULER_PARAMS, WORKING_SCHEDULERS
+from launcher.optim.schedules import SCHEDULES, build_schedule
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE_SOURCES = "".join(path.read_text() for path in (ROOT / "launcher" / "engine").glob("*.py"))
+# Keys that act without the engine reading them by name.
+READ_ELSEWHERE = {
+    "data_types.grad_accum_dtype": "checked: fp32 is what is done",
+    "optimizer.type": "build._optimizer_plan reads section.type",
+    "optimizer.params": "and section.params",
+    "scheduler.type": "build._scheduler reads section.type",
+    "scheduler.params": "and section.params",
+}
+
+
+def test_the_page_is_generated_from_the_schema() -> None:
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page == markdown(), "run `make docs`"
+
+
+def test_every_key_has_a_meaning_and_a_status() -> None:
+    for fact in all_keys():
+        assert fact.doc, fact.path
+        assert fact.status.startswith(tuple(support.value for support in Support)), fact.path
+
+
+def _working(section: type[Section], prefix: str) -> list[str]:
+    found = []
+    for name in section.model_fields:
+        inner = section_of(section, name)
+        if inner is not None:
+            found += _working(inner, f"{prefix}{name}.")
+        elif status_of(section, name).support is Support.WORKS:
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def test_every_key_that_works_is_read_by_the_engine() -> None:
+    unread = [
+        path
+        for path in _working(Config, "")
+        if path not in READ_ELSEWHERE and not re.search(rf"\.{path.rpartition('.')[2]}\b", ENGINE_SOURCES)
+    ]
+    assert unread == []
+
+
+def test_schedules_that_work_exist_and_take_their_parameters() -> None:
+    assert set(WORKING_SCHEDULERS) == set(SCHEDULES)
+    for name in WORKING_SCHEDULERS:
+        section = SCHEDULER_PARAMS[name]
+        given = {key: 10 for key, field in section.model_fields.items() if field.is_required()}
+        params = section.model_validate(given).model_dump()
+        build_schedule(name, params, [{"lr": 0.1}], 0.1)
+
+
+def test_auto_becomes_facts_or_defaults_and_says_so() -> None:
+    text = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto"}},
+    }
+    config, choices = resolve_auto(load_config(text).config, AutoFacts(micro_batch_size=4, hidden_size=1024, lr=2e-5))
+    chosen = {choice.key: choice.value for choice in choices}
+    assert chosen == {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "zero_optimization.reduce_bucket_size": 1024 * 1024,
+        "zero_optimization.overlap_comm": None,
+        "optimizer.params.lr": 2e-5,
+        "optimizer.params.eps": 1e-8,
+    }
+    assert config.zero_optimization.reduce_bucket_size == 1024 * 1024
+    assert config.optimizer is not None
+    assert config.optimizer.params["lr"] == 2e-5
+    assert all(choice.reason for choice in choices)
+
+
+def test_auto_without_a_value_is_an_error() -> None:
+    config = load_config({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}).config
+    with pytest.raises(Exception, match=r"scheduler\.params\.total_num_steps"):
+        resolve_auto(config, AutoFacts())
