@@ -36,7 +36,7 @@ def load(source: Any) -> None:
         loaded = load_config(source, world_size=2)
         resolve_auto(loaded.config, AutoFacts(world_size=2))
     except ConfigError as error:
-        assert all(diagnostic.message for diagnostic in error.diagnostics)
+        str(error)  # the only way to fail, and it can be shown
 
 
 @given(values)
