@@ -30,9 +30,10 @@ types: $(VENV)/.installed-dev ## mypy, strict
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md
 
-bench: $(VENV)/.installed-dev ## measure start-up and step times beside the peers
-	$(BIN)/python benchmarks/startup.py
-	$(BIN)/python benchmarks/step_time.py
+bench: $(VENV)/.installed-dev ## measure start-up and step times beside the peers, write docs/benchmarks.md
+	$(BIN)/python benchmarks/startup.py > $(VENV)/startup.md
+	OMP_NUM_THREADS=1 $(BIN)/launch --num_gpus 2 benchmarks/step_time.py --output $(VENV)/step_time.md
+	cat benchmarks/header.md $(VENV)/startup.md $(VENV)/step_time.md > docs/benchmarks.md
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

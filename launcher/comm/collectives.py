@@ -123,6 +123,16 @@ def sum_scalars(group: DataParallelGroup, values: Tensor) -> Tensor:
     return torch.stack(parts).sum(dim=0)
 
 
+def gather_scalars(group: DataParallelGroup, value: float) -> list[float]:
+    """Return every rank's value, in rank order. Every rank must call it."""
+    if group.process_group is None:
+        return [value]
+    own = torch.tensor([value], dtype=torch.float64, device=group.device)
+    parts = [torch.empty_like(own) for _ in range(group.world_size)]
+    dist.all_gather(parts, own, group=group.process_group)
+    return [part.item() for part in parts]
+
+
 def broadcast_from_first(group: DataParallelGroup, tensors: list[Tensor]) -> None:
     """Overwrite every rank's tensors with rank 0's. Every rank must call it with equal shapes."""
     if group.process_group is None:

@@ -64,6 +64,7 @@ def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
     if config is not None:
         config = _fill_params(config)
         errors += _between_keys(config, world_size)
+    errors = list({finding.path: finding for finding in reversed(errors)}.values())  # the first of each key: its type
     errors.sort(key=lambda finding: finding.dotted)
     return Checked(None if errors else config, errors, notices)
 

@@ -108,9 +108,12 @@ def _locate(finding: Finding, located: Located, name: str) -> Diagnostic:
     while path and path not in table:
         path = path[:-1]
     position = table.get(path) or located.values.get(path)
-    if position is None:  # from a dict: there are no lines
-        where = f"{name}: {finding.dotted}" if finding.path else name
-        return Diagnostic(finding.message, where, finding.hint)
+    if position is None:  # from a dict there are no lines: the path is the place
+        message = finding.message
+        for prefix in (*finding.path[-1:], finding.dotted.rpartition(".")[0]):
+            message = message.removeprefix(f"{prefix}: ")
+        is_named = not finding.path or message.startswith(finding.dotted)
+        return Diagnostic(message, name if is_named else f"{name}: {finding.dotted}", finding.hint)
     return Diagnostic(finding.message, _place(name, position), finding.hint)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
+from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.config.batch import BatchPlan
 from launcher.config.schema import Config
@@ -20,7 +21,7 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.zero.grads import GradientReducer
 from launcher.zero.stages import ZeroPolicy
-from launcher.zero.step import step_units
+from launcher.zero.step import first_bad_gradient, step_units
 from launcher.zero.unit import FlatUnit
 
 
@@ -126,7 +127,7 @@ class Engine(nn.Module):
 
         loss: scalar, the mean over this rank's micro-batch. With `scale_wrt_gas` it is divided by the
         accumulation steps, so that the step sees the mean over the whole batch. Returns the loss used.
-        Raises: EngineError for a loss that is no scalar, has no graph, or is not finite.
+        Raises: EngineError for a loss that is no scalar or has no graph.
         """
         self._check_loss(loss)
         self._losses.append(loss.detach())
@@ -171,10 +172,24 @@ class Engine(nn.Module):
         parts.optimizer.overflow = not math.isfinite(norm)
         if parts.optimizer.overflow:
             self.skipped_steps += 1
-            if self.global_rank == 0:
-                get_logger().warning("step %d skipped: the gradient norm is %s", self.global_steps, norm)
+            self._explain_skip(norm)
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def _explain_skip(self, norm: float) -> None:
+        """Name the rank whose loss is not finite, or else the parameter whose gradient is not. Collective."""
+        parts = self._parts
+        losses = torch.stack([loss.float() for loss in self._losses]).mean().item()
+        by_rank = collectives.gather_scalars(parts.group, losses)
+        bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(by_rank) if not math.isfinite(loss)]
+        first = None if bad else first_bad_gradient(parts.units, parts.group)
+        if self.global_rank != 0:
+            return
+        if bad:
+            why = f"the loss is {', '.join(bad[:8])}"
+        else:
+            why = f"the gradient norm is {norm}" + (f", first in {first}" if first else "")
+        get_logger().warning("step %d skipped: %s", self.global_steps, why)
 
     def _check_loss(self, loss: Tensor) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:

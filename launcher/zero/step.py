@@ -49,3 +49,20 @@ def step_units(units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPoli
     for unit in units:
         unit.discard_gradients()
     return norm
+
+
+def first_bad_gradient(units: list[FlatUnit], group: DataParallelGroup) -> str | None:
+    """Return the name of the first parameter whose summed gradient has an element that is not finite.
+
+    Every rank must call it, after `step_units` has skipped a step: the gradients still stand where they were.
+    """
+    names = [name for unit in units for name in unit.members.names]
+    found, number = len(names), 0
+    for unit in units:
+        for slot, shared in unit.layout.slots_in(unit.owned):
+            grad = unit.owned_grad[shared.start - unit.owned.start : shared.stop - unit.owned.start]
+            if found == len(names) and not torch.isfinite(grad).all():
+                found = number + slot.index
+        number += len(unit.members.names)
+    first = min(collectives.gather_scalars(group, float(found)))
+    return names[int(first)] if first < len(names) else None

@@ -1,0 +1,159 @@
+"""How long a command line takes, and how long it takes until all ranks run: beside torchrun and a shell loop.
+
+python benchmarks/startup.py [--rounds 10] [--ranks 2] >> docs/benchmarks.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common import Samples, machine_line, measure_in_turns, median, spread, table
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "examples" / "configs" / "zero2.json"
+BIN = Path(sys.executable).parent
+
+# A rank writes when its process was made (the kernel's own record, 10 ms steps) and when its first line ran.
+MARK_START = """
+import json, os, sys, time
+ticks = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
+boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+marks = {"process": boot_s + ticks / os.sysconf("SC_CLK_TCK"), "script": time.time()}
+"""
+# ... and when all ranks had come through a first barrier.
+MARK_BARRIER = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+marks["barrier"] = time.time()
+"""
+MARK_END = """
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(marks, file)
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wall_s(command: list[str]) -> Callable[[], float]:
+    def run() -> float:
+        start_s = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return time.perf_counter() - start_s
+
+    return run
+
+
+def measure_commands(rounds: int) -> Samples:
+    """Time commands that start nothing, beside the bare import of their argument parser."""
+    commands = {
+        'python -c "import click"': [sys.executable, "-c", "import click"],
+        "launch --help": [str(BIN / "launch"), "--help"],
+        "launch config check": [str(BIN / "launch"), "config", "check", str(CONFIG)],
+        "torchrun --help": [str(BIN / "torchrun"), "--help"],
+    }
+    return measure_in_turns({name: _wall_s(command) for name, command in commands.items()}, rounds)
+
+
+def _launch(script: Path, marks: Path, ranks: int) -> list[str]:
+    runs = str(marks.parent / "runs")
+    return [str(BIN / "launch"), "--quiet", "--log-dir", runs, "--num_gpus", str(ranks), str(script), str(marks)]
+
+
+def _torchrun(script: Path, marks: Path, ranks: int) -> list[str]:
+    return [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}", str(script), str(marks)]
+
+
+def _shell_loop(script: Path, marks: Path, ranks: int) -> list[str]:
+    loop = (
+        f"export MASTER_ADDR=127.0.0.1 MASTER_PORT={_free_port()} WORLD_SIZE={ranks};"
+        f"for r in $(seq 0 {ranks - 1}); do RANK=$r LOCAL_RANK=$r '{sys.executable}' '{script}' '{marks}' & done; wait"
+    )
+    return ["bash", "-c", loop]
+
+
+LAUNCHERS = {"launch": _launch, "torchrun": _torchrun, "shell loop": _shell_loop}
+
+
+def measure_launchers(ranks: int, rounds: int, *, with_barrier: bool) -> dict[str, Samples]:
+    """Return, for each mark of a rank, the seconds from the command until the last rank reached it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    collected: dict[str, Samples] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "rank.py")
+        script.write_text(MARK_START + (MARK_BARRIER if with_barrier else "") + MARK_END)
+        marks = Path(folder, "marks")
+        marks.mkdir()
+
+        def run(name: str) -> float:
+            command = LAUNCHERS[name](script, marks, ranks)
+            start_s = time.time()
+            subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            end_s = time.time()
+            rank_marks = [json.loads((marks / str(rank)).read_text()) for rank in range(ranks)]
+            for mark in rank_marks[0]:
+                after_s = max(m[mark] for m in rank_marks) - start_s
+                collected.setdefault(mark, {}).setdefault(name, []).append(after_s)
+            return end_s - start_s
+
+        candidates = {name: (lambda name=name: run(name)) for name in LAUNCHERS}
+        collected["command ends"] = measure_in_turns(candidates, rounds)
+    # The marks of the round that is not counted come first.
+    return {mark: {name: values[-rounds:] for name, values in samples.items()} for mark, samples in collected.items()}
+
+
+def _rows(samples: Samples, base: str) -> list[list[str]]:
+    reference = median(samples[base])
+    return [
+        [name, f"{median(values):.3f} s", spread(values), f"{median(values) / reference:.2f}"]
+        for name, values in samples.items()
+    ]
+
+
+def main() -> None:
+    """Measure and print the section."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+
+    print("## Start-up\n")
+    print(machine_line("torch", "click"))
+    print(f"Medians of {options.rounds} rounds, candidates in turns; `python benchmarks/startup.py`.\n")
+    print("Commands that start no rank:\n")
+    samples = measure_commands(options.rounds)
+    base = 'python -c "import click"'
+    print(table(["command", "median", "quartiles", "ratio"], _rows(samples, base)))
+
+    titles = {
+        "process": "the last rank's process exists",
+        "script": "the last rank runs the first line of its script",
+        "command ends": "the command has ended, ranks that do nothing else",
+        "barrier": "all ranks are past their first barrier (torch imported, gloo)",
+    }
+    marks = measure_launchers(options.ranks, options.rounds, with_barrier=False)
+    marks["barrier"] = measure_launchers(options.ranks, options.rounds, with_barrier=True)["barrier"]
+    print(f"\nFrom the command until ..., {options.ranks} ranks on this machine:\n")
+    rows = [
+        [titles[mark], *(f"{median(marks[mark][name]):.3f} s ({spread(marks[mark][name])})" for name in LAUNCHERS)]
+        for mark in titles
+    ]
+    print(table(["until", *LAUNCHERS], rows))
+    print()
+
+
+if __name__ == "__main__":
+    main()

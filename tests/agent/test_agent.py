@@ -1,0 +1,236 @@
+"""A real agent over pipes, spoken to message by message."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import ROOT, wait_until, wait_until_gone
+
+from launcher.agent.state import TRANSITIONS, AgentState, move
+from launcher.agent.wire import (
+    Bye,
+    Decoder,
+    Exited,
+    Hello,
+    Message,
+    Output,
+    PickPort,
+    Ping,
+    PortPicked,
+    Spawn,
+    SpawnFailed,
+    Started,
+    Stop,
+    Sweep,
+    encode,
+)
+from launcher.base.processes import descendants, members_of_job
+from launcher.job.plan import new_job_id
+
+
+class Agent:
+    """One agent process and its decoded messages."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launcher.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+        self._decoder = Decoder(expect_magic=True)
+        self._ready: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode(message))
+        self.process.stdin.flush()
+
+    def receive(self) -> Message | None:
+        """Return the next message, None at the end of the stream."""
+        assert self.process.stdout is not None
+        while not self._ready:
+            data = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not data:
+                return None
+            self._ready.extend(self._decoder.feed(data))
+        return self._ready.pop(0)
+
+    def receive_all(self) -> list[Message]:
+        return list(iter(self.receive, None))
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    started = Agent()
+    assert isinstance(started.receive(), Hello)
+    with started.process:  # closes its pipes
+        yield started
+        started.process.kill()
+
+
+def spawn(script: Path, *, ranks: int = 1, lease_s: float | None = None, grace_s: float = 5.0) -> Spawn:
+    return Spawn(
+        job_id=new_job_id(),
+        commands=[["script", str(script)]] * ranks,
+        cwd=str(script.parent),
+        env={},
+        rank_envs=[{"RANK": str(rank)} for rank in range(ranks)],
+        lease_s=lease_s,
+        grace_s=grace_s,
+    )
+
+
+def test_output_of_every_kind_arrives_whole_and_before_the_exit(agent: Agent, tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, sys
+        os.write(1, bytes(range(256)) * 4096)
+        os.write(2, b"to stderr")
+        sys.exit(4)
+        """,
+    )
+    agent.send(spawn(script))
+    messages = agent.receive_all()
+    out = b"".join(m.data for m in messages if isinstance(m, Output) and m.stream == "stdout")
+    err = b"".join(m.data for m in messages if isinstance(m, Output) and m.stream == "stderr")
+    assert out == bytes(range(256)) * 4096
+    assert err == b"to stderr"
+    assert isinstance(messages[0], Started)
+    exited, bye = messages[-2:]
+    assert isinstance(exited, Exited)
+    assert (exited.rank, exited.status) == (0, 4)
+    assert bye == Bye()
+    assert agent.process.wait(10) == 0
+
+
+def test_a_traceback_comes_as_a_record(agent: Agent, tmp_path: Path) -> None:
+    agent.send(spawn(scripts.write(tmp_path, "def f():\n    raise KeyError('missing')\nf()\n")))
+    (exited,) = [m for m in agent.receive_all() if isinstance(m, Exited)]
+    assert exited.status == 1
+    assert exited.record is not None
+    assert exited.record["type"] == "KeyError"
+    assert "in f" in exited.record["traceback"]
+    assert "launcher" not in exited.record["traceback"]  # frames of ours would hide the user's
+
+
+def test_a_picked_port_can_be_bound(agent: Agent) -> None:
+    import socket
+
+    agent.send(PickPort())
+    answer = agent.receive()
+    assert isinstance(answer, PortPicked)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", answer.port))
+
+
+def test_stop_gives_one_grace_to_all_and_then_kills(agent: Agent, tmp_path: Path) -> None:
+    spec = spawn(scripts.write(tmp_path, scripts.STUBBORN), ranks=3)
+    agent.send(spec)
+    ready = 0
+    while ready < 3:
+        message = agent.receive()
+        ready += isinstance(message, Output) and b"READY" in message.data
+    agent.send(Stop(0.5))
+    start_s = time.monotonic()
+    messages = agent.receive_all()
+    assert 0.4 < time.monotonic() - start_s < 4.0
+    assert sorted(m.status for m in messages if isinstance(m, Exited)) == [-9, -9, -9]
+    assert messages[-1] == Bye()
+    assert not members_of_job(spec.job_id)
+
+
+def test_a_silent_controller_ends_the_lease(agent: Agent, tmp_path: Path) -> None:
+    spec = spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), lease_s=1.5, grace_s=0.5)
+    agent.send(spec)
+    for _ in range(5):  # as long as messages come, the lease lasts
+        time.sleep(0.5)
+        agent.send(Ping())
+    assert agent.process.poll() is None
+    assert agent.process.wait(10) == 0
+    wait_until_gone(spec.job_id)
+
+
+def test_a_closed_stream_ends_the_ranks(agent: Agent, tmp_path: Path) -> None:
+    spec = spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), grace_s=0.5)
+    agent.send(spec)
+    assert isinstance(agent.receive(), Started)
+    assert agent.process.stdin is not None
+    agent.process.stdin.close()
+    assert agent.process.wait(10) == 0
+    wait_until_gone(spec.job_id)
+
+
+def test_a_killed_agent_takes_its_ranks_along(agent: Agent, tmp_path: Path) -> None:
+    spec = spawn(scripts.write(tmp_path, "import time; print('UP'); time.sleep(600)"))
+    agent.send(spec)
+    while not isinstance(agent.receive(), Output):
+        pass
+    agent.process.kill()
+    wait_until_gone(spec.job_id)
+
+
+def test_a_folder_that_is_missing_is_named(agent: Agent, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "pass")
+    agent.send(Spawn(new_job_id(), [["script", str(script)]], str(tmp_path / "gone"), {}, [{"RANK": "0"}], None, 1.0))
+    messages = agent.receive_all()
+    assert isinstance(messages[0], SpawnFailed)
+    assert re.search(r"gone: No such file or directory", messages[0].reason)
+    assert messages[-1] == Bye()
+
+
+def test_sweep_ends_what_carries_the_job_id_and_nothing_else(agent: Agent) -> None:
+    job_id = new_job_id()
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    processes = [
+        subprocess.Popen(sleeper, env={**os.environ, "LAUNCH_JOB_ID": name}, start_new_session=True)
+        for name in (job_id, job_id + "0")  # the second one's id only begins alike
+    ]
+    try:
+        wait_until(lambda: len(members_of_job(job_id)) == 1, "the first sleeper")
+        agent.send(Sweep(job_id))
+        assert agent.receive_all() == [Bye()]
+        assert processes[0].wait(5) == -9
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_the_agent_imports_nothing_but_the_standard_library() -> None:
+    code = "import sys, launcher.agent.main, launcher.worker; print(sorted({m.partition('.')[0] for m in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = set(eval(done.stdout))
+    assert not loaded & {"torch", "click", "paramiko", "pydantic", "yaml", "rich", "numpy"}
+
+
+def test_states_only_move_forward() -> None:
+    for old in AgentState:
+        for new in AgentState:
+            if new in TRANSITIONS[old]:
+                assert move(old, new) is new
+            else:
+                with pytest.raises(RuntimeError, match=f"from {old.name} to {new.name}"):
+                    move(old, new)
+
+
+def test_descendants_are_found_across_sessions() -> None:
+    code = "import subprocess,sys,time; subprocess.Popen(['sleep','600'], start_new_session=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        wait_until(lambda: len(descendants(process.pid)) == 1, "the grandchild")
+    finally:
+        for pid in [*descendants(process.pid), process.pid]:
+            os.kill(pid, 9)
+        process.wait()
