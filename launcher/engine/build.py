@@ -184,10 +184,11 @@ def _announce(
     log = get_logger()
     precision = "bf16 (fp32 master)" if policy.precision.has_master else "fp32"
     log.info(
-        "zero stage %s · %s · %s · micro %d × accumulation %d × dp %d = batch %d",
+        "zero stage %s · %s · %s · %s · micro %d × accumulation %d × dp %d = batch %d",
         int(settings.zero_optimization.stage),
         precision,
         optimizer.optimizer.label,
+        f"clip {policy.max_grad_norm:g}" if policy.max_grad_norm else "no clipping",
         batch.micro_batch_size,
         batch.accumulation_steps,
         batch.world_size,

@@ -1,0 +1,194 @@
+"""The command line as users know it: its options are frozen here, so that none is lost or renamed unnoticed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from harness.launching import ROOT, run_launch
+
+from launcher.cli.main import cli
+from launcher.cli.render import LineAssembler
+from launcher.cli.run import run
+
+SURFACE = {
+    "hostfile": ("-H", "--hostfile"),
+    "include": ("-i", "--include"),
+    "exclude": ("-e", "--exclude"),
+    "num_nodes": ("--num_nodes", "--num-nodes", "--nnodes"),
+    "num_gpus": (
+        "--num_gpus",
+        "--num-gpus",
+        "--num_accelerators",
+        "--nproc_per_node",
+        "--nproc-per-node",
+    ),
+    "master_addr": ("--master_addr", "--master-addr"),
+    "master_port": ("--master_port", "--master-port"),
+    "module": ("-m", "--module"),
+    "no_python": ("--no_python", "--no-python"),
+    "pass_local_rank": ("--pass_local_rank", "--pass-local-rank"),
+    "no_local_rank": ("--no_local_rank", "--no-local-rank"),
+    "ssh_port": ("--ssh_port", "--ssh-port"),
+    "ssh_config": ("-F", "--ssh_config", "--ssh-config"),
+    "remote_python": ("--remote_python", "--remote-python"),
+    "force_multi": ("--force_multi", "--force-multi"),
+    "log_dir": ("--log_dir", "--log-dir"),
+    "grace_s": ("--grace",),
+    "quiet": ("-q", "--quiet"),
+    "dry_run": ("--dry-run",),
+    "as_json": ("--json",),
+}
+
+
+def plan_of(folder: Path, *args: str) -> dict[str, object]:
+    result = run_launch(folder, "--dry-run", "--json", *args)
+    assert result.code == 0, result.err
+    plan: dict[str, object] = json.loads(result.out)
+    return plan
+
+
+def test_the_options_are_the_frozen_ones() -> None:
+    found = {p.name: set(p.opts) for p in run.params if isinstance(p, click.Option)}
+    assert found == {name: set(spellings) for name, spellings in SURFACE.items()}
+
+
+@pytest.mark.parametrize("command", [["--help"], ["config", "check", "--help"], ["config", "explain", "bf16.enabled"]])
+def test_commands_that_start_nothing_import_no_torch(command: list[str]) -> None:
+    code = (
+        "import sys; from launcher.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: print('EXIT', end.code, file=sys.stderr)\n"
+        "print(sorted(m for m in ('torch', 'numpy', 'paramiko', 'transformers') if m in sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.splitlines()[-2:] == ["EXIT 0", "[]"], done.stderr
+
+
+def test_config_check_of_a_file_imports_no_torch() -> None:
+    code = (
+        "import sys; from launcher.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    command = ["config", "check", "examples/configs/zero2.json"]
+    subprocess.run([sys.executable, "-c", code, *command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_help_names_every_option_and_example() -> None:
+    text = CliRunner().invoke(cli, ["--help"]).output
+    for spellings in SURFACE.values():
+        assert spellings[-1] in text or spellings[0] in text
+    assert "exit codes" in text
+    assert "launch config check" in text
+
+
+def test_a_subcommand_and_a_script_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("")
+    assert CliRunner().invoke(cli, ["config", "--help"]).output.startswith("Usage: cli config")
+    plan = plan_of(tmp_path, "./config")
+    assert plan["command"] == {"kind": "script", "target": "./config", "arguments": []}
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--hostfil", "x", "t.py"], "--hostfil"),
+        (["--num_gpus", "0", "t.py"], "--num_gpus"),
+        (["--num_gpus", "two", "t.py"], "two"),
+        (["--master_port", "70000", "t.py"], "70000"),
+        (["--module", "--no_python", "t.py"], "--module and --no_python exclude each other"),
+        (["--json", "t.py"], "--json goes with --dry-run"),
+        (["--num_nodes", "2", "t.py"], "--num_nodes 2 needs a --hostfile"),
+        (["missing.py"], "script missing.py does not exist"),
+        (["--hostfile", "nowhere", "t.py"], "nowhere"),
+        ([], "Usage: launch"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_one_clear_message(tmp_path: Path, args: list[str], expected: str) -> None:
+    (tmp_path / "t.py").write_text("")
+    result = run_launch(tmp_path, *args)
+    assert result.code == 2
+    assert expected in result.err + result.out
+    assert "Traceback" not in result.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_arguments_of_the_script_are_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    plan = plan_of(tmp_path, "--num_gpus", "1", "t.py", "--num_gpus", "7", "--help", "--", "-x")
+    assert plan["command"] == {
+        "kind": "script",
+        "target": "t.py",
+        "arguments": ["--num_gpus", "7", "--help", "--", "-x"],
+    }
+
+
+def test_a_dry_run_shows_hosts_and_ranks_and_keeps_values_secret(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    (tmp_path / "hosts").write_text("node-a slots=2\nnode-b slots=3\n")
+    args = ("--hostfile", "hosts", "--exclude", "node-b:1", "--dry-run", "t.py", "--lr", "1 e")
+    result = run_launch(tmp_path, *args, env={"HF_TOKEN": "hf_very_secret"})
+    assert result.code == 0
+    assert "2 hosts" in result.out
+    assert "node-a" in result.out
+    assert "ranks 2-3" in result.out
+    assert "'1 e'" in result.out
+    assert "HF_TOKEN" in result.out
+    assert "hf_very_secret" not in result.out + result.err
+    assert "nothing was started" in result.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_as_json_has_every_rank_once(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    (tmp_path / "hosts").write_text("node[01-03] slots=4\n")
+    plan = plan_of(tmp_path, "--hostfile", "hosts", "--num_nodes", "2", "--num_gpus", "3", "t.py")
+    nodes = plan["nodes"]
+    assert isinstance(nodes, list)
+    assert [node["host"] for node in nodes] == ["node01", "node02"]
+    assert [rank for node in nodes for rank in node["ranks"]] == list(range(6))
+    assert plan["world_size"] == 6
+
+
+def test_a_bad_config_ends_before_any_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("open('ran', 'w')")
+    (tmp_path / "ds.json").write_text('{\n  "zero_optimzation": {}\n}')
+    result = run_launch(tmp_path, "t.py", "--deepspeed", "ds.json")
+    assert result.code == 2
+    assert 'ds.json:2:3: unknown key "zero_optimzation"' in result.err
+    assert 'did you mean "zero_optimization"?' in result.err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_version() -> None:
+    import launcher
+
+    assert CliRunner().invoke(cli, ["--version"]).output == f"launch {launcher.__version__}\n"
+
+
+def test_lines_are_prefixed_whole_however_they_arrive() -> None:
+    lines = LineAssembler(b"[3] ")
+    assert lines.feed(b"one\ntw") == b"[3] one\n"
+    assert lines.feed(b"o\n\nlast") == b"[3] two\n[3] \n"
+    assert lines.flush() == b"[3] last\n"
+    assert lines.flush() == b""
+
+
+def test_progress_bars_keep_their_carriage_returns() -> None:
+    lines = LineAssembler(b"[0] ")
+    assert lines.feed(b"10%\r20%\r") == b"[0] 10%\r[0] 20%\r"
+    assert lines.feed(b"done\r\n") == b"[0] done\r\n"
+
+
+def test_a_line_without_an_end_does_not_grow_for_ever() -> None:
+    lines = LineAssembler(b"[0] ")
+    shown = b"".join(lines.feed(b"x" * 10_000) for _ in range(20)) + lines.flush()
+    assert shown.replace(b"[0] ", b"").rstrip() == b"x" * 200_000
+    assert len(lines.feed(b"")) == 0

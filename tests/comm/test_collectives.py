@@ -1,0 +1,138 @@
+"""Collectives against plain sums, bit for bit, on real gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import run_on_ranks
+
+from launcher.base.errors import EngineError
+from launcher.comm import collectives
+from launcher.comm.groups import data_parallel_group, init_distributed
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+CHUNK = 96
+
+
+def contribution(rank: int, world_size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(world_size * CHUNK, generator=generator).to(dtype)
+
+
+def sum_in_rank_order(world_size: int, dtype: torch.dtype) -> torch.Tensor:
+    total = contribution(0, world_size, dtype)
+    for rank in range(1, world_size):
+        total = total + contribution(rank, world_size, dtype)
+    return total
+
+
+def _reduce_scatter(rank: int, world_size: int, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
+    flat = contribution(rank, world_size, dtype)
+    output = flat.chunk(world_size)[rank] if in_place else torch.empty(CHUNK, dtype=dtype)
+    pending = collectives.reduce_scatter(data_parallel_group(), flat, output)
+    pending.wait()
+    pending.wait()  # idempotent
+    return output.clone()
+
+
+@WORLDS
+@DTYPES
+@pytest.mark.parametrize("in_place", [False, True])
+def test_reduce_scatter_sums_in_rank_order(world_size: int, dtype: torch.dtype, in_place: bool) -> None:
+    found = torch.cat(run_on_ranks(world_size, _reduce_scatter, dtype, in_place))
+    assert torch.equal(found, sum_in_rank_order(world_size, dtype))
+
+
+def _all_reduce(rank: int, world_size: int, dtype: torch.dtype) -> torch.Tensor:
+    flat = contribution(rank, world_size, dtype)
+    collectives.all_reduce(data_parallel_group(), flat).wait()
+    return flat
+
+
+@WORLDS
+@DTYPES
+def test_all_reduce_gives_every_rank_the_same_bits(world_size: int, dtype: torch.dtype) -> None:
+    for found in run_on_ranks(world_size, _all_reduce, dtype):
+        assert torch.equal(found, sum_in_rank_order(world_size, dtype))
+
+
+def _all_gather(rank: int, world_size: int) -> torch.Tensor:
+    flat = torch.full((world_size * CHUNK,), -1.0)
+    flat.chunk(world_size)[rank].fill_(float(rank))
+    collectives.all_gather(data_parallel_group(), flat).wait()
+    return flat
+
+
+@WORLDS
+def test_all_gather_fills_in_every_chunk(world_size: int) -> None:
+    expected = torch.arange(world_size, dtype=torch.float32).repeat_interleave(CHUNK)
+    for found in run_on_ranks(world_size, _all_gather):
+        assert torch.equal(found, expected)
+
+
+def _several_on_their_way(rank: int, world_size: int) -> list[torch.Tensor]:
+    group = data_parallel_group()
+    flats = [contribution(rank + 10 * number, world_size, torch.float32) for number in range(4)]
+    pending = [collectives.all_reduce(group, flat) for flat in flats]
+    for one in pending:
+        one.wait()
+    return flats
+
+
+def test_several_at_once_do_not_mix() -> None:
+    results = run_on_ranks(4, _several_on_their_way)
+    for number in range(4):
+        expected = contribution(10 * number, 4, torch.float32)
+        for rank in range(1, 4):
+            expected = expected + contribution(rank + 10 * number, 4, torch.float32)
+        for found in results:
+            assert torch.equal(found[number], expected)
+
+
+def _scalars(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    group = data_parallel_group()
+    summed = collectives.sum_scalars(group, torch.tensor([0.1 * rank, 1.0], dtype=torch.float64))
+    return summed.tolist(), collectives.gather_scalars(group, rank / 3)
+
+
+@WORLDS
+def test_scalars(world_size: int) -> None:
+    results = run_on_ranks(world_size, _scalars)
+    total = 0.0
+    for rank in range(world_size):
+        total += 0.1 * rank
+    for summed, gathered in results:
+        assert summed == pytest.approx([total, world_size], rel=1e-15)
+        assert summed == results[0][0]
+        assert gathered == [rank / 3 for rank in range(world_size)]
+
+
+def _broadcast(rank: int, world_size: int) -> list[Any]:
+    tensors = [torch.full((3,), rank, dtype=torch.float32), torch.full((2, 2), rank, dtype=torch.int64)]
+    collectives.broadcast_from_first(data_parallel_group(), tensors)
+    return tensors
+
+
+@WORLDS
+def test_broadcast_takes_rank_0(world_size: int) -> None:
+    for tensors in run_on_ranks(world_size, _broadcast):
+        assert not any(tensor.any() for tensor in tensors)
+
+
+def test_an_incomplete_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(EngineError, match="lacks WORLD_SIZE, MASTER_ADDR") as caught:
+        init_distributed()
+    assert "start the script with `launch`" in str(caught.value)
+
+
+def test_a_plain_python_process_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    init_distributed()
+    group = data_parallel_group()
+    assert (group.rank, group.world_size, group.process_group) == (0, 1, None)

@@ -1,0 +1,384 @@
+"""The engine as scripts use it: what it accepts, what it refuses, and that variants train like plain torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import launcher
+from launcher.base.errors import ConfigError, EngineError
+from launcher.base.log import get_logger
+
+STEPS, SAMPLES, WIDTH = 6, 8, 10
+LR = 1e-2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+        self.register_buffer("offset", torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.frozen(torch.tanh(self.body(x))))
+        return F.mse_loss(self.head(hidden).squeeze(-1) + self.offset, y)
+
+
+def make_net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(STEPS, SAMPLES, WIDTH, generator=generator), torch.randn(STEPS, SAMPLES, generator=generator)
+
+
+def config(stage: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "steps_per_print": 0,
+        "gradient_clipping": 0.0,  # DeepSpeed's default, ours too, is 1.0
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        **more,
+    }
+
+
+def alone(**more: Any) -> Any:
+    return launcher.initialize(model=make_net(), config=config(**more))[0]
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect what the engine logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    try:
+        yield lines
+    finally:
+        get_logger().removeHandler(handler)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    x, y = data()
+    return x[0], y[0]
+
+
+# ---- variants that must train like plain torch ----
+
+
+def _groups(model: Net) -> list[dict[str, Any]]:
+    return [
+        {"params": list(model.body.parameters()), "lr": 3e-2},
+        {"params": list(model.head.parameters()), "weight_decay": 0.5},
+    ]
+
+
+VARIANTS = ["groups", "client optimizer", "optimizer function", "frozen", "scheduler function", "Adam with L2"]
+
+
+def _train_variant(rank: int, world_size: int, variant: str, stage: int) -> dict[str, Tensor]:
+    model = make_net()
+    arguments: dict[str, Any] = {"config": config(stage)}
+    arguments["config"]["train_micro_batch_size_per_gpu"] = SAMPLES // world_size
+    if variant == "groups":
+        arguments["model_parameters"] = _groups(model)
+        model.frozen.requires_grad_(False)
+    elif variant == "frozen":
+        model.frozen.requires_grad_(False)
+    elif variant == "client optimizer":
+        arguments["optimizer"] = torch.optim.Adam(model.parameters(), lr=LR, betas=(0.8, 0.9))
+    elif variant == "optimizer function":
+        arguments["optimizer"] = lambda params: torch.optim.AdamW(params, lr=LR, eps=1e-6)
+    elif variant == "scheduler function":
+        arguments["lr_scheduler"] = lambda optimizer: HalvingSchedule(optimizer.param_groups)
+    elif variant == "Adam with L2":
+        params = {"lr": LR, "weight_decay": 0.1, "adam_w_mode": False}
+        arguments["config"]["optimizer"] = {"type": "Adam", "params": params}
+    engine, *_ = launcher.initialize(model=model, **arguments)
+    part = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
+    for x, y in zip(*data(), strict=True):
+        engine.backward(engine(x[part], y[part]))
+        engine.step()
+    return engine.state_dict()
+
+
+class HalvingSchedule:
+    """A client's schedule: half the rate after every step."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.groups = groups
+
+    def step(self) -> None:
+        for group in self.groups:
+            group["lr"] *= 0.5
+
+
+def _plain_variant(variant: str) -> dict[str, Tensor]:
+    model = make_net()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    if variant == "groups":
+        optimizer = torch.optim.AdamW(_groups(model), lr=LR, weight_decay=0.0)
+        model.frozen.requires_grad_(False)
+    elif variant == "frozen":
+        model.frozen.requires_grad_(False)
+    elif variant == "client optimizer":
+        optimizer = torch.optim.Adam(model.parameters(), lr=LR, betas=(0.8, 0.9))
+    elif variant == "optimizer function":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-6)
+    elif variant == "Adam with L2":
+        optimizer = torch.optim.Adam(model.parameters(), lr=LR, weight_decay=0.1)
+    schedule = HalvingSchedule(optimizer.param_groups)
+    for x, y in zip(*data(), strict=True):
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if variant == "scheduler function":
+            schedule.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_train_like_plain_torch(variant: str, stage: int) -> None:
+    expected = _plain_variant(variant)
+    for found in run_on_ranks(2, _train_variant, variant, stage):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+# ---- the interface ----
+
+
+def test_accumulation_steps_only_at_the_boundary() -> None:
+    engine = alone(gradient_accumulation_steps=3)
+    before = engine.module.head.weight.detach().clone()
+    for micro in range(3):
+        assert engine.is_gradient_accumulation_boundary() == (micro == 2)
+        assert torch.equal(engine.module.head.weight, before)
+        engine.backward(engine(*batch()))
+        engine.step()
+    assert not torch.equal(engine.module.head.weight, before)
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (1, 3, 3 * SAMPLES)
+
+
+def test_the_boundary_can_be_set_by_hand() -> None:
+    engine = alone(gradient_accumulation_steps=4)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(*batch()))
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_a_learning_rate_written_into_the_groups_is_used() -> None:
+    engine = alone()
+    engine.optimizer.param_groups[0]["lr"] = 0.0
+    before = engine.module.head.weight.detach().clone()
+    engine.backward(engine(*batch()))
+    engine.step()
+    assert torch.equal(engine.module.head.weight, before)
+    assert engine.get_lr() == [0.0]
+
+
+def test_zero_grad_drops_what_was_gathered() -> None:
+    engine = alone(gradient_accumulation_steps=2)
+    engine.backward(engine(*batch()) * 1000)
+    engine.step()
+    engine.zero_grad()
+    engine.backward(engine(*batch()))
+    engine.step()
+    once = alone(gradient_accumulation_steps=2)
+    once.set_gradient_accumulation_boundary(True)
+    once.backward(once(*batch()))
+    once.step()
+    assert engine.get_global_grad_norm() == pytest.approx(once.get_global_grad_norm())
+
+
+def test_loaded_weights_are_the_ones_that_train_on() -> None:
+    source, target = alone(bf16={"enabled": True}), alone(bf16={"enabled": True})
+    x, y = batch()
+    for _ in range(3):
+        source.backward(source(x.bfloat16(), y.bfloat16()))
+        source.step()
+    target.load_state_dict(source.state_dict())
+    target.optimizer.param_groups[0]["lr"] = 0.0  # a step that changes nothing must keep the loaded weights
+    target.backward(target(x.bfloat16(), y.bfloat16()))
+    target.step()
+    for name, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], value), name
+
+
+def test_attributes_of_the_model_are_the_engines_too() -> None:
+    engine = alone()
+    assert engine.head is engine.module.head
+    assert engine.train_batch_size() == SAMPLES
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = engine.no_such_thing
+
+
+def test_the_line_of_a_step() -> None:
+    engine = alone(steps_per_print=2)
+    with logged() as lines:
+        for _ in range(4):
+            engine.backward(engine(*batch()))
+            engine.step()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["2", "4"]
+    assert all("loss" in line and "lr 0.01" in line and "grad norm" in line for line in steps)
+
+
+# ---- data ----
+
+
+def _loader(rank: int, world_size: int) -> tuple[list[list[int]], int]:
+    model = nn.Linear(1, 1)
+    dataset = TensorDataset(torch.arange(20.0).unsqueeze(1))
+    settings = config() | {"train_micro_batch_size_per_gpu": 5}
+    _, _, loader, _ = launcher.initialize(model=model, training_data=dataset, config=settings)
+    assert loader is not None
+    return [[int(value) for value in part.flatten()] for (part,) in loader], len(loader)
+
+
+def test_training_data_is_split_over_the_ranks() -> None:
+    results = run_on_ranks(2, _loader)
+    assert [num_batches for _, num_batches in results] == [2, 2]
+    assert all(len(part) == 5 for batches, _ in results for part in batches)
+    assert sorted(value for batches, _ in results for part in batches for value in part) == list(range(20))
+
+
+# ---- losses and gradients that are not finite ----
+
+
+def _nan_on_rank_1(rank: int, world_size: int, stage: int) -> tuple[bool, bool, int, list[str]]:
+    engine, optimizer, _, _ = launcher.initialize(model=make_net(), config=config(stage))
+    before = engine.state_dict()
+    x, y = batch()
+    with logged() as lines:
+        engine.backward(engine(x, y) * (math.nan if rank == 1 else 1.0))
+        engine.step()
+        loss = engine(x, y)
+        if rank == 0:  # a finite loss whose gradient is not
+            loss = loss + (engine.module.head.bias * 0.0).sqrt().sum() * 0.0
+        engine.backward(loss)
+        engine.step()
+    unchanged = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    return unchanged, optimizer.overflow, engine.skipped_steps, lines
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_step_that_is_not_finite_is_skipped_and_the_culprit_named(stage: int) -> None:
+    results = run_on_ranks(2, _nan_on_rank_1, stage)
+    for unchanged, overflow, skipped, _ in results:
+        assert (unchanged, overflow, skipped) == (True, True, 2)
+    assert results[0][3] == [
+        "step 1 skipped: the loss is nan on rank 1",
+        "step 2 skipped: the gradient norm is nan, first in head.bias",
+    ]
+    assert results[1][3] == []
+
+
+# ---- misuse ----
+
+
+def test_step_without_backward() -> None:
+    with pytest.raises(EngineError, match="without a backward; call engine.backward"):
+        alone().step()
+
+
+def test_backward_around_the_engine() -> None:
+    engine = alone()
+    with pytest.raises(EngineError, match=r"outside of engine.backward\(loss\)"):
+        engine(*batch()).backward()
+
+
+def test_the_optimizer_cannot_be_stepped_by_hand() -> None:
+    with pytest.raises(EngineError, match=r"call engine.step\(\)"):
+        alone().optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.ones(2, requires_grad=True), r"scalar loss, got shape \(2,\)"),
+        (1.0, "scalar loss, got float"),
+        (torch.ones(()), "no graph to go back through"),
+    ],
+)
+def test_a_loss_that_is_none(loss: Any, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        alone().backward(loss)
+
+
+def _bad_groups(kind: str) -> Any:
+    model = make_net()
+    if kind == "two groups":
+        params = list(model.parameters())
+        return model, [{"params": params}, {"params": params[:1]}]
+    if kind == "no group":
+        return model, list(model.body.parameters())
+    return model, [*model.parameters(), nn.Parameter(torch.ones(7))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("two groups", "body.weight is in two optimizer groups"),
+        ("no group", "frozen.weight is in no optimizer group"),
+        ("foreign", r"shape \(7,\) that is not the model's"),
+    ],
+)
+def test_groups_that_do_not_fit_the_model(kind: str, message: str) -> None:
+    model, params = _bad_groups(kind)
+    with pytest.raises(EngineError, match=message):
+        launcher.initialize(model=model, model_parameters=params, config=config())
+
+
+def test_an_optimizer_that_cannot_be_sharded() -> None:
+    model = make_net()
+    with pytest.raises(EngineError, match="SGD cannot be sharded by this release"):
+        launcher.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config())
+
+
+def test_an_optimizer_that_has_state() -> None:
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(*batch()).backward()
+    optimizer.step()
+    with pytest.raises(EngineError, match="has taken steps already"):
+        launcher.initialize(model=model, optimizer=optimizer, config=config())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "no config was given"),
+        ({"config": {"train_batch_size": 1}}, "no optimizer was given"),
+        ({"config": {"train_batch_size": 1}, "config_params": {"train_batch_size": 2}}, "two different configs"),
+        ({"config": {"train_batchsize": 1}}, 'did you mean "train_batch_size"'),
+        ({"config": "no/such/file.json"}, "cannot be read"),
+    ],
+)
+def test_a_config_that_is_missing_or_wrong(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launcher.initialize(model=make_net(), **arguments)
+
+
+def test_a_model_is_needed() -> None:
+    with pytest.raises(EngineError, match="needs a model"):
+        launcher.initialize(config=config())

@@ -1,0 +1,124 @@
+"""Units over a model: which parameters stand together, what a rank keeps, and who may call what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.ranks import run_on_ranks
+from torch import nn
+
+from launcher.base.errors import EngineError
+from launcher.comm.groups import DataParallelGroup
+from launcher.zero.partition import build_units
+from launcher.zero.stages import STAGES, TRANSITIONS, Precision, UnitState, ZeroPolicy, check_transition
+
+ALONE = DataParallelGroup(0, 1, torch.device("cpu"), None)
+NUM_BLOCKS, WIDTH = 4, 600  # a block of 360,600 elements is larger than the smallest unit
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+        self.last = nn.Linear(WIDTH, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def policy(stage: int = 0, *, bf16: bool = False, max_unit_numel: int = 10**9) -> ZeroPolicy:
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return ZeroPolicy(STAGES[stage], Precision(dtype), max_unit_numel, overlap_comm=True, max_grad_norm=0.0)
+
+
+def units_of(model: nn.Module, **options: int) -> list[list[str]]:
+    groups = {param: 0 for param in model.parameters() if param.requires_grad}
+    return [unit.members.names for unit in build_units(model, groups, policy(**options), ALONE)]
+
+
+def test_each_block_is_a_unit_and_the_rest_is_one() -> None:
+    assert units_of(Blocks()) == [
+        ["first.weight", "first.bias", "last.weight"],
+        *([f"blocks.{i}.weight", f"blocks.{i}.bias"] for i in range(NUM_BLOCKS)),
+    ]
+
+
+def test_small_blocks_are_joined() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    assert len(units_of(model)) == 1
+
+
+def test_tied_and_frozen_parameters() -> None:
+    model = Blocks()
+    model.blocks[1].weight = model.blocks[0].weight  # read by two blocks: belongs to neither
+    model.blocks[2].bias.requires_grad_(False)
+    names = units_of(model)
+    assert names[0] == ["first.weight", "first.bias", "blocks.0.weight", "last.weight"]
+    assert sorted(sum(names, [])) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+
+
+def test_a_bound_splits_units() -> None:
+    for names in units_of(Blocks(), max_unit_numel=1000):
+        assert len(names) == 1
+
+
+def test_parameters_keep_their_identity_shape_and_values() -> None:
+    model = Blocks()
+    before = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
+    (first, *_) = build_units(model, dict.fromkeys(model.parameters(), 0), policy(), ALONE)
+    for name, param in model.named_parameters():
+        assert param is before[name][0]
+        assert torch.equal(param, before[name][1])
+    first.flat.zero_()
+    assert not model.first.weight.any()  # a view into the flat buffer
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_model_states_take_the_bytes_of_the_formula(stage: int, bf16: bool) -> None:
+    for found, expected in run_on_ranks(2, _model_state_bytes, stage, bf16):
+        assert expected <= found <= 1.02 * expected
+
+
+def _model_state_bytes(rank: int, world_size: int, stage: int, bf16: bool) -> tuple[int, float]:
+    """Return the bytes of every buffer that lives from step to step, and the formula of docs/engine.md."""
+    import launcher
+
+    model = Blocks()
+    num_params = sum(param.numel() for param in model.parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine, optimizer, _, _ = launcher.initialize(model=model, config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8, dtype=next(model.parameters()).dtype)).float().mean())
+        engine.step()
+    tensors: list[torch.Tensor] = []
+    for unit in engine._parts.units:
+        tensors += [value for value in vars(unit).values() if isinstance(value, torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    found = sum(storages.values()) + 4 * optimizer.optimizer.state_numel()
+    parts = {0: 1, 1: world_size, 2: world_size}[stage]
+    params, master = (2, 4) if bf16 else (4, 0)
+    grads = 4 / (world_size if stage == 2 else 1)
+    if not bf16:
+        return found, num_params * (params + grads + 8 / parts)
+    return found, num_params * (params + grads + (master + 8) / parts)
+
+
+def test_states_only_take_the_steps_of_the_table() -> None:
+    for old in UnitState:
+        for new in UnitState:
+            if new is old or new in TRANSITIONS[old]:
+                assert check_transition(old, new) is new
+            else:
+                with pytest.raises(EngineError, match=f"cannot go from {old.name} to {new.name}"):
+                    check_transition(old, new)
