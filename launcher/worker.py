@@ -54,8 +54,9 @@ def main() -> None:
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a rank must leave a record
         trace = _user_traceback(error)
-        _leave_record(error, trace)
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        is_recorded = _leave_record(error, trace)
+        if not is_recorded or sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
         _exit_after_failure(error)
 
 
@@ -94,10 +95,14 @@ def _user_traceback(error: BaseException) -> TracebackType | None:
     return trace
 
 
-def _leave_record(error: BaseException, trace: TracebackType | None) -> None:
+def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
+    """Leave the error for the agent, which passes it on: into this rank's log, and to the screen if it is the first.
+
+    Printed here, the tracebacks of a thousand victims would bury the one that matters. Returns whether it was left.
+    """
     path = os.environ.get(env.ERROR_FILE.name)
     if path is None:
-        return
+        return False
     lines = traceback.format_exception(type(error), error, trace) if trace is not None else []
     record = {
         "host": socket.gethostname(),
@@ -108,12 +113,14 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> None:
         "message": str(error)[:_MAX_TRACEBACK_CHARS],
         "traceback": "".join(lines)[-_MAX_TRACEBACK_CHARS:],
     }
-    # A full disk must not hide the failure itself, which is on stderr too.
-    with contextlib.suppress(OSError):
-        temporary = f"{path}.part"
+    temporary = f"{path}.part"
+    try:
         with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(record, file)
         os.replace(temporary, path)
+    except OSError:  # a full disk must not hide the failure itself
+        return False
+    return True
 
 
 def _exit_after_failure(error: BaseException) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.base.errors import ConfigError
+from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.check import section_of
 from launcher.config.fields import AUTO, Section
 from launcher.config.schema import Config
@@ -77,7 +78,23 @@ def resolve_auto(config: Config, facts: AutoFacts) -> tuple[Config, tuple[AutoCh
     if missing:
         errors = [ConfigError(f'"auto" cannot be resolved here: {key}', hint="give a value") for key in missing]
         raise ConfigError.from_diagnostics([error.diagnostics[0] for error in errors])
-    return Config.model_validate(resolved), tuple(choices)
+    return _solve_batch(Config.model_validate(resolved), tuple(choices), facts.world_size)
+
+
+def _solve_batch(
+    config: Config, choices: tuple[AutoChoice, ...], world_size: int | None
+) -> tuple[Config, tuple[AutoChoice, ...]]:
+    """Fill in the sizes that were "auto" and that no fact decides, by the batch equation. Raises: ConfigError."""
+    undecided = {choice.key for choice in choices if choice.key in BATCH_KEYS and choice.value is None}
+    if not undecided or world_size is None:
+        return config, choices
+    plan = solve_batch(*(getattr(config, key) for key in BATCH_KEYS), world_size=world_size)
+    sizes = dict(zip(BATCH_KEYS, (plan.train_batch_size, plan.micro_batch_size, plan.accumulation_steps), strict=True))
+    solved = tuple(
+        AutoChoice(choice.key, sizes[choice.key], "the batch equation") if choice.key in undecided else choice
+        for choice in choices
+    )
+    return config.model_copy(update={key: sizes[key] for key in undecided}), solved
 
 
 def _resolve_section(
@@ -123,6 +140,6 @@ def _resolve_value(
         missing.append(key)
         return value
     else:
-        chosen, reason = default, "the default; nothing else is known"
+        chosen, reason = default, "the default: nothing else is known here"
     choices.append(AutoChoice(key, chosen, reason))
     return chosen

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from launcher.base.errors import ConfigError
 
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
 
 @dataclass(frozen=True)
 class BatchPlan:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from launcher.base.errors import ConfigError
 from launcher.base.suggest import did_you_mean
-from launcher.config.batch import solve_batch
+from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
 from launcher.config.positions import Path
 from launcher.config.schema import Config
@@ -232,11 +232,10 @@ def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
 
 
 def _batch_findings(config: Config, world_size: int | None) -> list[Finding]:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    train, micro, steps = (getattr(config, name) for name in names)
+    train, micro, steps = (getattr(config, name) for name in BATCH_KEYS)
     if any(isinstance(size, Auto) for size in (train, micro, steps)):
         return []
-    path: Path = next(((name,) for name in names if getattr(config, name) is not None), ())
+    path: Path = next(((name,) for name in BATCH_KEYS if getattr(config, name) is not None), ())
     if world_size is not None:
         try:
             solve_batch(train, micro, steps, world_size)

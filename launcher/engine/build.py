@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from launcher.base.log import get_logger
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
 from launcher.config.auto import AutoChoice, AutoFacts, resolve_auto
-from launcher.config.batch import BatchPlan, solve_batch
+from launcher.config.batch import BATCH_KEYS, BatchPlan, solve_batch
 from launcher.config.load import LoadedConfig, load_config
 from launcher.config.schema import Config
 from launcher.engine.data import DistributedLoader, build_loader
@@ -70,13 +71,9 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     group = data_parallel_group()
     loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
-    settings, choices = resolve_auto(loaded.config, AutoFacts(world_size=group.world_size))
-    batch = solve_batch(
-        settings.train_batch_size,
-        settings.train_micro_batch_size_per_gpu,
-        settings.gradient_accumulation_steps,
-        group.world_size,
-    )
+    facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))
+    settings, choices = resolve_auto(loaded.config, facts)
+    batch = solve_batch(*(getattr(settings, key) for key in BATCH_KEYS), world_size=group.world_size)
     policy = _policy(settings, group)
 
     _place_model(model, policy.precision, group)
@@ -114,6 +111,12 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     if any(source != given[0] for source in given[1:]):
         raise ConfigError("two different configs were given", hint="give config, config_params or args, not several")
     return given[0]
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    """Return the width a Hugging Face style model states in its config, None for other models."""
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    return hidden if isinstance(hidden, int) else None
 
 
 def _policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
@@ -194,7 +197,7 @@ def _announce(
         batch.world_size,
         batch.train_batch_size,
     )
-    for choice in choices:
-        log.info("auto: %s = %s (%s)", choice.key, choice.value, choice.reason)
+    for reason, together in itertools.groupby(sorted(choices, key=lambda c: c.reason), key=lambda c: c.reason):
+        log.info("auto: %s (%s)", " · ".join(f"{choice.key} = {choice.value}" for choice in together), reason)
     for notice in loaded.notices:
         log.info("note: %s", notice)

@@ -205,12 +205,15 @@ class Controller:
                 self._fail(self._host_failure(node, f"the agent ended or {message.reason}"))
 
     def _on_output(self, message: Output) -> None:
-        log = self._logs[message.rank]
+        self._write_log(message.rank, message.data)
+        self._watcher.output(message.rank, message.stream, message.data)
+
+    def _write_log(self, rank: int, data: bytes) -> None:
+        log = self._logs[rank]
         had_error = log.write_error is not None
-        log.write(message.data)
+        log.write(data)
         if log.write_error is not None and not had_error:
             self._watcher.warning(f"{log.path}: {log.write_error.strerror}; the log is incomplete, the job goes on")
-        self._watcher.output(message.rank, message.stream, message.data)
 
     def _on_exit(self, node: Node, message: Exited) -> None:
         node.running.discard(message.rank)
@@ -219,7 +222,10 @@ class Controller:
         if message.status == 0:
             return
         log = self._logs[message.rank]
-        record = message.record
+        record = message.record or {}
+        traceback = str(record.get("traceback", ""))
+        last_lines = log.last_lines(_LAST_LINES)
+        self._write_log(message.rank, traceback.encode("utf-8", "backslashreplace"))
         self._fail(
             Failure(
                 host=node.name,
@@ -229,8 +235,8 @@ class Controller:
                 signal_name=signal_name(message.status),
                 after_s=time.monotonic() - self._start_s,
                 reason=describe_status(message.status, record),
-                traceback=str(record.get("traceback", "")) if record else "",
-                last_lines=log.last_lines(_LAST_LINES),
+                traceback=traceback,
+                last_lines=last_lines,
                 log=str(log.path),
             )
         )

@@ -63,11 +63,11 @@ def signal_name(status: int) -> str | None:
         return f"signal {-status}"
 
 
-def describe_status(status: int, record: dict[str, Any] | None) -> str:
+def describe_status(status: int, record: dict[str, Any]) -> str:
     """Say in a few words how a rank ended."""
     name = signal_name(status)
     if name is not None:
         return f"killed by {name}"
-    if record is not None and record.get("type") == "SystemExit" and not str(record.get("message")).isdigit():
+    if record.get("type") == "SystemExit" and not str(record.get("message")).isdigit():
         return f"exit code {status}: {record.get('message')}"
     return f"exit code {status}"

@@ -64,7 +64,11 @@ def _tcp(target: SshTarget) -> socket.socket:
     try:
         sock = socket.create_connection((target.address, target.port), target.connect_timeout_s)
     except (socket.gaierror, UnicodeError):
-        _fail(target, f'host name "{target.address}" cannot be resolved', "check its spelling, or add HostName")
+        _fail(
+            target,
+            f'host name "{target.address}" cannot be resolved',
+            "check its spelling, or give it a HostName in ~/.ssh/config",
+        )
     except TimeoutError:
         waited = f"{target.connect_timeout_s:g} s"
         _fail(target, f"no answer from {target.login} within {waited}", "is the host up, and the port open?")
@@ -223,6 +227,6 @@ def _public_half(path: str) -> bytes | None:
 
 
 def _fail(target: SshTarget, message: str, hint: str | None = None) -> NoReturn:
-    raise TransportError(
-        message, where=target.name, hint=f"{hint} Try: {target.ssh_command} true" if hint else None
-    ) from None
+    if hint is not None:
+        hint += f"{' Try' if hint.endswith('?') else '; then try'}: {target.ssh_command} true"
+    raise TransportError(message, where=target.name, hint=hint) from None

@@ -95,3 +95,13 @@ def test_auto_without_a_value_is_an_error() -> None:
     config = load_config({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}).config
     with pytest.raises(Exception, match=r"scheduler\.params\.total_num_steps"):
         resolve_auto(config, AutoFacts())
+
+
+def test_auto_sizes_follow_from_the_batch_equation() -> None:
+    sizes = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
+    config, choices = resolve_auto(load_config(sizes).config, AutoFacts(world_size=3, accumulation_steps=2))
+    assert config.train_batch_size == 24
+    assert {choice.key: choice.reason for choice in choices} == {
+        "train_batch_size": "the batch equation",
+        "gradient_accumulation_steps": "the trainer's accumulation",
+    }

@@ -209,3 +209,44 @@ def test_local_rank_is_passed_on_request_only(tmp_path: Path) -> None:
     assert json.loads(values(run_launch(tmp_path, script, "x").out, 0, "ARGV")) == ["x"]
     result = run_launch(tmp_path, "--pass_local_rank", script, "x")
     assert json.loads(values(result.out, 0, "ARGV")) == ["--local_rank=0", "x"]
+
+
+def test_the_traceback_is_shown_once_and_those_of_victims_are_in_their_logs_only(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, signal, time
+        def on_term(number, frame):
+            raise ConnectionError(f"peer of {os.environ['RANK']} has gone")
+        signal.signal(signal.SIGTERM, on_term)
+        print("before")
+        if os.environ["RANK"] == "1":
+            time.sleep(0.3)
+            raise ValueError("the cause")
+        time.sleep(600)
+        """,
+    )
+    result = run_launch(tmp_path, "--num_gpus", "3", script)
+    shown = result.out + result.err
+    assert result.code == 1
+    assert shown.count("ValueError: the cause") == 1
+    assert "has gone" not in shown
+    for rank, text in ((0, "peer of 0 has gone"), (1, "ValueError: the cause"), (2, "peer of 2 has gone")):
+        (log,) = tmp_path.glob(f"runs/*/rank_{rank}.log")
+        lines = log.read_text().splitlines()
+        assert lines[0] == "before"
+        assert text in lines[-1]
+
+
+def test_a_hook_of_the_script_still_sees_the_error(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import sys
+        sys.excepthook = lambda kind, error, trace: print("HOOK", kind.__name__, error)
+        raise ValueError("seen")
+        """,
+    )
+    result = run_launch(tmp_path, script)
+    assert "[0] HOOK ValueError seen" in result.out
+    assert "✗ rank 0" in result.err

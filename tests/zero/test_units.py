@@ -59,7 +59,9 @@ def test_tied_and_frozen_parameters() -> None:
     model.blocks[2].bias.requires_grad_(False)
     names = units_of(model)
     assert names[0] == ["first.weight", "first.bias", "blocks.0.weight", "last.weight"]
-    assert sorted(sum(names, [])) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    assert sorted(name for unit in names for name in unit) == sorted(
+        n for n, p in model.named_parameters() if p.requires_grad
+    )
 
 
 def test_a_bound_splits_units() -> None:
