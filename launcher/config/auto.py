@@ -88,7 +88,9 @@ def _solve_batch(
     undecided = {choice.key for choice in choices if choice.key in BATCH_KEYS and choice.value is None}
     if not undecided or world_size is None:
         return config, choices
-    plan = solve_batch(*(getattr(config, key) for key in BATCH_KEYS), world_size=world_size)
+    plan = solve_batch(
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, world_size
+    )
     sizes = dict(zip(BATCH_KEYS, (plan.train_batch_size, plan.micro_batch_size, plan.accumulation_steps), strict=True))
     solved = tuple(
         AutoChoice(choice.key, sizes[choice.key], "the batch equation") if choice.key in undecided else choice

@@ -15,7 +15,7 @@ from launcher.base.log import get_logger
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
 from launcher.config.auto import AutoChoice, AutoFacts, resolve_auto
-from launcher.config.batch import BATCH_KEYS, BatchPlan, solve_batch
+from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import LoadedConfig, load_config
 from launcher.config.schema import Config
 from launcher.engine.data import DistributedLoader, build_loader
@@ -73,7 +73,12 @@ def initialize(
     loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
     facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
-    batch = solve_batch(*(getattr(settings, key) for key in BATCH_KEYS), world_size=group.world_size)
+    batch = solve_batch(
+        settings.train_batch_size,
+        settings.train_micro_batch_size_per_gpu,
+        settings.gradient_accumulation_steps,
+        group.world_size,
+    )
     policy = _policy(settings, group)
 
     _place_model(model, policy.precision, group)
