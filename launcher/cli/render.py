@@ -124,8 +124,14 @@ class Console:
     def output(self, rank: int, stream: str, data: bytes) -> None:
         assembler = self._assemblers.get((rank, stream))
         if assembler is None:
-            assembler = self._assemblers[rank, stream] = LineAssembler(f"[{rank}] ".encode())
+            assembler = self._assemblers[rank, stream] = LineAssembler(self._prefix(rank))
         self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.feed(data))
+
+    def _prefix(self, rank: int) -> bytes:
+        """Return `[3] `, with the host where there are several: `[3 node-b] `."""
+        nodes = self._plan.placement.nodes
+        host = next(f" {node.host.name}" for node in nodes if rank in node.ranks) if len(nodes) > 1 else ""
+        return f"[{rank}{host}] ".encode()
 
     def finish(self, report: RunReport) -> None:
         """Print the rest of the output and how the run ended."""

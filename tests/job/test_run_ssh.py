@@ -26,7 +26,7 @@ def test_ranks_are_numbered_over_hosts(sshd: LoopbackSshd, tmp_path: Path) -> No
     script = scripts.write(tmp_path, scripts.ENVIRONMENT)
     result = run_launch(tmp_path, *options(sshd), script, "it's; $HOME")
     assert result.code == 0, result.err
-    found = [json.loads(text) for text in re.findall(r"^\[\d\] ENV (.*)$", result.out, re.MULTILINE)]
+    found = [json.loads(text) for text in re.findall(r"^\[\d \S+\] ENV (.*)$", result.out, re.MULTILINE)]
     found.sort(key=lambda environment: environment["RANK"])
     assert [environment["RANK"] for environment in found] == ["0", "1"]
     assert [environment["NODE_RANK"] for environment in found] == ["0", "1"]
