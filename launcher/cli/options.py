@@ -79,6 +79,26 @@ _OPTIONS = (
         metavar="SECONDS",
         help=f"Between SIGTERM and SIGKILL. Default: {DEFAULT_GRACE_S:g}.",
     ),
+    click.option(
+        *_both("max_restarts"),
+        "max_restarts",
+        type=click.IntRange(0),
+        default=0,
+        help="Start the job again after a failure, up to N times. Default: 0.",
+    ),
+    click.option(
+        *_both("min_nodes"),
+        "min_nodes",
+        type=click.IntRange(1),
+        help="At a restart go on without lost hosts, with at least N. Default: all are needed.",
+    ),
+    click.option(
+        *_both("hang_timeout"),
+        "hang_timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="End the job when a rank makes no progress for so long. Default: never.",
+    ),
     click.option("-q", "--quiet", is_flag=True, help="Show the ranks' output and errors only."),
     click.option("--dry-run", is_flag=True, help="Print what would happen and stop."),
     click.option("--json", "as_json", is_flag=True, help="With --dry-run: print it as JSON."),
@@ -108,6 +128,9 @@ class RunOptions:
     force_multi: bool
     log_dir: Path
     grace_s: float
+    max_restarts: int
+    min_nodes: int | None
+    hang_timeout_s: float | None
     quiet: bool
     dry_run: bool
     as_json: bool
@@ -117,6 +140,8 @@ class RunOptions:
             raise UsageError("--module and --no_python exclude each other", hint="give one of them")
         if self.pass_local_rank and self.no_local_rank:
             raise UsageError("--pass_local_rank and --no_local_rank exclude each other", hint="give one of them")
+        if self.min_nodes is not None and not self.max_restarts:
+            raise UsageError("--min_nodes goes with --max_restarts", hint="add --max_restarts N")
         if self.as_json and not self.dry_run:
             raise UsageError("--json goes with --dry-run", hint="add --dry-run")
         if self.hostfile is None:

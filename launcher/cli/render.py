@@ -12,10 +12,11 @@ import click
 
 from launcher import __version__
 from launcher.base.errors import LauncherError
-from launcher.base.units import format_duration
+from launcher.base.units import format_bytes, format_duration
 from launcher.job.plan import JobPlan
 from launcher.job.report import Failure, RunReport
 
+_MAX_STACK_LINES = 200
 _MAX_PENDING_BYTES = 1 << 16  # a line longer than this is shown in parts
 
 
@@ -113,6 +114,19 @@ class Console:
     def stopping(self, why: str) -> None:
         self.note(why)
 
+    def restarting(self, plan: JobPlan, report: RunReport) -> None:
+        """Show what failed, and that the job starts again."""
+        self._flush()
+        if report.failure is not None:
+            self._show_failure(report, report.failure)
+        self.note(f"restart {plan.restart} of {plan.max_restarts}: {_headline(plan)}")
+
+    def stacks(self, text: str, path: str) -> None:
+        """Show the stacks of all ranks; of many ranks only where they are."""
+        lines = text.splitlines()
+        self._write(sys.stderr.buffer, ("\n".join(lines[:_MAX_STACK_LINES]) + "\n").encode())
+        self.warning(f"stacks of all ranks: {path}")
+
     def warning(self, text: str) -> None:
         click.echo(click.style("! ", fg="yellow") + text, err=True)
 
@@ -129,14 +143,13 @@ class Console:
 
     def _prefix(self, rank: int) -> bytes:
         """Return `[3] `, with the host where there are several: `[3 node-b] `."""
-        nodes = self._plan.placement.nodes
-        host = next(f" {node.host.name}" for node in nodes if rank in node.ranks) if len(nodes) > 1 else ""
+        placement = self._plan.placement
+        host = f" {placement.node_of(rank).host.name}" if len(placement.nodes) > 1 else ""
         return f"[{rank}{host}] ".encode()
 
     def finish(self, report: RunReport) -> None:
         """Print the rest of the output and how the run ended."""
-        for (_, stream), assembler in sorted(self._assemblers.items()):
-            self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.flush())
+        self._flush()
         if report.failure is not None:
             self._show_failure(report, report.failure)
         for host in report.unconfirmed_hosts:
@@ -144,6 +157,12 @@ class Console:
         if self._broken:
             # Nothing more can be said on a closed stdout; Python must not complain about it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _flush(self) -> None:
+        """Show the rest of each rank's output that had no line end."""
+        for (_, stream), assembler in sorted(self._assemblers.items()):
+            self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.flush())
+        self._assemblers.clear()
 
     def _show_failure(self, report: RunReport, failure: Failure) -> None:
         host = failure.host
@@ -165,8 +184,12 @@ class Console:
             lines.append("  Nothing is left running.")
         if failure.log:
             lines.append(f"  log   {failure.log}")
-        if failure.signal_name == "SIGKILL":
-            lines.append("  next  SIGKILL without a message is most often the kernel's out-of-memory killer: see dmesg")
+        if failure.oom and failure.max_rss_bytes:
+            held = format_bytes(failure.max_rss_bytes)
+            lines.append(f"  why   {failure.oom}; this rank held up to {held}")
+            lines.append("  next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less")
+        elif failure.signal_name == "SIGKILL":
+            lines.append("  next  somebody killed it: the kernel's counters show no out-of-memory kill on that host")
         click.echo("\n".join(lines), err=True)
 
     def _write(self, stream: BinaryIO, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from launcher.cluster.hostfile import read_hostfile
 from launcher.job.controller import Controller
 from launcher.job.environment import forwarded
 from launcher.job.plan import Command, JobPlan, new_job_id
+from launcher.job.report import RunReport
+from launcher.job.restart import RestartPolicy, run_with_restarts
 from launcher.transport.api import Transport
 from launcher.transport.fanout import is_local
 from launcher.transport.local import LocalTransport
@@ -36,17 +39,27 @@ def run(ctx: click.Context, /, **values: Any) -> None:
     Everything after SCRIPT goes to the script untouched. The first rank that fails stops all others.
     """
     options = RunOptions(**values)
-    cluster, notes = _cluster(options)
+    chosen = _choose_hosts(options)
     transports = Transports(options)
-    plan = _plan(options, cluster, transports)
+    job_id = new_job_id()
+
+    def plan_for(cluster: Cluster) -> JobPlan:
+        return _plan(options, cluster, transports, job_id)
+
+    plan = plan_for(chosen.cluster)
     if options.dry_run:
         render.show_plan(plan, as_json=options.as_json)
         return
     console = render.Console(plan, quiet=options.quiet)
-    for note in notes:
+    for note in chosen.notes:
         console.note(note)
+
+    def run_plan(plan: JobPlan) -> RunReport:
+        return Controller(plan, transports.for_host, console).run(lambda: check_config(options.script_args))
+
+    policy = RestartPolicy(options.max_restarts, options.min_nodes, chosen.spares)
     try:
-        report = Controller(plan, transports.for_host, console).run(lambda: check_config(options.script_args))
+        report = run_with_restarts(plan, policy, run_plan, plan_for, console)
     finally:
         transports.close()
     console.finish(report)
@@ -83,20 +96,27 @@ class Transports:
         self._local.close()
 
 
-def _cluster(options: RunOptions) -> tuple[Cluster, list[str]]:
-    """Return the hosts and slots to use, and what the user should know about the choice."""
+@dataclass(frozen=True)
+class Choice:
+    """The hosts and slots to use, and what goes with them."""
+
+    cluster: Cluster
+    spares: tuple[Host, ...] = ()  # hosts that --num_nodes leaves out: they may take a lost one's place
+    notes: tuple[str, ...] = ()  # what the user should know about the choice
+
+
+def _choose_hosts(options: RunOptions) -> Choice:
     if options.hostfile is not None:
-        cluster = read_hostfile(Path(options.hostfile))
-        return (
-            select(
-                cluster,
-                include=options.include,
-                exclude=options.exclude,
-                num_nodes=options.num_nodes,
-                num_gpus=options.num_gpus,
-            ),
-            [],
+        offered = read_hostfile(Path(options.hostfile))
+        cluster = select(
+            offered,
+            include=options.include,
+            exclude=options.exclude,
+            num_nodes=options.num_nodes,
+            num_gpus=options.num_gpus,
         )
+        spares = offered.hosts[options.num_nodes :] if options.num_nodes is not None else ()
+        return Choice(cluster, spares)
     num_devices = len(local_device_tokens(os.environ))
     if num_devices == 0:
         if options.include or options.exclude:
@@ -105,14 +125,14 @@ def _cluster(options: RunOptions) -> tuple[Cluster, list[str]]:
                 hint="name the hosts with --hostfile, or give --num_gpus N for N CPU ranks",
             )
         num_ranks = options.num_gpus or 1
-        return Cluster((Host("localhost", tuple(range(num_ranks))),)), ["no GPU here: the ranks run on the CPU"]
+        cluster = Cluster((Host("localhost", tuple(range(num_ranks))),))
+        return Choice(cluster, notes=("no GPU here: the ranks run on the CPU",))
     cluster = Cluster((Host("localhost", tuple(range(num_devices))),))
-    return select(cluster, include=options.include, exclude=options.exclude, num_gpus=options.num_gpus), []
+    return Choice(select(cluster, include=options.include, exclude=options.exclude, num_gpus=options.num_gpus))
 
 
-def _plan(options: RunOptions, cluster: Cluster, transports: Transports) -> JobPlan:
+def _plan(options: RunOptions, cluster: Cluster, transports: Transports, job_id: str) -> JobPlan:
     placement = place(cluster)
-    job_id = new_job_id()
     kinds = tuple(transports.for_host(node.host) for node in placement.nodes)
     if options.kind == "script" and not Path(options.script).is_file() and "local" in {t.name for t in kinds}:
         raise UsageError(f"script {options.script} does not exist", where=os.getcwd(), hint="check the path")
@@ -131,6 +151,8 @@ def _plan(options: RunOptions, cluster: Cluster, transports: Transports) -> JobP
         forwarded_env=forwarded(os.environ),
         device_tokens=local_device_tokens(os.environ),
         grace_s=options.grace_s,
+        hang_timeout_s=options.hang_timeout_s,
+        max_restarts=options.max_restarts,
     )
 
 

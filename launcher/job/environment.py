@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from launcher.base import env
 from launcher.cluster.cluster import NodePlacement, Placement
 from launcher.cluster.devices import visible_devices
+from launcher.job.plan import JobPlan
 
 FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUBLAS_", "TRITON_", "HF_",
@@ -30,6 +31,16 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environ.items()
         if name not in own and (name in FORWARDED_NAMES or name.startswith(FORWARDED_PREFIXES))
+    }
+
+
+def job_variables(plan: JobPlan) -> dict[str, str]:
+    """Return the variables that all ranks of all hosts share and that come from the plan alone."""
+    return {
+        env.RESTART_COUNT.name: str(plan.restart),
+        env.TORCHELASTIC_RESTART_COUNT.name: str(plan.restart),
+        env.TORCHELASTIC_MAX_RESTARTS.name: str(plan.max_restarts),
+        env.TORCHELASTIC_RUN_ID.name: plan.job_id,
     }
 
 

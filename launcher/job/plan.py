@@ -75,6 +75,9 @@ class JobPlan:
     forwarded_env: dict[str, str] = field(repr=False)  # for ranks on other hosts
     device_tokens: tuple[str, ...] = ()  # of this machine, see cluster.devices
     grace_s: float = DEFAULT_GRACE_S
+    hang_timeout_s: float | None = None  # end the job when a rank makes no progress for so long
+    restart: int = 0  # how often the job was started again
+    max_restarts: int = 0
 
     def describe(self) -> dict[str, object]:
         """Return the plan as plain data for `--dry-run --json`; no environment values."""
@@ -92,6 +95,8 @@ class JobPlan:
             },
             "forwarded_environment": sorted(self.forwarded_env),
             "grace_s": self.grace_s,
+            "hang_timeout_s": self.hang_timeout_s,
+            "max_restarts": self.max_restarts,
             "nodes": [
                 {
                     "node_rank": node.node_rank,
