@@ -13,6 +13,7 @@ from typing import Any
 from launcher.agent.wire import Spawn
 from launcher.base import env
 from launcher.base.progress import make_counter
+from launcher.cluster.devices import local_device_tokens
 from launcher.transport.command import agent_argv
 
 WORKER_MODULE = "launcher.worker"
@@ -46,10 +47,26 @@ class Rank:
         os.close(self.progress_fd)
 
 
-def rank_environment(spec: Spawn, rank_env: dict[str, str], own: dict[str, str]) -> dict[str, str]:
+def missing_devices(spec: Spawn) -> str | None:
+    """Say which slots this host has no GPU for; None when all are there, or when the host has no GPU at all."""
+    tokens = [
+        token for rank_env in spec.rank_envs for token in rank_env.get(env.CUDA_VISIBLE_DEVICES.name, "").split(",")
+    ]
+    num_devices = len(local_device_tokens({}))
+    missing = sorted({int(token) for token in tokens if token.isdigit() and int(token) >= num_devices})
+    if not missing or num_devices == 0:
+        return None
+    return f"slot {missing[0]} has no GPU: this host has {num_devices}; lower slots= in the hostfile"
+
+
+def rank_environment(
+    spec: Spawn, rank_env: dict[str, str], own: dict[str, str], cores: list[int] | None
+) -> dict[str, str]:
     """Return the whole environment of one rank: the agent's own, the job's, the rank's, ours; later ones win."""
     environment = {**os.environ, **spec.env, **rank_env}
-    if env.OMP_NUM_THREADS.name not in environment:
+    if cores is not None:
+        environment[env.OMP_NUM_THREADS.name] = str(len(cores))
+    elif env.OMP_NUM_THREADS.name not in environment:
         # Without it every rank would start a thread per core of the whole machine.
         num_threads = max(1, len(os.sched_getaffinity(0)) // len(spec.rank_envs))
         environment[env.OMP_NUM_THREADS.name] = str(num_threads)
@@ -59,8 +76,8 @@ def rank_environment(spec: Spawn, rank_env: dict[str, str], own: dict[str, str])
     return environment | own
 
 
-def spawn_rank(spec: Spawn, local_rank: int, scratch: str) -> Rank:
-    """Start one rank as the leader of a session of its own. Raises: OSError."""
+def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | None = None) -> Rank:
+    """Start one rank as the leader of a session of its own, on `cores` where given. Raises: OSError."""
     rank_env = spec.rank_envs[local_rank]
     number = int(rank_env[env.RANK.name])
     error_file, stacks_file, progress_file = (
@@ -74,19 +91,23 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str) -> Rank:
         env.PROGRESS_FILE.name: progress_file,
         env.ARGUMENTS_FD.name: str(arguments_fd),
     }
+    own_cores = os.sched_getaffinity(0)
     try:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)  # a child starts with its parent's
         process = subprocess.Popen(
             [*agent_argv(module=WORKER_MODULE), kind, target],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=spec.cwd,
-            env=rank_environment(spec, rank_env, own),
+            env=rank_environment(spec, rank_env, own, cores),
             pass_fds=(arguments_fd,),
             start_new_session=True,
             bufsize=0,
         )
     finally:
+        os.sched_setaffinity(0, own_cores)
         os.close(arguments_fd)
     streams = {}
     for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr")):

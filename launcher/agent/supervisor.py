@@ -18,7 +18,7 @@ import tempfile
 import time
 
 from launcher.agent.oom import OomWatch
-from launcher.agent.spawn import Rank, spawn_rank
+from launcher.agent.spawn import Rank, missing_devices, spawn_rank
 from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
     MAGIC,
@@ -43,6 +43,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.processes import STACKS_SIGNAL, descendants, send, sweep_job
 from launcher.base.progress import read_counter
+from launcher.cluster.cores import shares
 
 _READ_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
@@ -188,9 +189,15 @@ class Supervisor:
     def _spawn(self, spec: Spawn) -> None:
         self._spec = spec
         self._state = move(self._state, AgentState.RUNNING)
+        problem = missing_devices(spec)
+        cores = shares(spec.bound_cores, len(spec.rank_envs)) if spec.bound_cores is not None else []
+        if problem or isinstance(cores, str):
+            self._send(SpawnFailed(problem or str(cores)))
+            self._stop(0.0)
+            return
         try:
             for local_rank in range(len(spec.rank_envs)):
-                rank = spawn_rank(spec, local_rank, self._scratch)
+                rank = spawn_rank(spec, local_rank, self._scratch, cores[local_rank] if cores else None)
                 self._ranks[rank.pid] = rank
                 self._send(Started(rank.number, rank.pid))
         except OSError as error:

@@ -48,6 +48,7 @@ class Spawn(Message):
     rank_envs: list[dict[str, str]]  # one for each rank; RANK among them
     lease_s: float | None  # end the ranks after so long without a message; None: the stream's end is enough
     grace_s: float  # between SIGTERM and SIGKILL when the lease ends
+    bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
 
 
 @dataclass(frozen=True)

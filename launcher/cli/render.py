@@ -16,6 +16,7 @@ from launcher.base.units import format_bytes, format_duration
 from launcher.job.plan import JobPlan
 from launcher.job.report import Failure, RunReport
 
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _MAX_STACK_LINES = 200
 _MAX_PENDING_BYTES = 1 << 16  # a line longer than this is shown in parts
 
@@ -45,9 +46,10 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
         transport = plan.transports[node.node_rank]
         click.echo(f"  node {node.node_rank}  {node.host.name}  ranks {ranks}  slots {slots}  by {transport}")
         click.echo(f"          {plan.agent_commands[node.node_rank]}")
-    if "ssh" in plan.transports:
+    if plan.given_env:
+        click.echo(f"  environment given (names): {', '.join(sorted(plan.given_env))}")
+    if "ssh" in plan.transports.values():
         click.echo(f"  environment passed on (names): {', '.join(sorted(plan.forwarded_env)) or 'none'}")
-    click.echo("nothing was started (--dry-run)")
 
 
 def _headline(plan: JobPlan) -> str:
@@ -59,6 +61,8 @@ def _headline(plan: JobPlan) -> str:
         size = f"{hosts} × {ranks} rank{'s' if ranks > 1 else ''} = world {plan.placement.world_size}"
     else:
         size = f"{hosts}, world {plan.placement.world_size}"
+    if plan.placement.elsewhere:
+        size += f" (node {plan.placement.nodes[0].node_rank} of {plan.placement.num_nodes} here)"
     return f"launch {__version__} · job {plan.job_id} · {size}"
 
 
@@ -98,14 +102,17 @@ class LineAssembler:
 class Console:
     """Shows a run on the terminal or as plain lines; implements the job's `Watcher`."""
 
-    def __init__(self, plan: JobPlan, *, quiet: bool) -> None:
+    def __init__(self, plan: JobPlan, *, log_level: str) -> None:
+        """log_level: one of `LOG_LEVELS`; what is less important is not shown."""
         self._plan = plan
-        self._quiet = quiet
+        self._level = LOG_LEVELS.index(log_level)
         self._assemblers: dict[tuple[int, str], LineAssembler] = {}
         self._broken = False
 
     def planned(self, plan: JobPlan) -> None:
         self._plan = plan
+        if self._level == LOG_LEVELS.index("debug"):
+            show_plan(plan, as_json=False)
         self.note(f"{_headline(plan)} · {plan.master_addr}:{plan.master_port} · logs {plan.run_folder}/")
 
     def waiting(self, what: str) -> None:
@@ -128,11 +135,12 @@ class Console:
         self.warning(f"stacks of all ranks: {path}")
 
     def warning(self, text: str) -> None:
-        click.echo(click.style("! ", fg="yellow") + text, err=True)
+        if self._level <= LOG_LEVELS.index("warning"):
+            click.echo(click.style("! ", fg="yellow") + text, err=True)
 
     def note(self, text: str) -> None:
-        """Print a line of our own, unless quiet."""
-        if not self._quiet:
+        """Print a line of our own."""
+        if self._level <= LOG_LEVELS.index("info"):
             self._write(sys.stdout.buffer, (text + "\n").encode())
 
     def output(self, rank: int, stream: str, data: bytes) -> None:

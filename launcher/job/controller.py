@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from launcher.job.logs import RankLog
 from launcher.job.node import ChannelEnded, Inbox, Node
 from launcher.job.plan import PING_INTERVAL_S, SSH_LEASE_S, JobPlan
 from launcher.job.report import RunReport
-from launcher.job.signals import STACKS_SIGNAL, SignalQueue
+from launcher.job.signals import SignalQueue
 from launcher.job.sweep import sweep_lost_hosts
 from launcher.transport.api import Transport
 from launcher.transport.diagnose import start_failure
@@ -59,7 +60,7 @@ class Controller:
         self._inbox = Inbox()
         self._nodes: list[Node] = []
         self._logs: dict[int, RankLog] = {}
-        self._signals = SignalQueue(self._inbox.wake)
+        self._signals = SignalQueue(self._inbox.wake, plan.stop_signals)
         self._start_s = time.monotonic()
         self._last_ping_s = self._start_s
         self._stop_started_s: float | None = None
@@ -146,7 +147,7 @@ class Controller:
         self._make_run_folder()
         self._watcher.planned(plan)
         if plan.hang_timeout_s is not None:
-            self._hang_watch = HangWatch(plan.hang_timeout_s, plan.placement.world_size, time.monotonic())
+            self._hang_watch = HangWatch(plan.hang_timeout_s, plan.placement.ranks, time.monotonic())
         for node in self._nodes:
             is_local = plan.transports[node.placement.node_rank] == "local"
             tokens = plan.device_tokens if is_local else ()
@@ -157,10 +158,11 @@ class Controller:
                     job_id=plan.job_id,
                     commands=[plan.command.for_local_rank(i) for i in range(node.placement.num_ranks)],
                     cwd=plan.cwd,
-                    env=job_variables(plan) | ({} if is_local else plan.forwarded_env),
+                    env=job_variables(plan) | ({} if is_local else plan.forwarded_env) | plan.given_env,
                     rank_envs=rank_envs,
                     lease_s=None if is_local else SSH_LEASE_S,
                     grace_s=plan.grace_s,
+                    bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
                 )
             )
 
@@ -168,7 +170,9 @@ class Controller:
         folder = self._plan.run_folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for rank in range(self._plan.placement.world_size):
+            if self._plan.saves_pid:
+                (folder / "launch.pid").write_text(f"{os.getpid()}\n")
+            for rank in self._plan.placement.ranks:
                 self._logs[rank] = RankLog(folder / f"rank_{rank}.log")
         except OSError as error:
             raise LauncherError(
@@ -313,7 +317,7 @@ class Controller:
 
     def _handle_signals(self) -> None:
         for number in self._signals.take():
-            if number == STACKS_SIGNAL:
+            if number not in self._plan.stop_signals:
                 self._ask_for_stacks()
                 continue
             name = signal.Signals(number).name

@@ -59,7 +59,7 @@ def rank_variables(
         env.NODE_RANK.name: str(node.node_rank),
         env.GROUP_RANK.name: str(node.node_rank),
         env.CROSS_RANK.name: str(node.node_rank),
-        env.CROSS_SIZE.name: str(len(placement.nodes)),
+        env.CROSS_SIZE.name: str(placement.num_nodes),
         env.MASTER_ADDR.name: master[0],
         env.MASTER_PORT.name: str(master[1]),
         env.CUDA_VISIBLE_DEVICES.name: visible_devices(node.host.slots, device_tokens),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _COMPARED_FRAMES = 3
@@ -16,10 +17,10 @@ class HangWatch:
     of heartbeats are watched by what they print.
     """
 
-    def __init__(self, timeout_s: float, num_ranks: int, now_s: float) -> None:
+    def __init__(self, timeout_s: float, ranks: Iterable[int], now_s: float) -> None:
         self._timeout_s = timeout_s
-        self._last_s = dict.fromkeys(range(num_ranks), now_s)
-        self._counts = dict.fromkeys(range(num_ranks), 0)
+        self._last_s = dict.fromkeys(ranks, now_s)
+        self._counts = dict.fromkeys(self._last_s, 0)
         self._has_heartbeats = False
 
     @property

@@ -7,23 +7,23 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show where every rank stands, and go on
 
 
 class SignalQueue:
     """Remembers signals from their handlers; the main thread takes them out."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], stop_signals: Sequence[int]) -> None:
         """wake: ends the main thread's waiting; must be safe in a signal handler."""
         self._wake = wake
+        self._stop_signals = stop_signals
         self._arrived: list[int] = []
         self._num_taken = 0
 
     @property
     def first_stop(self) -> int | None:
         """The first signal that asked for the end, None when none did."""
-        return next((number for number in self._arrived if number != STACKS_SIGNAL), None)
+        return next((number for number in self._arrived if number in self._stop_signals), None)
 
     def take(self) -> Sequence[int]:
         """Return the signals that came since the last call."""
@@ -39,7 +39,7 @@ class SignalQueue:
             self._arrived.append(number)
             self._wake()
 
-        previous = {number: signal.signal(number, remember) for number in (*STOP_SIGNALS, STACKS_SIGNAL)}
+        previous = {number: signal.signal(number, remember) for number in {*self._stop_signals, STACKS_SIGNAL}}
         try:
             yield
         finally:

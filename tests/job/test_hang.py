@@ -85,7 +85,7 @@ def test_programs_survive_the_question_for_their_stacks(tmp_path: Path) -> None:
 
 
 def test_the_watch_counts_heartbeats_once_there_are_any() -> None:
-    watch = HangWatch(10.0, 2, now_s=0.0)
+    watch = HangWatch(10.0, range(2), now_s=0.0)
     watch.output(0, 8.0)
     watch.output(1, 8.0)
     assert not watch.is_expired(17.0)

@@ -62,7 +62,7 @@ class Quiet:
 
 def plan_for(cluster: Cluster) -> JobPlan:
     placement = place(cluster)
-    kinds = ("ssh",) * len(placement.nodes)
+    kinds = {node.node_rank: "ssh" for node in placement.nodes}
     return JobPlan("job", placement, Command("script", "t.py", ()), "/", Path("runs/job"), "a", None, kinds, kinds, {})
 
 
