@@ -65,6 +65,12 @@ def test_results_come_back_by_rank_with_the_environment_of_a_job(capsys: pytest.
     assert (Path("runs") / job_in(out) / "rank_2.log").read_text() == "hello !\n"
 
 
+def test_ranks_are_those_of_their_job_inside_an_emulation_too() -> None:
+    with launcher.notebook.emulate():
+        assert launcher.notebook.run(os.getenv, ("RANK",)) == ["0", "1"]
+        assert launcher.notebook.run(os.getenv, ("WORLD_SIZE",)) == ["2", "2"]
+
+
 def test_ranks_are_a_process_group() -> None:
     def total() -> float:
         import torch
@@ -85,7 +91,7 @@ def test_the_first_failure_stops_all_and_comes_back_with_its_traceback_and_type(
         time.sleep(600)
 
     start_s = time.monotonic()
-    with pytest.raises(JobError, match="rank 1: failed .* after start: exit code 1") as caught:
+    with pytest.raises(JobError, match=r"rank 1: failed .* after start: exit code 1") as caught:
         launcher.notebook.run(fail, log_dir=folder / "logs")
     assert time.monotonic() - start_s < 30
     assert isinstance(caught.value.__cause__, KeyError)
@@ -138,9 +144,12 @@ def test_arguments_that_cannot_be_sent_say_so_before_anything_starts(folder: Pat
 
 
 def test_classes_and_functions_of_main_travel_and_come_back_as_themselves(folder: Path) -> None:
-    script(folder, "def double(x): return 2 * x", "neighbour.py")
+    (folder / "lib").mkdir()
+    script(folder / "lib", "def double(x): return 2 * x", "neighbour.py")
     code = """
-        import launcher, neighbour
+        import launcher, sys
+        sys.path.append("lib")
+        import neighbour
         FACTOR = 10
         class Thing:
             def __init__(self, value): self.value = value
@@ -193,6 +202,16 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(UsageError, match="only 1 slot"):
         launcher.notebook.run(print, num_gpus=2)
+
+
+def test_the_notebook_side_loads_neither_torch_nor_ipython() -> None:
+    code = (
+        "import launcher, sys; launcher.notebook.load_ipython_extension, launcher.notebook.run; "
+        "launcher.notebook.emulate().restore(); import launcher.notebook.magics; "
+        "print([name for name in ('torch', 'IPython', 'paramiko', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 INTERRUPTED = """
