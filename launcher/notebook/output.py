@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from launcher.cli.render import LineAssembler
@@ -9,10 +10,12 @@ from launcher.job.plan import JobPlan
 
 
 def write(stream: str, text: str) -> None:
-    """Write to the cell's "stdout" or "stderr" and show it now."""
+    """Write to the cell's "stdout" or "stderr", live."""
     target = sys.stdout if stream == "stdout" else sys.stderr
     target.write(text)
-    target.flush()
+    # A kernel's stream shows within 0.2 s what it has; flushed by hand for every line it would be the bottleneck.
+    if isinstance(target, io.TextIOWrapper):
+        target.flush()
 
 
 class CellOutput:

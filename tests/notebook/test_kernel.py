@@ -149,6 +149,46 @@ def test_output_is_live_and_the_interrupt_ends_all_ranks(tmp_path: Path, way: st
     in_kernel(tmp_path, body)
 
 
+STUBBORN = """%%launch --num_gpus 2 --grace 300
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('READY', flush=True)
+time.sleep(600)"""
+
+
+def test_a_second_interrupt_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    async def body(kernel: Kernel) -> None:
+        await kernel.run_well(LOAD)
+        cell, task = kernel.start(STUBBORN)
+        await until(lambda: text_of(cell).count("READY") == 2, "the ranks")
+        await kernel.interrupt()
+        await until(lambda: "SIGINT: stopping" in text_of(cell), "the first interrupt's effect")
+        start_s = time.monotonic()
+        await kernel.interrupt()
+        await task
+        assert time.monotonic() - start_s < 15
+        assert not members_of_job(job_in(text_of(cell)))
+
+    in_kernel(tmp_path, body)
+
+
+MANY = {
+    "magic": "%%launch --num_gpus 2\nfor i in range(20000): print('é', i)",
+    "run": "def many():\n    for i in range(20000): print('é', i)\nlauncher.notebook.run(many)",
+}
+
+
+@pytest.mark.parametrize("way", MANY)
+def test_no_line_is_lost_or_torn(tmp_path: Path, way: str) -> None:
+    async def body(kernel: Kernel) -> None:
+        await kernel.run_well(LOAD)
+        lines = (await kernel.run_well(MANY[way])).splitlines()
+        for rank in range(2):
+            assert [line for line in lines if line.startswith(f"[{rank}]")] == [f"[{rank}] é {i}" for i in range(20000)]
+
+    in_kernel(tmp_path, body)
+
+
 @pytest.mark.parametrize("way", LIVE)
 def test_a_killed_kernel_leaves_no_rank(tmp_path: Path, way: str) -> None:
     jobs = []
