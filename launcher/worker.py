@@ -31,7 +31,8 @@ from launcher.base import env
 from launcher.base.processes import STACKS_SIGNAL, die_with_parent
 
 _MAX_TRACEBACK_CHARS = 64_000
-_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+_NOTEBOOK_RANK = os.path.join(os.path.dirname(__file__), "notebook", "rank.py")
+_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>", _NOTEBOOK_RANK)
 
 
 def main() -> None:
@@ -111,7 +112,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def _user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback without the frames of this file and of runpy."""
+    """Return the traceback without the frames of the launcher's own files and of runpy."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
         trace = trace.tb_next
