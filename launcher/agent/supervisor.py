@@ -31,6 +31,8 @@ from launcher.agent.wire import (
     Message,
     Output,
     PickPort,
+    Ping,
+    Pong,
     PortPicked,
     Progress,
     Spawn,
@@ -176,6 +178,8 @@ class Supervisor:
             self._spawn(message)
         elif isinstance(message, Stop):
             self._stop(message.grace_s)
+        elif isinstance(message, Ping):
+            self._send(Pong())
         elif isinstance(message, DumpStacks):
             send([rank.pid for rank in self._ranks.values() if rank.status is None], STACKS_SIGNAL)
             self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S

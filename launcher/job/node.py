@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import dataclass, field
 
 from launcher.agent.wire import Decoder, Message, encode
@@ -26,13 +27,14 @@ class ChannelEnded:
 
 @dataclass
 class Node:
-    """The state of one node during a run; touched by the controller's thread only, the reader aside."""
+    """The state of one node during a run; touched by the controller's thread only, but for `last_heard_s`."""
 
     placement: NodePlacement
     channel: Channel
     running: set[int] = field(default_factory=set)  # ranks that were started and have not ended
     pids: dict[int, int] = field(default_factory=dict)
     clock_offset_s: float = 0.0  # our wall clock minus the node's, as of its hello
+    last_heard_s: float = field(default_factory=time.monotonic)  # monotonic clock
     said_bye: bool = False
     ended: bool = False
 
@@ -85,6 +87,7 @@ class Inbox:
         reason = None
         try:
             while data := node.channel.read(_READ_BYTES):
+                node.last_heard_s = time.monotonic()
                 for message in decoder.feed(data):
                     room.acquire()
                     self._queue.put(((node, message), room))
