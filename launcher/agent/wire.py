@@ -79,6 +79,7 @@ class Hello(Message):
     version: int
     pid: int
     python: str
+    devices: list[str] | None = None  # entries of the agent's CUDA_VISIBLE_DEVICES; None: it is not set
 
 
 @dataclass(frozen=True)

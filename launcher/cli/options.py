@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from launcher.base.errors import UsageError
+from launcher.cluster.slurm import in_allocation
 from launcher.job.plan import DEFAULT_GRACE_S
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -119,7 +121,7 @@ class RunOptions:
             raise UsageError("--pass_local_rank and --no_local_rank exclude each other", hint="give one of them")
         if self.as_json and not self.dry_run:
             raise UsageError("--json goes with --dry-run", hint="add --dry-run")
-        if self.hostfile is None:
+        if self.hostfile is None and not in_allocation(os.environ):
             for name, value in (("--include", self.include), ("--exclude", self.exclude)):
                 if value and self.num_gpus is not None:
                     raise UsageError(f"{name} and --num_gpus exclude each other", hint="give one of them")

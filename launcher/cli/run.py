@@ -10,12 +10,13 @@ from typing import Any
 import click
 
 from launcher.base.errors import HostfileError, UsageError
-from launcher.cli import render
+from launcher.cli import render, slurm
 from launcher.cli.options import RunOptions, run_options
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.cluster.devices import local_device_tokens
 from launcher.cluster.filters import select
 from launcher.cluster.hostfile import read_hostfile
+from launcher.cluster.slurm import in_allocation, read_task
 from launcher.job.controller import Controller
 from launcher.job.environment import forwarded
 from launcher.job.plan import Command, JobPlan, new_job_id
@@ -36,8 +37,13 @@ def run(ctx: click.Context, /, **values: Any) -> None:
     Everything after SCRIPT goes to the script untouched. The first rank that fails stops all others.
     """
     options = RunOptions(**values)
+    task = read_task(os.environ) if options.hostfile is None else None
+    if task is not None:
+        slurm.run_task(ctx, options, task)
+        return
     cluster, notes = _cluster(options)
-    transports = Transports(options)
+    in_slurm = options.hostfile is None and in_allocation(os.environ)
+    transports = slurm.AllocationTransports(cluster) if in_slurm else Transports(options)
     plan = _plan(options, cluster, transports)
     if options.dry_run:
         render.show_plan(plan, as_json=options.as_json)
@@ -85,8 +91,8 @@ class Transports:
 
 def _cluster(options: RunOptions) -> tuple[Cluster, list[str]]:
     """Return the hosts and slots to use, and what the user should know about the choice."""
-    if options.hostfile is not None:
-        cluster = read_hostfile(Path(options.hostfile))
+    if options.hostfile is not None or in_allocation(os.environ):
+        cluster = read_hostfile(Path(options.hostfile)) if options.hostfile else slurm.allocation(options.num_gpus)
         return (
             select(
                 cluster,
@@ -110,7 +116,7 @@ def _cluster(options: RunOptions) -> tuple[Cluster, list[str]]:
     return select(cluster, include=options.include, exclude=options.exclude, num_gpus=options.num_gpus), []
 
 
-def _plan(options: RunOptions, cluster: Cluster, transports: Transports) -> JobPlan:
+def _plan(options: RunOptions, cluster: Cluster, transports: Transports | slurm.AllocationTransports) -> JobPlan:
     placement = place(cluster)
     job_id = new_job_id()
     kinds = tuple(transports.for_host(node.host) for node in placement.nodes)
@@ -134,7 +140,12 @@ def _plan(options: RunOptions, cluster: Cluster, transports: Transports) -> JobP
     )
 
 
-def _master_addr(options: RunOptions, first: Host, kinds: Sequence[Transport], transports: Transports) -> str:
+def _master_addr(
+    options: RunOptions,
+    first: Host,
+    kinds: Sequence[Transport],
+    transports: Transports | slurm.AllocationTransports,
+) -> str:
     if options.master_addr is not None:
         return options.master_addr
     if all(transport.name == "local" for transport in kinds):

@@ -67,9 +67,7 @@ def in_allocation(environ: Mapping[str, str]) -> bool:
     A rank that starts `launch` itself is not meant: its hosts already run the job it belongs to.
     """
     return (
-        env.SLURM_JOB_ID.name in environ
-        and env.SLURM_JOB_NODELIST.name in environ
-        and env.JOB_ID.name not in environ
+        env.SLURM_JOB_ID.name in environ and env.SLURM_JOB_NODELIST.name in environ and env.JOB_ID.name not in environ
     )
 
 

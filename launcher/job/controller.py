@@ -27,7 +27,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.errors import ExitCode, LauncherError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.job.environment import rank_variables
+from launcher.job.environment import rank_variables, srun_tokens
 from launcher.job.events import Watcher
 from launcher.job.logs import RankLog
 from launcher.job.node import ChannelEnded, Inbox, Node
@@ -93,7 +93,8 @@ class Controller:
             self._inbox.listen(node)
         if check is not None:
             check()
-        self._expect(self._nodes, Hello, "the agents to answer")
+        for node, hello in zip(self._nodes, self._expect(self._nodes, Hello, "the agents to answer"), strict=True):
+            node.devices = hello.devices
         if self._plan.master_port is None:
             self._nodes[0].send(PickPort())
             (picked,) = self._expect(self._nodes[:1], PortPicked, "a free port")
@@ -138,8 +139,11 @@ class Controller:
         self._make_run_folder()
         self._watcher.planned(plan)
         for node in self._nodes:
-            is_local = plan.transports[node.placement.node_rank] == "local"
+            transport = plan.transports[node.placement.node_rank]
+            is_local = transport == "local"
             tokens = plan.device_tokens if is_local else ()
+            if transport == "srun":
+                tokens = srun_tokens(node.placement, node.devices)
             rank_envs = rank_variables(plan.placement, node.placement, (plan.master_addr, plan.master_port), tokens)
             node.running = set(node.placement.ranks)
             node.send(
@@ -147,9 +151,9 @@ class Controller:
                     job_id=plan.job_id,
                     commands=[plan.command.for_local_rank(i) for i in range(node.placement.num_ranks)],
                     cwd=plan.cwd,
-                    env={} if is_local else plan.forwarded_env,
+                    env=plan.forwarded_env if transport == "ssh" else {},  # srun has passed on all of it
                     rank_envs=rank_envs,
-                    lease_s=None if is_local else SSH_LEASE_S,
+                    lease_s=SSH_LEASE_S if transport == "ssh" else None,
                     grace_s=plan.grace_s,
                 )
             )

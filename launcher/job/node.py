@@ -32,6 +32,7 @@ class Node:
     channel: Channel
     running: set[int] = field(default_factory=set)  # ranks that were started and have not ended
     pids: dict[int, int] = field(default_factory=dict)
+    devices: list[str] | None = None  # what the agent's environment says of GPUs, see wire.Hello
     said_bye: bool = False
     ended: bool = False
 

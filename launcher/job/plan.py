@@ -70,7 +70,7 @@ class JobPlan:
     run_folder: Path
     master_addr: str
     master_port: int | None  # None: an agent on node 0 picks a free one
-    transports: tuple[str, ...]  # "local" or "ssh", by node rank
+    transports: tuple[str, ...]  # "local", "ssh" or "srun", by node rank
     agent_commands: tuple[str, ...]  # what starts each agent, by node rank
     forwarded_env: dict[str, str] = field(repr=False)  # for ranks on other hosts
     device_tokens: tuple[str, ...] = ()  # of this machine, see cluster.devices

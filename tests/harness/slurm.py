@@ -6,7 +6,9 @@ Also a command, to try things by hand: `python tests/harness/slurm.py FOLDER` pr
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -145,6 +148,29 @@ class LoopbackSlurm:
                 found.append(int(path.name))
         return found
 
+    @contextlib.contextmanager
+    def allocation(self, *options: str, nodes: str = f"n[1-{NUM_NODES}]") -> Iterator[dict[str, str]]:
+        """Hold an allocation of `nodes`; yields the environment that salloc gives to a shell in it."""
+        count = len(self.run("scontrol", "show", "hostnames", nodes).split())
+        command = ["salloc", "--no-shell", f"--nodes={count}", f"--nodelist={nodes}", *options]
+        granted = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
+        match = re.search(r"Granted job allocation (\d+)", granted.stderr)
+        if match is None:
+            raise RuntimeError(granted.stderr)
+        try:
+            yield {
+                **self.env,
+                "SLURM_JOB_ID": match[1],
+                "SLURM_JOBID": match[1],
+                "SLURM_JOB_NODELIST": nodes,
+                "SLURM_NODELIST": nodes,
+                "SLURM_JOB_NUM_NODES": str(count),
+                "SLURM_NNODES": str(count),
+                "SLURM_TASKS_PER_NODE": f"1(x{count})",
+            }
+        finally:
+            subprocess.run(["scancel", match[1]], env=self.env, timeout=60)
+
     def wait_idle(self) -> None:
         """Wait until no job runs and every node takes jobs."""
         self._wait(lambda: self._idle() == NUM_NODES, "idle nodes")
@@ -243,9 +269,7 @@ class LoopbackSlurm:
         )
         return sum(int(line) for line in result.stdout.split() if line.isdigit())
 
-    def _wait(self, condition: object, what: str) -> None:
-        if not callable(condition):
-            raise TypeError("a condition is a function")
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not condition():
             ended = [name for name, process in self._processes.items() if process.poll() is not None]
