@@ -28,6 +28,7 @@ from launcher.transport.tail import StderrTail
 
 RELAY_MODULE = "launcher.agent.relay"
 SILENCE_S = 30.0  # a relay says something every 5 s; a node that is silent for so long is lost
+_SWEEP_SILENCE_S = 10.0  # a node that was lost is asked once more, and may well be dead
 _READ_BYTES = 1 << 18
 _MAX_UNREAD_BYTES = 4 << 20  # of one node; above it srun waits, and with it the ranks
 _WRITE_TIMEOUT_S = 30.0
@@ -67,9 +68,9 @@ class SrunTransport:
     def open(self, host: Host) -> SrunChannel:
         with self._lock:
             if self._unclaimed is None:
-                self._unclaimed = dict(self._start(self._hosts).channels)
+                self._unclaimed = dict(self._start(self._hosts, SILENCE_S).channels)
             channel = self._unclaimed.pop(host.name, None)
-            return channel or self._start((host,)).channels[host.name]
+            return channel or self._start((host,), _SWEEP_SILENCE_S).channels[host.name]
 
     def close(self) -> None:
         with self._lock:
@@ -77,9 +78,9 @@ class SrunTransport:
         for step in steps:
             step.close()
 
-    def _start(self, hosts: Sequence[Host]) -> SrunStep:
+    def _start(self, hosts: Sequence[Host], silence_s: float) -> SrunStep:
         environ = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_SRUN}
-        step = SrunStep(self._argv(hosts), [host.name for host in hosts], environ)
+        step = SrunStep(self._argv(hosts), [host.name for host in hosts], environ, silence_s)
         self._steps.append(step)
         return step
 
@@ -105,9 +106,10 @@ class SrunTransport:
 
 
 class SrunStep:
-    """One srun process; `channels` are its nodes."""
+    """One srun process; `channels` are its nodes, each of which is lost when it is silent for `silence_s`."""
 
-    def __init__(self, argv: Sequence[str], names: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, argv: Sequence[str], names: Sequence[str], environ: Mapping[str, str], silence_s: float) -> None:
+        self._silence_s = silence_s
         self._process = _start_srun(argv, environ)
         if self._process.stdin is None or self._process.stdout is None or self._process.stderr is None:
             raise RuntimeError("Popen made no pipe")
@@ -192,7 +194,8 @@ class SrunStep:
                         self._deliver(line.node, line.kind, line.body)
                 clock_s = self._clock_s()
                 for channel in self.channels.values():
-                    channel.check_silence(clock_s)
+                    if clock_s - channel.last_heard_s > self._silence_s:
+                        channel.end(None)
         except ProtocolError:  # nothing that follows can be trusted: every channel ends
             return
         finally:
@@ -301,11 +304,6 @@ class SrunChannel:
             if not self._ended:
                 self._ended, self._status = True, status
                 self._changed.notify_all()
-
-    def check_silence(self, clock_s: float) -> None:
-        """End the channel when nothing was heard from the node for SILENCE_S."""
-        if clock_s - self.last_heard_s > SILENCE_S:
-            self.end(None)
 
 
 def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:

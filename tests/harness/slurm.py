@@ -51,7 +51,7 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
 KillWait=5
 MinJobAge=60
-SlurmdTimeout=10
+SlurmdTimeout=120
 JobRequeue=1
 GresTypes=gpu
 {nodes}

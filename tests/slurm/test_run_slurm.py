@@ -224,11 +224,8 @@ def test_environment_values_stand_in_no_command_line(allocation: dict[str, str],
     assert not any(b"s3cr3t-value-9182" in line for line in lines)
 
 
-def test_a_python_that_a_node_lacks_is_named(allocation: dict[str, str], tmp_path: Path) -> None:
+def test_a_missing_srun_is_named(allocation: dict[str, str], tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "print('hi')")
-    result = run_launch(tmp_path, "--module", "no.such.module", env=allocation)
-    assert result.code == 1
-    assert "No module named" in result.err
     result = run_launch(tmp_path, script, env={**allocation, "PATH": "/nowhere"})
     assert result.code == 69
     assert "srun is not in PATH" in result.err
