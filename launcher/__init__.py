@@ -15,13 +15,15 @@ __version__ = "0.1.0"
 _LAZY_NAMES = {
     "Engine": "launcher.engine.engine",
     "add_config_arguments": "launcher.engine.arguments",
+    "heartbeat": "launcher.base.progress",
     "init_distributed": "launcher.comm.groups",
     "initialize": "launcher.engine.build",
 }
 
-__all__ = ["Engine", "__version__", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["Engine", "__version__", "add_config_arguments", "heartbeat", "init_distributed", "initialize"]
 
 if TYPE_CHECKING:
+    from launcher.base.progress import heartbeat
     from launcher.comm.groups import init_distributed
     from launcher.engine.arguments import add_config_arguments
     from launcher.engine.build import initialize

@@ -1,8 +1,11 @@
 """What every rank starts as: run the user's script, module or program; leave an error record when it fails.
 
-    python -u -m launcher.worker script  train.py ARGS...
-    python -u -m launcher.worker module  package.train ARGS...
-    python -u -m launcher.worker program ./train.sh ARGS...
+    python -u -m launcher.worker script  train.py
+    python -u -m launcher.worker module  package.train
+    python -u -m launcher.worker program ./train.sh
+
+The arguments come as a JSON list through the descriptor named by LAUNCH_ARGUMENTS_FD: a command line is open to every
+user of the machine, and arguments may hold a token. (A program is started with them; there is no other way.)
 
 The script runs as `python train.py` would run it: it is `__main__`, its folder is `sys.path[0]`, its exit code is the
 process's. Standard library only: torch is the script's business.
@@ -25,7 +28,7 @@ import types
 from types import TracebackType
 
 from launcher.base import env
-from launcher.base.processes import die_with_parent
+from launcher.base.processes import STACKS_SIGNAL, die_with_parent
 
 _MAX_TRACEBACK_CHARS = 64_000
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
@@ -38,8 +41,9 @@ def main() -> None:
         die_with_parent(int(agent_pid))
     with contextlib.suppress(ValueError, io.UnsupportedOperation):
         faulthandler.enable()  # a crash in native code leaves the Python stack in the log
+    _dump_stacks_on_demand()
     kind, target = sys.argv[1:3]
-    sys.argv[:] = sys.argv[2:]
+    sys.argv[:] = [target, *_take_arguments()]
     if kind == "program":
         _exec_program(target)
     try:
@@ -58,6 +62,25 @@ def main() -> None:
         if not is_recorded or sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error.with_traceback(trace), trace)
         _exit_after_failure(error)
+
+
+def _dump_stacks_on_demand() -> None:
+    """Let STACKS_SIGNAL write all Python stacks into the file the agent named; also while native code hangs."""
+    path = os.environ.pop(env.STACKS_FILE.name, None)
+    if path is None:
+        return
+    with contextlib.suppress(OSError):
+        file = open(path, "ab", buffering=0)  # noqa: SIM115  # as long as the process lives
+        faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
+
+
+def _take_arguments() -> list[str]:
+    descriptor = os.environ.pop(env.ARGUMENTS_FD.name, None)
+    if descriptor is None:
+        return sys.argv[3:]
+    with open(int(descriptor), encoding="ascii") as file:
+        arguments: list[str] = json.load(file)
+    return arguments
 
 
 def _run_script(path: str) -> None:

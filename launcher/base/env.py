@@ -33,6 +33,21 @@ OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", "CPU threads of a rank; a value alre
 JOB_ID = EnvVar("LAUNCH_JOB_ID", "id of the job; every process of the job carries it", "set")
 ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (JSON)", "set")
 AGENT_PID = EnvVar("LAUNCH_AGENT_PID", "pid of the agent; the worker takes it out before the script runs", "set")
+ARGUMENTS_FD = EnvVar(
+    "LAUNCH_ARGUMENTS_FD", "where the worker reads the script's arguments; taken out before the script runs", "set"
+)
+PROGRESS_FILE = EnvVar("LAUNCH_PROGRESS_FILE", "where `launcher.heartbeat()` counts", "set")
+STACKS_FILE = EnvVar(
+    "LAUNCH_STACKS_FILE", "where a rank dumps its Python stacks; the worker takes it out before the script runs", "set"
+)
+RESTART_COUNT = EnvVar("LAUNCH_RESTART_COUNT", "how often the job was started again, from 0", "set")
+TORCHELASTIC_RESTART_COUNT = EnvVar(
+    "TORCHELASTIC_RESTART_COUNT", "same as LAUNCH_RESTART_COUNT, the name torchrun scripts read", "set"
+)
+TORCHELASTIC_MAX_RESTARTS = EnvVar(
+    "TORCHELASTIC_MAX_RESTARTS", "how often the job may be started again (`--max-restarts`)", "set"
+)
+TORCHELASTIC_RUN_ID = EnvVar("TORCHELASTIC_RUN_ID", "same as LAUNCH_JOB_ID, the name torchrun scripts read", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
 # Set by Slurm; see cluster/slurm.py for their forms.
 SLURM_JOB_ID = EnvVar("SLURM_JOB_ID", "set by Slurm: number of the job", "read")

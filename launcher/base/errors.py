@@ -17,6 +17,7 @@ class ExitCode(IntEnum):
     OK = 0
     FAILURE = 1  # a rank failed without a code of its own, or an internal error
     USAGE = 2  # wrong options, hostfile or config: nothing was started
+    HANG = 124  # a rank made no progress for --hang-timeout (the code of `timeout`)
     UNREACHABLE = 69  # a host could not be reached or its agent could not start (EX_UNAVAILABLE)
     INTERRUPTED = 130  # Ctrl-C
 

@@ -15,7 +15,7 @@ from launcher.base import env
 from launcher.base.errors import HostfileError, UsageError
 from launcher.cli.options import RunOptions
 from launcher.cluster.cluster import Cluster, Host
-from launcher.cluster.slurm import SlurmTask, parse_job_detail, read_allocation
+from launcher.cluster.slurm import SlurmTask, parse_job_detail, read_allocation, read_task
 from launcher.job.plan import Command
 from launcher.transport.command import agent_argv
 from launcher.transport.srun import SrunTransport
@@ -30,10 +30,21 @@ _OPTIONS_OF_A_TASK = (
 
 
 class AllocationTransports:
-    """One srun step reaches every host of the allocation."""
+    """One srun step reaches every host of a run; a restart gets a new one."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._srun = SrunTransport([host for host in cluster.hosts if host.slots])
+    def __init__(self, options: RunOptions, cluster: Cluster) -> None:
+        if options.shell_setup:
+            raise UsageError(
+                "--setup and --venv_script are for hosts reached over SSH; srun passes this environment on",
+                hint="put the commands into the batch script, before `launch`",
+            )
+        self._python = options.remote_python
+        self._srun = SrunTransport([host for host in cluster.hosts if host.slots], python=self._python)
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Begin a new step with the next host that is opened."""
+        self._srun.close()
+        self._srun = SrunTransport(hosts, python=self._python)
 
     def for_host(self, host: Host) -> SrunTransport:
         """Return the transport that reaches `host`."""
@@ -68,13 +79,21 @@ def _gpus_by_node() -> dict[str, int]:
         return {}  # the environment has to do; read_allocation refuses what it cannot know
 
 
+def task_of(options: RunOptions) -> SlurmTask | None:
+    """Return which task of `srun launch` this process is, None when it is none. Raises: HostfileError, UsageError."""
+    return read_task(os.environ) if options.in_slurm else None
+
+
 def run_task(ctx: click.Context, options: RunOptions, task: SlurmTask) -> None:
     """Become the rank that this task of srun is; returns only after --dry-run.
 
     Raises: UsageError for options that belong to a launcher which starts several ranks.
     """
-    for name in ctx.params:
-        if name not in _OPTIONS_OF_A_TASK and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+    for param in ctx.command.params:
+        name = str(param.name)
+        value = getattr(options, name)
+        is_ours = name in _OPTIONS_OF_A_TASK or ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+        if value and value != param.default and not is_ours:
             raise UsageError(
                 f"{name} has no meaning here: srun has started {task.world_size} tasks, and each is one rank",
                 where=f"task {task.rank}",

@@ -12,6 +12,7 @@ from launcher.base import env
 from launcher.base.errors import UsageError
 from launcher.cluster.cluster import NodePlacement, Placement
 from launcher.cluster.devices import visible_devices
+from launcher.job.plan import JobPlan
 
 FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUBLAS_", "TRITON_", "HF_",
@@ -51,6 +52,16 @@ def srun_tokens(node: NodePlacement, devices: list[str] | None) -> tuple[str, ..
     return tuple(devices) or ("",) * num_wanted
 
 
+def job_variables(plan: JobPlan) -> dict[str, str]:
+    """Return the variables that all ranks of all hosts share and that come from the plan alone."""
+    return {
+        env.RESTART_COUNT.name: str(plan.restart),
+        env.TORCHELASTIC_RESTART_COUNT.name: str(plan.restart),
+        env.TORCHELASTIC_MAX_RESTARTS.name: str(plan.max_restarts),
+        env.TORCHELASTIC_RUN_ID.name: plan.job_id,
+    }
+
+
 def rank_variables(
     placement: Placement, node: NodePlacement, master: tuple[str, int], device_tokens: tuple[str, ...]
 ) -> list[dict[str, str]]:
@@ -66,7 +77,7 @@ def rank_variables(
         env.NODE_RANK.name: str(node.node_rank),
         env.GROUP_RANK.name: str(node.node_rank),
         env.CROSS_RANK.name: str(node.node_rank),
-        env.CROSS_SIZE.name: str(len(placement.nodes)),
+        env.CROSS_SIZE.name: str(placement.num_nodes),
         env.MASTER_ADDR.name: master[0],
         env.MASTER_PORT.name: str(master[1]),
         env.CUDA_VISIBLE_DEVICES.name: visible_devices(node.host.slots, device_tokens),

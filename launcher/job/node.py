@@ -21,7 +21,7 @@ _MAX_UNHANDLED = 256
 class ChannelEnded:
     """The agent's stream is over, well (after Bye) or not."""
 
-    reason: str
+    reason: str | None  # None: it ended without an error that could be told
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Node:
     running: set[int] = field(default_factory=set)  # ranks that were started and have not ended
     pids: dict[int, int] = field(default_factory=dict)
     devices: list[str] | None = None  # what the agent's environment says of GPUs, see wire.Hello
+    clock_offset_s: float = 0.0  # our wall clock minus the node's, as of its hello
     said_bye: bool = False
     ended: bool = False
 
@@ -82,7 +83,7 @@ class Inbox:
     def _read(self, node: Node) -> None:
         room = threading.Semaphore(_MAX_UNHANDLED)
         decoder = Decoder(expect_magic=True)
-        reason = "the connection was lost"
+        reason = None
         try:
             while data := node.channel.read(_READ_BYTES):
                 for message in decoder.feed(data):

@@ -51,9 +51,9 @@ class SrunTransport:
     A host opened a second time gets a step of its own: that is how a lost host is swept.
     """
 
-    def __init__(self, hosts: Sequence[Host], *, module: str = RELAY_MODULE, root: Path | None = None) -> None:
+    def __init__(self, hosts: Sequence[Host], *, python: str | None = None, root: Path | None = None) -> None:
         self._hosts = tuple(hosts)
-        self._agent = agent_argv(None, module, root)
+        self._agent = agent_argv(python, RELAY_MODULE, root)
         self._lock = threading.Lock()
         self._unclaimed: dict[str, SrunChannel] | None = None
         self._steps: list[SrunStep] = []

@@ -229,3 +229,24 @@ def test_a_missing_srun_is_named(allocation: dict[str, str], tmp_path: Path) -> 
     result = run_launch(tmp_path, script, env={**allocation, "PATH": "/nowhere"})
     assert result.code == 69
     assert "srun is not in PATH" in result.err
+
+
+def test_a_restart_gets_a_new_step(allocation: dict[str, str], tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, sys
+        print("TRY", os.environ["LAUNCH_RESTART_COUNT"], flush=True)
+        sys.exit(3 if os.environ["LAUNCH_RESTART_COUNT"] == "0" and os.environ["RANK"] == "2" else 0)
+        """,
+    )
+    result = run_launch(tmp_path, "--max_restarts", "1", script, env=allocation)
+    assert result.code == 0, result.err
+    assert result.out.count("TRY 1") == 6
+
+
+def test_what_belongs_to_ssh_is_refused(allocation: dict[str, str], tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "print('never')")
+    result = run_launch(tmp_path, "--setup", "module load cuda", script, env=allocation)
+    assert result.code == 2
+    assert "put the commands into the batch script" in result.err
