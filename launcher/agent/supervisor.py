@@ -46,6 +46,7 @@ from launcher.agent.wire import (
 from launcher.base.processes import STACKS_SIGNAL, descendants, send, sweep_job
 from launcher.base.progress import read_counter
 from launcher.cluster.cores import shares
+from launcher.cluster.devices import given_devices
 
 _READ_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
@@ -90,7 +91,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         self._selector.register(self._command_fd, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.time()))
+        self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.time(), given_devices(os.environ)))
         try:
             while self._state is not AgentState.GONE:
                 self._turn()

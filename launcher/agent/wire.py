@@ -86,6 +86,7 @@ class Hello(Message):
     pid: int = 0
     python: str = ""
     time_s: float = 0.0  # wall clock of the node: lets the controller compare times of different hosts
+    devices: list[str] | None = None  # entries of the agent's CUDA_VISIBLE_DEVICES; None: it is not set
 
 
 @dataclass(frozen=True)

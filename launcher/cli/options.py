@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import click
 from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean
 from launcher.cli.render import LOG_LEVELS
+from launcher.cluster.slurm import in_allocation
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -235,7 +237,7 @@ class RunOptions:
             raise UsageError("--json goes with --dry-run", hint="add --dry-run")
         if self.standalone and (self.hostfile is not None or self.is_by_hand):
             raise UsageError("--standalone is for this machine alone", hint="leave it or the other hosts out")
-        if self.hostfile is None:
+        if self.hostfile is None and not self.in_slurm:
             for name, value in (("--include", self.include), ("--exclude", self.exclude)):
                 if value and self.num_gpus is not None:
                     raise UsageError(f"{name} and --num_gpus exclude each other", hint="give one of them")
@@ -244,6 +246,12 @@ class RunOptions:
                     f"--num_nodes {self.num_nodes} needs a --hostfile",
                     hint="name one with --hostfile, or run this on every node with --node_rank",
                 )
+
+    @property
+    def in_slurm(self) -> bool:
+        """Say whether the hosts are those of the Slurm allocation this command runs in."""
+        is_chosen = self.hostfile is not None or self.standalone or self.is_by_hand
+        return not is_chosen and in_allocation(os.environ)
 
     @property
     def is_by_hand(self) -> bool:

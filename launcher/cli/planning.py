@@ -7,9 +7,11 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.cli.options import RunOptions
+from launcher.cli.slurm import allocation
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.cores import parse_core_list
 from launcher.cluster.devices import local_device_tokens
@@ -22,6 +24,26 @@ from launcher.transport.api import Transport
 from launcher.transport.fanout import is_local
 from launcher.transport.local import LocalTransport
 from launcher.transport.ssh import SshOptions, SshTransport
+
+
+class Reach(Protocol):
+    """How the hosts of a run are reached."""
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Learn which hosts the next run uses, before any is opened."""
+        ...
+
+    def for_host(self, host: Host) -> Transport:
+        """Return the transport that reaches `host`."""
+        ...
+
+    def address_of(self, host: Host) -> str:
+        """Return the address other nodes reach `host` by."""
+        ...
+
+    def close(self) -> None:
+        """Close every connection."""
+        ...
 
 
 class Transports:
@@ -40,6 +62,9 @@ class Transports:
                 accept_new_host_keys=options.accept_new_host_keys,
             )
         )
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Nothing: each host is reached for itself."""
 
     def for_host(self, host: Host) -> Transport:
         """Return the transport that reaches `host`."""
@@ -68,8 +93,8 @@ class Choice:
 
 def choose_hosts(options: RunOptions) -> Choice:
     """Return the hosts and slots the options ask for. Raises: HostfileError, UsageError."""
-    if options.hostfile is not None:
-        offered = read_hostfile(Path(options.hostfile))
+    if options.hostfile is not None or options.in_slurm:
+        offered = read_hostfile(Path(options.hostfile)) if options.hostfile else allocation(options.num_gpus)
         cluster = select(
             offered,
             include=options.include,
@@ -100,7 +125,7 @@ def _like_this(slots: tuple[int, ...], options: RunOptions) -> Cluster:
     return Cluster(tuple(Host(f"node-{number}", slots) for number in range(options.num_nodes or 1)))
 
 
-def make_plan(options: RunOptions, cluster: Cluster, transports: Transports, job_id: str) -> JobPlan:
+def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: str) -> JobPlan:
     """Decide everything about a run on `cluster`. Raises: UsageError, TransportError."""
     placement = place(cluster)
     if options.is_by_hand:
@@ -167,7 +192,7 @@ def _check_local_slots(placement: Placement, transports: dict[int, str], num_dev
             )
 
 
-def _master_addr(options: RunOptions, placement: Placement, kinds: dict[int, Transport], transports: Transports) -> str:
+def _master_addr(options: RunOptions, placement: Placement, kinds: dict[int, Transport], transports: Reach) -> str:
     if options.master_addr is not None:
         return options.master_addr
     if all(transport.name == "local" for transport in kinds.values()):

@@ -9,10 +9,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from launcher.cli import render
+from launcher.cli import render, slurm
 from launcher.cli.jobfile import SUFFIXES, read_job_file
 from launcher.cli.options import RunOptions, run_options
-from launcher.cli.planning import Transports, choose_hosts, config_argument, make_plan
+from launcher.cli.planning import Reach, Transports, choose_hosts, config_argument, make_plan
 from launcher.cluster.cluster import Cluster
 from launcher.job.controller import Controller
 from launcher.job.plan import JobPlan, new_job_id
@@ -32,8 +32,12 @@ def run(ctx: click.Context, /, **values: Any) -> None:
     if Path(values["script"]).suffix in SUFFIXES and not (values["module"] or values["no_python"]):
         values = _with_job_file(ctx, values)
     options = RunOptions(**values)
+    task = slurm.task_of(options)
+    if task is not None:
+        slurm.run_task(ctx, options, task)
+        return
     chosen = choose_hosts(options)
-    transports = Transports(options)
+    transports = _reach(options, chosen.cluster)
     job_id = new_job_id()
 
     def plan_for(cluster: Cluster) -> JobPlan:
@@ -50,6 +54,7 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         console.note(note)
 
     def run_plan(plan: JobPlan) -> RunReport:
+        transports.prepare([node.host for node in plan.placement.nodes])
         return Controller(plan, transports.for_host, console).run(lambda: check_config(options.script_args))
 
     policy = RestartPolicy(options.max_restarts, options.min_nodes, chosen.spares)
@@ -59,6 +64,10 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         transports.close()
     console.finish(report)
     ctx.exit(report.exit_code)
+
+
+def _reach(options: RunOptions, cluster: Cluster) -> Reach:
+    return slurm.AllocationTransports(options, cluster) if options.in_slurm else Transports(options)
 
 
 def _with_job_file(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.errors import LauncherError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.job.environment import job_variables, rank_variables
+from launcher.job.environment import job_variables, rank_variables, srun_tokens
 from launcher.job.events import Watcher
 from launcher.job.failures import FailureBook
 from launcher.job.hang import HangWatch, odd_one_out
@@ -101,7 +101,8 @@ class Controller:
             self._inbox.listen(node)
         if check is not None:
             check()
-        self._expect(self._nodes, Hello, "the agents to answer")
+        for node, hello in zip(self._nodes, self._expect(self._nodes, Hello, "the agents to answer"), strict=True):
+            node.devices = hello.devices
         if self._plan.master_port is None:
             self._nodes[0].send(PickPort())
             (picked,) = self._expect(self._nodes[:1], PortPicked, "a free port")
@@ -149,8 +150,11 @@ class Controller:
         if plan.hang_timeout_s is not None:
             self._hang_watch = HangWatch(plan.hang_timeout_s, plan.placement.ranks, time.monotonic())
         for node in self._nodes:
-            is_local = plan.transports[node.placement.node_rank] == "local"
+            transport = plan.transports[node.placement.node_rank]
+            is_local = transport == "local"
             tokens = plan.device_tokens if is_local else ()
+            if transport == "srun":
+                tokens = srun_tokens(node.placement, node.devices)
             rank_envs = rank_variables(plan.placement, node.placement, (plan.master_addr, plan.master_port), tokens)
             node.running = set(node.placement.ranks)
             node.send(
@@ -158,9 +162,10 @@ class Controller:
                     job_id=plan.job_id,
                     commands=[plan.command.for_local_rank(i) for i in range(node.placement.num_ranks)],
                     cwd=plan.cwd,
-                    env=job_variables(plan) | ({} if is_local else plan.forwarded_env) | plan.given_env,
+                    # srun has passed on the whole environment, and a local agent inherits it.
+                    env=job_variables(plan) | (plan.forwarded_env if transport == "ssh" else {}) | plan.given_env,
                     rank_envs=rank_envs,
-                    lease_s=None if is_local else plan.lease_s,
+                    lease_s=None if transport == "local" else plan.lease_s,
                     grace_s=plan.grace_s,
                     bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from launcher.base import env
+from launcher.base.errors import UsageError
 from launcher.cluster.cluster import NodePlacement, Placement
 from launcher.cluster.devices import visible_devices
 from launcher.job.plan import JobPlan
@@ -32,6 +33,23 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name not in own and (name in FORWARDED_NAMES or name.startswith(FORWARDED_PREFIXES))
     }
+
+
+def srun_tokens(node: NodePlacement, devices: list[str] | None) -> tuple[str, ...]:
+    """Return the device tokens of a node inside a Slurm allocation: `devices` of its agent, as Slurm gave them.
+
+    Raises: UsageError when Slurm gave it fewer than it has slots.
+    """
+    if devices is None:
+        return ()  # Slurm does not manage the GPUs of this node: slots are device indices
+    num_wanted = max(node.host.slots) + 1
+    if devices and num_wanted > len(devices):
+        raise UsageError(
+            f"slot {num_wanted - 1} is wanted, but Slurm gave the step fewer GPUs on this node: {','.join(devices)}",
+            where=node.host.name,
+            hint="ask for the same number on each node with --gpus-per-node, or lower --num_gpus",
+        )
+    return tuple(devices) or ("",) * num_wanted
 
 
 def job_variables(plan: JobPlan) -> dict[str, str]:

@@ -33,6 +33,7 @@ class Node:
     channel: Channel
     running: set[int] = field(default_factory=set)  # ranks that were started and have not ended
     pids: dict[int, int] = field(default_factory=dict)
+    devices: list[str] | None = None  # what the agent's environment says of GPUs, see wire.Hello
     clock_offset_s: float = 0.0  # our wall clock minus the node's, as of its hello
     last_heard_s: float = field(default_factory=time.monotonic)  # monotonic clock
     said_bye: bool = False

@@ -71,7 +71,7 @@ class JobPlan:
     run_folder: Path
     master_addr: str
     master_port: int | None  # None: an agent on node 0 picks a free one
-    transports: dict[int, str]  # node rank -> "local" or "ssh"
+    transports: dict[int, str]  # node rank -> "local", "ssh" or "srun"
     agent_commands: dict[int, str]  # node rank -> what starts the agent
     forwarded_env: dict[str, str] = field(repr=False)  # for ranks on other hosts
     given_env: dict[str, str] = field(repr=False, default_factory=dict)  # from files and --env, for all ranks
