@@ -17,6 +17,7 @@ from launcher.cli import render
 _COMMANDS = {
     "run": "launcher.cli.run:run",
     "config": "launcher.cli.config:config_group",
+    "exec": "launcher.cli.exec:exec_command",
 }
 
 _EPILOG = """\

@@ -11,6 +11,7 @@ import click
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.cli import render
+from launcher.cli.hosts import HostOptions
 from launcher.cli.options import RunOptions, run_options
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.cluster.devices import local_device_tokens
@@ -56,7 +57,7 @@ def run(ctx: click.Context, /, **values: Any) -> None:
 class Transports:
     """The transport of each host: this machine's own, or one SSH transport for all others."""
 
-    def __init__(self, options: RunOptions) -> None:
+    def __init__(self, options: RunOptions | HostOptions) -> None:
         self._only_ssh = options.force_multi
         self._local = LocalTransport()
         self._ssh = SshTransport(

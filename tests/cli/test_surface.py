@@ -45,6 +45,13 @@ SURFACE = {
     "as_json": ("--json",),
 }
 
+HOSTS_SURFACE = {
+    name: SURFACE[name] for name in ("hostfile", "include", "exclude", "ssh_port", "ssh_config", "force_multi")
+} | {"num_nodes": ("--num_nodes", "--num-nodes"), "remote_python": SURFACE["remote_python"]}
+TOOLS_SURFACE = {
+    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},
+}
+
 
 def plan_of(folder: Path, *args: str) -> dict[str, object]:
     result = run_launch(folder, "--dry-run", "--json", *args)
@@ -56,6 +63,15 @@ def plan_of(folder: Path, *args: str) -> dict[str, object]:
 def test_the_options_are_the_frozen_ones() -> None:
     found = {p.name: set(p.opts) for p in run.params if isinstance(p, click.Option)}
     assert found == {name: set(spellings) for name, spellings in SURFACE.items()}
+
+
+@pytest.mark.parametrize("name", TOOLS_SURFACE)
+def test_the_options_of_the_tools_are_the_frozen_ones(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    found = {p.name: set(p.opts) for p in command.params if isinstance(p, click.Option)}
+    assert found == {option: set(spellings) for option, spellings in TOOLS_SURFACE[name].items()}
+    assert command.help
 
 
 @pytest.mark.parametrize("command", [["--help"], ["config", "check", "--help"], ["config", "explain", "bf16.enabled"]])
