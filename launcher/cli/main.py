@@ -18,6 +18,7 @@ _COMMANDS = {
     "run": "launcher.cli.run:run",
     "config": "launcher.cli.config:config_group",
     "exec": "launcher.cli.exec:exec_command",
+    "report": "launcher.cli.report:report",
 }
 
 _EPILOG = """\

@@ -50,6 +50,7 @@ HOSTS_SURFACE = {
 } | {"num_nodes": ("--num_nodes", "--num-nodes"), "remote_python": SURFACE["remote_python"]}
 TOOLS_SURFACE = {
     "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},
+    "report": {"as_json": ("--json",)},
 }
 
 
