@@ -34,5 +34,8 @@ JOB_ID = EnvVar("LAUNCH_JOB_ID", "id of the job; every process of the job carrie
 ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (JSON)", "set")
 AGENT_PID = EnvVar("LAUNCH_AGENT_PID", "pid of the agent; the worker takes it out before the script runs", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
+XDG_STATE_HOME = EnvVar(
+    "XDG_STATE_HOME", "parent folder of launch/jobs, what launch ps reads; default ~/.local/state", "read"
+)
 
 ALL: tuple[EnvVar, ...] = tuple(value for value in list(globals().values()) if isinstance(value, EnvVar))

@@ -18,6 +18,9 @@ _COMMANDS = {
     "run": "launcher.cli.run:run",
     "config": "launcher.cli.config:config_group",
     "exec": "launcher.cli.exec:exec_command",
+    "ps": "launcher.cli.jobs:ps",
+    "logs": "launcher.cli.jobs:logs",
+    "kill": "launcher.cli.jobs:kill",
     "report": "launcher.cli.report:report",
 }
 

@@ -20,6 +20,7 @@ from launcher.cluster.hostfile import read_hostfile
 from launcher.job.controller import Controller
 from launcher.job.environment import forwarded
 from launcher.job.plan import Command, JobPlan, new_job_id
+from launcher.job.registry import registered
 from launcher.transport.api import Transport
 from launcher.transport.fanout import is_local
 from launcher.transport.local import LocalTransport
@@ -47,7 +48,9 @@ def run(ctx: click.Context, /, **values: Any) -> None:
     for note in notes:
         console.note(note)
     try:
-        report = Controller(plan, transports.for_host, console).run(lambda: check_config(options.script_args))
+        with registered(plan, console.warning) as registration:
+            report = Controller(plan, transports.for_host, console).run(lambda: check_config(options.script_args))
+            registration.exit_code = report.exit_code
     finally:
         transports.close()
     console.finish(report)

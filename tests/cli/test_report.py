@@ -13,6 +13,10 @@ from harness.launching import run_launch
 from launcher.agent import probe
 from launcher.job import inventory
 
+SECTIONS = (
+    "launch", "python", "packages", "machine", "memory", "torch", "devices", "optimizer", "compilers", "programs",
+)  # fmt: skip
+
 
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,18 +38,7 @@ def test_the_text_names_every_section(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "report", env={"HF_TOKEN": "hf_very_secret"})
     assert result.code == 0
     first_words = [line.split()[0] for line in result.out.splitlines()]
-    assert first_words == [
-        "launch",
-        "python",
-        "packages",
-        "machine",
-        "memory",
-        "torch",
-        "devices",
-        "optimizer",
-        "compilers",
-        "programs",
-    ]
+    assert first_words == list(SECTIONS)
     assert f"torch {metadata.version('torch')}" in result.out
     assert "hf_very_secret" not in result.out
 

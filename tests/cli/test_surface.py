@@ -50,6 +50,9 @@ HOSTS_SURFACE = {
 } | {"num_nodes": ("--num_nodes", "--num-nodes"), "remote_python": SURFACE["remote_python"]}
 TOOLS_SURFACE = {
     "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},
+    "ps": {"as_json": ("--json",)},
+    "logs": {"rank": ("--rank",), "follow": ("-f", "--follow"), "num_lines": ("--tail",)},
+    "kill": {"now": ("--now",)},
     "report": {"as_json": ("--json",)},
 }
 
