@@ -1,7 +1,13 @@
-"""What one host has: versions, devices, memory, disk, clock. Standard library only, quick, changes nothing."""
+"""What one host has: versions, devices, memory, disk, clock. Standard library only, quick, changes nothing.
+
+    python -m launcher.agent.probe FOLDER FILE
+
+prints the facts as one line of JSON: free disk counts below FOLDER, and `token` is what FOLDER/FILE holds.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -16,6 +22,8 @@ from launcher import __version__
 from launcher.cluster.devices import local_device_tokens
 
 PACKAGES = ("torch", "numpy", "click", "paramiko", "pydantic", "PyYAML", "rich", "triton")
+
+_MAX_TOKEN_CHARS = 64
 
 
 def host_facts(folder: str) -> dict[str, Any]:
@@ -39,6 +47,21 @@ def host_facts(folder: str) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "time_s": time.time(),
     }
+
+
+def read_token(path: str) -> str | None:
+    """Return the text of a small file, None when it cannot be read."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read(_MAX_TOKEN_CHARS)
+    except OSError:
+        return None
+
+
+def main(folder: str, file_name: str) -> None:
+    """Print the facts, and what a file of the folder holds."""
+    facts = {"token": read_token(os.path.join(folder, file_name)), "is_folder": os.path.isdir(folder)}
+    sys.stdout.write(json.dumps(facts | host_facts(folder)) + "\n")
 
 
 def package_versions(names: Sequence[str]) -> dict[str, str | None]:
@@ -79,3 +102,7 @@ def cpu_model() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.machine()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -17,6 +17,7 @@ from launcher.cli import render
 _COMMANDS = {
     "run": "launcher.cli.run:run",
     "config": "launcher.cli.config:config_group",
+    "check": "launcher.cli.check:check",
     "exec": "launcher.cli.exec:exec_command",
     "ps": "launcher.cli.jobs:ps",
     "logs": "launcher.cli.jobs:logs",

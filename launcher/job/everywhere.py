@@ -36,6 +36,7 @@ from launcher.agent.wire import (
 from launcher.base import env
 from launcher.base.errors import Diagnostic, LauncherError, TransportError
 from launcher.cluster.cluster import Host
+from launcher.cluster.fold import fold
 from launcher.job.environment import forwarded
 from launcher.job.plan import PING_INTERVAL_S, SSH_LEASE_S
 from launcher.job.report import shell_code
@@ -50,6 +51,8 @@ _STOP_MARGIN_S = 5.0  # what agents get beyond the grace to say goodbye
 _ANSWER_TIMEOUT_S = 30.0
 _TELL_AFTER_S = 2.0
 _READ_BYTES = 1 << 18
+_MAX_NAMES_CHARS = 80
+_NEVER_CONNECTED = "stopped before it was connected"
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -67,6 +70,7 @@ class HostResult:
     """What one host did; complete once `run` has returned it."""
 
     host: Host
+    is_local: bool = False  # reached without a network
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     is_cut: bool = False  # it printed more than MAX_OUTPUT_BYTES
@@ -74,7 +78,8 @@ class HostResult:
     error: Diagnostic | None = None  # why there is no exit code
     connect_s: float | None = None  # until the agent's process was started
     round_trip_s: float | None = None  # one question and its answer
-    answered_s: float | None = None  # wall clock of this machine when the first output came
+    started_s: float | None = None  # wall clock of this machine when the program was asked to start ...
+    answered_s: float | None = None  # ... and when its first output came
     port: int | None = None  # one that was free on the host
 
 
@@ -89,10 +94,10 @@ class _Session:
         self.was_started = False
         self.said_bye = False
         self.is_over = False
+        self.unwanted = threading.Event()  # nobody waits for its start any more
         self._number = number
         self._task = task
         self._job_id = job_id
-        self._is_local = False
         self._asked_s = 0.0
 
     def serve(self, transport_for: Callable[[Host], Transport], room: threading.Semaphore) -> None:
@@ -123,13 +128,17 @@ class _Session:
                 self.channel.write(encode(message))
 
     def _open(self, transport_for: Callable[[Host], Transport]) -> Channel:
+        if self.unwanted.is_set():
+            raise TransportError(_NEVER_CONNECTED)
         start_s = time.monotonic()
         transport = transport_for(self._task.host)
-        self._is_local = transport.name == "local"
+        self.result.is_local = transport.name == "local"
         channel = transport.open(self._task.host)
         self.opened_s = time.monotonic()
         self.result.connect_s = self.opened_s - start_s
         self.channel = channel
+        if self.unwanted.is_set():
+            channel.close()
         return channel
 
     def _handle(self, message: Message, channel: Channel) -> None:
@@ -142,6 +151,7 @@ class _Session:
         elif isinstance(message, PortPicked):
             result.round_trip_s = time.monotonic() - self._asked_s
             result.port = message.port
+            result.started_s = time.time()
             self.was_started = True
             self.send(self._spawn_message())
         elif isinstance(message, Output):
@@ -151,6 +161,7 @@ class _Session:
             result.error = Diagnostic(f"it could not be started: {message.reason}", result.host.name, hint)
         elif isinstance(message, Exited):
             result.exit_code = shell_code(message.status)
+            result.stderr += str((message.record or {}).get("traceback", "")).encode("utf-8", "backslashreplace")
         elif isinstance(message, Bye):
             self.said_bye = True
 
@@ -160,9 +171,9 @@ class _Session:
             job_id=self._job_id,
             commands=[list(self._task.command)],
             cwd=self._task.cwd,
-            env={} if self._is_local else forwarded(os.environ),
+            env={} if self.result.is_local else forwarded(os.environ),
             rank_envs=[{env.RANK.name: number, env.NODE_RANK.name: number}],
-            lease_s=None if self._is_local else SSH_LEASE_S,
+            lease_s=None if self.result.is_local else SSH_LEASE_S,
             grace_s=GRACE_S,
         )
 
@@ -221,8 +232,10 @@ class Everywhere:
         return [session.result for session in self._sessions]
 
     def _serve(self, session: _Session, room: threading.Semaphore) -> None:
-        session.serve(self._transport_for, room)
-        self._ended.put(session)
+        try:
+            session.serve(self._transport_for, room)
+        finally:
+            self._ended.put(session)
 
     def _wait(self, timeout_s: float | None, is_enough: Callable[[HostResult], bool]) -> None:
         start_s = time.monotonic()
@@ -257,9 +270,9 @@ class Everywhere:
         return any(session.result.stdout for session in running)
 
     def _tell(self, running: Sequence[_Session]) -> None:
-        names = [session.result.host.name for session in running]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        self._on_waiting(f"{', '.join(names[:5])}{more}, {len(names)} of {len(self._sessions)}")
+        names = fold([session.result.host.name for session in running])
+        short = names if len(names) <= _MAX_NAMES_CHARS else names[:_MAX_NAMES_CHARS] + "…"
+        self._on_waiting(f"{short}, {len(running)} of {len(self._sessions)}")
 
     def _stop(self, running: Sequence[_Session], grace_s: float, why: str | None = None) -> None:
         """Ask every agent, once for each shorter grace, to end its program; give up on those that do not answer.
@@ -273,6 +286,11 @@ class Everywhere:
         for session in running:
             if why is not None:
                 session.fail(TransportError(why))
+            # Set before looking: the thread that connects stores its channel first and looks at this afterwards.
+            session.unwanted.set()
+            if session.channel is None:
+                session.fail(TransportError(_NEVER_CONNECTED))
+                session.is_over = True
             session.send(Stop(grace_s))
 
     def _abandon(self, running: Sequence[_Session]) -> None:

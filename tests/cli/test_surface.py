@@ -49,6 +49,7 @@ HOSTS_SURFACE = {
     name: SURFACE[name] for name in ("hostfile", "include", "exclude", "ssh_port", "ssh_config", "force_multi")
 } | {"num_nodes": ("--num_nodes", "--num-nodes"), "remote_python": SURFACE["remote_python"]}
 TOOLS_SURFACE = {
+    "check": HOSTS_SURFACE | {"as_json": ("--json",)},
     "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},
     "ps": {"as_json": ("--json",)},
     "logs": {"rank": ("--rank",), "follow": ("-f", "--follow"), "num_lines": ("--tail",)},
