@@ -11,6 +11,7 @@ import click
 
 from launcher.base.errors import ExitCode
 from launcher.base.units import format_bytes
+from launcher.cli.completion import files
 from launcher.cli.hosts import HostOptions, host_options
 from launcher.cli.run import Transports
 from launcher.cluster.fold import fold
@@ -25,13 +26,18 @@ examples:
 """
 
 
-@click.command("exec", context_settings={"allow_interspersed_args": False}, epilog=_EPILOG)
+@click.command(
+    "exec",
+    context_settings={"allow_interspersed_args": False},
+    epilog=_EPILOG,
+    short_help="Run a command on all hosts.",
+)
 @host_options
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(0), metavar="SECONDS", help="Stop what runs longer. Default: none."
 )
-@click.argument("command")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@click.argument("command", shell_complete=files)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files)
 @click.pass_context
 def exec_command(
     ctx: click.Context, /, command: str, arguments: tuple[str, ...], timeout_s: float | None, **values: Any

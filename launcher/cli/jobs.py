@@ -32,6 +32,17 @@ _REPEAT_S = 0.5  # two signals that come at once count as one
 _END_MARGIN_S = 30.0  # what a launcher may need beyond its grace: agents to say goodbye, lost hosts to be asked
 _MAX_COMMAND_CHARS = 60
 
+_LOGS_EPILOG = """\b
+examples:
+  launch logs calm-otter-4f2a
+  launch logs calm --rank 0 --tail 20 --follow
+"""
+_KILL_EPILOG = """\b
+examples:
+  launch kill calm-otter-4f2a
+  launch kill --now calm
+"""
+
 
 def _complete_job(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     jobs = [entry for entry in all_jobs() if entry.job_id.startswith(incomplete)]
@@ -41,7 +52,7 @@ def _complete_job(_ctx: click.Context, _param: click.Parameter, incomplete: str)
 _JOB = click.argument("job", shell_complete=_complete_job)
 
 
-@click.command("ps")
+@click.command("ps", short_help="Show jobs that run, or ended today.")
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
 def ps(as_json: bool) -> None:
     """Show your running jobs, then those that ended today with their exit codes."""
@@ -83,7 +94,7 @@ def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
     return entry.job_id, what, since, str(entry.num_ranks), fold(entry.hosts), short
 
 
-@click.command("logs")
+@click.command("logs", epilog=_LOGS_EPILOG, short_help="Show what the ranks of a job wrote.")
 @_JOB
 @click.option("--rank", type=click.IntRange(0), help="This rank only, as it was written. Default: all, behind [rank].")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
@@ -122,7 +133,7 @@ def _no_log(entry: JobEntry, rank: int | None, ranks: list[int]) -> LauncherErro
     return LauncherError("there are no logs", where=entry.run_folder, hint=hint)
 
 
-@click.command("kill")
+@click.command("kill", epilog=_KILL_EPILOG, short_help="End a job on all its hosts.")
 @_JOB
 @click.option("--now", is_flag=True, help="Kill the ranks at once. Default: SIGTERM, the job's --grace, SIGKILL.")
 def kill(job: str, now: bool) -> None:

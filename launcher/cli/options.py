@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from launcher.base.errors import UsageError
+from launcher.cli.completion import files
 from launcher.job.plan import DEFAULT_GRACE_S
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -134,8 +135,10 @@ class RunOptions:
 
 def run_options(function: _F) -> _F:
     """Add all options and the arguments SCRIPT and ARGS to a click command."""
-    decorated: Any = click.argument("script_args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")(function)
-    decorated = click.argument("script")(decorated)
+    decorated: Any = click.argument(
+        "script_args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files
+    )(function)
+    decorated = click.argument("script", shell_complete=files)(decorated)
     for option in reversed(_OPTIONS):
         decorated = option(decorated)
     result: _F = decorated

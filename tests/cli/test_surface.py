@@ -48,12 +48,13 @@ SURFACE = {
 HOSTS_SURFACE = {
     name: SURFACE[name] for name in ("hostfile", "include", "exclude", "ssh_port", "ssh_config", "force_multi")
 } | {"num_nodes": ("--num_nodes", "--num-nodes"), "remote_python": SURFACE["remote_python"]}
-TOOLS_SURFACE = {
+TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "check": HOSTS_SURFACE | {"as_json": ("--json",)},
     "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},
     "ps": {"as_json": ("--json",)},
     "logs": {"rank": ("--rank",), "follow": ("-f", "--follow"), "num_lines": ("--tail",)},
     "kill": {"now": ("--now",)},
+    "completion": {},
     "report": {"as_json": ("--json",)},
 }
 
@@ -79,7 +80,17 @@ def test_the_options_of_the_tools_are_the_frozen_ones(name: str) -> None:
     assert command.help
 
 
-@pytest.mark.parametrize("command", [["--help"], ["config", "check", "--help"], ["config", "explain", "bf16.enabled"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["config", "check", "--help"],
+        ["config", "explain", "bf16.enabled"],
+        ["ps"],
+        ["check", "--help"],
+        ["completion", "bash"],
+    ],
+)
 def test_commands_that_start_nothing_import_no_torch(command: list[str]) -> None:
     code = (
         "import sys; from launcher.cli.main import main\n"
