@@ -129,7 +129,9 @@ def logs(job: str, rank: int | None, follow: bool, num_lines: int | None) -> Non
 def _no_log(entry: JobEntry, rank: int | None, ranks: list[int]) -> LauncherError:
     if rank is not None and ranks:
         return UsageError(f"job {entry.job_id} has no rank {rank}", hint=f"it has ranks 0 to {ranks[-1]}")
-    hint = "it ended before any rank was started" if entry.ended_s is not None else "no rank has been started yet"
+    hint = "no rank has been started yet"
+    if entry.ended_s is not None:
+        hint = "it ended before any rank was started, or its run folder was removed"
     return LauncherError("there are no logs", where=entry.run_folder, hint=hint)
 
 

@@ -172,9 +172,17 @@ def _read(path: Path) -> JobEntry | None:
     try:
         values: dict[str, Any] = json.loads(path.read_text())
         values.update({name: tuple(value) for name, value in values.items() if isinstance(value, list)})
-        return JobEntry(**values)
+        entry = JobEntry(**values)
+        return entry if entry.job_id == path.stem and _is_sound(entry) else None
     except (OSError, ValueError, TypeError, AttributeError):  # just removed, half a file, another version's entry
         return None
+
+
+def _is_sound(entry: JobEntry) -> bool:
+    """Tell whether what is computed with is of the right type: a file may have been edited. Raises: TypeError."""
+    numbers = (entry.pid, entry.started_s, entry.grace_s, entry.ended_s or 0.0)
+    texts = (entry.machine, entry.process, entry.run_folder, *entry.hosts, *entry.command)
+    return all(isinstance(n, (int, float)) for n in numbers) and all(isinstance(text, str) for text in texts)
 
 
 def _drop_old(before_s: float) -> None:

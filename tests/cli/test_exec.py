@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from harness.launching import Launch, run_launch, wait_until
+from harness.launching import ROOT, Launch, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.cli.exec import show_results
@@ -74,6 +77,26 @@ def test_a_folder_that_is_missing_on_a_host_is_explained() -> None:
     assert result.error is not None
     assert "/no/such/folder: No such file or directory" in result.error.message
     assert "from a folder that every host has" in str(result.error.hint)
+
+
+@pytest.mark.cluster
+def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    job = Launch(tmp_path, "exec", *hosts(sshd, tmp_path), "sh", "-c", "test $RANK != 2 || exec setsid sleep 77.75")
+    wait_until(lambda: len(sleeping(b"77.75")) == 1, "the command")
+    pid = int(sleeping(b"77.75")[0].parent.name)
+    agent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGKILL)
+    result = job.wait(20)
+    assert result.code == 69
+    assert "✗ 127.0.0.3: the connection was lost\n" in result.err
+    assert not sleeping(b"77.75")
+
+
+def test_a_reader_that_leaves_ends_the_command(tmp_path: Path) -> None:
+    script = f"{sys.executable} -m launcher exec seq 1 400000 | head -n 1"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 @pytest.mark.cluster

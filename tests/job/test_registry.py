@@ -145,7 +145,16 @@ def test_files_that_are_no_entry_are_left_out() -> None:
     with registry.registered(plan(), fail):
         pass
     folder = registry.jobs_folder()
-    for name, text in {"half": '{"job_id": ', "list": "[]", "new": '{"job_id": "x", "colour": 1}'}.items():
+    whole = json.loads((folder / "calm-otter-0001.json").read_text())
+    for name, text in {
+        "half": '{"job_id": ',
+        "list": "[]",
+        "new": '{"job_id": "x", "colour": 1}',
+        "copy": json.dumps(whole),
+        "text": json.dumps(whole | {"job_id": "text", "started_s": "now"}),
+        "number": json.dumps(whole | {"job_id": "number", "hosts": [1]}),
+        "flat": json.dumps(whole | {"job_id": "flat", "hosts": None}),
+    }.items():
         (folder / f"{name}.json").write_text(text)
     assert [entry.job_id for entry in registry.all_jobs()] == ["calm-otter-0001"]
 
