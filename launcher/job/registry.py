@@ -20,6 +20,7 @@ from typing import Any
 
 from launcher.base import env
 from launcher.base.errors import ExitCode, LauncherError, UsageError
+from launcher.base.secrets import mask_arguments
 from launcher.base.suggest import did_you_mean
 from launcher.job.plan import JobPlan
 
@@ -77,7 +78,7 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
         started_s=time.time(),
         hosts=tuple(node.host.name for node in plan.placement.nodes),
         num_ranks=plan.placement.world_size,
-        command=(plan.command.target, *plan.command.arguments),
+        command=(plan.command.target, *mask_arguments(plan.command.arguments)),
         cwd=plan.cwd,
         run_folder=str(Path(plan.cwd, plan.run_folder)),
         grace_s=plan.grace_s,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.base.errors import LauncherError, TransportError, UsageError
+from launcher.base.secrets import MASK
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.job import registry
 from launcher.job.plan import Command, JobPlan
@@ -49,7 +50,7 @@ def test_an_entry_says_where_and_how_the_job_ran() -> None:
         assert entry.pid == os.getpid()
         assert entry.hosts == ("node-a", "node-b")
         assert entry.num_ranks == 4
-        assert entry.command == ("train.py", "--token", "s3cret")
+        assert entry.command == ("train.py", "--token", MASK)
         assert entry.run_folder == "/work/runs/calm-otter-0001"
         assert abs(entry.started_s - time.time()) < 60
         registration.exit_code = 3
