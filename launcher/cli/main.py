@@ -17,6 +17,7 @@ from launcher.cli import render
 _COMMANDS = {
     "run": "launcher.cli.run:run",
     "config": "launcher.cli.config:config_group",
+    "sbatch": "launcher.cli.sbatch:sbatch",
 }
 
 _EPILOG = """\
