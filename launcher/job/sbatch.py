@@ -10,9 +10,8 @@ from pathlib import Path
 
 from launcher.base.errors import UsageError
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-# In a wheel the templates are part of the package, in a checkout they stand beside it.
-_TEMPLATE_FOLDERS = (_PACKAGE / "_slurm_templates", _PACKAGE.parent / "slurm_templates")
+# Part of the package, so that a wheel has them; a checkout shows them at the top too, by a link.
+_TEMPLATES = Path(__file__).resolve().parents[1] / "slurm_templates"
 TIME_FORM = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _GPUS_FORM = re.compile(r"(?:[A-Za-z][\w.-]*:)?([1-9]\d{0,3})")
 _SAFE = re.compile(r"[\w@%+=:,./*|&!()\[\]<>~^-]+")
@@ -94,10 +93,7 @@ def render_script(options: BatchOptions, words: list[str], template: Path | None
     """
     import jinja2  # not for those who render nothing
 
-    folder = next((folder for folder in _TEMPLATE_FOLDERS if folder.is_dir()), None)
-    if folder is None:
-        raise UsageError("the templates of batch scripts are missing", hint="install launch-zero again")
-    loader = jinja2.FileSystemLoader([*([template.parent] if template else []), folder])
+    loader = jinja2.FileSystemLoader([*([template.parent] if template else []), _TEMPLATES])
     environment = jinja2.Environment(
         loader=loader,
         undefined=jinja2.StrictUndefined,
@@ -112,7 +108,7 @@ def render_script(options: BatchOptions, words: list[str], template: Path | None
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"the template is wrong: {error.message}", where=f"{error.name}:{error.lineno}") from None
     except jinja2.TemplateNotFound as error:
-        raise UsageError(f"there is no template {error}", where=str(template), hint=f"ours are in {folder}") from None
+        raise UsageError(f"there is no template {error}", where=str(template), hint=f"ours are in {_TEMPLATES}") from None
     except (jinja2.TemplateError, UnicodeDecodeError) as error:
         raise UsageError(f"the template cannot be used: {error}", where=str(template or name)) from None
 
