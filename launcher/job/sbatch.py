@@ -108,7 +108,8 @@ def render_script(options: BatchOptions, words: list[str], template: Path | None
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"the template is wrong: {error.message}", where=f"{error.name}:{error.lineno}") from None
     except jinja2.TemplateNotFound as error:
-        raise UsageError(f"there is no template {error}", where=str(template), hint=f"ours are in {_TEMPLATES}") from None
+        hint = f"ours are in {_TEMPLATES}"
+        raise UsageError(f"there is no template {error}", where=str(template), hint=hint) from None
     except (jinja2.TemplateError, UnicodeDecodeError) as error:
         raise UsageError(f"the template cannot be used: {error}", where=str(template or name)) from None
 
