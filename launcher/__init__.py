@@ -19,10 +19,13 @@ _LAZY_NAMES = {
     "init_distributed": "launcher.comm.groups",
     "initialize": "launcher.engine.build",
 }
+# Public modules that are loaded the same way.
+_LAZY_MODULES = {"notebook"}
 
-__all__ = ["Engine", "__version__", "add_config_arguments", "heartbeat", "init_distributed", "initialize"]
+__all__ = ["Engine", "__version__", "add_config_arguments", "heartbeat", "init_distributed", "initialize", "notebook"]
 
 if TYPE_CHECKING:
+    from launcher import notebook
     from launcher.base.progress import heartbeat
     from launcher.comm.groups import init_distributed
     from launcher.engine.arguments import add_config_arguments
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"launcher.{name}")
     module_name = _LAZY_NAMES.get(name)
     if module_name is None:
         raise AttributeError(f"module 'launcher' has no attribute {name!r}")
@@ -40,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_LAZY_NAMES))
+    return sorted(set(globals()) | set(_LAZY_NAMES) | _LAZY_MODULES)

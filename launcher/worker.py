@@ -31,7 +31,8 @@ from launcher.base import env
 from launcher.base.processes import STACKS_SIGNAL, die_with_parent
 
 _MAX_TRACEBACK_CHARS = 64_000
-_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+_NOTEBOOK_RANK = os.path.join(os.path.dirname(__file__), "notebook", "rank.py")
+_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>", _NOTEBOOK_RANK)
 
 
 def main() -> None:
@@ -61,7 +62,7 @@ def main() -> None:
         is_recorded = _leave_record(error, trace)
         if not is_recorded or sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error.with_traceback(trace), trace)
-        _exit_after_failure(error)
+        sys.exit(_exit_code(error))
 
 
 def _dump_stacks_on_demand() -> None:
@@ -111,7 +112,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def _user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback without the frames of this file and of runpy."""
+    """Return the traceback without the frames of the launcher's own files and of runpy."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
         trace = trace.tb_next
@@ -133,6 +134,7 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
         "pid": os.getpid(),
         "time_s": time.time(),
         "type": type(error).__name__,
+        "exit_code": _exit_code(error),
         "message": str(error)[:_MAX_TRACEBACK_CHARS],
         "traceback": "".join(lines)[-_MAX_TRACEBACK_CHARS:],
     }
@@ -146,8 +148,11 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
     return True
 
 
-def _exit_after_failure(error: BaseException) -> None:
-    sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+def _exit_code(error: BaseException) -> int:
+    """Return what `python` exits with after this exception."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 if __name__ == "__main__":

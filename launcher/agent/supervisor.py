@@ -31,6 +31,8 @@ from launcher.agent.wire import (
     Message,
     Output,
     PickPort,
+    Ping,
+    Pong,
     PortPicked,
     Progress,
     Spawn,
@@ -52,7 +54,7 @@ _IDLE_WAIT_S = 1.0  # the longest sleep; deadlines shorten it
 _STOP_POLL_S = 0.05
 _PROGRESS_INTERVAL_S = 1.0
 _STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machine a little later
-_DRAIN_S = 0.5  # how long a dead rank's pipe may be held open by a child that outlives it
+_DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may go on writing
 _KILL_RETRY_S = 10.0  # a process in an uninterruptible wait cannot be killed: leave it to the kernel
 _LEFTOVER_GRACE_S = 2.0  # for children that outlive ranks which ended well
 
@@ -117,6 +119,7 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         is_urgent = self._state is AgentState.STOPPING or self._stacks_at_s is not None
+        is_urgent = is_urgent or any(rank.status is not None for rank in self._ranks.values())
         return _STOP_POLL_S if is_urgent else _IDLE_WAIT_S
 
     def _watch_streams(self) -> None:
@@ -177,6 +180,8 @@ class Supervisor:
             self._spawn(message)
         elif isinstance(message, Stop):
             self._stop(message.grace_s)
+        elif isinstance(message, Ping):
+            self._send(Pong())
         elif isinstance(message, DumpStacks):
             send([rank.pid for rank in self._ranks.values() if rank.status is None], STACKS_SIGNAL)
             self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S
@@ -249,8 +254,9 @@ class Supervisor:
     def _report_if_over(self, rank: Rank) -> None:
         if rank.status is None:
             return
-        if rank.streams and time.monotonic() - rank.ended_s < _DRAIN_S and self._connected:
-            return  # what it wrote last may still be in the pipe
+        is_recent = time.monotonic() - rank.ended_s < _DRAIN_S
+        if rank.status == 0 and rank.streams and is_recent and self._connected:
+            return  # a failure is told at once: all it wrote is in the pipe already
         for descriptor in list(rank.streams):
             self._drain(rank, descriptor)
         del self._ranks[rank.pid]

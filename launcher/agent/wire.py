@@ -90,6 +90,11 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
+class Pong(Message):
+    """The answer to Ping: the node and the way to it are alive."""
+
+
+@dataclass(frozen=True)
 class PortPicked(Message):
     """The answer to PickPort."""
 
@@ -163,6 +168,7 @@ _TYPES: dict[str, type[Message]] = {
         Sweep,
         Ping,
         Hello,
+        Pong,
         PortPicked,
         Started,
         SpawnFailed,

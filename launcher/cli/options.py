@@ -16,7 +16,7 @@ from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean
 from launcher.cli.render import LOG_LEVELS
 from launcher.cluster.slurm import in_allocation
-from launcher.job.plan import DEFAULT_GRACE_S
+from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -111,6 +111,14 @@ _OPTIONS = (
         help=f"Between SIGTERM and SIGKILL. Default: {DEFAULT_GRACE_S:g}.",
     ),
     click.option(
+        "--lease",
+        "lease_s",
+        type=click.FloatRange(min=2),
+        default=DEFAULT_LEASE_S,
+        metavar="SECONDS",
+        help=f"Over a network: after a silence of this length the other side is gone. Default: {DEFAULT_LEASE_S:g}.",
+    ),
+    click.option(
         *_both("max_restarts"),
         "max_restarts",
         type=click.IntRange(0),
@@ -203,6 +211,7 @@ class RunOptions:
     force_multi: bool
     log_dir: Path
     grace_s: float
+    lease_s: float
     max_restarts: int
     min_nodes: int | None
     hang_timeout_s: float | None

@@ -151,6 +151,7 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
         given_env=job_environment(options.env, options.env_files, os.environ, (Path.home(), Path.cwd())),
         device_tokens=tokens,
         grace_s=options.grace_s,
+        lease_s=options.lease_s,
         hang_timeout_s=options.hang_timeout_s,
         stop_signals=options.stop_signals,
         saves_pid=options.save_pid,

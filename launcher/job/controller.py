@@ -35,7 +35,7 @@ from launcher.job.failures import FailureBook
 from launcher.job.hang import HangWatch, odd_one_out
 from launcher.job.logs import RankLog
 from launcher.job.node import ChannelEnded, Inbox, Node
-from launcher.job.plan import PING_INTERVAL_S, SSH_LEASE_S, JobPlan
+from launcher.job.plan import PING_INTERVAL_S, JobPlan
 from launcher.job.report import RunReport
 from launcher.job.signals import SignalQueue
 from launcher.job.sweep import sweep_lost_hosts
@@ -165,7 +165,7 @@ class Controller:
                     # srun has passed on the whole environment, and a local agent inherits it.
                     env=job_variables(plan) | (plan.forwarded_env if transport == "ssh" else {}) | plan.given_env,
                     rank_envs=rank_envs,
-                    lease_s=SSH_LEASE_S if transport == "ssh" else None,
+                    lease_s=None if transport == "local" else plan.lease_s,
                     grace_s=plan.grace_s,
                     bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
                 )
@@ -198,6 +198,7 @@ class Controller:
             for node in self._nodes:
                 if not node.ended:
                     node.send(Ping())
+            self._check_silence(now_s)
         self._handle_signals()
         self._check_progress(now_s)
         if self._stop_deadline_s is not None and now_s > self._stop_deadline_s:
@@ -205,6 +206,16 @@ class Controller:
                 if not node.ended:
                     node.channel.close()  # the agent's lease ends with it
                     node.ended = True
+
+    def _check_silence(self, now_s: float) -> None:
+        """Give up nodes that a network separates from us: they say nothing, and end their ranks by themselves."""
+        for node in self._nodes:
+            silence_s = now_s - node.last_heard_s
+            is_local = self._plan.transports[node.placement.node_rank] == "local"
+            if not is_local and not node.ended and silence_s > self._plan.lease_s:
+                node.ended = True
+                node.channel.close()
+                self._lose_host(node, f"no word for {silence_s:.0f} s")
 
     def _handle(self, node: Node, message: Message | ChannelEnded) -> None:
         if isinstance(message, Output):

@@ -110,21 +110,24 @@ class FailureBook:
     def _may_be_cause(self, status: int, died_s: float) -> bool:
         if self._stop_s is None:
             return True
-        by_us = status in (-signal.SIGTERM, -signal.SIGKILL)
+        by_us = status in (-signal.SIGTERM, -signal.SIGKILL)  # or by somebody else, a moment before
         return died_s <= self._stop_s + (0.0 if by_us else self._slack_s)
 
 
 def rank_failure(node: Node, message: Exited, log: RankLog, after_s: float) -> Failure:
     """Put together what is known about the end of a rank."""
     record: dict[str, Any] = message.record or {}
+    status = message.status
+    if status < 0 and "exit_code" in record:  # it had failed already, and was killed while it was on its way out
+        status = int(record["exit_code"])
     return Failure(
         host=node.name,
         rank=message.rank,
         pid=node.pids.get(message.rank),
-        exit_code=shell_code(message.status),
-        signal_name=signal_name(message.status),
+        exit_code=shell_code(status),
+        signal_name=signal_name(status),
         after_s=after_s,
-        reason=describe_status(message.status, record, message.oom),
+        reason=describe_status(status, record, message.oom),
         traceback=str(record.get("traceback", "")),
         last_lines=log.last_lines(LAST_LINES),
         log=str(log.path),

@@ -10,9 +10,9 @@ from pathlib import Path
 from launcher.cluster.cluster import Placement
 
 DEFAULT_GRACE_S = 5.0
-# Local agents notice the end of their pipe at once. A network can fail without a word, so SSH agents need a lease;
-# it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
-SSH_LEASE_S = 30.0
+# Local agents notice the end of their pipe at once. A network can fail without a word, so both sides of one need a
+# lease; it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
+DEFAULT_LEASE_S = 30.0
 PING_INTERVAL_S = 1.0
 
 _ADJECTIVES = (
@@ -77,6 +77,7 @@ class JobPlan:
     given_env: dict[str, str] = field(repr=False, default_factory=dict)  # from files and --env, for all ranks
     device_tokens: tuple[str, ...] = ()  # of this machine, see cluster.devices
     grace_s: float = DEFAULT_GRACE_S
+    lease_s: float = DEFAULT_LEASE_S  # a silence of this length, over a network, means that the other side is gone
     hang_timeout_s: float | None = None  # end the job when a rank makes no progress for so long
     stop_signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of the launcher: end the job
     bound_cores: tuple[int, ...] | None = None  # bind ranks to shares of these; (): of all; None: do not bind
@@ -102,6 +103,7 @@ class JobPlan:
             "forwarded_environment": sorted(self.forwarded_env),
             "bound_cores": self.bound_cores,
             "grace_s": self.grace_s,
+            "lease_s": self.lease_s,
             "hang_timeout_s": self.hang_timeout_s,
             "max_restarts": self.max_restarts,
             "nodes": [

@@ -21,6 +21,7 @@ from launcher.agent.wire import (
     Output,
     PickPort,
     Ping,
+    Pong,
     PortPicked,
     Progress,
     Spawn,
@@ -41,6 +42,7 @@ INTEGERS = st.integers(-(2**31), 2**31)
 MESSAGES = st.one_of(
     st.builds(PickPort),
     st.builds(Ping),
+    st.builds(Pong),
     st.builds(Bye),
     st.builds(
         Spawn,

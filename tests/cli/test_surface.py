@@ -46,6 +46,7 @@ SURFACE = {
     "force_multi": ("--force_multi", "--force-multi"),
     "log_dir": ("--log_dir", "--log-dir", "--enable_each_rank_log"),
     "grace_s": ("--grace", "--shutdown_timeout", "--shutdown-timeout"),
+    "lease_s": ("--lease",),
     "max_restarts": ("--max_restarts", "--max-restarts"),
     "min_nodes": ("--min_nodes", "--min-nodes"),
     "hang_timeout_s": ("--hang_timeout", "--hang-timeout"),

@@ -105,3 +105,12 @@ def test_out_of_memory_is_said(tmp_path: Path) -> None:
     assert book.cause is not None
     assert (book.cause.exit_code, book.cause.reason) == (137, "killed by SIGKILL, out of memory")
     assert (book.cause.oom, book.cause.max_rss_bytes) == ("the limit was reached", 1 << 30)
+
+
+def test_a_rank_that_is_killed_on_its_way_out_keeps_its_own_code(tmp_path: Path) -> None:
+    now_s = time.time()
+    record = {"time_s": now_s, "type": "SystemExit", "message": "7", "traceback": "", "exit_code": 7}
+    book = FailureBook(now_s - 1)
+    add(book, node(), Exited(0, -15, now_s + 0.4, record, 0, None), tmp_path / "0.log")
+    assert book.cause is not None
+    assert (book.cause.exit_code, book.cause.signal_name, book.cause.reason) == (7, None, "exit code 7")
