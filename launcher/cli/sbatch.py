@@ -37,6 +37,7 @@ _BATCH_OPTIONS = (
     click.option("--signal", metavar="B:SIG@SECONDS", help="Signal `launch` so long before the time limit."),
     click.option("-a", "--array", metavar="RANGE", help="Such as 0-7%2: one job for each number."),
     click.option("--container-image", metavar="IMAGE", help="Run the ranks in it: a .sif by apptainer, else by pyxis."),
+    click.option("--requeue", is_flag=True, help="Warn the ranks before the time limit; start again when they ask."),
     click.option("--setup", multiple=True, metavar="COMMAND", help="Shell line before `launch`. Repeatable."),
 )
 

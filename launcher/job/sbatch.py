@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.errors import UsageError
+from launcher.base.preemption import EXIT_REQUEUE
 
 # Part of the package, so that a wheel has them; a checkout shows them at the top too, by a link.
 _TEMPLATES = Path(__file__).resolve().parents[1] / "slurm_templates"
 TIME_FORM = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _GPUS_FORM = re.compile(r"(?:[A-Za-z][\w.-]*:)?([1-9]\d{0,3})")
+_NOTICE = "B:USR1@120"  # two minutes before the end, to the batch script
 _SAFE = re.compile(r"[\w@%+=:,./*|&!()\[\]<>~^-]+")
 
 
@@ -39,6 +41,7 @@ class BatchOptions:
     signal: str | None = None
     array: str | None = None
     container_image: str | None = None
+    requeue: bool = False  # warn the ranks before the time limit, and start again when they ask for it
     setup: tuple[str, ...] = ()  # shell lines before `launch`
 
     def __post_init__(self) -> None:
@@ -47,6 +50,11 @@ class BatchOptions:
         if self.gpus_per_node is not None and not _GPUS_FORM.fullmatch(self.gpus_per_node):
             raise UsageError(
                 f'"{self.gpus_per_node}" is no number of GPUs', where="--gpus-per-node", hint='expected "8" or "a100:8"'
+            )
+        if self.requeue and self.container_image is not None:
+            raise UsageError(
+                "--requeue and --container-image exclude each other: no `launch` outlives the ranks of a container",
+                hint="write a template of your own and name it with --template",
             )
         for line in self.setup:
             if "\n" in line:
@@ -77,12 +85,14 @@ class BatchOptions:
             ("constraint", self.constraint),
             ("dependency", self.dependency),
             ("array", self.array),
-            ("signal", self.signal),
+            ("signal", self.signal or (_NOTICE if self.requeue else None)),
+            ("open-mode", "append" if self.requeue else None),
             ("mail-user", self.mail_user),
             ("mail-type", self.mail_type),
         ]
         lines = [f"--{name}={_quoted(name, str(value))}" for name, value in values if value is not None]
-        return [*lines, *(["--exclusive"] if self.exclusive else [])]
+        flags = [("--exclusive", self.exclusive), ("--requeue", self.requeue)]
+        return [*lines, *(flag for flag, is_on in flags if is_on)]
 
 
 def render_script(options: BatchOptions, words: list[str], template: Path | None = None) -> str:
@@ -117,6 +127,8 @@ def render_script(options: BatchOptions, words: list[str], template: Path | None
 def _template_for(options: BatchOptions) -> str:
     if options.container_image is not None:
         return "container"
+    if options.requeue:
+        return "requeue"
     return "array" if options.array is not None else "plain"
 
 
@@ -134,6 +146,7 @@ def _variables(options: BatchOptions, words: list[str]) -> dict[str, object]:
         "ranks_per_node": ranks,
         "cpus_per_rank": cpus // ranks if cpus is not None and cpus >= ranks else None,
         "container_image": shlex.quote(image),
+        "requeue_code": EXIT_REQUEUE,
         "container_is_file": image.endswith((".sif", ".simg")),
     }
 

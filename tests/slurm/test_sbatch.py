@@ -18,6 +18,7 @@ TEMPLATES = sorted((ROOT / "slurm_templates").glob("*.j2"))
 OPTIONS = {
     "plain": ["--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "4", "--mem", "0", "--exclusive"],
     "array": ["--array", "0-3%2", "--mail-type", "END,FAIL", "--mail-user", "me@example.org"],
+    "requeue": ["--requeue", "--nodes", "2", "--gpus-per-node", "1"],
     "container": ["--container-image", "image.sif", "--nodes", "3", "--gpus-per-node", "2"],
 }
 
@@ -127,3 +128,34 @@ def test_lint_names_line_and_remedy(tmp_path: Path) -> None:
     assert result.code == 2
     assert f"{path}:3: --ntasks-per-node is 4" in result.err
     assert "→ write --ntasks-per-node=1" in result.err
+
+
+def test_a_preempted_job_saves_and_starts_again(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        import launcher
+        rank, saved = os.environ["RANK"], pathlib.Path("saved_" + os.environ["RANK"])
+        if saved.exists():
+            print("RESUMED", rank)
+            sys.exit(0)
+        print("FIRST", rank, flush=True)
+        while not launcher.preempted():
+            time.sleep(0.02)
+        time.sleep(float(rank))  # one rank saves longer than the other
+        saved.touch()
+        sys.exit(launcher.EXIT_REQUEUE)
+        """,
+    )
+    result = sbatch(slurm, tmp_path, *OPTIONS["requeue"], "--time", "5", "--submit", script)
+    assert result.code == 0, result.err
+    job = result.out.strip()
+    log = tmp_path / f"script-{job}.out"
+    wait_until(lambda: log.exists() and log.read_text().count("FIRST") == 2, "the first run", 60)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    wait_until(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", job), "the requeue", 30)
+    assert (tmp_path / "saved_0").exists()
+    assert (tmp_path / "saved_1").exists()
+    wait_until(lambda: log.read_text().count("RESUMED") == 2, "the second run", 150)
+    wait_until(lambda: states(slurm, job) == ["COMPLETED"], "the end", 30)
