@@ -11,6 +11,14 @@ from harness.slurm import LoopbackSlurm
 from harness.sshd import LoopbackSshd, available
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the tests' jobs out of the user's own list."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def sshd() -> Iterator[LoopbackSshd]:
     """A real sshd on 127.0.0.*; tests that stop or change it make their own instead."""

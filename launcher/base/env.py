@@ -66,5 +66,8 @@ SLURM_PROCID = EnvVar("SLURM_PROCID", "set by srun: number of the task; RANK und
 SLURM_LOCALID = EnvVar("SLURM_LOCALID", "set by srun: number of the task on its node; LOCAL_RANK", "read")
 SLURM_NODEID = EnvVar("SLURM_NODEID", "set by srun: number of the node in the step; NODE_RANK", "read")
 SLURMD_NODENAME = EnvVar("SLURMD_NODENAME", "set by Slurm: name of the node a process runs on", "read")
+XDG_STATE_HOME = EnvVar(
+    "XDG_STATE_HOME", "parent folder of launch/jobs, what launch ps reads; default ~/.local/state", "read"
+)
 
 ALL: tuple[EnvVar, ...] = tuple(value for value in list(globals().values()) if isinstance(value, EnvVar))

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from launcher import __version__
 from launcher.base.errors import ExitCode, LauncherError
@@ -16,8 +17,16 @@ from launcher.cli import render
 # Subcommand -> where it is defined. Loaded when used, so that none pays for another's imports.
 _COMMANDS = {
     "run": "launcher.cli.run:run",
+    "stacks": "launcher.cli.stacks:stacks",
     "config": "launcher.cli.config:config_group",
     "sbatch": "launcher.cli.sbatch:sbatch",
+    "check": "launcher.cli.check:check",
+    "exec": "launcher.cli.exec:exec_command",
+    "ps": "launcher.cli.jobs:ps",
+    "logs": "launcher.cli.jobs:logs",
+    "kill": "launcher.cli.jobs:kill",
+    "report": "launcher.cli.report:report",
+    "completion": "launcher.cli.completion:completion",
 }
 
 _EPILOG = """\
@@ -27,6 +36,7 @@ examples:
   launch --hostfile hosts --dry-run train.py
   launch config check ds_config.json
   launch sbatch --nodes 2 --gpus-per-node 8 --time 20:00:00 --submit train.py
+  launch check --hostfile hosts
 
 exit codes: the first failing rank's own (128 + signal when killed) · 2 wrong options, hostfile or config
             69 a host could not be reached or was lost · 75 saved, to be started again · 130 Ctrl-C
@@ -51,6 +61,15 @@ class LaunchGroup(click.Group):
         module_name, _, attribute = target.partition(":")
         command: Any = getattr(importlib.import_module(module_name), attribute)
         return command if isinstance(command, click.Command) else None
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer commands, and what may stand behind `launch` because it may stand behind `launch run`."""
+        found = super().shell_complete(ctx, incomplete)
+        run = self.get_command(ctx, "run")
+        if run is not None:
+            run_context = click.Context(run, info_name="run", parent=ctx)
+            found += [item for item in run.shell_complete(run_context, incomplete) if item.value != "--help"]
+        return found if incomplete.startswith("-") else [*found, CompletionItem(incomplete, type="file")]
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show the options of `run`, which is what a user types, then the other commands."""

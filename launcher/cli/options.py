@@ -14,9 +14,11 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean
+from launcher.cli.completion import files
 from launcher.cli.render import LOG_LEVELS
 from launcher.cluster.slurm import in_allocation
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
+from launcher.transport.ssh_config import SshOptions
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -265,6 +267,17 @@ class RunOptions:
         return " && ".join([*source, *([self.setup] if self.setup else [])])
 
     @property
+    def ssh_options(self) -> SshOptions:
+        """How hosts are reached over SSH."""
+        return SshOptions(
+            port=self.ssh_port,
+            config_file=Path(self.ssh_config) if self.ssh_config else None,
+            python=self.remote_python,
+            setup=self.shell_setup,
+            accept_new_host_keys=self.accept_new_host_keys,
+        )
+
+    @property
     def stop_signals(self) -> tuple[int, ...]:
         """Numbers of the signals that end the job. Raises: UsageError."""
         numbers = []
@@ -284,8 +297,10 @@ class RunOptions:
 
 def run_options(function: _F) -> _F:
     """Add all options and the arguments SCRIPT and ARGS to a click command."""
-    decorated: Any = click.argument("script_args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")(function)
-    decorated = click.argument("script")(decorated)
+    decorated: Any = click.argument(
+        "script_args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files
+    )(function)
+    decorated = click.argument("script", shell_complete=files)(decorated)
     for option in reversed(_OPTIONS):
         decorated = option(decorated)
     result: _F = decorated

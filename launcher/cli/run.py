@@ -16,6 +16,7 @@ from launcher.cli.planning import Reach, Transports, choose_hosts, config_argume
 from launcher.cluster.cluster import Cluster
 from launcher.job.controller import Controller
 from launcher.job.plan import JobPlan, new_job_id
+from launcher.job.registry import registered
 from launcher.job.report import RunReport
 from launcher.job.restart import RestartPolicy, run_with_restarts
 
@@ -59,7 +60,9 @@ def run(ctx: click.Context, /, **values: Any) -> None:
 
     policy = RestartPolicy(options.max_restarts, options.min_nodes, chosen.spares)
     try:
-        report = run_with_restarts(plan, policy, run_plan, plan_for, console)
+        with registered(plan, console.warning) as registration:
+            report = run_with_restarts(plan, policy, run_plan, plan_for, console)
+            registration.exit_code = report.exit_code
     finally:
         transports.close()
     console.finish(report)
@@ -67,7 +70,9 @@ def run(ctx: click.Context, /, **values: Any) -> None:
 
 
 def _reach(options: RunOptions, cluster: Cluster) -> Reach:
-    return slurm.AllocationTransports(options, cluster) if options.in_slurm else Transports(options)
+    if options.in_slurm:
+        return slurm.AllocationTransports(options, cluster)
+    return Transports(options.ssh_options, only_local=options.is_by_hand, only_ssh=options.force_multi)
 
 
 def _with_job_file(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:

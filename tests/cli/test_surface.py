@@ -62,6 +62,19 @@ SURFACE = {
     "as_json": ("--json",),
 }
 
+HOSTS_SURFACE = {
+    name: SURFACE[name] for name in ("hostfile", "include", "exclude", "ssh_port", "ssh_config", "force_multi")
+} | {"num_nodes": ("--num_nodes", "--num-nodes"), "remote_python": SURFACE["remote_python"]}
+TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
+    "check": HOSTS_SURFACE | {"as_json": ("--json",)},
+    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},
+    "ps": {"as_json": ("--json",)},
+    "logs": {"rank": ("--rank",), "follow": ("-f", "--follow"), "num_lines": ("--tail",)},
+    "kill": {"now": ("--now",)},
+    "completion": {},
+    "report": {"as_json": ("--json",)},
+}
+
 
 def plan_of(folder: Path, *args: str) -> dict[str, object]:
     result = run_launch(folder, "--dry-run", "--json", *args)
@@ -75,7 +88,26 @@ def test_the_options_are_the_frozen_ones() -> None:
     assert found == {name: set(spellings) for name, spellings in SURFACE.items()}
 
 
-@pytest.mark.parametrize("command", [["--help"], ["config", "check", "--help"], ["config", "explain", "bf16.enabled"]])
+@pytest.mark.parametrize("name", TOOLS_SURFACE)
+def test_the_options_of_the_tools_are_the_frozen_ones(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    found = {p.name: set(p.opts) for p in command.params if isinstance(p, click.Option)}
+    assert found == {option: set(spellings) for option, spellings in TOOLS_SURFACE[name].items()}
+    assert command.help
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["config", "check", "--help"],
+        ["config", "explain", "bf16.enabled"],
+        ["ps"],
+        ["check", "--help"],
+        ["completion", "bash"],
+    ],
+)
 def test_commands_that_start_nothing_import_no_torch(command: list[str]) -> None:
     code = (
         "import sys; from launcher.cli.main import main\n"

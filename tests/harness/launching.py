@@ -47,7 +47,7 @@ class Launch:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+                env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), **(env or {})},
                 start_new_session=True,
             )
 

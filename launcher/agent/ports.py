@@ -1,0 +1,84 @@
+"""Can every host open a TCP connection to every other? One process of this on each host, all at the same time.
+
+    python -m launcher.agent.ports '{"index": 0, "token": "...", "peers": [["node-a", 4711], ["node-b", 4712]]}'
+
+listens on its own port, connects to all others, prints what failed as one line of JSON, and goes on answering until
+it is ended. Who answers says token and index: a wrong address may well lead to a host that listens too.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+CONNECT_TIMEOUT_S = 5.0  # for one connection, and for a peer that has not started listening yet
+_LIFE_S = 300.0  # an end of its own, should nobody end it
+_RETRY_S = 0.1
+_MAX_PARALLEL = 64
+_MAX_ANSWER_BYTES = 256
+
+
+def main(spec: dict[str, Any]) -> None:
+    """Listen, connect to all others, print `{"failed": {index: reason}}`, stay until ended."""
+    index, token, peers = int(spec["index"]), str(spec["token"]), [(str(h), int(p)) for h, p in spec["peers"]]
+    threading.Thread(target=serve, args=(listener(peers[index][1]), answer(token, index)), daemon=True).start()
+    others = [number for number in range(len(peers)) if number != index]
+    with ThreadPoolExecutor(min(_MAX_PARALLEL, max(1, len(others)))) as pool:
+        reasons = pool.map(lambda number: connect(peers[number], answer(token, number)), others)
+        failed = {number: reason for number, reason in zip(others, reasons, strict=True) if reason is not None}
+    sys.stdout.write(json.dumps({"failed": failed}) + "\n")
+    sys.stdout.flush()
+    time.sleep(_LIFE_S)
+
+
+def answer(token: str, index: int) -> bytes:
+    """Return what the host with this index says to whoever connects."""
+    return f"{token} {index}\n".encode()
+
+
+def listener(port: int) -> socket.socket:
+    """Listen at `port` on every address, IPv6 too where there is any. Raises: OSError."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
+
+
+def serve(listening: socket.socket, words: bytes) -> None:
+    """Say `words` to everybody who connects, for ever."""
+    while True:
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(words)
+
+
+def connect(peer: tuple[str, int], expected: bytes) -> str | None:
+    """Return why `peer` cannot be reached, None when it can and it answers as expected."""
+    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        try:
+            with socket.create_connection(peer, CONNECT_TIMEOUT_S) as connection:
+                return None if _read_line(connection) == expected else "another program answers there"
+        except ConnectionRefusedError:  # it may not be listening yet
+            if time.monotonic() > deadline_s:
+                return "connection refused"
+            time.sleep(_RETRY_S)
+        except TimeoutError:
+            return f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
+        except OSError as error:
+            return error.strerror or str(error)
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    data = b""
+    while len(data) < _MAX_ANSWER_BYTES and not data.endswith(b"\n") and (more := connection.recv(_MAX_ANSWER_BYTES)):
+        data += more
+    return data
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

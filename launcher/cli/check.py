@@ -1,0 +1,133 @@
+"""`launch check`: could a job run on these hosts? One line a host, with a remedy for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import click
+
+from launcher.base.errors import ExitCode
+from launcher.base.units import format_bytes
+from launcher.cli.hosts import HostOptions, host_options
+from launcher.cli.planning import Transports
+from launcher.job.check import Checker, CheckReport, HostCheck
+from launcher.job.verdict import Finding
+
+_EPILOG = """\b
+examples:
+  launch check --hostfile hosts
+  launch check --hostfile hosts --include node[01-04] --json
+
+\b
+exit codes: 0 a job can run · 1 something is wrong on a host · 69 a host could not be reached
+"""
+
+_MAX_LINE_CHARS = 110  # a longer remedy stands on a line of its own
+
+
+@click.command("check", epilog=_EPILOG, short_help="Say whether a job could run on the hosts.")
+@host_options
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@click.pass_context
+def check(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
+    """Look at all hosts at once: SSH, versions, devices, memory, disk, clock, this folder, TCP between all pairs.
+
+    ✗ keeps a job from running there, ! is worth knowing. Nothing is changed on the hosts; for the moment of the check a
+    small file stands in this folder, to see whether all hosts share it.
+    """
+    options = HostOptions(**values)
+    transports = Transports(options.ssh_options, only_ssh=options.force_multi)
+    try:
+        checker = Checker(options.cluster(), transports.for_host, transports.address_of, _say_waiting)
+        report = checker.run(os.getcwd())
+    finally:
+        transports.close()
+    if as_json:
+        click.echo(json.dumps(_plain(report), indent=2))
+    else:
+        _show(report)
+    ctx.exit(exit_code_of(report))
+
+
+def exit_code_of(report: CheckReport) -> int:
+    """Return 128 + signal, 69, 1 or 0: the first that holds."""
+    if report.interrupted_by is not None:
+        return 128 + report.interrupted_by
+    if not all(check.is_reachable for check in report.hosts):
+        return ExitCode.UNREACHABLE
+    return ExitCode.OK if all(check.is_ok for check in report.hosts) else ExitCode.FAILURE
+
+
+def _show(report: CheckReport) -> None:
+    width = max(len(check.host.name) for check in report.hosts)
+    for check in report.hosts:
+        errors = [finding for finding in check.findings if finding.is_error]
+        mark = click.style("✗ ", fg="red") if errors else click.style("ok", fg="green")
+        first = _facts_text(check) if check.facts is not None else ""
+        findings = list(check.findings)
+        if not first and findings:
+            first = _finding_text(findings.pop(0))
+        click.echo(f"{check.host.name:<{width}}  {mark}  {first}")
+        for finding in findings:
+            sign = click.style("✗", fg="red") if finding.is_error else click.style("!", fg="yellow")
+            click.echo(f"{'':<{width}}  {sign}   {_finding_text(finding)}")
+    for note in report.notes:
+        click.echo(click.style("! ", fg="yellow") + note)
+    click.echo(_summary(report))
+
+
+def _finding_text(finding: Finding) -> str:
+    text = f"{finding.message}  → {finding.remedy}"
+    return text if len(text) <= _MAX_LINE_CHARS else f"{finding.message}\n      → {finding.remedy}"
+
+
+def _facts_text(check: HostCheck) -> str:
+    facts = check.facts or {}
+    devices, slots = int(facts["devices"]), len(check.host.slots)
+    parts = [
+        "this machine" if check.is_local else f"ssh {1000 * (check.connect_s or 0.0):.0f} ms",
+        f"python {facts['python']}",
+        f"torch {facts['packages']['torch'] or 'none'}",
+        ("no GPU" if devices == 0 else "1 GPU" if devices == 1 else f"{devices} GPUs")
+        + (", 1 slot" if slots == 1 else f", {slots} slots"),
+        f"memory {format_bytes(facts['memory_available'] or 0)} free",
+        f"disk {format_bytes(facts['disk_free'])} free" if facts["disk_free"] is not None else "no disk",
+        f"clock {round(1000 * (check.skew_s or 0.0)):+d} ms",
+    ]
+    return " · ".join(parts)
+
+
+def _summary(report: CheckReport) -> str:
+    num_ok = sum(check.is_ok for check in report.hosts)
+    hosts = "1 host" if len(report.hosts) == 1 else f"{len(report.hosts)} hosts"
+    text = f"{hosts}: {num_ok} ok" + (f", {len(report.hosts) - num_ok} ✗" if num_ok < len(report.hosts) else "")
+    if report.num_pairs:
+        text += f" · TCP: {report.num_connected} of {report.num_pairs} connections between hosts"
+    return text
+
+
+def _plain(report: CheckReport) -> dict[str, Any]:
+    return {
+        "exit_code": int(exit_code_of(report)),
+        "connections": {"tried": report.num_pairs, "made": report.num_connected},
+        "notes": report.notes,
+        "hosts": [
+            {
+                "host": check.host.name,
+                "slots": list(check.host.slots),
+                "ok": check.is_ok,
+                "reachable": check.is_reachable,
+                "connect_s": check.connect_s,
+                "clock_skew_s": check.skew_s,
+                "facts": None if check.facts is None else {k: v for k, v in check.facts.items() if k != "token"},
+                "findings": [vars(finding) for finding in check.findings],
+            }
+            for check in report.hosts
+        ],
+    }
+
+
+def _say_waiting(what: str) -> None:
+    click.echo(f"waiting for {what}", err=True)

@@ -1,0 +1,108 @@
+"""`launch exec`: one command on every host, equal answers shown once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from launcher.base.errors import ExitCode
+from launcher.base.units import format_bytes
+from launcher.cli.completion import files
+from launcher.cli.hosts import HostOptions, host_options
+from launcher.cli.planning import Transports
+from launcher.cluster.fold import fold
+from launcher.job.everywhere import MAX_OUTPUT_BYTES, Everywhere, HostResult, Task
+from launcher.job.plan import new_job_id
+
+_EPILOG = """\b
+examples:
+  launch exec --hostfile hosts nvidia-smi -L
+  launch exec --hostfile hosts --include node[01-04] -- df -h /data
+  launch exec --hostfile hosts -- sh -c 'ls /data | wc -l'
+"""
+
+
+@click.command(
+    "exec",
+    context_settings={"allow_interspersed_args": False},
+    epilog=_EPILOG,
+    short_help="Run a command on all hosts.",
+)
+@host_options
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(0), metavar="SECONDS", help="Stop what runs longer. Default: none."
+)
+@click.argument("command", shell_complete=files)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files)
+@click.pass_context
+def exec_command(
+    ctx: click.Context, /, command: str, arguments: tuple[str, ...], timeout_s: float | None, **values: Any
+) -> None:
+    """Run COMMAND on all hosts at once, in this folder, and show equal output once.
+
+    No shell stands between: for pipes and variables give `sh -c '...'`. The exit code is the largest of all hosts'; 69
+    when a host could not be reached. What COMMAND leaves running is ended with it.
+    """
+    options = HostOptions(**values)
+    worker_arguments = ("program", command, *arguments)
+    tasks = [Task(host, worker_arguments, os.getcwd()) for host in options.cluster().hosts]
+    transports = Transports(options.ssh_options, only_ssh=options.force_multi)
+    run = Everywhere(tasks, transports.for_host, new_job_id(), _say_waiting)
+    try:
+        results = run.run(timeout_s)
+    finally:
+        transports.close()
+    show_results(results)
+    for name in run.unconfirmed_hosts:
+        click.echo(
+            click.style("! ", fg="yellow") + f"{name} could not be asked whether anything is left there", err=True
+        )
+    ctx.exit(128 + run.interrupted_by if run.interrupted_by else exit_code_of(results))
+
+
+def exit_code_of(results: Sequence[HostResult]) -> int:
+    """Return the largest exit code of all hosts; 69 stands for a host without one."""
+    return max(
+        ExitCode.UNREACHABLE if result.error or result.exit_code is None else result.exit_code for result in results
+    )
+
+
+def show_results(results: Sequence[HostResult]) -> None:
+    """Print each different output once, under the hosts that gave it; then the hosts that failed."""
+    blocks: dict[tuple[bytes, bytes], list[HostResult]] = {}
+    for result in results:
+        if result.stdout or result.stderr:
+            blocks.setdefault((bytes(result.stdout), bytes(result.stderr)), []).append(result)
+    for (out, err), members in blocks.items():
+        header = fold([result.host.name for result in members]) + ":\n"
+        for data, stream in ((out, sys.stdout.buffer), (err, sys.stderr.buffer)):
+            if data:
+                # One host needs no header.
+                stream.write((header.encode() if len(results) > 1 else b"") + data)
+                stream.write(b"" if data.endswith(b"\n") else b"\n")
+                stream.flush()
+        if members[0].is_cut:
+            _complain(members, f"printed more than {format_bytes(MAX_OUTPUT_BYTES)}: the rest is not shown", None)
+    failures: dict[tuple[str, str | None], list[HostResult]] = {}
+    for result in results:
+        if result.error is not None:
+            failures.setdefault((result.error.message, result.error.hint), []).append(result)
+        elif result.exit_code:
+            failures.setdefault((f"exit code {result.exit_code}", None), []).append(result)
+    for (message, hint), members in failures.items():
+        _complain(members, message, hint)
+
+
+def _complain(results: Sequence[HostResult], message: str, hint: str | None) -> None:
+    hosts = fold([result.host.name for result in results])
+    click.echo(click.style("✗ ", fg="red") + f"{hosts}: {message}", err=True)
+    if hint:
+        click.echo(f"  → {hint}", err=True)
+
+
+def _say_waiting(what: str) -> None:
+    click.echo(f"waiting for {what}", err=True)

@@ -1,0 +1,86 @@
+"""The options of commands that work on many hosts, and the hosts they mean."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from launcher.base.errors import UsageError
+from launcher.cluster.cluster import Cluster, Host
+from launcher.cluster.devices import local_slots
+from launcher.cluster.filters import select
+from launcher.cluster.hostfile import read_hostfile
+from launcher.transport.ssh_config import SshOptions
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option("-H", "--hostfile", type=click.Path(), help="File of `host slots=N` lines. Default: this machine."),
+    click.option("-i", "--include", default="", metavar="HOST[:SLOT,..]@..", help="Use these hosts and slots only."),
+    click.option("-e", "--exclude", default="", metavar="HOST[:SLOT,..]@..", help="Leave these hosts or slots out."),
+    click.option("--num_nodes", "--num-nodes", "num_nodes", type=click.IntRange(1), help="Use the first N hosts."),
+    click.option(
+        "--ssh_port", "--ssh-port", "ssh_port", type=click.IntRange(1, 65535), help="Default: ~/.ssh/config, 22."
+    ),
+    click.option(
+        "-F", "--ssh_config", "--ssh-config", "ssh_config", type=click.Path(), help="Instead of ~/.ssh/config."
+    ),
+    click.option(
+        "--remote_python",
+        "--remote-python",
+        "remote_python",
+        help="Python on the other hosts. Default: this one's path.",
+    ),
+    click.option(
+        "--force_multi", "--force-multi", "force_multi", is_flag=True, help="Use SSH for this machine's name too."
+    ),
+)
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """The options of one command, by name."""
+
+    hostfile: str | None
+    include: str
+    exclude: str
+    num_nodes: int | None
+    ssh_port: int | None
+    ssh_config: str | None
+    remote_python: str | None
+    force_multi: bool
+
+    @property
+    def ssh_options(self) -> SshOptions:
+        """How hosts are reached over SSH."""
+        config_file = Path(self.ssh_config) if self.ssh_config else None
+        return SshOptions(port=self.ssh_port, config_file=config_file, python=self.remote_python)
+
+    def cluster(self) -> Cluster:
+        """Return the hosts that are meant: those of the hostfile, else this machine.
+
+        Raises: HostfileError, UsageError.
+        """
+        if self.hostfile is not None:
+            cluster = read_hostfile(Path(self.hostfile))
+            return select(cluster, include=self.include, exclude=self.exclude, num_nodes=self.num_nodes)
+        if self.include or self.exclude or self.num_nodes not in (None, 1):
+            raise UsageError(
+                "--include, --exclude and --num_nodes choose among the hosts of a hostfile, and there is none",
+                hint="name one with --hostfile",
+            )
+        return Cluster((Host("localhost", local_slots(os.environ) or (0,)),))
+
+
+def host_options(function: _F) -> _F:
+    """Add the options of `HostOptions` to a click command; it gets them as keywords of the same names."""
+    decorated: Any = function
+    for option in reversed(_OPTIONS):
+        decorated = option(decorated)
+    result: _F = decorated
+    return result

@@ -1,0 +1,84 @@
+"""What this machine has, for `launch report`: versions, torch, devices, compilers, programs, kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from launcher.agent.probe import host_facts
+from launcher.transport.command import agent_argv, package_root
+
+TORCH_FACTS_MODULE = "launcher.engine.facts"
+_TORCH_TIMEOUT_S = 120.0  # the first import of torch from a cold network disk
+_VERSION_TIMEOUT_S = 10.0
+_VERSION = re.compile(r"\d+\.\d+[\w.]*")
+# Program -> the option that makes it print its version; sshd has none that every release knows.
+COMPILERS = {"gcc": "--version", "g++": "--version", "nvcc": "--version", "ninja": "--version"}
+PROGRAMS = {"ssh": "-V", "sshd": None, "srun": "--version", "nvidia-smi": "--version"}
+_SYSTEM_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin", "/usr/local/cuda/bin")
+
+
+def gather() -> dict[str, Any]:
+    """Return the whole report as plain data; starts short processes and changes nothing."""
+    with ThreadPoolExecutor(8, thread_name_prefix="report") as pool:
+        torch = pool.submit(_torch_facts)
+        compilers = {name: pool.submit(_program, name, option) for name, option in COMPILERS.items()}
+        programs = {name: pool.submit(_program, name, option) for name, option in PROGRAMS.items()}
+        return {
+            "machine": host_facts(os.getcwd()) | {"package": str(package_root() / "launcher")},
+            "torch": torch.result(),
+            "compilers": {name: future.result() for name, future in compilers.items()},
+            "programs": {name: future.result() for name, future in programs.items()},
+        }
+
+
+def _torch_facts() -> dict[str, Any]:
+    """Ask a process of its own, which may import torch; `error` says why there are no facts."""
+    try:
+        done = subprocess.run(
+            agent_argv(module=TORCH_FACTS_MODULE),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TORCH_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"torch was not ready after {_TORCH_TIMEOUT_S:.0f} s"}
+    lines = done.stdout.splitlines()
+    try:
+        facts = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        facts = None
+    if isinstance(facts, dict):
+        return facts
+    return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+
+
+def _program(name: str, option: str | None) -> dict[str, str | None] | None:
+    """Return path and version of a program, None when it is not installed."""
+    path = shutil.which(name) or shutil.which(name, path=":".join(_SYSTEM_FOLDERS))
+    if path is None:
+        return None
+    if option is None:
+        return {"path": path, "version": None}
+    try:
+        done = subprocess.run(
+            [path, option],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_VERSION_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {"path": path, "version": None}
+    text = done.stdout.decode(errors="replace")
+    # nvcc's first number is a year; the one that counts stands behind "release".
+    found = re.search(r"release (\d+\.\d+)", text) or _VERSION.search(text)
+    version = None if found is None else found.group(found.lastindex or 0)
+    return {"path": path, "version": version if done.returncode == 0 else None}

@@ -1,0 +1,191 @@
+"""The jobs this user has started, one small file each, so that they can be found again.
+
+`${XDG_STATE_HOME:-~/.local/state}/launch/jobs/ID.json`, readable by the user only: a command line may hold secrets. The
+folder may be on a disk that several machines share, so that an entry names its machine, and a process is known by
+boot, pid and start time: a pid alone may be another process by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.base import env
+from launcher.base.errors import ExitCode, LauncherError, UsageError
+from launcher.base.suggest import did_you_mean
+from launcher.job.plan import JobPlan
+
+_KEPT_S = 7 * 24 * 3600.0  # how long entries of ended jobs are kept
+_MAX_NAMED = 5  # candidates an error lists
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """One job; times in seconds since the epoch."""
+
+    job_id: str
+    machine: str  # host name of the launcher
+    pid: int  # of the launcher
+    process: str  # boot and start time of that process, see `process_identity`
+    started_s: float
+    hosts: tuple[str, ...]
+    num_ranks: int
+    command: tuple[str, ...]
+    cwd: str
+    run_folder: str
+    grace_s: float
+    ended_s: float | None = None
+    exit_code: int | None = None
+
+    @property
+    def state(self) -> str:
+        """One of "running", "ended", "lost" (the launcher has gone without a word), "elsewhere" (another machine)."""
+        if self.ended_s is not None:
+            return "ended"
+        if self.machine != socket.gethostname():
+            return "elsewhere"
+        return "running" if process_identity(self.pid) == self.process else "lost"
+
+
+@dataclass
+class Registration:
+    """What the entry of a running job still has to learn."""
+
+    exit_code: int = ExitCode.FAILURE
+
+
+@contextlib.contextmanager
+def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registration]:
+    """Keep the entry of a job while its block runs; at the end it says when, and with which exit code.
+
+    A folder that cannot be written is no reason to fail a job: `warn` is told.
+    """
+    registration = Registration()
+    entry = JobEntry(
+        job_id=plan.job_id,
+        machine=socket.gethostname(),
+        pid=os.getpid(),
+        process=process_identity(os.getpid()) or "",
+        started_s=time.time(),
+        hosts=tuple(node.host.name for node in plan.placement.nodes),
+        num_ranks=plan.placement.world_size,
+        command=(plan.command.target, *plan.command.arguments),
+        cwd=plan.cwd,
+        run_folder=str(Path(plan.cwd, plan.run_folder)),
+        grace_s=plan.grace_s,
+    )
+    try:
+        _write(entry)
+        _drop_old(entry.started_s - _KEPT_S)
+    except OSError as error:
+        warn(f"{error.filename or jobs_folder()}: {error.strerror}; launch ps will not show this job")
+    try:
+        yield registration
+    except LauncherError as error:
+        registration.exit_code = error.exit_code
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # said at the start
+            _write(dataclasses.replace(entry, ended_s=time.time(), exit_code=int(registration.exit_code)))
+
+
+def jobs_folder() -> Path:
+    """Return where the entries are; it may not exist."""
+    state = os.environ.get(env.XDG_STATE_HOME.name, "")
+    # The XDG rules: what is not absolute is ignored.
+    base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return base / "launch" / "jobs"
+
+
+def all_jobs() -> list[JobEntry]:
+    """Return every entry, the one that started last comes last; files that are no entry are left out."""
+    try:
+        paths = list(jobs_folder().glob("*.json"))
+    except OSError:
+        return []
+    entries = [entry for path in paths if (entry := _read(path)) is not None]
+    return sorted(entries, key=lambda entry: entry.started_s)
+
+
+def find_job(text: str) -> JobEntry:
+    """Return the job whose id is `text`, or the only one whose id begins with it. Raises: UsageError."""
+    jobs = {entry.job_id: entry for entry in all_jobs()}
+    matches = [text] if text in jobs else [job_id for job_id in jobs if text and job_id.startswith(text)]
+    if len(matches) == 1:
+        return jobs[matches[0]]
+    if matches:
+        more = " ..." if len(matches) > _MAX_NAMED else ""
+        named = ", ".join(matches[-_MAX_NAMED:]) + more
+        raise UsageError(f'"{text}" is the beginning of {len(matches)} jobs', hint=f"give more of one: {named}")
+    near = did_you_mean(text, jobs)
+    raise UsageError(f'no job "{text}"', where=str(jobs_folder()), hint=near or "launch ps shows the jobs there are")
+
+
+def process_identity(pid: int) -> str | None:
+    """Return boot id and start time of a living process, which no other ever has; None when there is none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The name in parentheses may itself hold spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        state, start_ticks = fields[0], fields[19]
+    except (OSError, IndexError):
+        return None
+    return None if state in (b"Z", b"X") else f"{boot}:{start_ticks.decode()}"
+
+
+def send_signal(entry: JobEntry, number: int) -> bool:
+    """Send a signal to the job's launcher; False when that process has gone.
+
+    Raises: LauncherError when it belongs to somebody else.
+    """
+    if process_identity(entry.pid) != entry.process:
+        return False
+    try:
+        os.kill(entry.pid, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        raise LauncherError(f"job {entry.job_id} belongs to another user", hint="ask its owner") from None
+    return True
+
+
+def _write(entry: JobEntry) -> None:
+    """Write an entry whole or not at all. Raises: OSError."""
+    folder = jobs_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = folder / f"{entry.job_id}.{os.getpid()}.part"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(dataclasses.asdict(entry), file)
+    os.replace(temporary, folder / f"{entry.job_id}.json")
+
+
+def _read(path: Path) -> JobEntry | None:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+        values.update({name: tuple(value) for name, value in values.items() if isinstance(value, list)})
+        entry = JobEntry(**values)
+        return entry if entry.job_id == path.stem and _is_sound(entry) else None
+    except (OSError, ValueError, TypeError, AttributeError):  # just removed, half a file, another version's entry
+        return None
+
+
+def _is_sound(entry: JobEntry) -> bool:
+    """Tell whether what is computed with is of the right type: a file may have been edited. Raises: TypeError."""
+    numbers = (entry.pid, entry.started_s, entry.grace_s, entry.ended_s or 0.0)
+    texts = (entry.machine, entry.process, entry.run_folder, *entry.hosts, *entry.command)
+    return all(isinstance(n, (int, float)) for n in numbers) and all(isinstance(text, str) for text in texts)
+
+
+def _drop_old(before_s: float) -> None:
+    for entry in all_jobs():
+        if (entry.ended_s or entry.started_s) < before_s and entry.state != "running":
+            (jobs_folder() / f"{entry.job_id}.json").unlink(missing_ok=True)

@@ -1,0 +1,92 @@
+"""Hosts connect to each other, and what does not answer as it should is named."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness.launching import ROOT
+from harness.sshd import free_port
+
+from launcher.agent import ports
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "CONNECT_TIMEOUT_S", 0.5)
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    """A listener that says "words 1" to whoever connects."""
+    with ports.listener(0) as sock:
+        threading.Thread(target=_serve, args=(sock,), daemon=True).start()
+        yield sock
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _serve(sock: socket.socket) -> None:
+    try:
+        ports.serve(sock, ports.answer("words", 1))
+    except OSError:  # closed by the fixture
+        return
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_peer_that_answers_is_reached(listening: socket.socket) -> None:
+    peer = ("127.0.0.1", int(listening.getsockname()[1]))
+    assert ports.connect(peer, ports.answer("words", 1)) is None
+    assert ports.connect(peer, ports.answer("words", 2)) == "another program answers there"
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_does_not_answer_is_named() -> None:
+    start_s = time.monotonic()
+    assert ports.connect(("127.0.0.1", free_port()), b"") == "connection refused"
+    assert ports.connect(("no-such-host.invalid", 1), b"") not in (None, "connection refused")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert ports.connect(("127.0.0.1", int(silent.getsockname()[1])), b"x") == "no answer within 0 s"
+    assert time.monotonic() - start_s < 20
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_peer_that_listens_late_is_reached() -> None:
+    port = free_port()
+
+    def late() -> None:
+        time.sleep(0.2)
+        with ports.listener(port) as sock:
+            connection, _ = sock.accept()
+            with connection:
+                connection.sendall(b"here 0\n")
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    assert ports.connect(("127.0.0.1", port), b"here 0\n") is None
+    thread.join()
+
+
+def test_processes_find_each_other_and_the_one_that_is_missing() -> None:
+    peers = [["127.0.0.1", free_port()], ["127.0.0.2", free_port()], ["127.0.0.3", free_port()]]
+    command = [sys.executable, "-m", "launcher.agent.ports"]
+    processes = [
+        subprocess.Popen(
+            [*command, json.dumps({"index": index, "token": "t", "peers": peers})], stdout=subprocess.PIPE, cwd=ROOT
+        )
+        for index in (0, 1)  # the third never starts
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert json.loads(process.stdout.readline()) == {"failed": {"2": "connection refused"}}
+            assert process.poll() is None  # it goes on answering until it is ended
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,150 @@
+"""`launch exec`: every host runs, equal output is shown once, failures are listed, nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.launching import ROOT, Launch, run_launch, wait_until
+from harness.sshd import LoopbackSshd
+
+from launcher.cli.exec import show_results
+from launcher.cluster.cluster import Host
+from launcher.job import everywhere
+from launcher.transport.local import LocalTransport
+
+
+def hosts(sshd: LoopbackSshd, folder: Path, *more: str) -> list[str]:
+    path = folder / "hosts"
+    path.write_text("\n".join(("127.0.0.[1-4] slots=1", *more)) + "\n")
+    return ["--hostfile", str(path), "--ssh_config", str(sshd.ssh_config)]
+
+
+def test_a_command_runs_here_without_a_header(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "exec", "--", "sh", "-c", "pwd; echo oops >&2; exit 3")
+    assert result.out == f"{tmp_path}\n"
+    assert result.err == "oops\n✗ localhost: exit code 3\n"
+    assert result.code == 3
+
+
+def test_options_of_the_command_and_odd_words_reach_it_untouched(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "exec", "printf", "%s|", "--hostfile", "a b", "$HOME;'", "")
+    assert result.out == "--hostfile|a b|$HOME;'||\n"
+    assert result.code == 0
+
+
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "exec", "no-such-program")
+    assert result.code == 1
+    assert "no-such-program: No such file or directory" in result.err
+
+
+def test_hosts_without_a_hostfile_are_refused(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "exec", "--include", "node-a", "true")
+    assert result.code == 2
+    assert "name one with --hostfile" in result.err
+
+
+@pytest.mark.cluster
+def test_equal_output_is_shown_once(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "exec", *hosts(sshd, tmp_path), "--", "sh", "-c", "echo group $((RANK / 3))")
+    assert result.code == 0, result.err
+    assert result.out == "127.0.0.[1-3]:\ngroup 0\n127.0.0.4:\ngroup 1\n"
+    assert result.err == ""
+
+
+@pytest.mark.cluster
+def test_failures_do_not_stop_other_hosts_and_the_largest_code_wins(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    arguments = hosts(sshd, tmp_path, "no-such-host slots=1")
+    result = run_launch(tmp_path, "exec", *arguments, "sh", "-c", "echo ran; exit $((RANK == 1 ? 71 : 0))")
+    assert result.code == 71
+    assert result.out == "127.0.0.[1-4]:\nran\n"
+    assert "✗ 127.0.0.2: exit code 71\n" in result.err
+    assert "✗ no-such-host: " in result.err
+    alone = run_launch(tmp_path, "exec", *arguments, "true")
+    assert alone.code == 69
+
+
+def test_a_folder_that_is_missing_on_a_host_is_explained() -> None:
+    transport = LocalTransport()
+    task = everywhere.Task(Host("localhost", (0,)), ("program", "true"), "/no/such/folder")
+    (result,) = everywhere.Everywhere([task], lambda _: transport, "no-folder-0000").run(30)
+    assert result.exit_code is None
+    assert result.error is not None
+    assert "/no/such/folder: No such file or directory" in result.error.message
+    assert "from a folder that every host has" in str(result.error.hint)
+
+
+@pytest.mark.cluster
+def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    job = Launch(tmp_path, "exec", *hosts(sshd, tmp_path), "sh", "-c", "test $RANK != 2 || exec setsid sleep 77.75")
+    wait_until(lambda: len(sleeping(b"77.75")) == 1, "the command")
+    pid = int(sleeping(b"77.75")[0].parent.name)
+    agent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGKILL)
+    result = job.wait(20)
+    assert result.code == 69
+    assert "✗ 127.0.0.3: the connection was lost\n" in result.err
+    assert not sleeping(b"77.75")
+
+
+def test_a_reader_that_leaves_ends_the_command(tmp_path: Path) -> None:
+    script = f"{sys.executable} -m launcher exec seq 1 400000 | head -n 1"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+@pytest.mark.cluster
+def test_a_timeout_ends_what_runs_too_long(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "exec", *hosts(sshd, tmp_path), "--timeout", "0.7", "sleep", "77.25")
+    assert result.code == 69
+    assert "✗ 127.0.0.[1-4]: not done after 0.7 s\n" in result.err
+    assert not sleeping(b"77.25")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_command_on_all_hosts(sshd: LoopbackSshd, tmp_path: Path, number: int) -> None:
+    job = Launch(tmp_path, "exec", *hosts(sshd, tmp_path), "sleep", "77.5")
+    wait_until(lambda: len(sleeping(b"77.5")) == 4, "the command")
+    job.signal(number)
+    result = job.wait(15)
+    assert result.code == 128 + number
+    assert not sleeping(b"77.5")
+
+
+@pytest.mark.cluster
+def test_a_wait_says_what_for(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "exec", *hosts(sshd, tmp_path), "sh", "-c", "sleep $((RANK / 3 * 3))")
+    assert result.code == 0
+    assert result.err == "waiting for 127.0.0.4, 1 of 4\n"
+
+
+def test_endless_output_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(everywhere, "MAX_OUTPUT_BYTES", 1000)
+    transport = LocalTransport()
+    command = ("program", "sh", "-c", "yes | head -c 5000; echo end >&2")
+    task = everywhere.Task(Host("localhost", (0,)), command, "/")
+    (result,) = everywhere.Everywhere([task], lambda _: transport, "cut-job-0000").run(30)
+    assert result.exit_code == 0
+    assert len(result.stdout) + len(result.stderr) == 1000
+    assert result.is_cut
+    show_results([result])
+    assert "the rest is not shown" in capsys.readouterr().err
+
+
+def sleeping(argument: bytes) -> list[Path]:
+    """Return the `sleep` processes with this argument."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes() == b"sleep\0" + argument + b"\0":
+                found.append(path)
+        except OSError:  # it has ended
+            continue
+    return found

@@ -1,0 +1,96 @@
+"""`launch report`: the facts are this machine's, and what cannot be found is said, not hidden."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from harness.launching import run_launch
+
+from launcher.agent import probe
+from launcher.job import inventory
+
+SECTIONS = (
+    "launch", "python", "packages", "machine", "memory", "torch", "devices", "optimizer", "compilers", "programs",
+)  # fmt: skip
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "TORCH_FACTS_MODULE", "launcher.no_such_module")
+
+
+def test_the_json_holds_the_facts_of_this_machine(tmp_path: Path) -> None:
+    found = json.loads(run_launch(tmp_path, "report", "--json").out)
+    assert found["machine"]["python"] == platform.python_version()
+    assert found["machine"]["packages"]["click"] == metadata.version("click")
+    assert found["torch"]["version"].startswith(metadata.version("torch").partition("+")[0])
+    assert "fused" in found["torch"]["optimizers"]["cpu"]["AdamW"]
+    assert isinstance(found["torch"]["gloo"], bool)
+    assert set(found["compilers"]) == {"gcc", "g++", "nvcc", "ninja"}
+    assert {"sshd", "srun"} <= set(found["programs"])
+
+
+def test_the_text_names_every_section(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "report", env={"HF_TOKEN": "hf_very_secret"})
+    assert result.code == 0
+    first_words = [line.split()[0] for line in result.out.splitlines()]
+    assert first_words == list(SECTIONS)
+    assert f"torch {metadata.version('torch')}" in result.out
+    assert "hf_very_secret" not in result.out
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_a_torch_that_cannot_start_is_a_finding_with_its_reason() -> None:
+    from launcher.cli.report import rows
+
+    found = inventory.gather()
+    assert "no_such_module" in found["torch"]["error"]
+    rows = dict(rows(found))
+    assert rows["torch"].startswith("cannot be used: ")
+    assert "optimizer" not in rows
+
+
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize(
+    ("script", "version"),
+    [
+        ("echo 'gcc (Debian 12.2.0-14) 12.2.0'", "12.2.0"),
+        ("echo 'Copyright 2005-2025'; echo 'release 13.0, V13.0.48'", "13.0"),
+        ("echo 'OpenSSH_9.2p1 Debian' >&2", "9.2p1"),
+        ("echo 'broken 1.2'; exit 3", None),
+        ("echo nothing", None),
+    ],
+)
+def test_versions_are_read_from_what_programs_print(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, version: str | None
+) -> None:
+    program = tmp_path / "gcc"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert inventory.gather()["compilers"]["gcc"] == {"path": str(program), "version": version}
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_a_missing_program_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(inventory, "_SYSTEM_FOLDERS", ())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert set(inventory.gather()["compilers"].values()) == {None}
+
+
+def test_probe_reads_memory_and_disk(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       1000 kB\nHugePages_Total:       3\n")
+    assert probe.memory_bytes(str(meminfo)) == {"MemTotal": 1_024_000, "HugePages_Total": 3}
+    free = probe.free_disk_bytes(str(tmp_path))
+    assert free is not None
+    assert free > 0
+    assert probe.free_disk_bytes("/no/such/folder") is None
+    assert probe.package_versions(["click", "no-such-package"]) == {
+        "click": metadata.version("click"),
+        "no-such-package": None,
+    }
