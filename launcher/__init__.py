@@ -13,19 +13,32 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it. The only place to add a public engine name.
 _LAZY_NAMES = {
+    "EXIT_REQUEUE": "launcher.base.preemption",
     "Engine": "launcher.engine.engine",
     "add_config_arguments": "launcher.engine.arguments",
     "heartbeat": "launcher.base.progress",
     "init_distributed": "launcher.comm.groups",
     "initialize": "launcher.engine.build",
+    "preempted": "launcher.base.preemption",
 }
 # Public modules that are loaded the same way.
 _LAZY_MODULES = {"notebook"}
 
-__all__ = ["Engine", "__version__", "add_config_arguments", "heartbeat", "init_distributed", "initialize", "notebook"]
+__all__ = [
+    "EXIT_REQUEUE",
+    "Engine",
+    "__version__",
+    "add_config_arguments",
+    "heartbeat",
+    "init_distributed",
+    "initialize",
+    "notebook",
+    "preempted",
+]
 
 if TYPE_CHECKING:
     from launcher import notebook
+    from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat
     from launcher.comm.groups import init_distributed
     from launcher.engine.arguments import add_config_arguments

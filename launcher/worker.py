@@ -20,6 +20,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
@@ -28,6 +29,7 @@ import types
 from types import TracebackType
 
 from launcher.base import env
+from launcher.base.preemption import NOTICE_SIGNAL, listen
 from launcher.base.processes import STACKS_SIGNAL, die_with_parent
 
 _MAX_TRACEBACK_CHARS = 64_000
@@ -43,6 +45,7 @@ def main() -> None:
     with contextlib.suppress(ValueError, io.UnsupportedOperation):
         faulthandler.enable()  # a crash in native code leaves the Python stack in the log
     _dump_stacks_on_demand()
+    listen()
     kind, target = sys.argv[1:3]
     sys.argv[:] = [target, *_take_arguments()]
     if kind == "program":
@@ -98,6 +101,7 @@ def _run_script(path: str) -> None:
 
 
 def _exec_program(path: str) -> None:
+    signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)  # a program that does not know the notice must not die of it
     try:
         os.execvp(path, sys.argv)
     except OSError as error:

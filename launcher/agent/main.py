@@ -11,6 +11,7 @@ import signal
 import sys
 
 from launcher.agent.supervisor import Supervisor
+from launcher.base.preemption import NOTICE_SIGNAL
 from launcher.base.processes import adopt_orphans
 
 
@@ -20,6 +21,8 @@ def main() -> int:
     output = os.dup(1)
     os.dup2(2, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    # Ranks inherit this until their worker listens: an early notice, or Slurm's to the whole step, kills none.
+    signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
     adopt_orphans()
     Supervisor(sys.stdin.fileno(), output).run()
     return 0

@@ -29,6 +29,7 @@ from launcher.agent.wire import (
     Exited,
     Hello,
     Message,
+    Notify,
     Output,
     PickPort,
     Ping,
@@ -43,6 +44,7 @@ from launcher.agent.wire import (
     Sweep,
     encode,
 )
+from launcher.base.preemption import NOTICE_SIGNAL
 from launcher.base.processes import STACKS_SIGNAL, descendants, send, sweep_job
 from launcher.base.progress import read_counter
 from launcher.cluster.cores import shares
@@ -185,6 +187,8 @@ class Supervisor:
         elif isinstance(message, DumpStacks):
             send([rank.pid for rank in self._ranks.values() if rank.status is None], STACKS_SIGNAL)
             self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S
+        elif isinstance(message, Notify):
+            send([rank.pid for rank in self._ranks.values() if rank.status is None], NOTICE_SIGNAL)
         elif isinstance(message, Sweep):
             sweep_job(message.job_id)
             self._state = move(self._state, AgentState.GONE)

@@ -59,6 +59,11 @@ class Stop(Message):
 
 
 @dataclass(frozen=True)
+class Notify(Message):
+    """Tell every rank that the job will soon be taken off its nodes."""
+
+
+@dataclass(frozen=True)
 class DumpStacks(Message):
     """Let every rank write its Python stacks, and send them."""
 
@@ -165,6 +170,7 @@ _TYPES: dict[str, type[Message]] = {
         Spawn,
         Stop,
         DumpStacks,
+        Notify,
         Sweep,
         Ping,
         Hello,

@@ -19,6 +19,7 @@ _COMMANDS = {
     "run": "launcher.cli.run:run",
     "stacks": "launcher.cli.stacks:stacks",
     "config": "launcher.cli.config:config_group",
+    "sbatch": "launcher.cli.sbatch:sbatch",
     "check": "launcher.cli.check:check",
     "exec": "launcher.cli.exec:exec_command",
     "ps": "launcher.cli.jobs:ps",
@@ -34,10 +35,11 @@ examples:
   launch --hostfile hosts --include node-a@node-b:0,2 train.py
   launch --hostfile hosts --dry-run train.py
   launch config check ds_config.json
+  launch sbatch --nodes 2 --gpus-per-node 8 --time 20:00:00 --submit train.py
   launch check --hostfile hosts
 
 exit codes: the first failing rank's own (128 + signal when killed) · 2 wrong options, hostfile or config
-            69 a host could not be reached or was lost · 130 Ctrl-C
+            69 a host could not be reached or was lost · 75 saved, to be started again · 130 Ctrl-C
 """
 
 

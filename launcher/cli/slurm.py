@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -12,15 +11,15 @@ import click
 from click.core import ParameterSource
 
 from launcher.base import env
-from launcher.base.errors import HostfileError, UsageError
+from launcher.base.errors import HostfileError, TransportError, UsageError
 from launcher.cli.options import RunOptions
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.slurm import SlurmTask, parse_job_detail, read_allocation, read_task
 from launcher.job.plan import Command
 from launcher.transport.command import agent_argv
+from launcher.transport.slurm_queue import job_detail
 from launcher.transport.srun import SrunTransport
 
-_SCONTROL_TIMEOUT_S = 10.0
 _WORKER_MODULE = "launcher.worker"
 # What has a meaning where srun has already started the ranks; any other option is refused, not ignored.
 _OPTIONS_OF_A_TASK = (
@@ -69,13 +68,9 @@ def allocation(num_gpus: int | None) -> Cluster:
 
 def _gpus_by_node() -> dict[str, int]:
     """Ask Slurm for the GPUs of every node: the environment knows this node's at best, and salloc's none at all."""
-    command = ["scontrol", "show", "job", "-d", os.environ[env.SLURM_JOB_ID.name]]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_SCONTROL_TIMEOUT_S, check=True
-        )
-        return parse_job_detail(result.stdout)
-    except (OSError, subprocess.SubprocessError, HostfileError):
+        return parse_job_detail(job_detail(os.environ[env.SLURM_JOB_ID.name]))
+    except (TransportError, HostfileError):
         return {}  # the environment has to do; read_allocation refuses what it cannot know
 
 

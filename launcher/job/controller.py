@@ -15,6 +15,7 @@ from launcher.agent.wire import (
     Exited,
     Hello,
     Message,
+    Notify,
     Output,
     PickPort,
     Ping,
@@ -27,7 +28,8 @@ from launcher.agent.wire import (
     Stop,
     check_version,
 )
-from launcher.base.errors import LauncherError, TransportError
+from launcher.base.errors import ExitCode, LauncherError, TransportError
+from launcher.base.preemption import NOTICE_SIGNAL
 from launcher.cluster.cluster import Host
 from launcher.job.environment import job_variables, rank_variables, srun_tokens
 from launcher.job.events import Watcher
@@ -336,13 +338,24 @@ class Controller:
     def _handle_signals(self) -> None:
         for number in self._signals.take():
             if number not in self._plan.stop_signals:
-                self._ask_for_stacks()
+                if number == NOTICE_SIGNAL:
+                    self._pass_notice_on()
+                else:
+                    self._ask_for_stacks()
                 continue
             name = signal.Signals(number).name
             is_first = not self._was_told_to_stop
             self._was_told_to_stop = True
             why = f"{name}: stopping all ranks" if is_first else f"{name} again: killing all ranks"
             self._stop(why, self._plan.grace_s if is_first else 0.0, by_user=True)
+
+    def _pass_notice_on(self) -> None:
+        """Tell all ranks that the job will be preempted; what they exit with from now on may ask for a requeue."""
+        self._watcher.warning(f"{NOTICE_SIGNAL.name}: the job is about to be preempted, telling all ranks")
+        self._failures.was_noticed = True
+        for node in self._nodes:
+            if node.running:
+                node.send(Notify())
 
     def _stop_if_interrupted(self) -> None:
         number = self._signals.first_stop
@@ -372,6 +385,8 @@ class Controller:
         exit_code = failure.exit_code if failure is not None else 0
         if failure is None and interrupt is not None:
             exit_code = 128 + interrupt
+        elif failure is None and self._failures.wants_requeue:
+            exit_code = ExitCode.REQUEUE
         report = RunReport(
             job_id=self._plan.job_id,
             exit_code=int(exit_code),

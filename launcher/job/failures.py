@@ -48,6 +48,8 @@ class FailureBook:
         self._start_s = start_s
         self._stop_s: float | None = None
         self._slack_s = 0.0
+        self.was_noticed = False  # the ranks were told that the job will be preempted
+        self.wants_requeue = False  # and one of them has ended because of it
         self._failures: list[tuple[bool, float, Failure]] = []  # is about a lost peer, death on our wall clock
 
     def stop_ordered(self, *, by_user: bool) -> None:
@@ -58,6 +60,9 @@ class FailureBook:
 
     def add_exit(self, node: Node, message: Exited, log: RankLog) -> Failure | None:
         """Keep the end of a rank if it can be a cause; returns it then."""
+        if self.was_noticed and message.status == ExitCode.REQUEUE:
+            self.wants_requeue = True  # the others may still be saving: nobody is stopped for it
+            return None
         died_s = float((message.record or {}).get("time_s", message.time_s)) + node.clock_offset_s
         if message.status == 0 or not self._may_be_cause(message.status, died_s):
             return None

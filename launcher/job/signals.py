@@ -7,6 +7,8 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+from launcher.base.preemption import NOTICE_SIGNAL
+
 STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show where every rank stands, and go on
 
 
@@ -39,7 +41,8 @@ class SignalQueue:
             self._arrived.append(number)
             self._wake()
 
-        previous = {number: signal.signal(number, remember) for number in {*self._stop_signals, STACKS_SIGNAL}}
+        handled = {*self._stop_signals, STACKS_SIGNAL, NOTICE_SIGNAL}
+        previous = {number: signal.signal(number, remember) for number in handled}
         try:
             yield
         finally:

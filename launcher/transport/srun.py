@@ -86,6 +86,9 @@ class SrunTransport:
 
     def _argv(self, hosts: Sequence[Host]) -> list[str]:
         count = len(hosts)
+        # Inside another step whose resources are all taken. Where nodes differ, Slurm 22.05 would then give every node
+        # the smallest number of GPUs: there the step waits for its resources instead.
+        overlap = ["--overlap"] if len({len(host.slots) for host in hosts}) == 1 else []
         return [
             "srun",
             f"--nodes={count}",
@@ -96,7 +99,7 @@ class SrunTransport:
             "--kill-on-bad-exit=0",
             "--no-kill",
             "--wait=0",
-            "--overlap",  # inside a batch script or another step whose resources are all taken
+            *overlap,
             "--cpu-bind=none",  # an agent's ranks use all CPUs of the job on the node
             "--mpi=none",
             "--export=ALL",

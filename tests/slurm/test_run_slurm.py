@@ -102,6 +102,16 @@ def test_cpu_ranks_and_the_share_of_a_node(slurm: LoopbackSlurm, tmp_path: Path)
         assert [environment["LOCAL_RANK"] for environment in environments(result.out)] == list("0101"), result.err
 
 
+def test_nodes_may_have_different_numbers_of_gpus(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, scripts.ENVIRONMENT)
+    with slurm.allocation("--gpus=3", nodes="n[1-2]") as environment:
+        result = run_launch(tmp_path, script, env=environment)
+        assert result.code == 0, result.err
+        found = environments(result.out)
+        given = [(entry["NODE_RANK"], entry["CUDA_VISIBLE_DEVICES"]) for entry in found]
+        assert given in ([("0", "0,1")] * 2 + [("1", "0")], [("0", "0")] + [("1", "0,1")] * 2)
+
+
 @pytest.mark.parametrize(("kind", "code"), [("exit", 3), ("raise", 1), ("SIGKILL", 137)])
 def test_a_failing_rank_ends_all_nodes_with_its_code(
     allocation: dict[str, str], tmp_path: Path, kind: str, code: int

@@ -1,0 +1,160 @@
+"""`launch sbatch`: write a batch script, submit it, follow its log, or explain the mistakes of one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher.base.errors import ExitCode, LauncherError, UsageError
+from launcher.job.sbatch import BatchOptions, render_script
+from launcher.job.sbatch_lint import lint_script
+from launcher.transport.slurm_queue import JobState, job_state, submit
+
+_POLL_S = 1.0
+_READ_BYTES = 1 << 16
+_BATCH_OPTIONS = (
+    click.option("-J", "--job-name", help="Default: the script's name."),
+    click.option("-N", "--nodes", type=click.IntRange(1), default=1, help="Default: 1."),
+    click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, and so its ranks."),
+    click.option("-c", "--cpus-per-task", type=click.IntRange(1), metavar="N", help="CPUs of each node."),
+    click.option("-t", "--time", metavar="D-HH:MM:SS", help="Time limit."),
+    click.option("-o", "--output", metavar="FILE", help="Log of the job. Default: %x-%j.out."),
+    click.option("-p", "--partition"),
+    click.option("-A", "--account"),
+    click.option("-q", "--qos"),
+    click.option("-C", "--constraint", help="Features that the nodes must have."),
+    click.option("--mem", metavar="SIZE", help="Memory of each node; 0 is all of it."),
+    click.option("--exclusive", is_flag=True, help="Share the nodes with nobody."),
+    click.option("--mail-user", metavar="ADDRESS"),
+    click.option("--mail-type", metavar="TYPES", help="Such as END,FAIL."),
+    click.option("-d", "--dependency", metavar="TYPE:JOB", help="Such as afterok:1234."),
+    click.option("--signal", metavar="B:SIG@SECONDS", help="Signal `launch` so long before the time limit."),
+    click.option("-a", "--array", metavar="RANGE", help="Such as 0-7%2: one job for each number."),
+    click.option("--container-image", metavar="IMAGE", help="Run the ranks in it: a .sif by apptainer, else by pyxis."),
+    click.option("--requeue", is_flag=True, help="Warn the ranks before the time limit; start again when they ask."),
+    click.option("--setup", multiple=True, metavar="COMMAND", help="Shell line before `launch`. Repeatable."),
+)
+
+
+def _batch_option_decorators(function: Any) -> Any:
+    for option in reversed(_BATCH_OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command("sbatch", context_settings={"allow_interspersed_args": False})
+@_batch_option_decorators
+@click.option("--launch-args", default="", metavar="TEXT", help='Options of `launch run`, such as "--grace 30".')
+@click.option("--template", type=click.Path(path_type=Path), metavar="FILE", help="A Jinja2 template of your own.")
+@click.option("--chain", type=click.IntRange(1), default=1, metavar="N", help="Submit N jobs, one after the other.")
+@click.option("--submit", "submits", is_flag=True, help="Submit the script and print the number of the job.")
+@click.option("--follow", is_flag=True, help="Submit, then show the log until the job ends; its exit code is ours.")
+@click.option("--lint", "lint_file", metavar="FILE", help="Explain the mistakes of a batch script and stop.")
+@click.argument("script", required=False)
+@click.argument("script_args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@click.pass_context
+def sbatch(ctx: click.Context, /, **values: Any) -> None:
+    """Write the batch script that runs SCRIPT on nodes of a Slurm cluster to stdout, or submit it.
+
+    Inside the job `launch` takes nodes and GPUs from Slurm. The number of tasks on each node is always 1.
+    """
+    if values["lint_file"] is not None:
+        ctx.exit(_lint(values["lint_file"]))
+    if values["script"] is None:
+        raise click.UsageError("Missing argument 'SCRIPT'.", ctx)
+    follow, chain = values["follow"], values["chain"]
+    submits = values["submits"] or follow
+    if follow and (chain > 1 or values["array"] is not None):
+        raise UsageError("--follow shows one log, and this makes several jobs", hint="use --submit, then tail the logs")
+    if chain > 1 and not submits:
+        raise UsageError("--chain is about submitting", hint="add --submit")
+    options = _batch_options(values)
+    try:
+        launch_args = shlex.split(values["launch_args"])
+    except ValueError as error:
+        raise UsageError(f"{error}", where="--launch-args", hint="close the quote") from None
+    words = ["run", *launch_args, values["script"], *values["script_args"]]
+    text = render_script(options, words, values["template"])
+    if not submits:
+        click.echo(text, nl=False)
+        return
+    job_id = _submit_chain(text, chain, options)
+    if follow:
+        ctx.exit(_follow(job_id))
+
+
+def _batch_options(values: dict[str, Any]) -> BatchOptions:
+    names = BatchOptions.__dataclass_fields__
+    chosen = {name: value for name, value in values.items() if name in names}
+    chosen["job_name"] = values["job_name"] or Path(values["script"]).stem or "launch"
+    return BatchOptions(**chosen)
+
+
+def _submit_chain(text: str, length: int, options: BatchOptions) -> int:
+    """Submit the script `length` times, each job after the end of the one before; returns the first number."""
+    first = last = submit(text)
+    click.echo(first)
+    for _ in range(length - 1):
+        # "any": a job that ran into its time limit has not failed, the next one resumes.
+        last = submit(text, [f"--dependency=afterany:{last}"])
+        click.echo(last)
+    if options.time is None:
+        click.echo("! no --time: the partition's default holds, which may be minutes", err=True)
+    return first
+
+
+def _lint(path: str) -> int:
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"the script cannot be read: {error.strerror}", where=path) from None
+    findings = lint_script(text, path, Path.cwd())
+    for finding in findings:
+        click.echo(f"{finding.where}: {finding.message}\n  → {finding.hint}", err=True)
+    if not findings:
+        click.echo(f"{path}: ok")
+    return int(ExitCode.USAGE if findings else ExitCode.OK)
+
+
+def _follow(job_id: int) -> int:
+    """Copy the job's log to stdout until the job is over; returns its exit code. Ctrl-C leaves the job running."""
+    position, state = 0, job_state(job_id)
+    try:
+        while True:
+            state = job_state(job_id)
+            position = _copy_new(state, position)
+            if state.is_over:
+                break
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        click.echo(f"\njob {job_id} goes on: end it with `scancel {job_id}`", err=True)
+        return int(ExitCode.INTERRUPTED)
+    if state.state == "COMPLETED":
+        return 0
+    error = LauncherError(
+        f"job {job_id} ended as {state.state} (exit code {state.exit_code})",
+        where=str(state.log),
+        hint=None if state.reason in ("", "None") else f"Slurm's reason: {state.reason}",
+    )
+    error.exit_code = state.exit_code or ExitCode.FAILURE
+    raise error
+
+
+def _copy_new(state: JobState, position: int) -> int:
+    """Write what the log has got since `position`; returns the new position."""
+    if state.log is None or not state.log.exists():
+        return position
+    with state.log.open("rb") as log:
+        position = min(position, os.fstat(log.fileno()).st_size)  # a job that starts again truncates its log
+        log.seek(position)
+        while data := log.read(_READ_BYTES):
+            sys.stdout.buffer.write(data)
+            position += len(data)
+    sys.stdout.buffer.flush()
+    return position

@@ -1,0 +1,162 @@
+"""Batch scripts: from options to text. Submitting and reading logs is the command line's business."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.base.errors import UsageError
+from launcher.base.preemption import EXIT_REQUEUE
+
+# Part of the package, so that a wheel has them; a checkout shows them at the top too, by a link.
+_TEMPLATES = Path(__file__).resolve().parents[1] / "slurm_templates"
+TIME_FORM = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_GPUS_FORM = re.compile(r"(?:[A-Za-z][\w.-]*:)?([1-9]\d{0,3})")
+_NOTICE = "B:USR1@120"  # two minutes before the end, to the batch script
+_SAFE = re.compile(r"[\w@%+=:,./*|&!()\[\]<>~^-]+")
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What a job asks Slurm for. Texts are in sbatch's own forms; None leaves the choice to Slurm."""
+
+    job_name: str
+    nodes: int = 1
+    gpus_per_node: str | None = None  # "8" or "a100:8"
+    cpus_per_task: int | None = None  # CPUs of each node: one task on each
+    time: str | None = None
+    output: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    mem: str | None = None
+    exclusive: bool = False
+    mail_user: str | None = None
+    mail_type: str | None = None
+    dependency: str | None = None
+    signal: str | None = None
+    array: str | None = None
+    container_image: str | None = None
+    requeue: bool = False  # warn the ranks before the time limit, and start again when they ask for it
+    setup: tuple[str, ...] = ()  # shell lines before `launch`
+
+    def __post_init__(self) -> None:
+        if self.time is not None and not TIME_FORM.fullmatch(self.time):
+            raise UsageError(f'"{self.time}" is no time', where="--time", hint='expected "20:00:00" or "2-12:00:00"')
+        if self.gpus_per_node is not None and not _GPUS_FORM.fullmatch(self.gpus_per_node):
+            raise UsageError(
+                f'"{self.gpus_per_node}" is no number of GPUs', where="--gpus-per-node", hint='expected "8" or "a100:8"'
+            )
+        if self.requeue and self.container_image is not None:
+            raise UsageError(
+                "--requeue and --container-image exclude each other: no `launch` outlives the ranks of a container",
+                hint="write a template of your own and name it with --template",
+            )
+        for line in self.setup:
+            if "\n" in line:
+                raise UsageError("a line of --setup holds a line break", hint="give --setup once for each line")
+
+    @property
+    def ranks_per_node(self) -> int:
+        """GPUs of each node, 1 without."""
+        match = _GPUS_FORM.fullmatch(self.gpus_per_node or "1")
+        return int(match[1]) if match else 1
+
+    def directives(self) -> list[str]:
+        """Return the options of sbatch, one for each `#SBATCH` line. Raises: UsageError for control characters."""
+        log = "%x-%A_%a.out" if self.array else "%x-%j.out"
+        values: list[tuple[str, str | int | None]] = [
+            ("job-name", self.job_name),
+            ("nodes", self.nodes),
+            # One launcher's agent on each node, which starts the ranks. More tasks would be more launchers.
+            ("ntasks-per-node", 1),
+            ("cpus-per-task", self.cpus_per_task),
+            ("gres", f"gpu:{self.gpus_per_node}" if self.gpus_per_node else None),
+            ("mem", self.mem),
+            ("time", self.time),
+            ("output", self.output or log),
+            ("partition", self.partition),
+            ("account", self.account),
+            ("qos", self.qos),
+            ("constraint", self.constraint),
+            ("dependency", self.dependency),
+            ("array", self.array),
+            ("signal", self.signal or (_NOTICE if self.requeue else None)),
+            ("open-mode", "append" if self.requeue else None),
+            ("mail-user", self.mail_user),
+            ("mail-type", self.mail_type),
+        ]
+        lines = [f"--{name}={_quoted(name, str(value))}" for name, value in values if value is not None]
+        flags = [("--exclusive", self.exclusive), ("--requeue", self.requeue)]
+        return [*lines, *(flag for flag, is_on in flags if is_on)]
+
+
+def render_script(options: BatchOptions, words: list[str], template: Path | None = None) -> str:
+    """Return the batch script that runs `launch WORDS`.
+
+    template: a file of the user's own; it may extend ours by name and gets the same variables (docs/slurm.md).
+    Raises: UsageError when a template cannot be read or used.
+    """
+    import jinja2  # not for those who render nothing
+
+    loader = jinja2.FileSystemLoader([*([template.parent] if template else []), _TEMPLATES])
+    environment = jinja2.Environment(
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # a shell script: values are quoted by shlex
+    )
+    name = template.name if template else f"{_template_for(options)}.sh.j2"
+    try:
+        return environment.get_template(name).render(_variables(options, words))
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(f"the template is wrong: {error.message}", where=f"{error.name}:{error.lineno}") from None
+    except jinja2.TemplateNotFound as error:
+        hint = f"ours are in {_TEMPLATES}"
+        raise UsageError(f"there is no template {error}", where=str(template), hint=hint) from None
+    except (jinja2.TemplateError, UnicodeDecodeError) as error:
+        raise UsageError(f"the template cannot be used: {error}", where=str(template or name)) from None
+
+
+def _template_for(options: BatchOptions) -> str:
+    if options.container_image is not None:
+        return "container"
+    if options.requeue:
+        return "requeue"
+    return "array" if options.array is not None else "plain"
+
+
+def _variables(options: BatchOptions, words: list[str]) -> dict[str, object]:
+    """Return what a template can use; texts are quoted for the shell."""
+    ranks = options.ranks_per_node
+    image = options.container_image or ""
+    cpus = options.cpus_per_task
+    return {
+        "directives": options.directives(),
+        "setup": options.setup,
+        "command": shlex.join([sys.executable, "-m", "launcher", *words]),
+        "task_command": shlex.join(["python3", "-m", "launcher", *words]),
+        "nodes": options.nodes,
+        "ranks_per_node": ranks,
+        "cpus_per_rank": cpus // ranks if cpus is not None and cpus >= ranks else None,
+        "container_image": shlex.quote(image),
+        "requeue_code": EXIT_REQUEUE,
+        "container_is_file": image.endswith((".sif", ".simg")),
+    }
+
+
+def _quoted(name: str, value: str) -> str:
+    """Quote a value as sbatch reads `#SBATCH` lines. A line break would end the line and begin another."""
+    if not value or any(ord(character) < 32 or ord(character) == 127 for character in value):
+        raise UsageError("the value is empty or holds control characters", where=f"--{name}")
+    if _SAFE.fullmatch(value):
+        return value
+    if '"' in value or "\\" in value:
+        raise UsageError("quotes and backslashes cannot stand in a batch script's options", where=f"--{name}")
+    return f'"{value}"'

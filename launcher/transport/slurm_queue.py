@@ -1,0 +1,93 @@
+"""Slurm's own commands, as far as they are needed: submit a script, ask about a job."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.base.errors import TransportError, UsageError
+
+_TIMEOUT_S = 60.0  # a busy controller answers late, but it answers
+_LIVE_STATES = {
+    "CONFIGURING", "COMPLETING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESIZING",
+    "RESV_DEL_HOLD", "RUNNING", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm says of a job."""
+
+    state: str  # "PENDING", "RUNNING", "COMPLETED", ...
+    exit_code: int  # of the batch script, 128+signal when it was killed; 0 as long as it has not ended
+    log: Path | None
+    reason: str
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in _LIVE_STATES
+
+
+def submit(script: str, options: Sequence[str] = ()) -> int:
+    """Submit a batch script and return the job's number.
+
+    options: of sbatch; they win over the script's own lines. Raises: UsageError with sbatch's reason, TransportError
+    when there is no sbatch.
+    """
+    output = _run(["sbatch", "--parsable", *options], script)
+    match = re.match(r"(\d+)", output.strip().splitlines()[-1] if output.strip() else "")
+    if match is None:
+        raise TransportError(f'sbatch answered "{output.strip()}", which is no job number')
+    return int(match[1])
+
+
+def job_detail(job_id: str) -> str:
+    """Return what `scontrol show job -d` prints. Raises: TransportError."""
+    return _run(["scontrol", "show", "job", "-d", job_id])
+
+
+def job_state(job_id: int) -> JobState:
+    """Return the state of a job. Raises: TransportError, also for a job that Slurm has forgotten."""
+    text = job_detail(str(job_id))
+    code, _, number = _value(text, "ExitCode").partition(":")
+    number, code = (part if part.isdigit() else "0" for part in (number, code))
+    log = _value(text, "StdOut")
+    return JobState(
+        state=_value(text, "JobState"),
+        exit_code=128 + int(number) if int(number) else int(code),
+        log=Path(log) if log else None,
+        reason=_value(text, "Reason"),
+    )
+
+
+def _value(text: str, name: str) -> str:
+    # A path may hold blanks: StdOut stands alone in its line.
+    match = re.search(rf"^\s*{name}=(.*)$" if name == "StdOut" else rf"\b{name}=(\S*)", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _run(command: Sequence[str], text: str | None = None) -> str:
+    try:
+        result = subprocess.run(
+            command,
+            input=text,
+            stdin=subprocess.DEVNULL if text is None else None,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            timeout=_TIMEOUT_S,
+        )
+    except FileNotFoundError:
+        raise TransportError(
+            f"{command[0]} is not in PATH", hint="run this where Slurm's commands are, on a login node"
+        ) from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise TransportError(f"{command[0]}: {error}") from None
+    if result.returncode != 0:
+        reason = result.stderr.strip() or f"exit code {result.returncode}"
+        kind = TransportError if text is None else UsageError
+        raise kind(reason.removeprefix(f"{command[0]}: "), where=command[0])
+    return result.stdout

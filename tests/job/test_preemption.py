@@ -1,0 +1,84 @@
+"""SIGUSR1 to `launch` is a notice to every rank, and what the ranks answer is the exit code."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import Launch, wait_until
+
+OBEDIENT = """
+    import os, sys, time
+    import launcher
+    print("READY", flush=True)
+    while not launcher.preempted():
+        time.sleep(0.01)
+    time.sleep(float(os.environ["RANK"]))
+    print("SAVED", flush=True)
+    sys.exit(launcher.EXIT_REQUEUE)
+"""
+DEAF = """
+    import time
+    print("READY", flush=True)
+    time.sleep(1.5)
+    print("DONE", flush=True)
+"""
+OWN_HANDLER = """
+    import signal, sys, time
+    def handle(*_):
+        print("MINE", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGUSR1, handle)
+    print("READY", flush=True)
+    time.sleep(600)
+"""
+
+
+def run_and_notify(folder: Path, text: str, *options: str) -> tuple[int, str]:
+    job = Launch(folder, "--num_gpus", "2", *options, scripts.write(folder, text))
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    job.signal(signal.SIGUSR1)
+    result = job.wait()
+    return result.code, result.out
+
+
+def test_all_ranks_save_before_the_job_ends(tmp_path: Path) -> None:
+    code, out = run_and_notify(tmp_path, OBEDIENT)
+    assert code == 75
+    assert out.count("SAVED") == 2
+
+
+def test_ranks_that_do_not_know_the_notice_go_on(tmp_path: Path) -> None:
+    code, out = run_and_notify(tmp_path, DEAF)
+    assert code == 0
+    assert out.count("DONE") == 2
+
+
+def test_a_program_goes_on_too(tmp_path: Path) -> None:
+    program = scripts.write(tmp_path, "", "program.sh")
+    program.write_text("#!/bin/sh\necho READY\nsleep 1.5\necho DONE\n")
+    program.chmod(0o755)
+    job = Launch(tmp_path, "--num_gpus", "2", "--no_python", program)
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    job.signal(signal.SIGUSR1)
+    result = job.wait()
+    assert result.code == 0, result.err
+    assert result.out.count("DONE") == 2
+
+
+def test_a_handler_of_the_script_s_own_gets_the_notice(tmp_path: Path) -> None:
+    code, out = run_and_notify(tmp_path, OWN_HANDLER)
+    assert code == 0
+    assert out.count("MINE") == 2
+
+
+@pytest.mark.parametrize("code", [75, 3])
+def test_without_a_notice_every_code_is_a_failure(tmp_path: Path, code: int) -> None:
+    script = scripts.write(
+        tmp_path, f"import os, sys, time\nif os.environ['RANK'] == '1': sys.exit({code})\ntime.sleep(600)\n"
+    )
+    result = Launch(tmp_path, "--num_gpus", "2", script).wait()
+    assert result.code == code
+    assert "✗ rank 1 " in result.err

@@ -1,0 +1,169 @@
+"""Batch scripts as text: what is rendered, what is refused, what lint finds. No Slurm needed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.base.errors import UsageError
+from launcher.job.sbatch import BatchOptions, render_script
+from launcher.job.sbatch_lint import lint_script
+
+GUIDE = BatchOptions(
+    job_name="train", nodes=2, gpus_per_node="8", cpus_per_task=10, time="20:00:00", output="%x-%j.out"
+)
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_the_script_asks_for_what_was_asked_for() -> None:
+    text = render_script(GUIDE, ["run", "train.py", "--deepspeed", "ds.json"])
+    assert directives(text) == [
+        "--job-name=train",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=10",
+        "--gres=gpu:8",
+        "--time=20:00:00",
+        "--output=%x-%j.out",
+    ]
+    last = shlex.split(text.splitlines()[-1])
+    assert last[0] == "exec"
+    assert last[2:] == ["-m", "launcher", "run", "train.py", "--deepspeed", "ds.json"]
+    assert text.startswith("#!/bin/bash\n")
+
+
+def test_every_option_has_a_line() -> None:
+    options = BatchOptions(
+        job_name="a b",
+        partition="gpu",
+        account="me",
+        qos="high",
+        constraint="a100|h100",
+        mem="100G",
+        exclusive=True,
+        mail_user="me@example.org",
+        mail_type="END,FAIL",
+        dependency="afterok:1",
+        signal="B:USR1@120",
+        array="0-7%2",
+    )
+    lines = directives(render_script(options, ["run", "train.py"]))
+    assert {'--job-name="a b"', "--exclusive", "--array=0-7%2", "--signal=B:USR1@120"} < set(lines)
+    assert {"--constraint=a100|h100", "--mail-user=me@example.org", "--output=%x-%A_%a.out"} < set(lines)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1, max_size=4))
+def test_no_argument_reaches_the_shell(arguments: list[str]) -> None:
+    text = render_script(GUIDE, ["run", *arguments])
+    command = text[text.index("exec ") :]
+    assert shlex.split(command)[4:] == ["run", *arguments]
+
+
+@given(st.text(max_size=20))
+def test_no_value_makes_a_line_of_its_own(value: str) -> None:
+    try:
+        lines = BatchOptions(job_name="x", partition=value).directives()
+    except UsageError:
+        return
+    assert len(lines) == len(BatchOptions(job_name="x", partition="p").directives())
+    assert not any("\n" in line or "\r" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"time": "tomorrow"}, {"gpus_per_node": "all"}, {"gpus_per_node": "0"}, {"setup": ("a\nb",)}],
+)
+def test_wrong_values_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        BatchOptions(job_name="x", **options)  # type: ignore[arg-type]
+
+
+def test_a_template_of_the_user_s_own_extends_ours(tmp_path: Path) -> None:
+    template = tmp_path / "mine.j2"
+    template.write_text('{% extends "plain.sh.j2" %}{% block run %}mine {{ command }} {{ nodes }}\n{% endblock %}')
+    text = render_script(GUIDE, ["run", "train.py"], template)
+    assert "#SBATCH --gres=gpu:8" in text
+    assert text.rstrip().endswith("-m launcher run train.py 2")
+    assert "\nmine " in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{% if %}", "mine.j2:1: the template is wrong"),
+        ("{{ nonsense }}", "'nonsense' is undefined"),
+        (None, "no templ"),
+    ],
+)
+def test_a_wrong_template_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    template = tmp_path / "mine.j2"
+    if text is not None:
+        template.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        render_script(GUIDE, ["run", "train.py"], template)
+
+
+GOOD = """\
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH -N 2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:8   # all of them
+#SBATCH --time=20:00:00
+#SBATCH --output=%x-%j.out
+module load cuda
+launch --num_gpus 8 train.py
+"""
+
+
+def test_a_good_script_has_no_findings(tmp_path: Path) -> None:
+    assert lint_script(GOOD, "job.sh", tmp_path) == []
+    assert lint_script(render_script(GUIDE, ["run", "train.py"]), "job.sh", tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "message"),
+    [
+        ("#!/bin/bash\n", "\n", 1, "names no interpreter"),
+        ("--ntasks-per-node=1", "--ntasks-per-node=8", 4, "--ntasks-per-node is 8"),
+        ("--ntasks-per-node=1", "--ntasks=16", 4, "--ntasks is 16 for 2 nodes"),
+        ("#SBATCH --time=20:00:00\n", "", 1, "no --time"),
+        ("--time=20:00:00", "--time=20h", 6, "is no time"),
+        ("--num_gpus 8", "--num_gpus 4", 9, "--num_gpus 4, but the job asks for 8 GPUs on a node"),
+        ("--num_gpus 8", "--nnodes=4", 9, "--nnodes=4, but the job asks for 2 nodes"),
+        ("#SBATCH --gres=gpu:8   # all of them\n", "", 8, "the job asks for none"),
+        ("#SBATCH --gres", "# SBATCH --gres", 5, "is a comment for Slurm"),
+        ("module load", "#SBATCH --mem=0\nmodule load", 9, None),
+        ("module load cuda\n", "module load cuda\n#SBATCH --mem=0\n", 9, "no #SBATCH line after the first command"),
+        ("--job-name", "--jobname", 2, "sbatch has no option --jobname"),
+        ("%x-%j.out", "logs/%x.out", 7, "there is no folder logs"),
+        ("--job-name=train", "--signal=USR1@60", 2, "reaches the tasks of srun"),
+        ("launch --num_gpus 8", "srun launch", 9, "one rank for 8 GPUs"),
+        ("--job-name=train", "--job-name='train", 2, "a quote is not closed"),
+        ("--job-name=train", "train", 2, '"train" is no option'),
+    ],
+)
+def test_mistakes_are_found_with_their_line(
+    tmp_path: Path, old: str, new: str, place: int, message: str | None
+) -> None:
+    assert old in GOOD
+    findings = lint_script(GOOD.replace(old, new), "job.sh", tmp_path)
+    if message is None:
+        assert findings == []
+        return
+    found = next(finding for finding in findings if message in finding.message)
+    assert found.where == f"job.sh:{place}"
+    assert found.hint
+
+
+@given(st.text(alphabet="#SBATCH -=\n'\"ntasks1:gpu launch%/", max_size=120))
+def test_no_script_ends_in_a_traceback(text: str) -> None:
+    for finding in lint_script(text, "job.sh", Path("/")):
+        assert finding.message

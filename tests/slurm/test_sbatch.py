@@ -1,0 +1,161 @@
+"""`launch sbatch` against a real Slurm: every template is accepted, jobs are submitted, chained and followed."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import ROOT, Result, run_launch, wait_until
+from harness.slurm import LoopbackSlurm
+
+pytestmark = pytest.mark.cluster
+TEMPLATES = sorted((ROOT / "slurm_templates").glob("*.j2"))
+OPTIONS = {
+    "plain": ["--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "4", "--mem", "0", "--exclusive"],
+    "array": ["--array", "0-3%2", "--mail-type", "END,FAIL", "--mail-user", "me@example.org"],
+    "requeue": ["--requeue", "--nodes", "2", "--gpus-per-node", "1"],
+    "container": ["--container-image", "image.sif", "--nodes", "3", "--gpus-per-node", "2"],
+}
+
+
+def sbatch(slurm: LoopbackSlurm, folder: Path, *words: str | Path) -> Result:
+    return run_launch(folder, "sbatch", *words, env=slurm.env)
+
+
+def states(slurm: LoopbackSlurm, *jobs: str) -> list[str]:
+    found = [slurm.run("scontrol", "show", "job", job) for job in jobs]
+    return [match[1] for text in found if (match := re.search(r"JobState=(\w+)", text))]
+
+
+def test_every_template_is_tried() -> None:
+    assert {path.name.partition(".")[0] for path in TEMPLATES} == set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_slurm_accepts_every_template(slurm: LoopbackSlurm, tmp_path: Path, name: str) -> None:
+    result = sbatch(slurm, tmp_path, *OPTIONS[name], "--time", "10:00", "train.py", "it's $HOME")
+    assert result.code == 0, result.err
+    path = tmp_path / "job.sh"
+    path.write_text(result.out)
+    slurm.run("sbatch", "--test-only", path, cwd=tmp_path)
+    slurm.run("bash", "-n", path)
+    assert sbatch(slurm, tmp_path, "--lint", path).out == f"{path}: ok\n"
+
+
+def test_following_a_job_shows_its_log_and_has_its_code(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    options = ["--nodes", "3", "--gpus-per-node", "2", "--time", "5", "--follow"]
+    scripts.write(tmp_path, scripts.ENVIRONMENT)
+    result = sbatch(slurm, tmp_path, *options, "--setup", "export GREETING='hello there'", "script.py", "a b")
+    assert result.code == 0, result.err
+    ranks = [json.loads(text)["RANK"] for text in re.findall(r"ENV (\{.*\})$", result.out, re.MULTILINE)]
+    assert sorted(ranks) == list("012345")
+    assert result.out.count('ARGV ["a b"]') == 6
+    scripts.write(tmp_path, scripts.BIPOLAR)
+    result = sbatch(slurm, tmp_path, *options, "script.py", "exit")
+    assert result.code == 3
+    assert "ended as FAILED (exit code 3)" in result.err
+
+
+def test_a_chain_runs_one_after_the_other(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import sys; sys.exit(1)")
+    result = sbatch(slurm, tmp_path, "--time", "5", "--chain", "3", "--submit", script)
+    assert result.code == 0, result.err
+    jobs = result.out.split()
+    assert len(jobs) == 3
+    wait_until(lambda: states(slurm, *jobs) == ["FAILED"] * 3, "the jobs", 60)
+    starts = [re.findall(r"StartTime=(\S+)", slurm.run("scontrol", "show", "job", job))[0] for job in jobs]
+    assert starts == sorted(starts)
+
+
+def test_an_array_gives_each_job_its_number(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import os; print('ELEMENT', os.environ['SLURM_ARRAY_TASK_ID'])")
+    result = sbatch(slurm, tmp_path, "--time", "5", "--array", "4-5", "--submit", script)
+    assert result.code == 0, result.err
+    logs = [tmp_path / f"script-{result.out.strip()}_{number}.out" for number in (4, 5)]
+    wait_until(lambda: all(log.exists() and "ELEMENT" in log.read_text() for log in logs), "the logs", 60)
+    assert ["ELEMENT 4" in log.read_text() for log in logs] == [True, False]
+
+
+def test_ranks_run_in_the_container(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    """A stand-in for apptainer that runs what it is given, and says so."""
+    apptainer = tmp_path / "apptainer"
+    apptainer.write_text('#!/bin/bash\n[ "$1 $2" = "exec --nv" ] || exit 9\necho "IN $3"\nshift 3\nexec "$@"\n')
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    for path in (apptainer, python):
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    scripts.write(tmp_path, scripts.ENVIRONMENT)
+    options = [*OPTIONS["container"], "--time", "5", "--setup", f'export PATH={tmp_path}:"$PATH"', "--follow"]
+    result = sbatch(slurm, tmp_path, *options, "script.py")
+    assert result.code == 0, result.err + result.out
+    assert result.out.count("IN image.sif") == 6
+    ranks = [json.loads(text)["RANK"] for text in re.findall(r"ENV (\{.*\})$", result.out, re.MULTILINE)]
+    assert sorted(ranks) == list("012345")
+
+
+def test_what_slurm_refuses_is_passed_on(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    result = sbatch(slurm, tmp_path, "--partition", "nowhere", "--submit", "train.py")
+    assert result.code == 2
+    assert "✗ sbatch: " in result.err
+    assert "invalid partition" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--follow", "--array", "0-1", "train.py"], "--follow shows one log"),
+        (["--chain", "2", "train.py"], "--chain is about submitting"),
+        (["--launch-args", "'", "train.py"], "--launch-args"),
+        (["--lint", "no-such-file"], "the script cannot be read"),
+        ([], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_contradictions_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    result = run_launch(tmp_path, "sbatch", *words)
+    assert result.code == 2
+    assert message in result.err
+
+
+def test_lint_names_line_and_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text("#!/bin/bash\n#SBATCH --time=1:00:00\n#SBATCH --ntasks-per-node=4\nlaunch train.py\n")
+    result = run_launch(tmp_path, "sbatch", "--lint", path)
+    assert result.code == 2
+    assert f"{path}:3: --ntasks-per-node is 4" in result.err
+    assert "→ write --ntasks-per-node=1" in result.err
+
+
+def test_a_preempted_job_saves_and_starts_again(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        import launcher
+        rank, saved = os.environ["RANK"], pathlib.Path("saved_" + os.environ["RANK"])
+        if saved.exists():
+            print("RESUMED", rank)
+            sys.exit(0)
+        print("FIRST", rank, flush=True)
+        while not launcher.preempted():
+            time.sleep(0.02)
+        time.sleep(float(rank))  # one rank saves longer than the other
+        saved.touch()
+        sys.exit(launcher.EXIT_REQUEUE)
+        """,
+    )
+    result = sbatch(slurm, tmp_path, *OPTIONS["requeue"], "--time", "5", "--submit", script)
+    assert result.code == 0, result.err
+    job = result.out.strip()
+    log = tmp_path / f"script-{job}.out"
+    wait_until(lambda: log.exists() and log.read_text().count("FIRST") == 2, "the first run", 60)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    wait_until(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", job), "the requeue", 30)
+    assert (tmp_path / "saved_0").exists()
+    assert (tmp_path / "saved_1").exists()
+    wait_until(lambda: log.read_text().count("RESUMED") == 2, "the second run", 150)
+    wait_until(lambda: states(slurm, job) == ["COMPLETED"], "the end", 30)
