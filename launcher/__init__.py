@@ -15,13 +15,18 @@ __version__ = "0.1.0"
 _LAZY_NAMES = {
     "Engine": "launcher.engine.engine",
     "add_config_arguments": "launcher.engine.arguments",
+    "heartbeat": "launcher.base.progress",
     "init_distributed": "launcher.comm.groups",
     "initialize": "launcher.engine.build",
 }
+# Public modules that are loaded the same way.
+_LAZY_MODULES = {"notebook"}
 
-__all__ = ["Engine", "__version__", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["Engine", "__version__", "add_config_arguments", "heartbeat", "init_distributed", "initialize", "notebook"]
 
 if TYPE_CHECKING:
+    from launcher import notebook
+    from launcher.base.progress import heartbeat
     from launcher.comm.groups import init_distributed
     from launcher.engine.arguments import add_config_arguments
     from launcher.engine.build import initialize
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"launcher.{name}")
     module_name = _LAZY_NAMES.get(name)
     if module_name is None:
         raise AttributeError(f"module 'launcher' has no attribute {name!r}")
@@ -38,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_LAZY_NAMES))
+    return sorted(set(globals()) | set(_LAZY_NAMES) | _LAZY_MODULES)

@@ -1,8 +1,11 @@
 """What every rank starts as: run the user's script, module or program; leave an error record when it fails.
 
-    python -u -m launcher.worker script  train.py ARGS...
-    python -u -m launcher.worker module  package.train ARGS...
-    python -u -m launcher.worker program ./train.sh ARGS...
+    python -u -m launcher.worker script  train.py
+    python -u -m launcher.worker module  package.train
+    python -u -m launcher.worker program ./train.sh
+
+The arguments come as a JSON list through the descriptor named by LAUNCH_ARGUMENTS_FD: a command line is open to every
+user of the machine, and arguments may hold a token. (A program is started with them; there is no other way.)
 
 The script runs as `python train.py` would run it: it is `__main__`, its folder is `sys.path[0]`, its exit code is the
 process's. Standard library only: torch is the script's business.
@@ -25,10 +28,11 @@ import types
 from types import TracebackType
 
 from launcher.base import env
-from launcher.base.processes import die_with_parent
+from launcher.base.processes import STACKS_SIGNAL, die_with_parent
 
 _MAX_TRACEBACK_CHARS = 64_000
-_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+_NOTEBOOK_RANK = os.path.join(os.path.dirname(__file__), "notebook", "rank.py")
+_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>", _NOTEBOOK_RANK)
 
 
 def main() -> None:
@@ -38,8 +42,9 @@ def main() -> None:
         die_with_parent(int(agent_pid))
     with contextlib.suppress(ValueError, io.UnsupportedOperation):
         faulthandler.enable()  # a crash in native code leaves the Python stack in the log
+    _dump_stacks_on_demand()
     kind, target = sys.argv[1:3]
-    sys.argv[:] = sys.argv[2:]
+    sys.argv[:] = [target, *_take_arguments()]
     if kind == "program":
         _exec_program(target)
     try:
@@ -57,7 +62,26 @@ def main() -> None:
         is_recorded = _leave_record(error, trace)
         if not is_recorded or sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error.with_traceback(trace), trace)
-        _exit_after_failure(error)
+        sys.exit(_exit_code(error))
+
+
+def _dump_stacks_on_demand() -> None:
+    """Let STACKS_SIGNAL write all Python stacks into the file the agent named; also while native code hangs."""
+    path = os.environ.pop(env.STACKS_FILE.name, None)
+    if path is None:
+        return
+    with contextlib.suppress(OSError):
+        file = open(path, "ab", buffering=0)  # noqa: SIM115  # as long as the process lives
+        faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
+
+
+def _take_arguments() -> list[str]:
+    descriptor = os.environ.pop(env.ARGUMENTS_FD.name, None)
+    if descriptor is None:
+        return sys.argv[3:]
+    with open(int(descriptor), encoding="ascii") as file:
+        arguments: list[str] = json.load(file)
+    return arguments
 
 
 def _run_script(path: str) -> None:
@@ -88,7 +112,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def _user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback without the frames of this file and of runpy."""
+    """Return the traceback without the frames of the launcher's own files and of runpy."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
         trace = trace.tb_next
@@ -110,6 +134,7 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
         "pid": os.getpid(),
         "time_s": time.time(),
         "type": type(error).__name__,
+        "exit_code": _exit_code(error),
         "message": str(error)[:_MAX_TRACEBACK_CHARS],
         "traceback": "".join(lines)[-_MAX_TRACEBACK_CHARS:],
     }
@@ -123,8 +148,11 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
     return True
 
 
-def _exit_after_failure(error: BaseException) -> None:
-    sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+def _exit_code(error: BaseException) -> int:
+    """Return what `python` exits with after this exception."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from harness import slurm as slurm_harness
+from harness.slurm import LoopbackSlurm
 from harness.sshd import LoopbackSshd, available
 
 
@@ -28,3 +30,15 @@ def sshd() -> Iterator[LoopbackSshd]:
         pytest.skip(reason)
     with LoopbackSshd() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[LoopbackSlurm]:
+    """A real Slurm with three nodes; a test that stops a node starts it again."""
+    reason = slurm_harness.available()
+    if reason is not None:
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with LoopbackSlurm() as cluster:
+        yield cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import subprocess
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 from launcher.agent.wire import Spawn
 from launcher.base import env
+from launcher.base.progress import make_counter
+from launcher.cluster.devices import local_device_tokens
 from launcher.transport.command import agent_argv
 
 WORKER_MODULE = "launcher.worker"
@@ -25,44 +28,87 @@ class Rank:
     process: subprocess.Popen[bytes]
     streams: dict[int, str]  # open descriptors -> "stdout" or "stderr"
     error_file: str
+    stacks_file: str
+    progress_fd: int
+    progress: int = 0  # heartbeats as last told
     status: int | None = None  # exit code or minus the signal, None while it runs
     record: dict[str, Any] | None = None  # the error record its worker left
     ended_s: float = 0.0  # monotonic clock, set together with `status`
+    died_s: float = 0.0  # wall clock, likewise
+    max_rss_bytes: int = 0
+    oom: str | None = None  # evidence of the kernel's out-of-memory killer
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
+    def close(self) -> None:
+        """Let go of the rank's counter; its pipes close when they are drained."""
+        os.close(self.progress_fd)
 
-def rank_environment(spec: Spawn, rank_env: dict[str, str], error_file: str) -> dict[str, str]:
-    """Return the whole environment of one rank: the agent's own, the job's, the rank's; later ones win."""
+
+def missing_devices(spec: Spawn) -> str | None:
+    """Say which slots this host has no GPU for; None when all are there, or when the host has no GPU at all."""
+    tokens = [
+        token for rank_env in spec.rank_envs for token in rank_env.get(env.CUDA_VISIBLE_DEVICES.name, "").split(",")
+    ]
+    num_devices = len(local_device_tokens({}))
+    missing = sorted({int(token) for token in tokens if token.isdigit() and int(token) >= num_devices})
+    if not missing or num_devices == 0:
+        return None
+    return f"slot {missing[0]} has no GPU: this host has {num_devices}; lower slots= in the hostfile"
+
+
+def rank_environment(
+    spec: Spawn, rank_env: dict[str, str], own: dict[str, str], cores: list[int] | None
+) -> dict[str, str]:
+    """Return the whole environment of one rank: the agent's own, the job's, the rank's, ours; later ones win."""
     environment = {**os.environ, **spec.env, **rank_env}
-    if env.OMP_NUM_THREADS.name not in environment:
+    if cores is not None:
+        environment[env.OMP_NUM_THREADS.name] = str(len(cores))
+    elif env.OMP_NUM_THREADS.name not in environment:
         # Without it every rank would start a thread per core of the whole machine.
         num_threads = max(1, len(os.sched_getaffinity(0)) // len(spec.rank_envs))
         environment[env.OMP_NUM_THREADS.name] = str(num_threads)
     environment[env.JOB_ID.name] = spec.job_id
-    environment[env.ERROR_FILE.name] = error_file
     environment[env.AGENT_PID.name] = str(os.getpid())
     environment["PYTHONUNBUFFERED"] = "1"
-    return environment
+    return environment | own
 
 
-def spawn_rank(spec: Spawn, local_rank: int, scratch: str) -> Rank:
-    """Start one rank as the leader of a session of its own. Raises: OSError."""
+def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | None = None) -> Rank:
+    """Start one rank as the leader of a session of its own, on `cores` where given. Raises: OSError."""
     rank_env = spec.rank_envs[local_rank]
     number = int(rank_env[env.RANK.name])
-    error_file = os.path.join(scratch, f"error_{number}.json")
-    process = subprocess.Popen(
-        [*agent_argv(module=WORKER_MODULE), *spec.commands[local_rank]],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=spec.cwd,
-        env=rank_environment(spec, rank_env, error_file),
-        start_new_session=True,
-        bufsize=0,
+    error_file, stacks_file, progress_file = (
+        os.path.join(scratch, f"{name}_{number}") for name in ("error", "stacks", "progress")
     )
+    kind, target, *arguments = spec.commands[local_rank]
+    arguments_fd = _memory_file(json.dumps(arguments).encode())
+    own = {
+        env.ERROR_FILE.name: error_file,
+        env.STACKS_FILE.name: stacks_file,
+        env.PROGRESS_FILE.name: progress_file,
+        env.ARGUMENTS_FD.name: str(arguments_fd),
+    }
+    own_cores = os.sched_getaffinity(0)
+    try:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)  # a child starts with its parent's
+        process = subprocess.Popen(
+            [*agent_argv(module=WORKER_MODULE), kind, target],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=spec.cwd,
+            env=rank_environment(spec, rank_env, own, cores),
+            pass_fds=(arguments_fd,),
+            start_new_session=True,
+            bufsize=0,
+        )
+    finally:
+        os.sched_setaffinity(0, own_cores)
+        os.close(arguments_fd)
     streams = {}
     for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr")):
         if stream is None:
@@ -71,4 +117,13 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str) -> Rank:
         with contextlib.suppress(OSError):  # above the user's pipe limit the default size has to do
             fcntl.fcntl(stream.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         streams[stream.fileno()] = name
-    return Rank(number, process, streams, error_file)
+    return Rank(number, process, streams, error_file, stacks_file, make_counter(progress_file))
+
+
+def _memory_file(data: bytes) -> int:
+    """Return a descriptor to read `data` from: a rank's arguments, which no process list may show."""
+    descriptor = os.memfd_create("arguments")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

@@ -17,33 +17,44 @@ import sys
 import tempfile
 import time
 
-from launcher.agent.spawn import Rank, spawn_rank
+from launcher.agent.oom import OomWatch
+from launcher.agent.spawn import Rank, missing_devices, spawn_rank
 from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
     MAGIC,
     PROTOCOL_VERSION,
     Bye,
     Decoder,
+    DumpStacks,
     Exited,
     Hello,
     Message,
     Output,
     PickPort,
+    Ping,
+    Pong,
     PortPicked,
+    Progress,
     Spawn,
     SpawnFailed,
+    Stacks,
     Started,
     Stop,
     Sweep,
     encode,
 )
-from launcher.base.processes import descendants, send, sweep_job
+from launcher.base.processes import STACKS_SIGNAL, descendants, send, sweep_job
+from launcher.base.progress import read_counter
+from launcher.cluster.cores import shares
+from launcher.cluster.devices import given_devices
 
 _READ_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
 _IDLE_WAIT_S = 1.0  # the longest sleep; deadlines shorten it
 _STOP_POLL_S = 0.05
-_DRAIN_S = 0.5  # how long a dead rank's pipe may be held open by a child that outlives it
+_PROGRESS_INTERVAL_S = 1.0
+_STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machine a little later
+_DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may go on writing
 _KILL_RETRY_S = 10.0  # a process in an uninterruptible wait cannot be killed: leave it to the kernel
 _LEFTOVER_GRACE_S = 2.0  # for children that outlive ranks which ended well
 
@@ -64,8 +75,11 @@ class Supervisor:
         self._last_message_s = time.monotonic()
         self._kill_at_s: float | None = None
         self._give_up_at_s: float | None = None
+        self._tell_progress_at_s = 0.0
+        self._stacks_at_s: float | None = None  # when the stacks that were asked for are read
         self._scratch = tempfile.mkdtemp(prefix="launch-agent-")  # mode 0700: error records hold user data
         self._wake_read, self._wake_write = os.pipe()
+        self._oom_watch = OomWatch()
 
     def run(self) -> None:
         """Serve commands until the ranks are gone and the controller has been told."""
@@ -77,7 +91,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         self._selector.register(self._command_fd, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable))
+        self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.time(), given_devices(os.environ)))
         try:
             while self._state is not AgentState.GONE:
                 self._turn()
@@ -99,11 +113,14 @@ class Supervisor:
                 self._write()
             elif events:
                 self._read_rank(key.fd, key.data)
+        self._tell_progress()
         self._reap()
         self._check_deadlines()
 
     def _wait_s(self) -> float:
-        return _STOP_POLL_S if self._state is AgentState.STOPPING else _IDLE_WAIT_S
+        is_urgent = self._state is AgentState.STOPPING or self._stacks_at_s is not None
+        is_urgent = is_urgent or any(rank.status is not None for rank in self._ranks.values())
+        return _STOP_POLL_S if is_urgent else _IDLE_WAIT_S
 
     def _watch_streams(self) -> None:
         """Register what can make progress now: writing when there is something, reading when there is room."""
@@ -163,6 +180,11 @@ class Supervisor:
             self._spawn(message)
         elif isinstance(message, Stop):
             self._stop(message.grace_s)
+        elif isinstance(message, Ping):
+            self._send(Pong())
+        elif isinstance(message, DumpStacks):
+            send([rank.pid for rank in self._ranks.values() if rank.status is None], STACKS_SIGNAL)
+            self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S
         elif isinstance(message, Sweep):
             sweep_job(message.job_id)
             self._state = move(self._state, AgentState.GONE)
@@ -173,9 +195,15 @@ class Supervisor:
     def _spawn(self, spec: Spawn) -> None:
         self._spec = spec
         self._state = move(self._state, AgentState.RUNNING)
+        problem = missing_devices(spec)
+        cores = shares(spec.bound_cores, len(spec.rank_envs)) if spec.bound_cores is not None else []
+        if problem or isinstance(cores, str):
+            self._send(SpawnFailed(problem or str(cores)))
+            self._stop(0.0)
+            return
         try:
             for local_rank in range(len(spec.rank_envs)):
-                rank = spawn_rank(spec, local_rank, self._scratch)
+                rank = spawn_rank(spec, local_rank, self._scratch, cores[local_rank] if cores else None)
                 self._ranks[rank.pid] = rank
                 self._send(Started(rank.number, rank.pid))
         except OSError as error:
@@ -204,7 +232,7 @@ class Supervisor:
         """Collect ended children: ranks, and orphans of ranks that this agent has adopted."""
         while True:
             try:
-                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+                pid, wait_status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 break
             if pid == 0:
@@ -213,8 +241,11 @@ class Supervisor:
             if rank is not None:
                 rank.status = os.waitstatus_to_exitcode(wait_status)
                 rank.process.returncode = rank.status  # Popen must not wait for it a second time
-                rank.ended_s = time.monotonic()
+                rank.ended_s, rank.died_s = time.monotonic(), time.time()
+                rank.max_rss_bytes = usage.ru_maxrss * 1024
                 rank.record = _read_record(rank.error_file)
+                if rank.status == -signal.SIGKILL:
+                    rank.oom = self._oom_watch.evidence()
         for rank in list(self._ranks.values()):
             self._report_if_over(rank)
         if not self._ranks and self._state is AgentState.RUNNING:
@@ -223,12 +254,14 @@ class Supervisor:
     def _report_if_over(self, rank: Rank) -> None:
         if rank.status is None:
             return
-        if rank.streams and time.monotonic() - rank.ended_s < _DRAIN_S and self._connected:
-            return  # what it wrote last may still be in the pipe
+        is_recent = time.monotonic() - rank.ended_s < _DRAIN_S
+        if rank.status == 0 and rank.streams and is_recent and self._connected:
+            return  # a failure is told at once: all it wrote is in the pipe already
         for descriptor in list(rank.streams):
             self._drain(rank, descriptor)
         del self._ranks[rank.pid]
-        self._send(Exited(rank.number, rank.status, time.time(), rank.record))
+        rank.close()
+        self._send(Exited(rank.number, rank.status, rank.died_s, rank.record, rank.max_rss_bytes, rank.oom))
 
     def _drain(self, rank: Rank, descriptor: int) -> None:
         """Read what is there now; a child of the rank may hold the pipe open for ever."""
@@ -236,6 +269,21 @@ class Supervisor:
             while data := os.read(descriptor, _READ_BYTES):
                 self._send(Output(rank.number, rank.streams[descriptor], data))
         self._close_stream(rank, descriptor)
+
+    def _tell_progress(self) -> None:
+        """Send heartbeats that are new, and stacks that were asked for, when their time has come."""
+        now_s = time.monotonic()
+        if now_s >= self._tell_progress_at_s:
+            self._tell_progress_at_s = now_s + _PROGRESS_INTERVAL_S
+            for rank in self._ranks.values():
+                count = read_counter(rank.progress_fd)
+                if count != rank.progress:
+                    rank.progress = count
+                    self._send(Progress(rank.number, count))
+        if self._stacks_at_s is not None and now_s >= self._stacks_at_s:
+            self._stacks_at_s = None
+            for rank in self._ranks.values():
+                self._send(Stacks(rank.number, _take_text(rank.stacks_file)))
 
     # ---- ending ----
 
@@ -293,3 +341,14 @@ def _read_record(path: str) -> dict[str, object] | None:
     except (OSError, ValueError):  # none was left, or the rank was killed while it wrote
         return None
     return record if isinstance(record, dict) else None
+
+
+def _take_text(path: str) -> str:
+    """Return what a file holds and empty it; "" when there is none."""
+    try:
+        with open(path, "r+", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+            file.truncate(0)
+    except OSError:
+        return ""
+    return text

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from launcher.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -48,6 +48,7 @@ class Spawn(Message):
     rank_envs: list[dict[str, str]]  # one for each rank; RANK among them
     lease_s: float | None  # end the ranks after so long without a message; None: the stream's end is enough
     grace_s: float  # between SIGTERM and SIGKILL when the lease ends
+    bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Stop(Message):
     """End all ranks: SIGTERM, one grace for all, SIGKILL."""
 
     grace_s: float
+
+
+@dataclass(frozen=True)
+class DumpStacks(Message):
+    """Let every rank write its Python stacks, and send them."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,18 @@ class Ping(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """The first message of an agent."""
+    """The first message of an agent. It is read across versions: fields may be missing, or be new."""
 
     version: int
-    pid: int
-    python: str
+    pid: int = 0
+    python: str = ""
+    time_s: float = 0.0  # wall clock of the node: lets the controller compare times of different hosts
+    devices: list[str] | None = None  # entries of the agent's CUDA_VISIBLE_DEVICES; None: it is not set
+
+
+@dataclass(frozen=True)
+class Pong(Message):
+    """The answer to Ping: the node and the way to it are alive."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +126,31 @@ class Output(Message):
 
 
 @dataclass(frozen=True)
+class Progress(Message):
+    """A rank has made heartbeats since the last such message; at most one a second."""
+
+    rank: int
+    count: int  # since its start
+
+
+@dataclass(frozen=True)
+class Stacks(Message):
+    """The answer to DumpStacks, one for each rank that runs."""
+
+    rank: int
+    text: str  # "" for a rank that is no Python script
+
+
+@dataclass(frozen=True)
 class Exited(Message):
     """A rank's process has ended, and all it had written has been sent."""
 
     rank: int
     status: int  # exit code, or minus the signal number
-    time_s: float  # wall clock of the node
+    time_s: float  # wall clock of the node when it was found dead
     record: dict[str, Any] | None  # the error record the worker left
+    max_rss_bytes: int  # the most memory its process held
+    oom: str | None  # evidence that the kernel ended it for lack of memory
 
 
 @dataclass(frozen=True)
@@ -133,13 +164,17 @@ _TYPES: dict[str, type[Message]] = {
         PickPort,
         Spawn,
         Stop,
+        DumpStacks,
         Sweep,
         Ping,
         Hello,
+        Pong,
         PortPicked,
         Started,
         SpawnFailed,
         Output,
+        Progress,
+        Stacks,
         Exited,
         Bye,
     )
@@ -200,6 +235,8 @@ def _decode(header: bytes, payload: bytes) -> Message:
         kind = _TYPES[fields.pop("type")]
         if kind is Output:
             fields["data"] = payload
+        elif kind is Hello:
+            fields = {name: fields[name] for name in Hello.__dataclass_fields__ if name in fields}
         return kind(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(f"the agent's stream is damaged: {error!r}") from None

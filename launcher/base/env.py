@@ -14,7 +14,7 @@ class EnvVar:
 
     name: str
     doc: str
-    direction: str  # "set": given to every rank; "read": a user may set it
+    direction: str  # "set": given to every rank; "read": a user or Slurm may set it
 
 
 RANK = EnvVar("RANK", "number of this process among all ranks, from 0", "set")
@@ -33,9 +33,41 @@ OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", "CPU threads of a rank; a value alre
 JOB_ID = EnvVar("LAUNCH_JOB_ID", "id of the job; every process of the job carries it", "set")
 ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (JSON)", "set")
 AGENT_PID = EnvVar("LAUNCH_AGENT_PID", "pid of the agent; the worker takes it out before the script runs", "set")
+ARGUMENTS_FD = EnvVar(
+    "LAUNCH_ARGUMENTS_FD", "where the worker reads the script's arguments; taken out before the script runs", "set"
+)
+PROGRESS_FILE = EnvVar("LAUNCH_PROGRESS_FILE", "where `launcher.heartbeat()` counts", "set")
+STACKS_FILE = EnvVar(
+    "LAUNCH_STACKS_FILE", "where a rank dumps its Python stacks; the worker takes it out before the script runs", "set"
+)
+RESTART_COUNT = EnvVar("LAUNCH_RESTART_COUNT", "how often the job was started again, from 0", "set")
+TORCHELASTIC_RESTART_COUNT = EnvVar(
+    "TORCHELASTIC_RESTART_COUNT", "same as LAUNCH_RESTART_COUNT, the name torchrun scripts read", "set"
+)
+TORCHELASTIC_MAX_RESTARTS = EnvVar(
+    "TORCHELASTIC_MAX_RESTARTS", "how often the job may be started again (`--max-restarts`)", "set"
+)
+TORCHELASTIC_RUN_ID = EnvVar("TORCHELASTIC_RUN_ID", "same as LAUNCH_JOB_ID, the name torchrun scripts read", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
 XDG_STATE_HOME = EnvVar(
     "XDG_STATE_HOME", "parent folder of launch/jobs, what launch ps reads; default ~/.local/state", "read"
 )
+# Set by Slurm; see cluster/slurm.py for their forms.
+SLURM_JOB_ID = EnvVar("SLURM_JOB_ID", "set by Slurm: number of the job", "read")
+SLURM_JOB_NODELIST = EnvVar("SLURM_JOB_NODELIST", "set by Slurm: nodes of the job, compressed", "read")
+SLURM_JOB_NUM_NODES = EnvVar("SLURM_JOB_NUM_NODES", "set by Slurm: number of nodes of the job", "read")
+SLURM_GPUS = EnvVar("SLURM_GPUS", "set by Slurm: GPUs of the whole job, where --gpus was given", "read")
+SLURM_GPUS_PER_NODE = EnvVar("SLURM_GPUS_PER_NODE", "set by Slurm: GPUs of each node, maybe with a type", "read")
+SLURM_GPUS_ON_NODE = EnvVar("SLURM_GPUS_ON_NODE", "set by Slurm: GPUs of this node", "read")
+SLURM_JOB_GPUS = EnvVar("SLURM_JOB_GPUS", "set by Slurm: indices of this node's GPUs", "read")
+SLURM_TASKS_PER_NODE = EnvVar("SLURM_TASKS_PER_NODE", "set by Slurm: ranks of each node without GPUs", "read")
+SLURM_STEP_ID = EnvVar("SLURM_STEP_ID", "set by srun: number of the step", "read")
+SLURM_STEP_NODELIST = EnvVar("SLURM_STEP_NODELIST", "set by srun: nodes of the step, compressed", "read")
+SLURM_STEP_NUM_TASKS = EnvVar("SLURM_STEP_NUM_TASKS", "set by srun: tasks of the step; WORLD_SIZE of its ranks", "read")
+SLURM_STEP_TASKS_PER_NODE = EnvVar("SLURM_STEP_TASKS_PER_NODE", "set by srun: tasks of each node of the step", "read")
+SLURM_PROCID = EnvVar("SLURM_PROCID", "set by srun: number of the task; RANK under `srun launch`", "read")
+SLURM_LOCALID = EnvVar("SLURM_LOCALID", "set by srun: number of the task on its node; LOCAL_RANK", "read")
+SLURM_NODEID = EnvVar("SLURM_NODEID", "set by srun: number of the node in the step; NODE_RANK", "read")
+SLURMD_NODENAME = EnvVar("SLURMD_NODENAME", "set by Slurm: name of the node a process runs on", "read")
 
 ALL: tuple[EnvVar, ...] = tuple(value for value in list(globals().values()) if isinstance(value, EnvVar))

@@ -17,6 +17,7 @@ class ExitCode(IntEnum):
     OK = 0
     FAILURE = 1  # a rank failed without a code of its own, or an internal error
     USAGE = 2  # wrong options, hostfile or config: nothing was started
+    HANG = 124  # a rank made no progress for --hang-timeout (the code of `timeout`)
     UNREACHABLE = 69  # a host could not be reached or its agent could not start (EX_UNAVAILABLE)
     INTERRUPTED = 130  # Ctrl-C
 
@@ -82,6 +83,26 @@ class ProtocolError(LauncherError):
     """Controller and agent do not understand each other: versions differ or a stream is damaged."""
 
     exit_code = ExitCode.UNREACHABLE
+
+
+class JobError(LauncherError):
+    """A job that a notebook started and that did not end well. `exit_code` is the job's own."""
+
+    def __init__(
+        self, message: str, *, exit_code: int, where: str | None = None, hint: str | None = None, details: str = ""
+    ) -> None:
+        """details: the traceback or the last lines of the rank that failed, shown below the message."""
+        super().__init__(message, where=where, hint=hint)
+        self.exit_code = exit_code
+        self.details = details
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n\n{self.details}" if self.details else text
+
+    def _render_traceback_(self) -> list[str]:
+        """Tell IPython what to show: the frames between cell and launcher would bury what the rank said."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class EngineError(LauncherError):

@@ -18,6 +18,9 @@ from launcher.base import env
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 SWEEP_INTERVAL_S = 0.05
+# Asks a rank for its stacks. The default action of this signal is to be ignored, so a rank that is no Python script,
+# or not yet one, is not hurt.
+STACKS_SIGNAL = signal.SIGURG
 
 
 def _prctl(option: int, value: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +13,11 @@ from typing import Any, TypeVar
 import click
 
 from launcher.base.errors import UsageError
+from launcher.base.suggest import did_you_mean
 from launcher.cli.completion import files
-from launcher.job.plan import DEFAULT_GRACE_S
+from launcher.cli.render import LOG_LEVELS
+from launcher.cluster.slurm import in_allocation
+from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -22,6 +28,9 @@ def _both(name: str, *more: str) -> tuple[str, ...]:
 
 
 _OPTIONS = (
+    click.option(
+        *_both("standalone"), "standalone", is_flag=True, help="This machine only; the default without --hostfile."
+    ),
     click.option("-H", *_both("hostfile"), "hostfile", type=click.Path(), help="File of `host slots=N` lines."),
     click.option(
         "-i",
@@ -63,9 +72,30 @@ _OPTIONS = (
     click.option(*_both("ssh_port"), "ssh_port", type=click.IntRange(1, 65535), help="Default: ~/.ssh/config, 22."),
     click.option("-F", *_both("ssh_config"), "ssh_config", type=click.Path(), help="Instead of ~/.ssh/config."),
     click.option(*_both("remote_python"), "remote_python", help="Python on the other hosts. Default: this one's path."),
+    click.option(
+        *_both("accept_new_host_keys"),
+        "accept_new_host_keys",
+        is_flag=True,
+        help="Record the SSH keys of hosts never seen before instead of refusing them.",
+    ),
+    click.option(
+        *_both("setup"), "setup", default="", metavar="CMD", help="Shell text to run on a host before python."
+    ),
+    click.option(
+        *_both("venv_script"), "venv_script", metavar="FILE", help="Source FILE on a host before python starts."
+    ),
+    click.option(
+        *_both("no_ssh"),
+        "no_ssh",
+        is_flag=True,
+        help="Start one node's ranks, here; each node runs its own command. See --node_rank.",
+    ),
+    click.option(
+        *_both("node_rank"), "node_rank", type=click.IntRange(0), help="Which node this is; implies --no_ssh."
+    ),
     click.option(*_both("force_multi"), "force_multi", is_flag=True, help="Use SSH for this machine's name too."),
     click.option(
-        *_both("log_dir"),
+        *_both("log_dir", "--enable_each_rank_log"),
         "log_dir",
         type=click.Path(file_okay=False, path_type=Path),
         envvar="LAUNCH_LOG_DIR",
@@ -74,13 +104,80 @@ _OPTIONS = (
     ),
     click.option(
         "--grace",
+        *_both("shutdown_timeout"),
         "grace_s",
         type=click.FloatRange(0),
         default=DEFAULT_GRACE_S,
         metavar="SECONDS",
         help=f"Between SIGTERM and SIGKILL. Default: {DEFAULT_GRACE_S:g}.",
     ),
-    click.option("-q", "--quiet", is_flag=True, help="Show the ranks' output and errors only."),
+    click.option(
+        "--lease",
+        "lease_s",
+        type=click.FloatRange(min=2),
+        default=DEFAULT_LEASE_S,
+        metavar="SECONDS",
+        help=f"Over a network: after a silence of this length the other side is gone. Default: {DEFAULT_LEASE_S:g}.",
+    ),
+    click.option(
+        *_both("max_restarts"),
+        "max_restarts",
+        type=click.IntRange(0),
+        default=0,
+        help="Start the job again after a failure, up to N times. Default: 0.",
+    ),
+    click.option(
+        *_both("min_nodes"),
+        "min_nodes",
+        type=click.IntRange(1),
+        help="At a restart go on without lost hosts, with at least N. Default: all are needed.",
+    ),
+    click.option(
+        *_both("hang_timeout"),
+        "hang_timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="End the job when a rank makes no progress for so long. Default: never.",
+    ),
+    click.option(
+        *_both("env"),
+        "env",
+        multiple=True,
+        metavar="KEY[=VALUE]",
+        help="Set a variable for every rank, or pass this shell's own value on. Repeatable.",
+    ),
+    click.option(
+        *_both("env_file"),
+        "env_files",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        help="File of KEY=VALUE lines for every rank. Repeatable. .deepspeed_env and .launch_env are always read.",
+    ),
+    click.option(*_both("bind_cores_to_rank"), "bind_cores", is_flag=True, help="Give each rank CPU cores of its own."),
+    click.option(
+        *_both("bind_core_list"),
+        "bind_core_list",
+        metavar="LIST",
+        help="The cores to share out, such as 0-15,32. Default: all physical cores. Implies --bind_cores_to_rank.",
+    ),
+    click.option(
+        *_both("save_pid"), "save_pid", is_flag=True, help="Write the launcher's pid to launch.pid of the run."
+    ),
+    click.option(
+        *_both("signals_to_handle"),
+        "signals_to_handle",
+        default="SIGINT,SIGTERM,SIGHUP",
+        metavar="LIST",
+        help="Signals that end the job in order. Default: SIGINT,SIGTERM,SIGHUP.",
+    ),
+    click.option(
+        *_both("log_level"),
+        "log_level",
+        type=click.Choice(LOG_LEVELS),
+        default="info",
+        help="How much of our own to show. Default: info.",
+    ),
+    click.option("-q", "--quiet", is_flag=True, help="Show the ranks' output and errors only: --log_level error."),
     click.option("--dry-run", is_flag=True, help="Print what would happen and stop."),
     click.option("--json", "as_json", is_flag=True, help="With --dry-run: print it as JSON."),
 )
@@ -92,6 +189,7 @@ class RunOptions:
 
     script: str
     script_args: tuple[str, ...]
+    standalone: bool
     hostfile: str | None
     include: str
     exclude: str
@@ -106,9 +204,25 @@ class RunOptions:
     ssh_port: int | None
     ssh_config: str | None
     remote_python: str | None
+    accept_new_host_keys: bool
+    setup: str
+    venv_script: str | None
+    no_ssh: bool
+    node_rank: int | None
     force_multi: bool
     log_dir: Path
     grace_s: float
+    lease_s: float
+    max_restarts: int
+    min_nodes: int | None
+    hang_timeout_s: float | None
+    env: tuple[str, ...]
+    env_files: tuple[Path, ...]
+    bind_cores: bool
+    bind_core_list: str | None
+    save_pid: bool
+    signals_to_handle: str
+    log_level: str
     quiet: bool
     dry_run: bool
     as_json: bool
@@ -118,14 +232,50 @@ class RunOptions:
             raise UsageError("--module and --no_python exclude each other", hint="give one of them")
         if self.pass_local_rank and self.no_local_rank:
             raise UsageError("--pass_local_rank and --no_local_rank exclude each other", hint="give one of them")
+        if self.min_nodes is not None and not self.max_restarts:
+            raise UsageError("--min_nodes goes with --max_restarts", hint="add --max_restarts N")
         if self.as_json and not self.dry_run:
             raise UsageError("--json goes with --dry-run", hint="add --dry-run")
-        if self.hostfile is None:
+        if self.standalone and (self.hostfile is not None or self.is_by_hand):
+            raise UsageError("--standalone is for this machine alone", hint="leave it or the other hosts out")
+        if self.hostfile is None and not self.in_slurm:
             for name, value in (("--include", self.include), ("--exclude", self.exclude)):
                 if value and self.num_gpus is not None:
                     raise UsageError(f"{name} and --num_gpus exclude each other", hint="give one of them")
-            if self.num_nodes not in (None, 1):
-                raise UsageError(f"--num_nodes {self.num_nodes} needs a --hostfile", hint="name one with --hostfile")
+            if self.num_nodes not in (None, 1) and not self.is_by_hand:
+                raise UsageError(
+                    f"--num_nodes {self.num_nodes} needs a --hostfile",
+                    hint="name one with --hostfile, or run this on every node with --node_rank",
+                )
+
+    @property
+    def in_slurm(self) -> bool:
+        """Say whether the hosts are those of the Slurm allocation this command runs in."""
+        is_chosen = self.hostfile is not None or self.standalone or self.is_by_hand
+        return not is_chosen and in_allocation(os.environ)
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Say whether every node runs a command of its own."""
+        return self.no_ssh or self.node_rank is not None
+
+    @property
+    def shell_setup(self) -> str:
+        """Shell text that runs on a host before python."""
+        source = [f". {shlex.quote(self.venv_script)}"] if self.venv_script else []
+        return " && ".join([*source, *([self.setup] if self.setup else [])])
+
+    @property
+    def stop_signals(self) -> tuple[int, ...]:
+        """Numbers of the signals that end the job. Raises: UsageError."""
+        numbers = []
+        for name in filter(None, (part.strip().upper() for part in self.signals_to_handle.split(","))):
+            full = name if name.startswith("SIG") else f"SIG{name}"
+            if full not in signal.Signals.__members__ or full in ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGURG"):
+                hint = did_you_mean(full, signal.Signals.__members__)
+                raise UsageError(f"{name} is no signal that can be handled", where="--signals_to_handle", hint=hint)
+            numbers.append(int(signal.Signals[full]))
+        return tuple(numbers)
 
     @property
     def kind(self) -> str:

@@ -12,10 +12,12 @@ import click
 
 from launcher import __version__
 from launcher.base.errors import LauncherError
-from launcher.base.units import format_duration
+from launcher.base.units import format_bytes, format_duration
 from launcher.job.plan import JobPlan
 from launcher.job.report import Failure, RunReport
 
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+_MAX_STACK_LINES = 200
 _MAX_PENDING_BYTES = 1 << 16  # a line longer than this is shown in parts
 
 
@@ -44,9 +46,10 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
         transport = plan.transports[node.node_rank]
         click.echo(f"  node {node.node_rank}  {node.host.name}  ranks {ranks}  slots {slots}  by {transport}")
         click.echo(f"          {plan.agent_commands[node.node_rank]}")
-    if "ssh" in plan.transports:
+    if plan.given_env:
+        click.echo(f"  environment given (names): {', '.join(sorted(plan.given_env))}")
+    if "ssh" in plan.transports.values():
         click.echo(f"  environment passed on (names): {', '.join(sorted(plan.forwarded_env)) or 'none'}")
-    click.echo("nothing was started (--dry-run)")
 
 
 def _headline(plan: JobPlan) -> str:
@@ -58,6 +61,8 @@ def _headline(plan: JobPlan) -> str:
         size = f"{hosts} × {ranks} rank{'s' if ranks > 1 else ''} = world {plan.placement.world_size}"
     else:
         size = f"{hosts}, world {plan.placement.world_size}"
+    if plan.placement.elsewhere:
+        size += f" (node {plan.placement.nodes[0].node_rank} of {plan.placement.num_nodes} here)"
     return f"launch {__version__} · job {plan.job_id} · {size}"
 
 
@@ -97,14 +102,17 @@ class LineAssembler:
 class Console:
     """Shows a run on the terminal or as plain lines; implements the job's `Watcher`."""
 
-    def __init__(self, plan: JobPlan, *, quiet: bool) -> None:
+    def __init__(self, plan: JobPlan, *, log_level: str) -> None:
+        """log_level: one of `LOG_LEVELS`; what is less important is not shown."""
         self._plan = plan
-        self._quiet = quiet
+        self._level = LOG_LEVELS.index(log_level)
         self._assemblers: dict[tuple[int, str], LineAssembler] = {}
         self._broken = False
 
     def planned(self, plan: JobPlan) -> None:
         self._plan = plan
+        if self._level == LOG_LEVELS.index("debug"):
+            show_plan(plan, as_json=False)
         self.note(f"{_headline(plan)} · {plan.master_addr}:{plan.master_port} · logs {plan.run_folder}/")
 
     def waiting(self, what: str) -> None:
@@ -113,12 +121,26 @@ class Console:
     def stopping(self, why: str) -> None:
         self.note(why)
 
+    def restarting(self, plan: JobPlan, report: RunReport) -> None:
+        """Show what failed, and that the job starts again."""
+        self._flush()
+        if report.failure is not None:
+            self._show_failure(report, report.failure)
+        self.note(f"restart {plan.restart} of {plan.max_restarts}: {_headline(plan)}")
+
+    def stacks(self, text: str, path: str) -> None:
+        """Show the stacks of all ranks; of many ranks only where they are."""
+        lines = text.splitlines()
+        self._write(sys.stderr.buffer, ("\n".join(lines[:_MAX_STACK_LINES]) + "\n").encode())
+        self.warning(f"stacks of all ranks: {path}")
+
     def warning(self, text: str) -> None:
-        click.echo(click.style("! ", fg="yellow") + text, err=True)
+        if self._level <= LOG_LEVELS.index("warning"):
+            click.echo(click.style("! ", fg="yellow") + text, err=True)
 
     def note(self, text: str) -> None:
-        """Print a line of our own, unless quiet."""
-        if not self._quiet:
+        """Print a line of our own."""
+        if self._level <= LOG_LEVELS.index("info"):
             self._write(sys.stdout.buffer, (text + "\n").encode())
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
@@ -129,14 +151,13 @@ class Console:
 
     def _prefix(self, rank: int) -> bytes:
         """Return `[3] `, with the host where there are several: `[3 node-b] `."""
-        nodes = self._plan.placement.nodes
-        host = next(f" {node.host.name}" for node in nodes if rank in node.ranks) if len(nodes) > 1 else ""
+        placement = self._plan.placement
+        host = f" {placement.node_of(rank).host.name}" if len(placement.nodes) > 1 else ""
         return f"[{rank}{host}] ".encode()
 
     def finish(self, report: RunReport) -> None:
         """Print the rest of the output and how the run ended."""
-        for (_, stream), assembler in sorted(self._assemblers.items()):
-            self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.flush())
+        self._flush()
         if report.failure is not None:
             self._show_failure(report, report.failure)
         for host in report.unconfirmed_hosts:
@@ -144,6 +165,12 @@ class Console:
         if self._broken:
             # Nothing more can be said on a closed stdout; Python must not complain about it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _flush(self) -> None:
+        """Show the rest of each rank's output that had no line end."""
+        for (_, stream), assembler in sorted(self._assemblers.items()):
+            self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.flush())
+        self._assemblers.clear()
 
     def _show_failure(self, report: RunReport, failure: Failure) -> None:
         host = failure.host
@@ -165,8 +192,12 @@ class Console:
             lines.append("  Nothing is left running.")
         if failure.log:
             lines.append(f"  log   {failure.log}")
-        if failure.signal_name == "SIGKILL":
-            lines.append("  next  SIGKILL without a message is most often the kernel's out-of-memory killer: see dmesg")
+        if failure.oom and failure.max_rss_bytes:
+            held = format_bytes(failure.max_rss_bytes)
+            lines.append(f"  why   {failure.oom}; this rank held up to {held}")
+            lines.append("  next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less")
+        elif failure.signal_name == "SIGKILL":
+            lines.append("  next  somebody killed it: the kernel's counters show no out-of-memory kill on that host")
         click.echo("\n".join(lines), err=True)
 
     def _write(self, stream: BinaryIO, data: bytes) -> None:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from launcher.base.errors import HostfileError, UsageError
-from launcher.cli import render
-from launcher.cli.hosts import HostOptions
+from launcher.cli import render, slurm
+from launcher.cli.jobfile import SUFFIXES, read_job_file
 from launcher.cli.options import RunOptions, run_options
-from launcher.cluster.cluster import Cluster, Host, place
-from launcher.cluster.devices import local_device_tokens
-from launcher.cluster.filters import select
-from launcher.cluster.hostfile import read_hostfile
+from launcher.cli.planning import Reach, Transports, choose_hosts, config_argument, make_plan
+from launcher.cluster.cluster import Cluster
 from launcher.job.controller import Controller
-from launcher.job.environment import forwarded
-from launcher.job.plan import Command, JobPlan, new_job_id
+from launcher.job.plan import JobPlan, new_job_id
 from launcher.job.registry import registered
-from launcher.transport.api import Transport
-from launcher.transport.fanout import is_local
-from launcher.transport.local import LocalTransport
-from launcher.transport.ssh import SshOptions, SshTransport
-
-_CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config")
+from launcher.job.report import RunReport
+from launcher.job.restart import RestartPolicy, run_with_restarts
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -35,21 +27,41 @@ _CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config")
 def run(ctx: click.Context, /, **values: Any) -> None:
     """Start SCRIPT as ranks on this machine, or on the hosts of a hostfile over SSH.
 
-    Everything after SCRIPT goes to the script untouched. The first rank that fails stops all others.
+    Everything after SCRIPT goes to the script untouched. The first rank that fails stops all others. SCRIPT may be a
+    job file (.yaml) that holds all of it: see docs/launch.md.
     """
+    if Path(values["script"]).suffix in SUFFIXES and not (values["module"] or values["no_python"]):
+        values = _with_job_file(ctx, values)
     options = RunOptions(**values)
-    cluster, notes = _cluster(options)
-    transports = Transports(options)
-    plan = _plan(options, cluster, transports)
+    task = slurm.task_of(options)
+    if task is not None:
+        slurm.run_task(ctx, options, task)
+        return
+    chosen = choose_hosts(options)
+    transports = _reach(options, chosen.cluster)
+    job_id = new_job_id()
+
+    def plan_for(cluster: Cluster) -> JobPlan:
+        return make_plan(options, cluster, transports, job_id)
+
+    plan = plan_for(chosen.cluster)
     if options.dry_run:
         render.show_plan(plan, as_json=options.as_json)
+        if not options.as_json:
+            click.echo("nothing was started (--dry-run)")
         return
-    console = render.Console(plan, quiet=options.quiet)
-    for note in notes:
+    console = render.Console(plan, log_level="error" if options.quiet else options.log_level)
+    for note in chosen.notes:
         console.note(note)
+
+    def run_plan(plan: JobPlan) -> RunReport:
+        transports.prepare([node.host for node in plan.placement.nodes])
+        return Controller(plan, transports.for_host, console).run(lambda: check_config(options.script_args))
+
+    policy = RestartPolicy(options.max_restarts, options.min_nodes, chosen.spares)
     try:
         with registered(plan, console.warning) as registration:
-            report = Controller(plan, transports.for_host, console).run(lambda: check_config(options.script_args))
+            report = run_with_restarts(plan, policy, run_plan, plan_for, console)
             registration.exit_code = report.exit_code
     finally:
         transports.close()
@@ -57,100 +69,22 @@ def run(ctx: click.Context, /, **values: Any) -> None:
     ctx.exit(report.exit_code)
 
 
-class Transports:
-    """The transport of each host: this machine's own, or one SSH transport for all others."""
-
-    def __init__(self, options: RunOptions | HostOptions) -> None:
-        self._only_ssh = options.force_multi
-        self._local = LocalTransport()
-        self._ssh = SshTransport(
-            SshOptions(
-                port=options.ssh_port,
-                config_file=Path(options.ssh_config) if options.ssh_config else None,
-                python=options.remote_python,
-            )
-        )
-
-    def for_host(self, host: Host) -> Transport:
-        """Return the transport that reaches `host`."""
-        if is_local(host.name) and not self._only_ssh:
-            return self._local
-        return self._ssh
-
-    def address_of(self, host: Host) -> str:
-        """Return the address other nodes reach `host` by: HostName of the SSH config, else its name."""
-        return self._ssh.target(host).address
-
-    def close(self) -> None:
-        """Close every connection."""
-        self._ssh.close()
-        self._local.close()
+def _reach(options: RunOptions, cluster: Cluster) -> Reach:
+    return slurm.AllocationTransports(options, cluster) if options.in_slurm else Transports(options)
 
 
-def _cluster(options: RunOptions) -> tuple[Cluster, list[str]]:
-    """Return the hosts and slots to use, and what the user should know about the choice."""
-    if options.hostfile is not None:
-        cluster = read_hostfile(Path(options.hostfile))
-        return (
-            select(
-                cluster,
-                include=options.include,
-                exclude=options.exclude,
-                num_nodes=options.num_nodes,
-                num_gpus=options.num_gpus,
-            ),
-            [],
-        )
-    num_devices = len(local_device_tokens(os.environ))
-    if num_devices == 0:
-        if options.include or options.exclude:
-            raise HostfileError(
-                "--include and --exclude choose among GPUs or hosts, and there are neither",
-                hint="name the hosts with --hostfile, or give --num_gpus N for N CPU ranks",
-            )
-        num_ranks = options.num_gpus or 1
-        return Cluster((Host("localhost", tuple(range(num_ranks))),)), ["no GPU here: the ranks run on the CPU"]
-    cluster = Cluster((Host("localhost", tuple(range(num_devices))),))
-    return select(cluster, include=options.include, exclude=options.exclude, num_gpus=options.num_gpus), []
-
-
-def _plan(options: RunOptions, cluster: Cluster, transports: Transports) -> JobPlan:
-    placement = place(cluster)
-    job_id = new_job_id()
-    kinds = tuple(transports.for_host(node.host) for node in placement.nodes)
-    if options.kind == "script" and not Path(options.script).is_file() and "local" in {t.name for t in kinds}:
-        raise UsageError(f"script {options.script} does not exist", where=os.getcwd(), hint="check the path")
-    return JobPlan(
-        job_id=job_id,
-        placement=placement,
-        command=Command(options.kind, options.script, options.script_args, options.pass_local_rank),
-        cwd=os.getcwd(),
-        run_folder=options.log_dir / job_id,
-        master_addr=_master_addr(options, placement.nodes[0].host, kinds, transports),
-        master_port=options.master_port,
-        transports=tuple(transport.name for transport in kinds),
-        agent_commands=tuple(
-            transport.command_for(node.host) for transport, node in zip(kinds, placement.nodes, strict=True)
-        ),
-        forwarded_env=forwarded(os.environ),
-        device_tokens=local_device_tokens(os.environ),
-        grace_s=options.grace_s,
-    )
-
-
-def _master_addr(options: RunOptions, first: Host, kinds: Sequence[Transport], transports: Transports) -> str:
-    if options.master_addr is not None:
-        return options.master_addr
-    if all(transport.name == "local" for transport in kinds):
-        return "127.0.0.1"
-    if kinds[0].name == "local":
-        if first.name == "localhost":
-            raise UsageError(
-                "other hosts cannot reach node 0 as localhost",
-                hint="write this machine's own name into the hostfile, or give --master_addr",
-            )
-        return first.name
-    return transports.address_of(first)
+def _with_job_file(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a job file under those that were given on the command line."""
+    from_file = read_job_file(Path(values["script"]), ctx.command)
+    if values["script_args"]:
+        from_file["script_args"] = (*from_file["script_args"], *values["script_args"])
+    from_file["env"] = (*from_file["env"], *values["env"])
+    merged = dict(values)
+    for name, value in from_file.items():
+        is_ours = name in ("script", "script_args", "env")
+        if is_ours or ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
+            merged[name] = value
+    return merged
 
 
 def check_config(script_args: Sequence[str]) -> None:
@@ -158,22 +92,9 @@ def check_config(script_args: Sequence[str]) -> None:
 
     Raises: ConfigError.
     """
-    path = _config_argument(script_args)
+    path = config_argument(script_args)
     if path is None or not Path(path).is_file():
         return
     from launcher.config.load import load_config  # pydantic: not for runs without a config
 
     load_config(path)
-
-
-def _config_argument(script_args: Sequence[str]) -> str | None:
-    for position, argument in enumerate(script_args):
-        name, has_value, value = argument.partition("=")
-        if name not in _CONFIG_OPTIONS:
-            continue
-        if has_value:
-            return value
-        following = script_args[position + 1] if position + 1 < len(script_args) else "--"
-        if not following.startswith("-"):
-            return following
-    return None

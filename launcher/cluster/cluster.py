@@ -51,11 +51,26 @@ class NodePlacement:
 class Placement:
     """Which rank runs on which slot of which host. Ranks are numbered host by host, slot by slot."""
 
-    nodes: tuple[NodePlacement, ...]
+    nodes: tuple[NodePlacement, ...]  # those this command starts
+    elsewhere: tuple[NodePlacement, ...] = ()  # those that a `launch` of their own starts (--no_ssh)
 
     @property
     def world_size(self) -> int:
-        return sum(node.num_ranks for node in self.nodes)
+        return sum(node.num_ranks for node in (*self.nodes, *self.elsewhere))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes) + len(self.elsewhere)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks this command starts."""
+        return [rank for node in self.nodes for rank in node.ranks]
+
+    def only(self, node_rank: int) -> Placement:
+        """Return the same job as one of its nodes sees it that is started by hand."""
+        here = tuple(node for node in self.nodes if node.node_rank == node_rank)
+        return Placement(here, tuple(node for node in self.nodes if node.node_rank != node_rank))
 
     def node_of(self, rank: int) -> NodePlacement:
         """Return the node that runs `rank`. Raises: IndexError when no node does."""

@@ -30,6 +30,12 @@ def local_device_tokens(environ: Mapping[str, str], *, device_dir: str = "/dev")
     return tuple(str(index) for index in range(count))
 
 
+def given_devices(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the entries of CUDA_VISIBLE_DEVICES, None when it is not set. Slurm sets it to the job's GPUs."""
+    value = environ.get(CUDA_VISIBLE_DEVICES.name)
+    return None if value is None else list(_visible(value))
+
+
 def local_slots(environ: Mapping[str, str], *, device_dir: str = "/dev") -> tuple[int, ...]:
     """Return the slots of this machine, 0..n-1, one for each GPU this process may use."""
     return tuple(range(len(local_device_tokens(environ, device_dir=device_dir))))

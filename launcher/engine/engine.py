@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
+from launcher.base.progress import heartbeat
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.config.batch import BatchPlan
@@ -147,6 +148,7 @@ class Engine(nn.Module):
         """
         if not self._backward_done:
             raise EngineError("engine.step() was called without a backward", hint="call engine.backward(loss) first")
+        heartbeat()
         boundary = self.is_gradient_accumulation_boundary()
         self._backward_done = False
         self.micro_steps += 1

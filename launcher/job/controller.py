@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 from launcher.agent.wire import (
     Bye,
+    DumpStacks,
     Exited,
     Hello,
     Message,
@@ -19,20 +19,25 @@ from launcher.agent.wire import (
     PickPort,
     Ping,
     PortPicked,
+    Progress,
     Spawn,
     SpawnFailed,
+    Stacks,
     Started,
     Stop,
     check_version,
 )
-from launcher.base.errors import ExitCode, LauncherError, TransportError
+from launcher.base.errors import LauncherError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.job.environment import rank_variables
+from launcher.job.environment import job_variables, rank_variables, srun_tokens
 from launcher.job.events import Watcher
+from launcher.job.failures import FailureBook
+from launcher.job.hang import HangWatch, odd_one_out
 from launcher.job.logs import RankLog
 from launcher.job.node import ChannelEnded, Inbox, Node
-from launcher.job.plan import PING_INTERVAL_S, SSH_LEASE_S, JobPlan
-from launcher.job.report import Failure, RunReport, describe_status, shell_code, signal_name
+from launcher.job.plan import PING_INTERVAL_S, JobPlan
+from launcher.job.report import RunReport
+from launcher.job.signals import SignalQueue
 from launcher.job.sweep import sweep_lost_hosts
 from launcher.transport.api import Transport
 from launcher.transport.diagnose import start_failure
@@ -40,10 +45,9 @@ from launcher.transport.fanout import open_all
 
 _HELLO_TIMEOUT_S = 30.0
 _TELL_AFTER_S = 2.0  # a wait longer than this is explained to the user
-_LAST_LINES = 15
 # What agents get beyond the grace to end their ranks and say goodbye.
 _BYE_MARGIN_S = 15.0
-_HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STACKS_WAIT_S = 5.0  # for the agents' answers
 
 
 class Controller:
@@ -56,14 +60,18 @@ class Controller:
         self._inbox = Inbox()
         self._nodes: list[Node] = []
         self._logs: dict[int, RankLog] = {}
-        self._signals: list[int] = []
-        self._num_signals_handled = 0
+        self._signals = SignalQueue(self._inbox.wake, plan.stop_signals)
         self._start_s = time.monotonic()
         self._last_ping_s = self._start_s
         self._stop_started_s: float | None = None
         self._stop_deadline_s: float | None = None
-        self._failure: Failure | None = None
+        self._failures = FailureBook(time.time())
         self._num_stopped = 0
+        self._was_told_to_stop = False  # by a signal
+        self._hang_watch: HangWatch | None = None
+        self._is_hanging = False
+        self._stacks: dict[int, str] | None = None  # by rank, while they are being collected
+        self._stacks_deadline_s = 0.0
 
     def run(self, check: Callable[[], None] | None = None) -> RunReport:
         """Run to the end and return how it went. Signals ask for an orderly stop, a second one for a quick one.
@@ -71,7 +79,7 @@ class Controller:
         check: called while the agents start; what it raises ends the run before any rank is started.
         Raises: LauncherError when nothing could be started.
         """
-        with self._signal_handlers():
+        with self._signals.listening():
             try:
                 self._connect(check)
                 self._spawn()
@@ -93,7 +101,8 @@ class Controller:
             self._inbox.listen(node)
         if check is not None:
             check()
-        self._expect(self._nodes, Hello, "the agents to answer")
+        for node, hello in zip(self._nodes, self._expect(self._nodes, Hello, "the agents to answer"), strict=True):
+            node.devices = hello.devices
         if self._plan.master_port is None:
             self._nodes[0].send(PickPort())
             (picked,) = self._expect(self._nodes[:1], PortPicked, "a free port")
@@ -122,11 +131,12 @@ class Controller:
                 continue
             node, message = event
             if isinstance(message, ChannelEnded):
-                failures.append(start_failure(node.channel))
+                failures.append(start_failure(node.channel, message.reason))
             elif isinstance(message, kind):
                 answers[node.placement.node_rank] = message
                 if isinstance(message, Hello):
                     check_version(message, node.name)
+                    node.clock_offset_s = time.time() - message.time_s
         if failures:
             raise TransportError.from_diagnostics([d for error in failures for d in error.diagnostics])
         return [answers[node.placement.node_rank] for node in nodes]
@@ -137,9 +147,14 @@ class Controller:
             raise RuntimeError("the master port is chosen before ranks are started")
         self._make_run_folder()
         self._watcher.planned(plan)
+        if plan.hang_timeout_s is not None:
+            self._hang_watch = HangWatch(plan.hang_timeout_s, plan.placement.ranks, time.monotonic())
         for node in self._nodes:
-            is_local = plan.transports[node.placement.node_rank] == "local"
+            transport = plan.transports[node.placement.node_rank]
+            is_local = transport == "local"
             tokens = plan.device_tokens if is_local else ()
+            if transport == "srun":
+                tokens = srun_tokens(node.placement, node.devices)
             rank_envs = rank_variables(plan.placement, node.placement, (plan.master_addr, plan.master_port), tokens)
             node.running = set(node.placement.ranks)
             node.send(
@@ -147,10 +162,12 @@ class Controller:
                     job_id=plan.job_id,
                     commands=[plan.command.for_local_rank(i) for i in range(node.placement.num_ranks)],
                     cwd=plan.cwd,
-                    env={} if is_local else plan.forwarded_env,
+                    # srun has passed on the whole environment, and a local agent inherits it.
+                    env=job_variables(plan) | (plan.forwarded_env if transport == "ssh" else {}) | plan.given_env,
                     rank_envs=rank_envs,
-                    lease_s=None if is_local else SSH_LEASE_S,
+                    lease_s=None if transport == "local" else plan.lease_s,
                     grace_s=plan.grace_s,
+                    bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
                 )
             )
 
@@ -158,7 +175,9 @@ class Controller:
         folder = self._plan.run_folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for rank in range(self._plan.placement.world_size):
+            if self._plan.saves_pid:
+                (folder / "launch.pid").write_text(f"{os.getpid()}\n")
+            for rank in self._plan.placement.ranks:
                 self._logs[rank] = RankLog(folder / f"rank_{rank}.log")
         except OSError as error:
             raise LauncherError(
@@ -179,32 +198,52 @@ class Controller:
             for node in self._nodes:
                 if not node.ended:
                     node.send(Ping())
+            self._check_silence(now_s)
         self._handle_signals()
+        self._check_progress(now_s)
         if self._stop_deadline_s is not None and now_s > self._stop_deadline_s:
             for node in self._nodes:
                 if not node.ended:
                     node.channel.close()  # the agent's lease ends with it
                     node.ended = True
 
+    def _check_silence(self, now_s: float) -> None:
+        """Give up nodes that a network separates from us: they say nothing, and end their ranks by themselves."""
+        for node in self._nodes:
+            silence_s = now_s - node.last_heard_s
+            is_local = self._plan.transports[node.placement.node_rank] == "local"
+            if not is_local and not node.ended and silence_s > self._plan.lease_s:
+                node.ended = True
+                node.channel.close()
+                self._lose_host(node, f"no word for {silence_s:.0f} s")
+
     def _handle(self, node: Node, message: Message | ChannelEnded) -> None:
         if isinstance(message, Output):
             self._on_output(message)
+        elif isinstance(message, Progress):
+            if self._hang_watch is not None:
+                self._hang_watch.beat(message.rank, message.count, time.monotonic())
+        elif isinstance(message, Stacks):
+            if self._stacks is not None:
+                self._stacks[message.rank] = message.text
         elif isinstance(message, Started):
             node.pids[message.rank] = message.pid
         elif isinstance(message, Exited):
             self._on_exit(node, message)
         elif isinstance(message, SpawnFailed):
             node.running.clear()
-            self._fail(self._host_failure(node, f"no rank could be started: {message.reason}"))
+            self._lose_host(node, f"no rank could be started: {message.reason}")
         elif isinstance(message, Bye):
             node.said_bye = True
             node.running.clear()
         elif isinstance(message, ChannelEnded):
             node.ended = True
             if not node.said_bye:
-                self._fail(self._host_failure(node, f"the agent ended or {message.reason}"))
+                self._lose_host(node, message.reason or "the agent ended or the connection was lost")
 
     def _on_output(self, message: Output) -> None:
+        if self._hang_watch is not None:
+            self._hang_watch.output(message.rank, time.monotonic())
         self._write_log(message.rank, message.data)
         self._watcher.output(message.rank, message.stream, message.data)
 
@@ -217,56 +256,72 @@ class Controller:
 
     def _on_exit(self, node: Node, message: Exited) -> None:
         node.running.discard(message.rank)
+        if self._hang_watch is not None:
+            self._hang_watch.ended(message.rank)
         if self._stop_started_s is not None:
             self._num_stopped += 1
-        if message.status == 0:
-            return
-        log = self._logs[message.rank]
-        record = message.record or {}
-        traceback = str(record.get("traceback", ""))
-        last_lines = log.last_lines(_LAST_LINES)
-        self._write_log(message.rank, traceback.encode("utf-8", "backslashreplace"))
-        self._fail(
-            Failure(
-                host=node.name,
-                rank=message.rank,
-                pid=node.pids.get(message.rank),
-                exit_code=shell_code(message.status),
-                signal_name=signal_name(message.status),
-                after_s=time.monotonic() - self._start_s,
-                reason=describe_status(message.status, record),
-                traceback=traceback,
-                last_lines=last_lines,
-                log=str(log.path),
-            )
-        )
+        failure = self._failures.add_exit(node, message, self._logs[message.rank])
+        if message.record is not None:  # the worker leaves its traceback to us: the log must be complete
+            self._write_log(message.rank, str(message.record.get("traceback", "")).encode("utf-8", "backslashreplace"))
+        if failure is not None:
+            self._stop(f"rank {message.rank} failed ({failure.reason})", self._plan.grace_s)
 
-    def _host_failure(self, node: Node, reason: str) -> Failure:
-        return Failure(
-            host=node.name,
-            rank=None,
-            pid=None,
-            exit_code=ExitCode.UNREACHABLE,
-            signal_name=None,
-            after_s=time.monotonic() - self._start_s,
-            reason=reason,
-            traceback="",
-            last_lines=tuple(node.channel.stderr_tail().splitlines()[-_LAST_LINES:]),
-            log=None,
-        )
+    def _lose_host(self, node: Node, reason: str) -> None:
+        self._failures.add_host(node, reason)
+        self._stop(f"{node.name} failed ({reason})", self._plan.grace_s)
+
+    # ---- hangs and stacks ----
+
+    def _check_progress(self, now_s: float) -> None:
+        """Find out that a rank hangs; show the stacks that were asked for when all are there."""
+        is_stopping = self._stop_started_s is not None
+        if self._hang_watch is not None and not self._is_hanging and not is_stopping:
+            self._is_hanging = self._hang_watch.is_expired(now_s)
+            if self._is_hanging:
+                self._watcher.warning(
+                    f"no progress for {self._plan.hang_timeout_s:g} s: asking all ranks for their stacks"
+                )
+                self._ask_for_stacks()
+        if self._stacks is None:
+            return
+        running = {rank for node in self._nodes for rank in node.running}
+        if running <= self._stacks.keys() or now_s > self._stacks_deadline_s:
+            self._show_stacks(self._stacks)
+            self._stacks = None
+
+    def _ask_for_stacks(self) -> None:
+        self._stacks, self._stacks_deadline_s = {}, time.monotonic() + _STACKS_WAIT_S
+        for node in self._nodes:
+            if node.running:
+                node.send(DumpStacks())
+
+    def _show_stacks(self, stacks: dict[int, str]) -> None:
+        path = self._plan.run_folder / "stacks.txt"
+        text = "\n".join(f"rank {rank}:\n{stacks[rank] or '  (no Python stack)'}" for rank in sorted(stacks))
+        try:
+            path.write_text(text)
+        except OSError as error:
+            self._watcher.warning(f"{path}: {error.strerror}")
+        self._watcher.stacks(text, str(path))
+        if not self._is_hanging or self._stop_started_s is not None or self._hang_watch is None:
+            return
+        odd = odd_one_out(stacks, self._hang_watch.counts)
+        rank = odd if odd is not None else min(stacks, default=0)
+        node = next(node for node in self._nodes if rank in node.placement.ranks)
+        reason = f"no progress for {self._plan.hang_timeout_s:g} s"
+        if odd is None:
+            reason += ", all ranks alike"
+        self._failures.add_hang(node, rank, reason, stacks.get(rank, ""), self._logs[rank])
+        self._stop(f"rank {rank} hangs ({reason})", self._plan.grace_s)
 
     # ---- stop ----
 
-    def _fail(self, failure: Failure) -> None:
-        """Keep the first failure and stop everybody; what fails afterwards is its victim."""
-        if self._stop_started_s is not None:
+    def _stop(self, why: str, grace_s: float, *, by_user: bool = False) -> None:
+        """Order all agents to end their ranks. After a failure only the first order counts; a user may insist."""
+        if self._stop_started_s is not None and not by_user:
             return
-        self._failure = failure
-        who = f"rank {failure.rank}" if failure.rank is not None else failure.host
-        self._stop(f"{who} failed ({failure.reason})", self._plan.grace_s)
-
-    def _stop(self, why: str, grace_s: float) -> None:
         now_s = time.monotonic()
+        self._failures.stop_ordered(by_user=by_user)
         if self._stop_started_s is None:
             self._stop_started_s = now_s
             if any(node.running for node in self._nodes):
@@ -276,32 +331,22 @@ class Controller:
             if not node.ended:
                 node.send(Stop(grace_s))
 
-    @contextlib.contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        def remember(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(number)
-            self._inbox.wake()
-
-        previous = {number: signal.signal(number, remember) for number in _HANDLED_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
     def _handle_signals(self) -> None:
-        while self._num_signals_handled < len(self._signals):
-            self._num_signals_handled += 1
-            name = signal.Signals(self._signals[self._num_signals_handled - 1]).name
-            is_first = self._num_signals_handled == 1
+        for number in self._signals.take():
+            if number not in self._plan.stop_signals:
+                self._ask_for_stacks()
+                continue
+            name = signal.Signals(number).name
+            is_first = not self._was_told_to_stop
+            self._was_told_to_stop = True
             why = f"{name}: stopping all ranks" if is_first else f"{name} again: killing all ranks"
-            self._stop(why, self._plan.grace_s if is_first else 0.0)
+            self._stop(why, self._plan.grace_s if is_first else 0.0, by_user=True)
 
     def _stop_if_interrupted(self) -> None:
-        if self._signals:
-            name = signal.Signals(self._signals[0]).name
-            error = LauncherError(f"{name} before any rank was started")
-            error.exit_code = 128 + self._signals[0]
+        number = self._signals.first_stop
+        if number is not None:
+            error = LauncherError(f"{signal.Signals(number).name} before any rank was started")
+            error.exit_code = 128 + number
             raise error
 
     # ---- end ----
@@ -321,17 +366,17 @@ class Controller:
         lost = [node.placement.host for node in self._nodes if not node.said_bye]
         unconfirmed = sweep_lost_hosts(lost, self._transport_for, self._plan.job_id)
         now_s = time.monotonic()
-        if self._failure is not None:
-            exit_code = self._failure.exit_code
-        else:
-            exit_code = 128 + self._signals[0] if self._signals else 0
+        failure, interrupt = self._failures.cause, self._signals.first_stop
+        exit_code = failure.exit_code if failure is not None else 0
+        if failure is None and interrupt is not None:
+            exit_code = 128 + interrupt
         report = RunReport(
             job_id=self._plan.job_id,
             exit_code=int(exit_code),
             world_size=self._plan.placement.world_size,
             duration_s=now_s - self._start_s,
-            interrupted_by=signal.Signals(self._signals[0]).name if self._signals else None,
-            failure=self._failure,
+            interrupted_by=signal.Signals(interrupt).name if interrupt is not None else None,
+            failure=failure,
             num_stopped=self._num_stopped,
             stop_s=now_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
             unconfirmed_hosts=unconfirmed,

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from launcher.base import env
+from launcher.base.errors import UsageError
 from launcher.cluster.cluster import NodePlacement, Placement
 from launcher.cluster.devices import visible_devices
+from launcher.job.plan import JobPlan
 
 FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUBLAS_", "TRITON_", "HF_",
@@ -33,6 +35,33 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def srun_tokens(node: NodePlacement, devices: list[str] | None) -> tuple[str, ...]:
+    """Return the device tokens of a node inside a Slurm allocation: `devices` of its agent, as Slurm gave them.
+
+    Raises: UsageError when Slurm gave it fewer than it has slots.
+    """
+    if devices is None:
+        return ()  # Slurm does not manage the GPUs of this node: slots are device indices
+    num_wanted = max(node.host.slots) + 1
+    if devices and num_wanted > len(devices):
+        raise UsageError(
+            f"slot {num_wanted - 1} is wanted, but Slurm gave the step fewer GPUs on this node: {','.join(devices)}",
+            where=node.host.name,
+            hint="ask for the same number on each node with --gpus-per-node, or lower --num_gpus",
+        )
+    return tuple(devices) or ("",) * num_wanted
+
+
+def job_variables(plan: JobPlan) -> dict[str, str]:
+    """Return the variables that all ranks of all hosts share and that come from the plan alone."""
+    return {
+        env.RESTART_COUNT.name: str(plan.restart),
+        env.TORCHELASTIC_RESTART_COUNT.name: str(plan.restart),
+        env.TORCHELASTIC_MAX_RESTARTS.name: str(plan.max_restarts),
+        env.TORCHELASTIC_RUN_ID.name: plan.job_id,
+    }
+
+
 def rank_variables(
     placement: Placement, node: NodePlacement, master: tuple[str, int], device_tokens: tuple[str, ...]
 ) -> list[dict[str, str]]:
@@ -48,7 +77,7 @@ def rank_variables(
         env.NODE_RANK.name: str(node.node_rank),
         env.GROUP_RANK.name: str(node.node_rank),
         env.CROSS_RANK.name: str(node.node_rank),
-        env.CROSS_SIZE.name: str(len(placement.nodes)),
+        env.CROSS_SIZE.name: str(placement.num_nodes),
         env.MASTER_ADDR.name: master[0],
         env.MASTER_PORT.name: str(master[1]),
         env.CUDA_VISIBLE_DEVICES.name: visible_devices(node.host.slots, device_tokens),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from launcher.job.plan import JobPlan
+from launcher.job.report import RunReport
 
 
 class Watcher(Protocol):
@@ -24,6 +25,14 @@ class Watcher(Protocol):
 
     def stopping(self, why: str) -> None:
         """All ranks are being ended."""
+        ...
+
+    def restarting(self, plan: JobPlan, report: RunReport) -> None:
+        """A run has failed as `report` says, and is started again as `plan`."""
+        ...
+
+    def stacks(self, text: str, path: str) -> None:
+        """The stacks of all ranks, also written to `path`."""
         ...
 
     def warning(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import dataclass, field
 
 from launcher.agent.wire import Decoder, Message, encode
@@ -21,17 +22,20 @@ _MAX_UNHANDLED = 256
 class ChannelEnded:
     """The agent's stream is over, well (after Bye) or not."""
 
-    reason: str
+    reason: str | None  # None: it ended without an error that could be told
 
 
 @dataclass
 class Node:
-    """The state of one node during a run; touched by the controller's thread only, the reader aside."""
+    """The state of one node during a run; touched by the controller's thread only, but for `last_heard_s`."""
 
     placement: NodePlacement
     channel: Channel
     running: set[int] = field(default_factory=set)  # ranks that were started and have not ended
     pids: dict[int, int] = field(default_factory=dict)
+    devices: list[str] | None = None  # what the agent's environment says of GPUs, see wire.Hello
+    clock_offset_s: float = 0.0  # our wall clock minus the node's, as of its hello
+    last_heard_s: float = field(default_factory=time.monotonic)  # monotonic clock
     said_bye: bool = False
     ended: bool = False
 
@@ -81,9 +85,10 @@ class Inbox:
     def _read(self, node: Node) -> None:
         room = threading.Semaphore(_MAX_UNHANDLED)
         decoder = Decoder(expect_magic=True)
-        reason = "the connection was lost"
+        reason = None
         try:
             while data := node.channel.read(_READ_BYTES):
+                node.last_heard_s = time.monotonic()
                 for message in decoder.feed(data):
                     room.acquire()
                     self._queue.put(((node, message), room))

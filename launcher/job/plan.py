@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import secrets
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.cluster.cluster import Placement
 
 DEFAULT_GRACE_S = 5.0
-# Local agents notice the end of their pipe at once. A network can fail without a word, so SSH agents need a lease;
-# it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
-SSH_LEASE_S = 30.0
+# Local agents notice the end of their pipe at once. A network can fail without a word, so both sides of one need a
+# lease; it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
+DEFAULT_LEASE_S = 30.0
 PING_INTERVAL_S = 1.0
 
 _ADJECTIVES = (
@@ -70,11 +71,19 @@ class JobPlan:
     run_folder: Path
     master_addr: str
     master_port: int | None  # None: an agent on node 0 picks a free one
-    transports: tuple[str, ...]  # "local" or "ssh", by node rank
-    agent_commands: tuple[str, ...]  # what starts each agent, by node rank
+    transports: dict[int, str]  # node rank -> "local", "ssh" or "srun"
+    agent_commands: dict[int, str]  # node rank -> what starts the agent
     forwarded_env: dict[str, str] = field(repr=False)  # for ranks on other hosts
+    given_env: dict[str, str] = field(repr=False, default_factory=dict)  # from files and --env, for all ranks
     device_tokens: tuple[str, ...] = ()  # of this machine, see cluster.devices
     grace_s: float = DEFAULT_GRACE_S
+    lease_s: float = DEFAULT_LEASE_S  # a silence of this length, over a network, means that the other side is gone
+    hang_timeout_s: float | None = None  # end the job when a rank makes no progress for so long
+    stop_signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of the launcher: end the job
+    bound_cores: tuple[int, ...] | None = None  # bind ranks to shares of these; (): of all; None: do not bind
+    saves_pid: bool = False  # write the launcher's pid into the run folder
+    restart: int = 0  # how often the job was started again
+    max_restarts: int = 0
 
     def describe(self) -> dict[str, object]:
         """Return the plan as plain data for `--dry-run --json`; no environment values."""
@@ -90,8 +99,13 @@ class JobPlan:
                 "target": self.command.target,
                 "arguments": list(self.command.arguments),
             },
+            "environment": sorted(self.given_env),
             "forwarded_environment": sorted(self.forwarded_env),
+            "bound_cores": self.bound_cores,
             "grace_s": self.grace_s,
+            "lease_s": self.lease_s,
+            "hang_timeout_s": self.hang_timeout_s,
+            "max_restarts": self.max_restarts,
             "nodes": [
                 {
                     "node_rank": node.node_rank,

@@ -76,7 +76,7 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
         process=process_identity(os.getpid()) or "",
         started_s=time.time(),
         hosts=tuple(node.host.name for node in plan.placement.nodes),
-        num_ranks=plan.placement.world_size,
+        num_ranks=len(plan.placement.ranks),
         command=(plan.command.target, *plan.command.arguments),
         cwd=plan.cwd,
         run_folder=str(Path(plan.cwd, plan.run_folder)),

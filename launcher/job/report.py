@@ -25,6 +25,8 @@ class Failure:
     traceback: str  # of the error record, "" when there is none
     last_lines: tuple[str, ...]  # of the rank's output, for failures without a traceback
     log: str | None
+    max_rss_bytes: int | None = None  # the most memory the rank's process held
+    oom: str | None = None  # what shows that the kernel ended it for lack of memory
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ def signal_name(status: int) -> str | None:
         return f"signal {-status}"
 
 
-def describe_status(status: int, record: dict[str, Any]) -> str:
+def describe_status(status: int, record: dict[str, Any], oom: str | None = None) -> str:
     """Say in a few words how a rank ended."""
     name = signal_name(status)
     if name is not None:
-        return f"killed by {name}"
+        return f"killed by {name}, out of memory" if oom else f"killed by {name}"
     if record.get("type") == "SystemExit" and not str(record.get("message")).isdigit():
         return f"exit code {status}: {record.get('message')}"
     return f"exit code {status}"

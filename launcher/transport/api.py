@@ -53,7 +53,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """`local` or `ssh`, for the plan and for error messages."""
+        """`local`, `ssh` or `srun`, for the plan and for error messages."""
         ...
 
     def command_for(self, host: Host) -> str:

@@ -10,8 +10,13 @@ _COMMAND_NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
 
 
-def start_failure(channel: Channel) -> TransportError:
-    """Say why the agent behind `channel` ended before its first message; waits up to 2 s for its status."""
+def start_failure(channel: Channel, reason: str | None) -> TransportError:
+    """Say why the agent behind `channel` ended before its first message; waits up to 2 s for its status.
+
+    reason: what is known already, such as a damaged stream; None when the stream simply ended.
+    """
+    if reason is not None:
+        return TransportError(reason, where=channel.host_name, hint="are both sides the same version of launch-zero?")
     status = channel.wait(_WAIT_S)
     stderr = channel.stderr_tail()
     where = channel.host_name

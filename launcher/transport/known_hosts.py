@@ -1,7 +1,7 @@
 """Check a server's key against known_hosts files (sshd(8), SSH_KNOWN_HOSTS FILE FORMAT).
 
 Our own reader rather than paramiko's, because a changed key must be reported with its file and line, and
-`@revoked` must refuse. Nothing here ever writes a file.
+`@revoked` must refuse. Only `record_key` writes, and only when a user asked for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import binascii
 import fnmatch
 import hashlib
 import hmac
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -77,6 +78,16 @@ def check_key(keys: Sequence[KnownKey], blob: bytes) -> Finding:
         if key.blob == blob:
             return Finding(Verdict.KNOWN, key)
     return Finding(Verdict.CHANGED, usable[0]) if usable else Finding(Verdict.UNKNOWN)
+
+
+def record_key(file: Path, name: str, key_type: str, blob: bytes) -> None:
+    """Append a host's key to a known_hosts file, made if need be. Safe from several threads. Raises: OSError."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(descriptor, f"{name} {key_type} {base64.b64encode(blob).decode()}\n".encode())
+    finally:
+        os.close(descriptor)
 
 
 def _parse(line: str, name: str, file: Path, number: int) -> KnownKey | None:

@@ -43,7 +43,8 @@ class SshTransport:
         return "ssh"
 
     def command_for(self, host: Host) -> str:
-        return agent_shell_command(self._options.python, self._options.module or AGENT_MODULE, self._options.root)
+        command = agent_shell_command(self._options.python, self._options.module or AGENT_MODULE, self._options.root)
+        return f"{self._options.setup} && {command}" if self._options.setup else command
 
     def target(self, host: Host) -> SshTarget:
         """Return how `host` would be reached; reads the SSH config only. Raises: TransportError."""

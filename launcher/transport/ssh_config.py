@@ -45,6 +45,8 @@ class SshOptions:
     python: str | None = None  # path of python on the hosts; None = this interpreter's path
     module: str | None = None  # module started there; None = the agent
     root: Path | None = None  # folder of that module's package; None = this checkout or installation
+    setup: str = ""  # shell text that runs before python, such as `module load cuda`
+    accept_new_host_keys: bool = False  # keys of hosts never seen before are recorded instead of refused
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class SshTarget:
     known_hosts_files: tuple[Path, ...]
     host_key_name: str  # what known_hosts calls the host
     connect_timeout_s: float
+    accept_new_host_keys: bool
     jumps: tuple[str, ...]  # "user@host:port" of each jump host, the first to connect to first
 
     @property
@@ -122,6 +125,7 @@ def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
         known_hosts_files=_known_hosts_files(found, options),
         host_key_name=found.get("hostkeyalias", ""),
         connect_timeout_s=timeout_s or DEFAULT_CONNECT_TIMEOUT_S,
+        accept_new_host_keys=options.accept_new_host_keys,
         jumps=_jumps(found.get("proxyjump", "none")),
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.base.errors import TransportError
-from launcher.transport.known_hosts import KnownKey, Verdict, check_key, find_keys, lookup_name
+from launcher.transport.known_hosts import KnownKey, Verdict, check_key, find_keys, lookup_name, record_key
 from launcher.transport.ssh_config import SshTarget
 
 if TYPE_CHECKING:
@@ -134,6 +134,13 @@ def _verify(target: SshTarget, connection: paramiko.Transport, known: list[Known
         return
     name = _known_name(target)
     shown = f"{key.get_name()} {key.fingerprint}"
+    if finding.key is None and target.accept_new_host_keys and target.known_hosts_files:
+        own = target.known_hosts_files[0]
+        try:
+            record_key(own, name, key.get_name(), key.asbytes())
+        except OSError as error:
+            _fail(target, f"the host key cannot be recorded in {own}: {error.strerror}")
+        return
     if finding.key is None:
         file = target.known_hosts_files[0] if target.known_hosts_files else "~/.ssh/known_hosts"
         accept = f"{target.ssh_command} true"

@@ -14,15 +14,19 @@ from launcher.agent.wire import (
     PROTOCOL_VERSION,
     Bye,
     Decoder,
+    DumpStacks,
     Exited,
     Hello,
     Message,
     Output,
     PickPort,
     Ping,
+    Pong,
     PortPicked,
+    Progress,
     Spawn,
     SpawnFailed,
+    Stacks,
     Started,
     Stop,
     Sweep,
@@ -38,6 +42,7 @@ INTEGERS = st.integers(-(2**31), 2**31)
 MESSAGES = st.one_of(
     st.builds(PickPort),
     st.builds(Ping),
+    st.builds(Pong),
     st.builds(Bye),
     st.builds(
         Spawn,
@@ -51,12 +56,23 @@ MESSAGES = st.one_of(
     ),
     st.builds(Stop, st.floats(0, 1e6)),
     st.builds(Sweep, TEXT),
-    st.builds(Hello, INTEGERS, INTEGERS, TEXT),
+    st.builds(Hello, INTEGERS, INTEGERS, TEXT, st.floats(0, 2e9)),
     st.builds(PortPicked, INTEGERS),
     st.builds(Started, INTEGERS, INTEGERS),
     st.builds(SpawnFailed, TEXT),
     st.builds(Output, INTEGERS, st.sampled_from(["stdout", "stderr"]), st.binary(max_size=200)),
-    st.builds(Exited, INTEGERS, INTEGERS, st.floats(0, 2e9), st.none() | st.dictionaries(TEXT, TEXT | INTEGERS)),
+    st.builds(
+        Exited,
+        INTEGERS,
+        INTEGERS,
+        st.floats(0, 2e9),
+        st.none() | st.dictionaries(TEXT, TEXT | INTEGERS),
+        INTEGERS,
+        TEXT,
+    ),
+    st.builds(DumpStacks),
+    st.builds(Progress, INTEGERS, INTEGERS),
+    st.builds(Stacks, INTEGERS, TEXT),
 )
 
 
@@ -76,8 +92,8 @@ def test_any_messages_survive_any_cut(messages: list[Message], piece: int) -> No
 
 @given(st.binary(max_size=300).filter(lambda banner: MAGIC not in banner), st.integers(1, 64))
 def test_a_banner_in_front_is_skipped(banner: bytes, piece: int) -> None:
-    stream = banner + MAGIC + encode(Hello(1, 2, "python"))
-    assert decode_in_pieces(stream, piece, expect_magic=True) == [Hello(1, 2, "python")]
+    stream = banner + MAGIC + encode(Hello(1, 2, "python", 0.5))
+    assert decode_in_pieces(stream, piece, expect_magic=True) == [Hello(1, 2, "python", 0.5)]
 
 
 @given(st.binary(max_size=400))
@@ -105,7 +121,7 @@ def test_a_header_that_names_no_message_is_damage(header: bytes) -> None:
 
 
 def test_another_version_is_refused_with_the_host_and_the_remedy() -> None:
-    check_version(Hello(PROTOCOL_VERSION, 1, "/usr/bin/python3"), "node-a")
+    check_version(Hello(PROTOCOL_VERSION, 1, "/usr/bin/python3", 0.0), "node-a")
     with pytest.raises(ProtocolError, match="node-a: the agent speaks protocol 99") as caught:
-        check_version(Hello(99, 1, "/usr/bin/python3"), "node-a")
+        check_version(Hello(99, 1, "/usr/bin/python3", 0.0), "node-a")
     assert "install the same launch-zero version" in str(caught.value)

@@ -15,7 +15,7 @@ from harness.sshd import LoopbackSshd, StalledServer
 
 from launcher.cli.check import exit_code_of
 from launcher.cli.hosts import HostOptions
-from launcher.cli.run import Transports
+from launcher.cli.planning import Transports
 from launcher.cluster.cluster import Cluster, Host
 from launcher.job import check
 from launcher.job.check import Checker, CheckReport
@@ -28,10 +28,11 @@ def hosts(sshd: LoopbackSshd, folder: Path, *lines: str) -> list[str]:
 
 
 def run_checker(cluster: Cluster, sshd: LoopbackSshd, address: str | None, folder: Path) -> CheckReport:
-    options = HostOptions(None, "", "", None, None, str(sshd.ssh_config), None, False)
-    transports = Transports(options)
+    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)))
+    if address is not None:
+        transports.address_of = lambda _: address  # type: ignore[method-assign]
     try:
-        return Checker(cluster, transports.for_host, lambda host: address or host.name).run(str(folder))
+        return Checker(cluster, transports).run(str(folder))
     finally:
         transports.close()
 
@@ -121,9 +122,8 @@ def test_a_folder_that_other_hosts_do_not_share_is_found(
 
 def test_a_folder_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
-    options = HostOptions(None, "", "", None, None, None, None, False)
-    transports = Transports(options)
-    report = Checker(Cluster((Host("localhost", (0,)),)), transports.for_host, transports.address_of).run(str(missing))
+    transports = Transports(HostOptions())
+    report = Checker(Cluster((Host("localhost", (0,)),)), transports).run(str(missing))
     transports.close()
     assert "whether all hosts share it was not checked" in report.notes[0]
     assert report.hosts[0].findings[0].message == f"{missing} does not exist"

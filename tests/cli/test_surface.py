@@ -17,6 +17,7 @@ from launcher.cli.render import LineAssembler
 from launcher.cli.run import run
 
 SURFACE = {
+    "standalone": ("--standalone",),
     "hostfile": ("-H", "--hostfile"),
     "include": ("-i", "--include"),
     "exclude": ("-e", "--exclude"),
@@ -37,17 +38,37 @@ SURFACE = {
     "ssh_port": ("--ssh_port", "--ssh-port"),
     "ssh_config": ("-F", "--ssh_config", "--ssh-config"),
     "remote_python": ("--remote_python", "--remote-python"),
+    "accept_new_host_keys": ("--accept_new_host_keys", "--accept-new-host-keys"),
+    "setup": ("--setup",),
+    "venv_script": ("--venv_script", "--venv-script"),
+    "no_ssh": ("--no_ssh", "--no-ssh"),
+    "node_rank": ("--node_rank", "--node-rank"),
     "force_multi": ("--force_multi", "--force-multi"),
-    "log_dir": ("--log_dir", "--log-dir"),
-    "grace_s": ("--grace",),
+    "log_dir": ("--log_dir", "--log-dir", "--enable_each_rank_log"),
+    "grace_s": ("--grace", "--shutdown_timeout", "--shutdown-timeout"),
+    "lease_s": ("--lease",),
+    "max_restarts": ("--max_restarts", "--max-restarts"),
+    "min_nodes": ("--min_nodes", "--min-nodes"),
+    "hang_timeout_s": ("--hang_timeout", "--hang-timeout"),
+    "env": ("--env",),
+    "env_files": ("--env_file", "--env-file"),
+    "bind_cores": ("--bind_cores_to_rank", "--bind-cores-to-rank"),
+    "bind_core_list": ("--bind_core_list", "--bind-core-list"),
+    "save_pid": ("--save_pid", "--save-pid"),
+    "signals_to_handle": ("--signals_to_handle", "--signals-to-handle"),
+    "log_level": ("--log_level", "--log-level"),
     "quiet": ("-q", "--quiet"),
     "dry_run": ("--dry-run",),
     "as_json": ("--json",),
 }
 
 HOSTS_SURFACE = {
-    name: SURFACE[name] for name in ("hostfile", "include", "exclude", "ssh_port", "ssh_config", "force_multi")
-} | {"num_nodes": ("--num_nodes", "--num-nodes"), "remote_python": SURFACE["remote_python"]}
+    name: SURFACE[name]
+    for name in (
+        "hostfile", "include", "exclude", "ssh_port", "ssh_config", "remote_python", "force_multi",
+        "accept_new_host_keys", "setup", "venv_script",
+    )
+} | {"num_nodes": ("--num_nodes", "--num-nodes")}  # fmt: skip
 TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "check": HOSTS_SURFACE | {"as_json": ("--json",)},
     "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},

@@ -19,7 +19,7 @@ from types import TracebackType
 
 _SSHD = "/usr/sbin/sshd"
 _START_TIMEOUT_S = 10.0
-_SETTINGS = """\
+SETTINGS = """\
 ListenAddress 0.0.0.0:{port}
 HostKey {host_key}
 PidFile none
@@ -33,7 +33,7 @@ MaxStartups 1000:30:2000
 MaxSessions 1000
 LoginGraceTime 60
 AllowTcpForwarding yes
-SetEnv SHLVL=5
+SetEnv SHLVL=5{more_env}
 """
 
 
@@ -110,7 +110,7 @@ class LoopbackSshd:
         if reason is not None:
             raise RuntimeError(reason)
         config = self.folder / "sshd_config"
-        config.write_text(_SETTINGS.format(port=self.port, host_key=self.host_key, folder=self.folder))
+        config.write_text(SETTINGS.format(port=self.port, host_key=self.host_key, folder=self.folder, more_env=""))
         self._process = subprocess.Popen(
             [_SSHD, "-D", "-f", str(config), "-E", str(self.log)], stdin=subprocess.DEVNULL
         )

@@ -32,8 +32,8 @@ def plan(job_id: str = "calm-otter-0001") -> JobPlan:
         run_folder=Path("runs") / job_id,
         master_addr="node-a",
         master_port=None,
-        transports=("ssh", "ssh"),
-        agent_commands=("", ""),
+        transports={0: "ssh", 1: "ssh"},
+        agent_commands={0: "", 1: ""},
         forwarded_env={"TOKEN": "other"},
     )
 

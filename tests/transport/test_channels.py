@@ -125,7 +125,7 @@ def test_a_missing_package_is_explained() -> None:
     transport = LocalTransport(module="launcher.no_such_module")
     channel = transport.open(HOST)
     assert read_all(channel) == b""
-    assert "launcher package is not" in str(start_failure(channel))
+    assert "launcher package is not" in str(start_failure(channel, None))
     transport.close()
 
 
@@ -134,7 +134,7 @@ def test_a_missing_remote_python_is_explained(sshd: LoopbackSshd) -> None:
     transport = SshTransport(SshOptions(config_file=sshd.ssh_config, python="/no such/python"))
     channel = transport.open(HOST)
     assert read_all(channel) == b""
-    assert "python was not found" in str(start_failure(channel))
+    assert "python was not found" in str(start_failure(channel, None))
     transport.close()
 
 

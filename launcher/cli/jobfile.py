@@ -1,0 +1,117 @@
+"""`launch run job.yaml`: a whole run in one file.
+
+    cluster:      {hostfile: hosts, include: "node-a@node-b:0,2"}
+    resources:    {num_nodes: 2, num_gpus: 8}
+    environment:  {NCCL_DEBUG: INFO}
+    script:       train.py
+    args:         [--lr, 3e-4]
+    config:       ds_config.json        # or the config itself; the script gets it as --deepspeed
+    options:      {max_restarts: 2}     # every option of `launch run`, also those of `cluster` and `resources`
+
+Options on the command line win over the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher.base.errors import Diagnostic, UsageError
+from launcher.base.suggest import did_you_mean
+
+_SECTIONS = ("cluster", "resources", "options")
+_KEYS = (*_SECTIONS, "environment", "script", "args", "config")
+_NOT_IN_A_FILE = ("script", "script_args", "env", "dry_run", "as_json")
+SUFFIXES = (".yaml", ".yml")
+
+
+def read_job_file(path: Path, command: click.Command) -> dict[str, Any]:
+    """Return the option values of `command` that a job file gives, with `script` and `script_args`.
+
+    Raises: UsageError with everything that is wrong with the file.
+    """
+    data = _load(path)
+    problems: list[Diagnostic] = []
+    for key in data:
+        if key not in _KEYS:
+            problems.append(Diagnostic(f'unknown key "{key}"', str(path), did_you_mean(str(key), _KEYS)))
+    if not isinstance(data.get("script"), str):
+        problems.append(Diagnostic('"script" is missing', str(path), "script: train.py"))
+    values: dict[str, Any] = {}
+    for section in _SECTIONS:
+        part = data.get(section) or {}
+        if isinstance(part, Mapping):
+            values |= _options(part, section, path, command, problems)
+        else:
+            problems.append(Diagnostic(f"{section}: expected keys, got {part!r}", str(path)))
+    arguments = data.get("args") or []
+    if not isinstance(arguments, list) or any(isinstance(item, list | dict) for item in arguments):
+        problems.append(Diagnostic("args: expected a list of words", str(path), "args: [--lr, 3e-4]"))
+    environment = data.get("environment") or {}
+    if not isinstance(environment, Mapping) or any(isinstance(item, list | dict) for item in environment.values()):
+        problems.append(Diagnostic("environment: expected KEY: value lines", str(path)))
+    if problems:
+        raise UsageError.from_diagnostics(problems)
+    values["env"] = tuple(f"{key}={_word(value)}" for key, value in environment.items())
+    values["script"] = data["script"]
+    values["script_args"] = (*(_word(item) for item in arguments), *_config_arguments(data.get("config")))
+    return values
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    import yaml  # 15 ms that only this command pays
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the job file cannot be read: {error}", where=str(path)) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"the job file is no YAML: {' '.join(str(error).split())}", where=str(path)) from None
+    if not isinstance(data, Mapping):
+        raise UsageError("a job file holds keys", where=str(path), hint="script: train.py")
+    return data
+
+
+def _options(
+    part: Mapping[Any, Any], section: str, path: Path, command: click.Command, problems: list[Diagnostic]
+) -> dict[str, Any]:
+    """Return the values of one section, converted as the command line converts them."""
+    by_name = {
+        spelling.lstrip("-").replace("-", "_"): parameter
+        for parameter in command.params
+        if isinstance(parameter, click.Option) and parameter.name not in _NOT_IN_A_FILE
+        for spelling in (*parameter.opts, parameter.name or "")
+        if spelling.startswith("--") or spelling == parameter.name
+    }
+    values: dict[str, Any] = {}
+    context = click.Context(command)
+    for key, value in part.items():
+        parameter = by_name.get(str(key).replace("-", "_"))
+        if parameter is None or parameter.name is None:
+            problems.append(Diagnostic(f'{section}: unknown key "{key}"', str(path), did_you_mean(str(key), by_name)))
+            continue
+        try:
+            given = [_word(item) for item in value] if isinstance(value, list) else _word(value)
+            values[parameter.name] = parameter.type_cast_value(context, given)
+        except (click.ClickException, TypeError) as error:
+            shown = error.format_message() if isinstance(error, click.ClickException) else str(error)
+            problems.append(Diagnostic(f"{section}.{key}: {shown}", str(path)))
+    return values
+
+
+def _word(value: Any) -> str:
+    """Return a YAML value as it would stand on a command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _config_arguments(config: Any) -> list[str]:
+    if config is None:
+        return []
+    if isinstance(config, Mapping):
+        return ["--deepspeed", base64.b64encode(json.dumps(config).encode()).decode()]
+    return ["--deepspeed", str(config)]

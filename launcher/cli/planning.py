@@ -1,0 +1,225 @@
+"""From the options of `launch run` to a plan: which hosts, how they are reached, what every rank gets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from launcher.base.errors import HostfileError, UsageError
+from launcher.cli.options import RunOptions
+from launcher.cli.slurm import allocation
+from launcher.cluster.cluster import Cluster, Host, Placement, place
+from launcher.cluster.cores import parse_core_list
+from launcher.cluster.devices import local_device_tokens
+from launcher.cluster.filters import select
+from launcher.cluster.hostfile import read_hostfile
+from launcher.job.envfile import job_environment
+from launcher.job.environment import forwarded
+from launcher.job.plan import Command, JobPlan
+from launcher.transport.api import Transport
+from launcher.transport.fanout import is_local
+from launcher.transport.local import LocalTransport
+from launcher.transport.ssh import SshOptions, SshTransport
+
+if TYPE_CHECKING:
+    from launcher.cli.hosts import HostOptions
+
+
+class Reach(Protocol):
+    """How the hosts of a run are reached."""
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Learn which hosts the next run uses, before any is opened."""
+        ...
+
+    def for_host(self, host: Host) -> Transport:
+        """Return the transport that reaches `host`."""
+        ...
+
+    def address_of(self, host: Host) -> str:
+        """Return the address other nodes reach `host` by."""
+        ...
+
+    def close(self) -> None:
+        """Close every connection."""
+        ...
+
+
+class Transports:
+    """The transport of each host: this machine's own, or one SSH transport for all others."""
+
+    def __init__(self, options: RunOptions | HostOptions) -> None:
+        self._only_local = options.is_by_hand
+        self._only_ssh = options.force_multi
+        self._local = LocalTransport()
+        self._ssh = SshTransport(
+            SshOptions(
+                port=options.ssh_port,
+                config_file=Path(options.ssh_config) if options.ssh_config else None,
+                python=options.remote_python,
+                setup=options.shell_setup,
+                accept_new_host_keys=options.accept_new_host_keys,
+            )
+        )
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Nothing: each host is reached for itself."""
+
+    def for_host(self, host: Host) -> Transport:
+        """Return the transport that reaches `host`."""
+        if self._only_local or (is_local(host.name) and not self._only_ssh):
+            return self._local
+        return self._ssh
+
+    def address_of(self, host: Host) -> str:
+        """Return the address other nodes reach `host` by: HostName of the SSH config, else its name."""
+        return self._ssh.target(host).address
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._ssh.close()
+        self._local.close()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The hosts and slots to use, and what goes with them."""
+
+    cluster: Cluster
+    spares: tuple[Host, ...] = ()  # hosts that --num_nodes leaves out: they may take a lost one's place
+    notes: tuple[str, ...] = ()  # what the user should know about the choice
+
+
+def choose_hosts(options: RunOptions) -> Choice:
+    """Return the hosts and slots the options ask for. Raises: HostfileError, UsageError."""
+    if options.hostfile is not None or options.in_slurm:
+        offered = read_hostfile(Path(options.hostfile)) if options.hostfile else allocation(options.num_gpus)
+        cluster = select(
+            offered,
+            include=options.include,
+            exclude=options.exclude,
+            num_nodes=options.num_nodes,
+            num_gpus=options.num_gpus,
+        )
+        spares = offered.hosts[options.num_nodes :] if options.num_nodes is not None else ()
+        return Choice(cluster, spares)
+    num_devices = len(local_device_tokens(os.environ))
+    if num_devices == 0:
+        if options.include or options.exclude:
+            raise HostfileError(
+                "--include and --exclude choose among GPUs or hosts, and there are neither",
+                hint="name the hosts with --hostfile, or give --num_gpus N for N CPU ranks",
+            )
+        slots = tuple(range(options.num_gpus or 1))
+        return Choice(_like_this(slots, options), notes=("no GPU here: the ranks run on the CPU",))
+    offered = Cluster((Host("localhost", tuple(range(num_devices))),))
+    cluster = select(offered, include=options.include, exclude=options.exclude, num_gpus=options.num_gpus)
+    return Choice(_like_this(cluster.hosts[0].slots, options))
+
+
+def _like_this(slots: tuple[int, ...], options: RunOptions) -> Cluster:
+    """Return this machine, or as many machines like it as `--node_rank` without a hostfile means."""
+    if not options.is_by_hand:
+        return Cluster((Host("localhost", slots),))
+    return Cluster(tuple(Host(f"node-{number}", slots) for number in range(options.num_nodes or 1)))
+
+
+def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: str) -> JobPlan:
+    """Decide everything about a run on `cluster`. Raises: UsageError, TransportError."""
+    placement = place(cluster)
+    if options.is_by_hand:
+        placement = _one_node(options, placement)
+    kinds = {node.node_rank: transports.for_host(node.host) for node in placement.nodes}
+    names = {node_rank: transport.name for node_rank, transport in kinds.items()}
+    if options.kind == "script" and not Path(options.script).is_file() and "local" in names.values():
+        raise UsageError(f"script {options.script} does not exist", where=os.getcwd(), hint="check the path")
+    tokens = local_device_tokens(os.environ)
+    _check_local_slots(placement, names, len(tokens))
+    cores = parse_core_list(options.bind_core_list) if options.bind_core_list else ()
+    return JobPlan(
+        job_id=job_id,
+        placement=placement,
+        command=Command(options.kind, options.script, options.script_args, options.pass_local_rank),
+        cwd=os.getcwd(),
+        run_folder=options.log_dir / job_id,
+        master_addr=_master_addr(options, placement, kinds, transports),
+        master_port=options.master_port,
+        transports=names,
+        agent_commands={node.node_rank: kinds[node.node_rank].command_for(node.host) for node in placement.nodes},
+        forwarded_env=forwarded(os.environ),
+        given_env=job_environment(options.env, options.env_files, os.environ, (Path.home(), Path.cwd())),
+        device_tokens=tokens,
+        grace_s=options.grace_s,
+        lease_s=options.lease_s,
+        hang_timeout_s=options.hang_timeout_s,
+        stop_signals=options.stop_signals,
+        saves_pid=options.save_pid,
+        bound_cores=cores if options.bind_cores or options.bind_core_list else None,
+        max_restarts=options.max_restarts,
+    )
+
+
+def _one_node(options: RunOptions, placement: Placement) -> Placement:
+    """Return the placement as the one node sees it that this command starts. Raises: UsageError."""
+    missing = [name for name in ("master_addr", "master_port") if getattr(options, name) is None]
+    if missing and placement.num_nodes > 1:
+        raise UsageError(
+            f"nodes that are started by hand need --{' and --'.join(missing)}",
+            hint="give every node the same address and port of node 0",
+        )
+    node_rank = options.node_rank
+    if node_rank is None:
+        own = [node.node_rank for node in placement.nodes if is_local(node.host.name)]
+        if len(own) != 1:
+            raise UsageError(
+                f"--no_ssh: {socket.gethostname()} is not a host of the hostfile", hint="say which with --node_rank N"
+            )
+        node_rank = own[0]
+    if node_rank >= placement.num_nodes:
+        raise UsageError(f"--node_rank {node_rank}: there are only {placement.num_nodes} nodes, counted from 0")
+    return placement.only(node_rank)
+
+
+def _check_local_slots(placement: Placement, transports: dict[int, str], num_devices: int) -> None:
+    for node in placement.nodes:
+        too_many = [slot for slot in node.host.slots if slot >= num_devices > 0]
+        if transports[node.node_rank] == "local" and too_many:
+            raise UsageError(
+                f"slot {too_many[0]} has no GPU: this process may use {num_devices}",
+                where=node.host.name,
+                hint="lower slots= or widen CUDA_VISIBLE_DEVICES",
+            )
+
+
+def _master_addr(options: RunOptions, placement: Placement, kinds: dict[int, Transport], transports: Reach) -> str:
+    if options.master_addr is not None:
+        return options.master_addr
+    if all(transport.name == "local" for transport in kinds.values()):
+        return "127.0.0.1"
+    first = placement.nodes[0].host
+    if kinds[0].name == "local":
+        if first.name == "localhost":
+            raise UsageError(
+                "other hosts cannot reach node 0 as localhost",
+                hint="write this machine's own name into the hostfile, or give --master_addr",
+            )
+        return first.name
+    return transports.address_of(first)
+
+
+def config_argument(script_args: Sequence[str]) -> str | None:
+    """Return the engine config that the script's arguments name, None when they name none."""
+    for position, argument in enumerate(script_args):
+        name, has_value, value = argument.partition("=")
+        if name not in ("--deepspeed", "--deepspeed_config"):
+            continue
+        if has_value:
+            return value
+        following = script_args[position + 1] if position + 1 < len(script_args) else "--"
+        if not following.startswith("-"):
+            return following
+    return None

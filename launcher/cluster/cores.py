@@ -1,0 +1,55 @@
+"""CPU cores: lists as users write them, the machine's physical cores, and equal shares for ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.base.errors import UsageError
+
+_PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+
+
+def parse_core_list(text: str) -> tuple[int, ...]:
+    """Return the CPU numbers of a list such as `0,2-5`. Raises: UsageError."""
+    cores: list[int] = []
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise UsageError(f'"{part}" is no CPU number or range', where="--bind_core_list", hint="such as 0,2-5")
+        cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if len(set(cores)) != len(cores):
+        raise UsageError("a CPU is named twice", where="--bind_core_list", hint="name each once")
+    return tuple(cores)
+
+
+def physical_cores(cpus: Sequence[int], sysfs: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """Return one CPU of each physical core among `cpus`, package by package: neighbours share memory and caches."""
+    first: dict[tuple[int, int], int] = {}
+    for cpu in sorted(cpus):
+        place = (0, cpu)
+        with contextlib.suppress(OSError, ValueError):
+            topology = sysfs / f"cpu{cpu}" / "topology"
+            package, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
+            place = (package, core)
+        first.setdefault(place, cpu)
+    return [first[place] for place in sorted(first)]
+
+
+def shares(bound_cores: Sequence[int], num_ranks: int) -> list[list[int]] | str:
+    """Return the CPUs of each rank of this host, or what is wrong with the wish.
+
+    bound_cores: what to share out; () for all physical cores this process may use.
+    """
+    allowed = os.sched_getaffinity(0)
+    missing = [core for core in bound_cores if core not in allowed]
+    if missing:
+        return f"CPU {missing[0]} does not exist on this host or may not be used"
+    cores = list(bound_cores) or physical_cores(sorted(allowed))
+    each = len(cores) // num_ranks
+    if each == 0:
+        return f"{len(cores)} cores cannot be shared out to {num_ranks} ranks"
+    return [cores[index * each : (index + 1) * each] for index in range(num_ranks)]

@@ -1,0 +1,136 @@
+"""Which failure was the first: the one that all others followed from.
+
+When a rank dies, its peers fail too, often within milliseconds and with errors of their own about a lost connection.
+The order in which such news reaches the controller says little, so every failure is kept with the time of its death,
+and the cause is chosen at the end.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from launcher.agent.wire import Exited
+from launcher.base.errors import ExitCode
+from launcher.job.logs import RankLog
+from launcher.job.node import Node
+from launcher.job.report import Failure, describe_status, shell_code, signal_name
+
+LAST_LINES = 15
+# A rank that fails later than this after a failure did so because of it: clean-up code, lost peers.
+_SLACK_S = 0.5
+# What torch, gloo, NCCL and the sockets below them say when another rank has gone. Never a cause if there is another.
+_LOST_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "ncclremoteerror",
+    "nccl communicator was aborted",
+    "distnetworkerror",
+    "diststoreerror",
+    "recvvalue failed",
+    "failed to recv",
+    "socket timeout",
+    "timed out waiting",
+    "[c10d]",
+    "gloo",
+)
+
+
+class FailureBook:
+    """Collects what failed, and decides which was first."""
+
+    def __init__(self, start_s: float) -> None:
+        """start_s: wall clock at the start of the run."""
+        self._start_s = start_s
+        self._stop_s: float | None = None
+        self._slack_s = 0.0
+        self._failures: list[tuple[bool, float, Failure]] = []  # is about a lost peer, death on our wall clock
+
+    def stop_ordered(self, *, by_user: bool) -> None:
+        """Remember that the ranks were told to end: deaths from now on are our own doing. The first call counts."""
+        if self._stop_s is None:
+            self._stop_s = time.time()
+            self._slack_s = 0.0 if by_user else _SLACK_S
+
+    def add_exit(self, node: Node, message: Exited, log: RankLog) -> Failure | None:
+        """Keep the end of a rank if it can be a cause; returns it then."""
+        died_s = float((message.record or {}).get("time_s", message.time_s)) + node.clock_offset_s
+        if message.status == 0 or not self._may_be_cause(message.status, died_s):
+            return None
+        failure = rank_failure(node, message, log, max(0.0, died_s - self._start_s))
+        about = f"{failure.reason}\n{failure.traceback}".lower()
+        self._failures.append((any(word in about for word in _LOST_PEER_WORDS), died_s, failure))
+        return failure
+
+    def add_host(self, node: Node, reason: str, exit_code: int = ExitCode.UNREACHABLE) -> Failure:
+        """Keep the loss of a whole host."""
+        now_s = time.time()
+        failure = Failure(
+            host=node.name,
+            rank=None,
+            pid=None,
+            exit_code=exit_code,
+            signal_name=None,
+            after_s=now_s - self._start_s,
+            reason=reason,
+            traceback="",
+            last_lines=tuple(node.channel.stderr_tail().splitlines()[-LAST_LINES:]),
+            log=None,
+        )
+        self._failures.append((False, now_s, failure))
+        return failure
+
+    def add_hang(self, node: Node, rank: int, reason: str, stack: str, log: RankLog) -> None:
+        """Keep a rank that makes no progress; its stack stands in for a traceback."""
+        failure = Failure(
+            host=node.name,
+            rank=rank,
+            pid=node.pids.get(rank),
+            exit_code=ExitCode.HANG,
+            signal_name=None,
+            after_s=time.time() - self._start_s,
+            reason=reason,
+            traceback=stack,
+            last_lines=log.last_lines(LAST_LINES),
+            log=str(log.path),
+        )
+        self._failures.append((False, time.time(), failure))
+
+    @property
+    def cause(self) -> Failure | None:
+        """The failure that the others followed from, None when nothing failed."""
+        if not self._failures:
+            return None
+        return min(self._failures, key=lambda entry: entry[:2])[2]
+
+    def _may_be_cause(self, status: int, died_s: float) -> bool:
+        if self._stop_s is None:
+            return True
+        by_us = status in (-signal.SIGTERM, -signal.SIGKILL)  # or by somebody else, a moment before
+        return died_s <= self._stop_s + (0.0 if by_us else self._slack_s)
+
+
+def rank_failure(node: Node, message: Exited, log: RankLog, after_s: float) -> Failure:
+    """Put together what is known about the end of a rank."""
+    record: dict[str, Any] = message.record or {}
+    status = message.status
+    if status < 0 and "exit_code" in record:  # it had failed already, and was killed while it was on its way out
+        status = int(record["exit_code"])
+    return Failure(
+        host=node.name,
+        rank=message.rank,
+        pid=node.pids.get(message.rank),
+        exit_code=shell_code(status),
+        signal_name=signal_name(status),
+        after_s=after_s,
+        reason=describe_status(status, record, message.oom),
+        traceback=str(record.get("traceback", "")),
+        last_lines=log.last_lines(LAST_LINES),
+        log=str(log.path),
+        max_rss_bytes=message.max_rss_bytes,
+        oom=message.oom,
+    )

@@ -1,0 +1,73 @@
+"""Has the job stopped making progress, and which rank is the odd one out?"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_COMPARED_FRAMES = 3
+
+
+class HangWatch:
+    """Knows when each rank last made progress.
+
+    Progress is a heartbeat. As long as no rank has ever made one, output counts instead: scripts that know nothing
+    of heartbeats are watched by what they print.
+    """
+
+    def __init__(self, timeout_s: float, ranks: Iterable[int], now_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._last_s = dict.fromkeys(ranks, now_s)
+        self._counts = dict.fromkeys(self._last_s, 0)
+        self._has_heartbeats = False
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """The heartbeats of each rank that still runs."""
+        return {rank: self._counts[rank] for rank in self._last_s}
+
+    def beat(self, rank: int, count: int, now_s: float) -> None:
+        """Note the heartbeats of a rank."""
+        self._has_heartbeats = True
+        self._counts[rank] = count
+        if rank in self._last_s:
+            self._last_s[rank] = now_s
+
+    def output(self, rank: int, now_s: float) -> None:
+        """Note that a rank wrote something."""
+        if not self._has_heartbeats and rank in self._last_s:
+            self._last_s[rank] = now_s
+
+    def ended(self, rank: int) -> None:
+        """Forget a rank that has ended."""
+        self._last_s.pop(rank, None)
+
+    def is_expired(self, now_s: float) -> bool:
+        """Say whether some rank has made no progress for too long."""
+        return any(now_s - last_s > self._timeout_s for last_s in self._last_s.values())
+
+
+def odd_one_out(stacks: dict[int, str], counts: dict[int, int]) -> int | None:
+    """Return the rank the others most likely wait for.
+
+    The one that has made fewer heartbeats than all others, else the one whose main thread stands where no other does.
+    None when the ranks look alike.
+    """
+    if len(stacks) < 2:
+        return next(iter(stacks), None)
+    behind = min(counts.values(), default=0)
+    slowest = [rank for rank, count in counts.items() if count == behind]
+    if len(slowest) == 1 and len(set(counts.values())) > 1:
+        return slowest[0]
+    places = {rank: _place(text) for rank, text in stacks.items()}
+    how_many = Counter(places.values())
+    alone = [rank for rank, place in places.items() if how_many[place] == 1]
+    return alone[0] if len(alone) == 1 and len(how_many) == 2 and len(stacks) > 2 else None
+
+
+def _place(stack: str) -> tuple[tuple[str, str], ...]:
+    """Return the innermost frames of the main thread, which faulthandler writes last."""
+    main = stack[stack.rfind("hread 0x") :]
+    return tuple((frame["file"], frame["name"]) for frame in _FRAME.finditer(main))[:_COMPARED_FRAMES]

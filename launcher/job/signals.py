@@ -1,0 +1,47 @@
+"""Signals to the launcher, as a queue the controller reads."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show where every rank stands, and go on
+
+
+class SignalQueue:
+    """Remembers signals from their handlers; the main thread takes them out."""
+
+    def __init__(self, wake: Callable[[], None], stop_signals: Sequence[int]) -> None:
+        """wake: ends the main thread's waiting; must be safe in a signal handler."""
+        self._wake = wake
+        self._stop_signals = stop_signals
+        self._arrived: list[int] = []
+        self._num_taken = 0
+
+    @property
+    def first_stop(self) -> int | None:
+        """The first signal that asked for the end, None when none did."""
+        return next((number for number in self._arrived if number in self._stop_signals), None)
+
+    def take(self) -> Sequence[int]:
+        """Return the signals that came since the last call."""
+        new = self._arrived[self._num_taken :]
+        self._num_taken += len(new)
+        return new
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle signals here as long as the context lasts. Main thread only."""
+
+        def remember(number: int, _frame: FrameType | None) -> None:
+            self._arrived.append(number)
+            self._wake()
+
+        previous = {number: signal.signal(number, remember) for number in {*self._stop_signals, STACKS_SIGNAL}}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

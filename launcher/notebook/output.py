@@ -1,0 +1,59 @@
+"""The output of ranks in a cell: sys.stdout and sys.stderr, which a notebook replaces by streams of its own."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+from launcher.cli.render import LineAssembler
+from launcher.job.plan import JobPlan
+from launcher.job.report import RunReport
+
+
+def write(stream: str, text: str) -> None:
+    """Write to the cell's "stdout" or "stderr", live."""
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    target.write(text)
+    # A kernel's stream shows within 0.2 s what it has; flushed by hand for every line it would be the bottleneck.
+    if isinstance(target, io.TextIOWrapper):
+        target.flush()
+
+
+class CellOutput:
+    """Shows a run in a cell as `launch` shows it on a console; implements the job's `Watcher`."""
+
+    def __init__(self) -> None:
+        self._assemblers: dict[tuple[int, str], LineAssembler] = {}
+
+    def planned(self, plan: JobPlan) -> None:
+        num_ranks = plan.placement.world_size
+        write("stdout", f"job {plan.job_id} · {num_ranks} rank{'s'[: num_ranks > 1]} · logs {plan.run_folder}/\n")
+
+    def waiting(self, what: str) -> None:
+        write("stdout", f"waiting for {what}\n")
+
+    def stopping(self, why: str) -> None:
+        write("stdout", f"{why}\n")
+
+    def restarting(self, plan: JobPlan, report: RunReport) -> None:
+        why = report.failure.reason if report.failure else f"exit code {report.exit_code}"
+        write("stdout", f"restart {plan.restart} of {plan.max_restarts} after: {why}\n")
+
+    def stacks(self, text: str, path: str) -> None:
+        write("stderr", f"{text}\nstacks of all ranks: {path}\n")
+
+    def warning(self, text: str) -> None:
+        write("stderr", f"! {text}\n")
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        assembler = self._assemblers.setdefault((rank, stream), LineAssembler(f"[{rank}] ".encode()))
+        self._show(stream, assembler.feed(data))
+
+    def finish(self) -> None:
+        """Show what had no line end."""
+        for (_, stream), assembler in sorted(self._assemblers.items()):
+            self._show(stream, assembler.flush())
+
+    def _show(self, stream: str, data: bytes) -> None:
+        if data:
+            write(stream, data.decode("utf-8", "replace"))

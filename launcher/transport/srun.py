@@ -1,0 +1,327 @@
+"""Agents inside a Slurm allocation: one `srun` step starts them all, and its two pipes serve them all.
+
+`transport/lines.py` says how they are told apart and why so. srun's exit status is of no use (with one failing task
+it reports the tasks it killed), so codes come through the agents. Every agent reads the same stdin, so a write of any
+channel goes to all nodes and is meant for one. srun leads a session of its own: a terminal's Ctrl-C reaches the
+launcher only. When the launcher goes, srun's stdin ends, with it the agents' stdin, and with that the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher.base.errors import ProtocolError, TransportError
+from launcher.cluster.cluster import Host
+from launcher.transport.command import agent_argv
+from launcher.transport.lines import DATA, END, LineReader, encode_lines
+from launcher.transport.tail import StderrTail
+
+RELAY_MODULE = "launcher.agent.relay"
+SILENCE_S = 30.0  # a relay says something every 5 s; a node that is silent for so long is lost
+_SWEEP_SILENCE_S = 10.0  # a node that was lost is asked once more, and may well be dead
+_READ_BYTES = 1 << 18
+_MAX_UNREAD_BYTES = 4 << 20  # of one node; above it srun waits, and with it the ranks
+_WRITE_TIMEOUT_S = 30.0
+_END_S = 2.0
+_TAIL_WAIT_S = 0.5
+# What srun says about --cpu-bind=none where the cluster binds nothing anyway.
+_NOISE = ("srun: cluster configuration lacks support for cpu binding",)
+# Options of the job that srun would read from the environment as its own, against one agent on each node.
+_NOT_FOR_SRUN = (
+    "SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK",
+    "SLURM_LABELIO", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_NTASKS_PER_TRES", "SLURM_STDERRMODE", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_TRES_PER_TASK",
+    "SLURM_UNBUFFEREDIO",
+)  # fmt: skip
+
+
+class SrunTransport:
+    """Starts the agents of `hosts` with the first `open`, all at once; implements `Transport`.
+
+    A host opened a second time gets a step of its own: that is how a lost host is swept.
+    """
+
+    def __init__(self, hosts: Sequence[Host], *, python: str | None = None, root: Path | None = None) -> None:
+        self._hosts = tuple(hosts)
+        self._agent = agent_argv(python, RELAY_MODULE, root)
+        self._lock = threading.Lock()
+        self._unclaimed: dict[str, SrunChannel] | None = None
+        self._steps: list[SrunStep] = []
+
+    @property
+    def name(self) -> str:
+        return "srun"
+
+    def command_for(self, host: Host) -> str:
+        return shlex.join(self._argv(self._hosts))
+
+    def open(self, host: Host) -> SrunChannel:
+        with self._lock:
+            if self._unclaimed is None:
+                self._unclaimed = dict(self._start(self._hosts, SILENCE_S).channels)
+            channel = self._unclaimed.pop(host.name, None)
+            return channel or self._start((host,), _SWEEP_SILENCE_S).channels[host.name]
+
+    def close(self) -> None:
+        with self._lock:
+            steps, self._steps = self._steps, []
+        for step in steps:
+            step.close()
+
+    def _start(self, hosts: Sequence[Host], silence_s: float) -> SrunStep:
+        environ = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_SRUN}
+        step = SrunStep(self._argv(hosts), [host.name for host in hosts], environ, silence_s)
+        self._steps.append(step)
+        return step
+
+    def _argv(self, hosts: Sequence[Host]) -> list[str]:
+        count = len(hosts)
+        return [
+            "srun",
+            f"--nodes={count}",
+            f"--ntasks={count}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(host.name for host in hosts)}",
+            # The controller decides who is stopped when a rank, an agent or a node is lost, not srun.
+            "--kill-on-bad-exit=0",
+            "--no-kill",
+            "--wait=0",
+            "--overlap",  # inside a batch script or another step whose resources are all taken
+            "--cpu-bind=none",  # an agent's ranks use all CPUs of the job on the node
+            "--mpi=none",
+            "--export=ALL",
+            "--job-name=launch",
+            *self._agent,
+        ]
+
+
+class SrunStep:
+    """One srun process; `channels` are its nodes, each of which is lost when it is silent for `silence_s`."""
+
+    def __init__(self, argv: Sequence[str], names: Sequence[str], environ: Mapping[str, str], silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._process = _start_srun(argv, environ)
+        if self._process.stdin is None or self._process.stdout is None or self._process.stderr is None:
+            raise RuntimeError("Popen made no pipe")
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdin.fileno(), False)
+        self._write_lock = threading.Lock()
+        self._stdin_open = True
+        self._blocked_s = 0.0  # time the reading thread has waited for a slow reader
+        self.channels = {name: SrunChannel(self, name) for name in names}
+        self._live = dict(self.channels)
+        self._stderr = StderrTail(self._process.stderr.read, "srun", self._process.stderr.close)
+        threading.Thread(target=self._read, name="read-srun", daemon=True).start()
+
+    def send(self, node: str, lines: bytes) -> None:
+        """Write whole lines to every agent. Raises: TransportError when srun is gone or takes nothing for 30 s."""
+        view = memoryview(lines)
+        poller = select.poll()
+        with self._write_lock:
+            while view:
+                if not self._stdin_open:
+                    raise self._gone(node)
+                poller.register(self._stdin.fileno(), select.POLLOUT)
+                if not poller.poll(_WRITE_TIMEOUT_S * 1000):
+                    raise self._gone(node)
+                try:
+                    view = view[os.write(self._stdin.fileno(), view) :]
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    raise self._gone(node) from None
+
+    def release(self, name: str) -> None:
+        """Note that a channel is closed; the last one ends the step."""
+        self._live.pop(name, None)
+        if not self._live:
+            self.close()
+
+    def end_stdin(self) -> None:
+        """End every agent's stdin once all channels have ended theirs. Idempotent."""
+        if all(channel.stdin_ended for channel in self.channels.values()):
+            with self._write_lock:
+                if self._stdin_open:
+                    self._stdin_open = False
+                    self._stdin.close()
+
+    def close(self) -> None:
+        """End the step: by the end of its stdin, else by SIGTERM, else by SIGKILL. Idempotent."""
+        for channel in self.channels.values():
+            channel.stdin_ended = True
+        self.end_stdin()
+        for stop in (self._process.terminate, self._process.kill):
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                stop()
+        self._process.wait()
+
+    def exit_status(self) -> int | None:
+        """Return srun's own status (128+signal when killed), None while it runs or ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(_END_S)
+            return code if code >= 0 else 128 - code
+        return None
+
+    def stderr_tail(self) -> str:
+        """Return the last lines srun and the agents wrote to stderr."""
+        text = self._stderr.text(_TAIL_WAIT_S if self._process.poll() is not None else 0.0)
+        return "\n".join(line for line in text.splitlines() if line not in _NOISE)
+
+    def _read(self) -> None:
+        """Hand out what comes from srun; runs in a thread of its own until srun's stdout ends."""
+        reader = LineReader()
+        poller = select.poll()
+        poller.register(self._stdout.fileno(), select.POLLIN)
+        try:
+            while True:
+                if poller.poll(1000):
+                    data = os.read(self._stdout.fileno(), _READ_BYTES)
+                    if not data:
+                        return
+                    for line in reader.feed(data):
+                        self._deliver(line.node, line.kind, line.body)
+                clock_s = self._clock_s()
+                for channel in self.channels.values():
+                    if clock_s - channel.last_heard_s > self._silence_s:
+                        channel.end(None)
+        except ProtocolError:  # nothing that follows can be trusted: every channel ends
+            return
+        finally:
+            for channel in self.channels.values():
+                channel.end(None)
+            self._stdout.close()
+
+    def _deliver(self, node: str, kind: bytes, body: bytes) -> None:
+        channel = self.channels.get(node)
+        if channel is None:
+            return
+        channel.last_heard_s = self._clock_s()
+        if kind == DATA:
+            start_s = time.monotonic()
+            channel.push(body)
+            self._blocked_s += time.monotonic() - start_s
+        elif kind == END:
+            channel.end(int(body) if body.isdigit() else None)
+
+    def _clock_s(self) -> float:
+        """Return a clock that stands still while nobody reads: silence is measured by it."""
+        return time.monotonic() - self._blocked_s
+
+    def _gone(self, node: str) -> TransportError:
+        return TransportError("srun is gone: the agent cannot be reached", where=node, hint=self.stderr_tail() or None)
+
+
+class SrunChannel:
+    """The part of a step that belongs to one node; implements `Channel`."""
+
+    def __init__(self, step: SrunStep, name: str) -> None:
+        self._step = step
+        self._name = name
+        self._changed = threading.Condition()
+        self._unread: deque[bytes] = deque()
+        self._num_unread_bytes = 0
+        self._ended = False
+        self._closed = False
+        self._status: int | None = None
+        self.stdin_ended = False
+        self.last_heard_s = time.monotonic()
+
+    @property
+    def host_name(self) -> str:
+        return self._name
+
+    def read(self, max_bytes: int) -> bytes:
+        with self._changed:
+            self._changed.wait_for(lambda: self._unread or self._ended or self._closed)
+            if not self._unread or self._closed:
+                return b""
+            data = self._unread.popleft()
+            if len(data) > max_bytes:
+                self._unread.appendleft(data[max_bytes:])
+                data = data[:max_bytes]
+            self._num_unread_bytes -= len(data)
+            self._changed.notify_all()
+            return data
+
+    def write(self, data: bytes) -> None:
+        if self._ended or self.stdin_ended:
+            raise TransportError("the agent is gone", where=self._name, hint=self.stderr_tail() or None)
+        self._step.send(self._name, encode_lines(self._name, DATA, data))
+
+    def close_stdin(self) -> None:
+        if self.stdin_ended:
+            return
+        self.stdin_ended = True
+        with contextlib.suppress(TransportError):
+            self._step.send(self._name, encode_lines(self._name, END))
+        self._step.end_stdin()
+
+    def stderr_tail(self) -> str:
+        return self._step.stderr_tail()
+
+    def wait(self, timeout_s: float) -> int | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended, timeout_s)
+            if not self._ended or self._status is not None:
+                return self._status
+        return self._step.exit_status()
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self.close_stdin()
+        self._step.release(self._name)
+
+    # ---- called by the step's reading thread ----
+
+    def push(self, data: bytes) -> None:
+        """Keep bytes until they are read; waits while there are too many."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_unread_bytes < _MAX_UNREAD_BYTES or self._closed)
+            if not self._closed:
+                self._unread.append(data)
+                self._num_unread_bytes += len(data)
+                self._changed.notify_all()
+
+    def end(self, status: int | None) -> None:
+        """Note that nothing more will come; the first status stays."""
+        with self._changed:
+            if not self._ended:
+                self._ended, self._status = True, status
+                self._changed.notify_all()
+
+
+def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    program = shutil.which(argv[0])
+    if program is None:
+        raise TransportError(
+            "this is a Slurm allocation, but srun is not in PATH",
+            hint="add Slurm's programs to PATH, or name the hosts with --hostfile to use SSH",
+        )
+    try:
+        return subprocess.Popen(
+            [program, *argv[1:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env=dict(environ),
+        )
+    except OSError as error:
+        raise TransportError(f"srun cannot be started: {error.strerror or error}", where=program) from None

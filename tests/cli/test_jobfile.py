@@ -1,0 +1,91 @@
+"""A run in one file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.launching import run_launch
+
+from launcher.base.errors import UsageError
+from launcher.cli.jobfile import read_job_file
+from launcher.cli.run import run
+
+JOB = """
+cluster: {hostfile: hosts, exclude: "b:1"}
+environment: {NCCL_DEBUG: INFO, N: 3, FLAG: true}
+script: train.py
+args: [--lr, 3.0e-4, --name, "a b"]
+config: {train_batch_size: 8, bf16: {enabled: true}}
+options: {max-restarts: 2, grace: 1.5, quiet: true}
+"""
+
+
+def read(tmp_path: Path, text: str) -> dict[str, Any]:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return read_job_file(path, run)
+
+
+def test_every_section(tmp_path: Path) -> None:
+    values = read(tmp_path, JOB)
+    arguments = values.pop("script_args")
+    assert values == {
+        "hostfile": "hosts",
+        "exclude": "b:1",
+        "env": ("NCCL_DEBUG=INFO", "N=3", "FLAG=true"),
+        "script": "train.py",
+        "max_restarts": 2,
+        "grace_s": 1.5,
+        "quiet": True,
+    }
+    assert arguments[:5] == ("--lr", "0.0003", "--name", "a b", "--deepspeed")
+    from launcher.config.load import load_config
+
+    assert load_config(arguments[5]).config.train_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("scrip: t.py\n", ['unknown key "scrip"', 'did you mean "script"?', '"script" is missing']),
+        ("script: t.py\noptions: {max_restart: 1}\n", ['unknown key "max_restart"', 'did you mean "max_restarts"?']),
+        ("script: t.py\nresources: {num_gpus: two}\n", ["resources.num_gpus", "two"]),
+        ("script: t.py\nargs: {a: 1}\n", ["args: expected a list"]),
+        ("script: t.py\nenvironment: [A]\n", ["environment: expected"]),
+        ("script: [\n", ["no YAML"]),
+        ("- 1\n", ["a job file holds keys"]),
+        ("script: t.py\noptions: {dry_run: true}\n", ['unknown key "dry_run"']),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, messages: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, text)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    (tmp_path / "job.yaml").write_text(JOB)
+    arguments = ("run", "--max-restarts", "5", "--env", "N=4", "--dry-run", "--json", "job.yaml", "--more")
+    result = run_launch(tmp_path, *arguments)
+    assert result.code == 0, result.err
+    plan = json.loads(result.out)
+    assert plan["max_restarts"] == 5
+    assert plan["world_size"] == 3
+    assert plan["grace_s"] == 1.5
+    assert plan["environment"] == ["FLAG", "N", "NCCL_DEBUG"]
+    assert plan["command"]["arguments"][-1] == "--more"
+
+
+def test_a_job_file_runs(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("import os, sys; print('GOT', os.environ['A'], sys.argv[1:])")
+    (tmp_path / "job.yaml").write_text("script: t.py\nresources: {num_gpus: 2}\nenvironment: {A: x y}\nargs: [1, b]\n")
+    result = run_launch(tmp_path, "job.yaml")
+    assert result.code == 0
+    for rank in range(2):
+        assert f"[{rank}] GOT x y ['1', 'b']" in result.out

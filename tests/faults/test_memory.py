@@ -1,0 +1,64 @@
+"""A rank that runs into a real memory limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import ROOT
+
+_LIMIT_BYTES = 200 << 20
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group with a limit, of either version."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root) / f"launch-test-{uuid.uuid4().hex[:8]}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(_LIMIT_BYTES))
+        except OSError:
+            group.rmdir()
+            continue
+        yield group
+        group.rmdir()
+        return
+    pytest.skip("no control group with a memory limit can be made here")
+
+
+def test_the_limit_and_what_was_held_are_told(memory_group: Path, tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            held = []
+            while True:
+                held.append(bytearray(b"x" * (10 << 20)))
+        time.sleep(600)
+        """,
+    )
+    enter = f'echo $$ > {memory_group}/cgroup.procs; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", enter, "sh", sys.executable, "-m", "launcher", "--num_gpus", "2", str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 137, done.stderr
+    assert "✗ rank 1" in done.stderr
+    assert "killed by SIGKILL, out of memory" in done.stderr
+    assert "the memory limit of the control group was reached, limit 200.0 MiB" in done.stderr
+    assert "this rank held up to" in done.stderr

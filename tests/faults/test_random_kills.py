@@ -1,0 +1,16 @@
+"""A few rounds of benchmarks/random_kills.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from harness.launching import ROOT
+
+
+def test_random_kills_leave_nothing_behind() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "random_kills.py"), "--count", "12"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,108 @@
+"""Hangs: found by the progress counters, named with the stack; stacks on demand."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from harness import scripts
+from harness.launching import Launch, run_launch, wait_until
+
+from launcher.base.processes import members_of_job
+from launcher.job.hang import HangWatch, odd_one_out
+
+# All ranks count together until rank 2 gets stuck; the others then wait for it, as in a collective.
+ONE_HANGS = """
+    import os, time
+    import launcher
+    rank = int(os.environ["RANK"])
+    def wait_for_the_others():
+        time.sleep(600)
+    def read_a_broken_disk():
+        time.sleep(600)
+    for step in range(5):
+        time.sleep(0.1)
+        if step == 3 and rank == 2:
+            read_a_broken_disk()
+        launcher.heartbeat()
+    wait_for_the_others()
+"""
+
+
+def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "--num_gpus", "3", "--hang-timeout", "2", scripts.write(tmp_path, ONE_HANGS))
+    assert result.code == 124
+    report = result.err[result.err.index("✗ rank 2") :]
+    assert "no progress for 2 s" in report
+    assert "in read_a_broken_disk" in report
+    assert "wait_for_the_others" not in report
+    (stacks,) = tmp_path.glob("runs/*/stacks.txt")
+    assert stacks.read_text().count("in wait_for_the_others") == 2
+    assert not members_of_job(result.job_id)
+
+
+def test_output_counts_as_progress_for_scripts_without_heartbeats(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import time\nfor _ in range(8): time.sleep(0.25); print('working')\n")
+    result = run_launch(tmp_path, "--hang-timeout", "1.2", script)
+    assert result.code == 0
+
+
+def test_a_script_that_falls_silent_hangs(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "--hang-timeout", "1", scripts.write(tmp_path, "import time; time.sleep(600)"))
+    assert result.code == 124
+    assert "time.sleep" not in result.out
+    assert "✗ rank 0" in result.err
+
+
+def test_stacks_on_demand_leave_the_job_alone(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, time
+        def busy():
+            print("UP", flush=True)
+            while not os.path.exists("go"):
+                time.sleep(0.05)
+        busy()
+        """,
+    )
+    job = Launch(tmp_path, "--num_gpus", "2", script)
+    wait_until(lambda: job.out.count("UP") == 2, "the ranks")
+    for _ in range(2):
+        job.signal(signal.SIGQUIT)
+        wait_until(lambda: bool(list(tmp_path.glob("runs/*/stacks.txt"))), "the stacks")
+        (path,) = tmp_path.glob("runs/*/stacks.txt")
+        wait_until(lambda path=path: path.read_text().count("in busy") == 2, "both stacks")  # type: ignore[misc]
+        path.unlink()
+    (tmp_path / "go").touch()
+    assert job.wait().code == 0
+
+
+def test_programs_survive_the_question_for_their_stacks(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "--hang-timeout", "0.5", "--no_python", "/bin/sleep", "600")
+    assert result.code == 124
+    assert "(no Python stack)" in result.err
+
+
+def test_the_watch_counts_heartbeats_once_there_are_any() -> None:
+    watch = HangWatch(10.0, range(2), now_s=0.0)
+    watch.output(0, 8.0)
+    watch.output(1, 8.0)
+    assert not watch.is_expired(17.0)
+    watch.beat(0, 1, 17.0)
+    watch.output(1, 17.5)  # output counts no more
+    assert watch.is_expired(18.5)
+    watch.ended(1)
+    assert not watch.is_expired(18.5)
+
+
+def stack(function: str) -> str:
+    return f'Current thread 0x01 (most recent call first):\n  File "t.py", line 3 in {function}\n'
+
+
+def test_who_is_odd() -> None:
+    assert odd_one_out({0: stack("a"), 1: stack("a"), 2: stack("b")}, {0: 5, 1: 5, 2: 5}) == 2
+    assert odd_one_out({0: stack("a"), 1: stack("a")}, {0: 5, 1: 4}) == 1
+    assert odd_one_out({0: stack("a"), 1: stack("b")}, {0: 5, 1: 5}) is None
+    assert odd_one_out({0: stack("a"), 1: stack("a"), 2: stack("a")}, {0: 5, 1: 5, 2: 5}) is None
+    assert odd_one_out({3: stack("a")}, {3: 1}) == 3

@@ -1,0 +1,159 @@
+"""Options of `launch run`, each on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import ROOT, Launch, run_launch, wait_until
+from harness.sshd import LoopbackSshd
+
+LOOPBACK = str(ROOT / "hostfiles" / "loopback")
+
+
+def test_variables_reach_ranks_on_every_host_and_stand_in_no_plan(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import os; print('GOT', os.environ['TOKEN'], os.environ['FROM_FILE'])")
+    (tmp_path / ".launch_env").write_text("FROM_FILE='a b'\n")
+    options = ("--hostfile", LOOPBACK, "--ssh_config", str(sshd.ssh_config), "--env", "TOKEN=s3cr3t")
+    result = run_launch(tmp_path, *options, script)
+    assert result.code == 0, result.err
+    assert result.out.count("GOT s3cr3t a b") == 2
+    plan = run_launch(tmp_path, *options, "--dry-run", script)
+    assert "TOKEN" in plan.out
+    assert "s3cr3t" not in plan.out + plan.err
+
+
+def test_setup_runs_before_python_on_the_host(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    (tmp_path / "venv.sh").write_text("export FROM_VENV=1\n")
+    script = scripts.write(tmp_path, "import os; print('GOT', os.environ['FROM_VENV'], os.environ['FROM_SETUP'])")
+    options = ("--hostfile", LOOPBACK, "--ssh_config", str(sshd.ssh_config))
+    setup = ("--venv_script", str(tmp_path / "venv.sh"), "--setup", "export FROM_SETUP=2")
+    result = run_launch(tmp_path, *options, *setup, script)
+    assert result.code == 0, result.err
+    assert result.out.count("GOT 1 2") == 2
+
+
+def test_a_setup_that_fails_is_told(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "pass")
+    options = ("--hostfile", LOOPBACK, "--ssh_config", str(sshd.ssh_config))
+    result = run_launch(tmp_path, *options, "--setup", "echo no module cuda >&2; false", script)
+    assert result.code == 69
+    assert "no module cuda" in result.err
+
+
+def test_new_host_keys_are_recorded_when_asked(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    known = tmp_path / "known_hosts"
+    config = tmp_path / "ssh_config"
+    text = re.sub(r"(?m)^(\s*)UserKnownHostsFile .*$", rf"\1UserKnownHostsFile {known}", sshd.ssh_config.read_text())
+    config.write_text(text)
+    script = scripts.write(tmp_path, "pass")
+    options = ("--hostfile", LOOPBACK, "--ssh_config", str(config))
+    assert run_launch(tmp_path, *options, script).code == 69
+    accepting = run_launch(tmp_path, *options, "--accept-new-host-keys", script)
+    assert accepting.code == 0, accepting.err
+    assert len(known.read_text().splitlines()) == 2
+    assert run_launch(tmp_path, *options, script).code == 0
+
+
+def test_cores_are_shared_out(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path, "import os; print('CPUS', sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
+    )
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    assert len(cpus) == 2
+    result = run_launch(tmp_path, "--num_gpus", "2", "--bind_core_list", ",".join(map(str, cpus)), script)
+    assert result.code == 0, result.err
+    for rank, cpu in enumerate(cpus):
+        assert f"[{rank}] CPUS [{cpu}] 1" in result.out
+    too_many = run_launch(tmp_path, "--num_gpus", "3", "--bind_core_list", str(cpus[0]), script)
+    assert too_many.code == 69
+    assert "1 cores cannot be shared out to 3 ranks" in too_many.err
+
+
+def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(os.environ["RANK"])])
+        dist.all_reduce(total)
+        print("SUM", int(total), os.environ["NODE_RANK"], os.environ["LOCAL_RANK"], os.environ["CROSS_SIZE"])
+        """,
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = ("--nnodes", "2", "--num_gpus", "2", "--master_addr", "127.0.0.1", "--master_port", port)
+    jobs = []
+    for node in range(2):
+        folder = tmp_path / str(node)
+        folder.mkdir()
+        jobs.append(Launch(folder, *shared, "--no_ssh", "--node_rank", str(node), script))
+    results = [job.wait() for job in jobs]
+    assert [result.code for result in results] == [0, 0], results
+    for node, result in enumerate(results):
+        for local in range(2):
+            assert f"[{2 * node + local}] SUM 6 {node} {local} 2" in result.out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--nnodes", "2", "--node_rank", "0"), "need --master_addr and --master_port"),
+        (("--node_rank", "3"), "only 1 nodes"),
+        (
+            ("--hostfile", LOOPBACK, "--no_ssh", "--master_addr", "x", "--master_port", "1"),
+            "not a host of the hostfile",
+        ),
+        (("--standalone", "--hostfile", LOOPBACK), "this machine alone"),
+        (("--signals_to_handle", "SIGUSR3"), "no signal that can be handled"),
+        (("--signals_to_handle", "KILL"), "no signal that can be handled"),
+        (("--bind_core_list", "x"), "no CPU number"),
+        (("--env", "NOT_SET_ANYWHERE"), "not set here"),
+        (("--min_nodes", "1"), "goes with --max_restarts"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    result = run_launch(tmp_path, *args, scripts.write(tmp_path, "pass"))
+    assert result.code == 2
+    assert message in result.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_chosen_signal_ends_the_job(tmp_path: Path) -> None:
+    job = Launch(tmp_path, "--signals-to-handle", "USR1,TERM", scripts.write(tmp_path, "print('UP')\nwhile True: pass"))
+    wait_until(lambda: "UP" in job.out, "the rank")
+    job.signal(signal.SIGUSR1)
+    assert job.wait().code == 128 + signal.SIGUSR1
+
+
+def test_the_pid_of_the_launcher_is_saved(tmp_path: Path) -> None:
+    job = Launch(tmp_path, "--save_pid", scripts.write(tmp_path, "print('UP')"))
+    pid = job.process.pid
+    assert job.wait().code == 0
+    (path,) = tmp_path.glob("runs/*/launch.pid")
+    assert int(path.read_text()) == pid
+
+
+def test_log_levels(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "print('OUT')")
+    quiet, info, debug = (run_launch(tmp_path, "--log_level", level, script) for level in ("error", "info", "debug"))
+    assert quiet.out == "[0] OUT\n"
+    assert "job " in info.out
+    assert "launcher.agent" in debug.out
+    assert "launcher.agent" not in info.out
+
+
+def test_each_rank_log_under_deepspeed_s_name(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "--enable_each_rank_log", "logs", scripts.write(tmp_path, "print('OUT')"))
+    assert result.code == 0
+    (log,) = tmp_path.glob("logs/*/rank_0.log")
+    assert log.read_text() == "OUT\n"
+    assert json.loads((log.parent / "report.json").read_text())["exit_code"] == 0

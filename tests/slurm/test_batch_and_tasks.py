@@ -1,0 +1,103 @@
+"""`launch` in a batch script, and under `srun launch` with one task for each rank; a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import ROOT
+from harness.slurm import LoopbackSlurm
+
+pytestmark = pytest.mark.cluster
+LAUNCH = (sys.executable, "-m", "launcher")
+
+
+def submit(slurm: LoopbackSlurm, folder: Path, body: str, *options: str) -> tuple[int, str]:
+    """Run a batch script to its end; returns its exit code and what it wrote."""
+    script = scripts.write(folder, "", "job.sh")
+    script.write_text(f"#!/bin/bash\ncd {shlex.quote(str(folder))}\nexport PYTHONPATH={ROOT}\n{body}\n")
+    result = subprocess.run(
+        ["sbatch", "--wait", "--output=out.txt", *options, str(script)],
+        cwd=folder,
+        env=slurm.env,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    return result.returncode, (folder / "out.txt").read_text(errors="replace")
+
+
+def tasks(slurm: LoopbackSlurm, folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run `srun OPTIONS launch ...` on three nodes, two tasks each."""
+    return subprocess.run(
+        ["srun", "--nodes=3", "--ntasks-per-node=2", "--gres=gpu:2", *LAUNCH, *map(str, words)],
+        cwd=folder,
+        env={**slurm.env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def environments(out: str) -> list[dict[str, str]]:
+    found = [json.loads(text) for text in re.findall(r"ENV (\{.*\})$", out, re.MULTILINE)]
+    return sorted(found, key=lambda environment: int(environment["RANK"]))
+
+
+def test_a_batch_script_uses_all_its_nodes(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    scripts.write(tmp_path, scripts.ENVIRONMENT)
+    options = ("--nodes=3", "--ntasks-per-node=1", "--gres=gpu:2")
+    code, out = submit(slurm, tmp_path, shlex.join([*LAUNCH, "script.py"]), *options)
+    assert code == 0, out
+    assert [environment["RANK"] for environment in environments(out)] == list("012345")
+
+
+def test_the_code_of_a_failing_rank_is_the_batch_script_s(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    scripts.write(tmp_path, scripts.BIPOLAR)
+    options = ("--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1")
+    code, out = submit(slurm, tmp_path, shlex.join([*LAUNCH, "script.py", "exit"]), *options)
+    assert code == 3, out
+    assert "✗ rank 1 (n2, pid " in out
+
+
+def test_one_task_of_srun_is_one_rank(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    result = tasks(slurm, tmp_path, scripts.write(tmp_path, scripts.ENVIRONMENT), "a b")
+    assert result.returncode == 0, result.stderr
+    found = environments(result.stdout)
+    assert [environment["RANK"] for environment in found] == list("012345")
+    assert [environment["NODE_RANK"] for environment in found] == list("001122")
+    assert [environment["LOCAL_RANK"] for environment in found] == list("010101")
+    assert {environment["WORLD_SIZE"] for environment in found} == {"6"}
+    assert {environment["MASTER_ADDR"] for environment in found} == {"n1"}
+    assert len({environment["MASTER_PORT"] for environment in found}) == 1
+    assert result.stdout.count('ARGV ["a b"]') == 6
+    assert result.stdout.count("rank 0 of 6 (one for each task of srun)") == 1
+
+
+def test_a_task_shows_its_traceback_and_srun_its_code(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import os, sys\nif os.environ['RANK'] == '1': sys.exit(3)\n")
+    assert tasks(slurm, tmp_path, script).returncode == 3
+    result = tasks(slurm, tmp_path, scripts.write(tmp_path, "raise ValueError('the data is bad')"))
+    assert result.returncode == 1
+    assert result.stderr.count("ValueError: the data is bad") == 6
+
+
+def test_options_of_a_launcher_are_refused_in_a_task(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    result = tasks(slurm, tmp_path, "--log-dir", "logs", scripts.write(tmp_path, "print('never')"))
+    assert result.returncode == 2
+    assert "srun has started 6 tasks, and each is one rank" in result.stderr
+    assert "never" not in result.stdout
+
+
+def test_a_dry_run_of_a_task_starts_nothing(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    result = tasks(slurm, tmp_path, "--dry-run", "--json", scripts.write(tmp_path, "print('never')"))
+    assert result.returncode == 0, result.stderr
+    ranks = [json.loads(line)["RANK"] for line in result.stdout.splitlines()]
+    assert sorted(ranks) == list("012345")
