@@ -49,9 +49,6 @@ TORCHELASTIC_MAX_RESTARTS = EnvVar(
 )
 TORCHELASTIC_RUN_ID = EnvVar("TORCHELASTIC_RUN_ID", "same as LAUNCH_JOB_ID, the name torchrun scripts read", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
-XDG_STATE_HOME = EnvVar(
-    "XDG_STATE_HOME", "parent folder of launch/jobs, what launch ps reads; default ~/.local/state", "read"
-)
 # Set by Slurm; see cluster/slurm.py for their forms.
 SLURM_JOB_ID = EnvVar("SLURM_JOB_ID", "set by Slurm: number of the job", "read")
 SLURM_JOB_NODELIST = EnvVar("SLURM_JOB_NODELIST", "set by Slurm: nodes of the job, compressed", "read")
@@ -69,5 +66,8 @@ SLURM_PROCID = EnvVar("SLURM_PROCID", "set by srun: number of the task; RANK und
 SLURM_LOCALID = EnvVar("SLURM_LOCALID", "set by srun: number of the task on its node; LOCAL_RANK", "read")
 SLURM_NODEID = EnvVar("SLURM_NODEID", "set by srun: number of the node in the step; NODE_RANK", "read")
 SLURMD_NODENAME = EnvVar("SLURMD_NODENAME", "set by Slurm: name of the node a process runs on", "read")
+XDG_STATE_HOME = EnvVar(
+    "XDG_STATE_HOME", "parent folder of launch/jobs, what launch ps reads; default ~/.local/state", "read"
+)
 
 ALL: tuple[EnvVar, ...] = tuple(value for value in list(globals().values()) if isinstance(value, EnvVar))

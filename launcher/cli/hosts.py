@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -19,6 +19,7 @@ from launcher.cluster.devices import local_slots
 from launcher.cluster.filters import select
 from launcher.cluster.hostfile import read_hostfile
 from launcher.cluster.slurm import in_allocation
+from launcher.transport.ssh_config import SshOptions
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -76,7 +77,6 @@ class HostOptions:
     accept_new_host_keys: bool = False
     setup: str = ""
     venv_script: str | None = None
-    is_by_hand: ClassVar[bool] = False  # these commands reach all hosts themselves
 
     @property
     def shell_setup(self) -> str:
@@ -85,13 +85,26 @@ class HostOptions:
         return " && ".join([*source, *([self.setup] if self.setup else [])])
 
     @property
+    def ssh_options(self) -> SshOptions:
+        """How hosts are reached over SSH."""
+        return SshOptions(
+            port=self.ssh_port,
+            config_file=Path(self.ssh_config) if self.ssh_config else None,
+            python=self.remote_python,
+            setup=self.shell_setup,
+            accept_new_host_keys=self.accept_new_host_keys,
+        )
+
+    @property
     def in_slurm(self) -> bool:
         """Say whether the hosts are those of the Slurm allocation this command runs in."""
         return self.hostfile is None and in_allocation(os.environ)
 
     def reach(self, cluster: Cluster) -> Reach:
         """Return how the hosts are reached. Raises: UsageError."""
-        return AllocationTransports(self, cluster) if self.in_slurm else Transports(self)
+        if self.in_slurm:
+            return AllocationTransports(self, cluster)
+        return Transports(self.ssh_options, only_ssh=self.force_multi)
 
     def cluster(self) -> Cluster:
         """Return the hosts that are meant: those of the hostfile, of the Slurm allocation, else this machine.

@@ -18,6 +18,7 @@ from launcher.cli.completion import files
 from launcher.cli.render import LOG_LEVELS
 from launcher.cluster.slurm import in_allocation
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
+from launcher.transport.ssh_config import SshOptions
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -264,6 +265,17 @@ class RunOptions:
         """Shell text that runs on a host before python."""
         source = [f". {shlex.quote(self.venv_script)}"] if self.venv_script else []
         return " && ".join([*source, *([self.setup] if self.setup else [])])
+
+    @property
+    def ssh_options(self) -> SshOptions:
+        """How hosts are reached over SSH."""
+        return SshOptions(
+            port=self.ssh_port,
+            config_file=Path(self.ssh_config) if self.ssh_config else None,
+            python=self.remote_python,
+            setup=self.shell_setup,
+            accept_new_host_keys=self.accept_new_host_keys,
+        )
 
     @property
     def stop_signals(self) -> tuple[int, ...]:

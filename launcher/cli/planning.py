@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.cli.options import RunOptions
@@ -24,9 +24,6 @@ from launcher.transport.api import Transport
 from launcher.transport.fanout import is_local
 from launcher.transport.local import LocalTransport
 from launcher.transport.ssh import SshOptions, SshTransport
-
-if TYPE_CHECKING:
-    from launcher.cli.hosts import HostOptions
 
 
 class Reach(Protocol):
@@ -52,19 +49,12 @@ class Reach(Protocol):
 class Transports:
     """The transport of each host: this machine's own, or one SSH transport for all others."""
 
-    def __init__(self, options: RunOptions | HostOptions) -> None:
-        self._only_local = options.is_by_hand
-        self._only_ssh = options.force_multi
+    def __init__(self, ssh: SshOptions, *, only_local: bool = False, only_ssh: bool = False) -> None:
+        """only_local: every host is this machine. only_ssh: not even `localhost` is."""
+        self._only_local = only_local
+        self._only_ssh = only_ssh
         self._local = LocalTransport()
-        self._ssh = SshTransport(
-            SshOptions(
-                port=options.ssh_port,
-                config_file=Path(options.ssh_config) if options.ssh_config else None,
-                python=options.remote_python,
-                setup=options.shell_setup,
-                accept_new_host_keys=options.accept_new_host_keys,
-            )
-        )
+        self._ssh = SshTransport(ssh)
 
     def prepare(self, hosts: Sequence[Host]) -> None:
         """Nothing: each host is reached for itself."""

@@ -70,7 +70,9 @@ def run(ctx: click.Context, /, **values: Any) -> None:
 
 
 def _reach(options: RunOptions, cluster: Cluster) -> Reach:
-    return slurm.AllocationTransports(options, cluster) if options.in_slurm else Transports(options)
+    if options.in_slurm:
+        return slurm.AllocationTransports(options, cluster)
+    return Transports(options.ssh_options, only_local=options.is_by_hand, only_ssh=options.force_multi)
 
 
 def _with_job_file(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import click
 from click.core import ParameterSource
@@ -21,9 +21,6 @@ from launcher.job.plan import Command
 from launcher.transport.command import agent_argv
 from launcher.transport.srun import SrunTransport
 
-if TYPE_CHECKING:
-    from launcher.cli.hosts import HostOptions
-
 _SCONTROL_TIMEOUT_S = 10.0
 _WORKER_MODULE = "launcher.worker"
 # What has a meaning where srun has already started the ranks; any other option is refused, not ignored.
@@ -33,10 +30,22 @@ _OPTIONS_OF_A_TASK = (
 )  # fmt: skip
 
 
+class AllocationOptions(Protocol):
+    """What reaching the nodes of an allocation depends on."""
+
+    @property
+    def shell_setup(self) -> str:
+        """Shell text that runs on a host before python."""
+
+    @property
+    def remote_python(self) -> str | None:
+        """Python on the other nodes; None: this one's path."""
+
+
 class AllocationTransports:
     """One srun step reaches every host of a run; a restart gets a new one."""
 
-    def __init__(self, options: RunOptions | HostOptions, cluster: Cluster) -> None:
+    def __init__(self, options: AllocationOptions, cluster: Cluster) -> None:
         if options.shell_setup:
             raise UsageError(
                 "--setup and --venv_script are for hosts reached over SSH; srun passes this environment on",

@@ -45,6 +45,8 @@ def test_ranks_of_different_nodes_train_together(nodes: MortalNodes, tmp_path: P
         total = torch.ones(1)
         dist.all_reduce(total)
         print("SUM", int(total), socket.gethostname())
+        dist.barrier()
+        dist.destroy_process_group()
         """,
     )
     options = ("--hostfile", str(nodes.hostfile), "--ssh_config", str(nodes.ssh_config))

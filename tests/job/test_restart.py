@@ -18,9 +18,10 @@ from launcher.job.report import Failure, RunReport
 from launcher.job.restart import RestartPolicy, run_with_restarts
 
 FAILS_TWICE = """
-    import os, sys
+    import os, sys, time
     print("TRY", os.environ["LAUNCH_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], os.environ["MASTER_PORT"])
     if os.environ["RANK"] == "1" and int(os.environ["LAUNCH_RESTART_COUNT"]) < 2:
+        time.sleep(0.3)  # the other has printed by then
         sys.exit(5)
 """
 

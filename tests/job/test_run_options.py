@@ -85,6 +85,8 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
         total = torch.tensor([float(os.environ["RANK"])])
         dist.all_reduce(total)
         print("SUM", int(total), os.environ["NODE_RANK"], os.environ["LOCAL_RANK"], os.environ["CROSS_SIZE"])
+        dist.barrier()
+        dist.destroy_process_group()
         """,
     )
     with socket.socket() as probe:
