@@ -49,7 +49,7 @@ def _complete_job(_ctx: click.Context, _param: click.Parameter, incomplete: str)
     return [CompletionItem(entry.job_id, help=f"{entry.state}: {shlex.join(entry.command)}") for entry in jobs]
 
 
-_JOB = click.argument("job", shell_complete=_complete_job)
+job_argument = click.argument("job", shell_complete=_complete_job)
 
 
 @click.command("ps", short_help="Show jobs that run, or ended today.")
@@ -95,7 +95,7 @@ def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
 
 
 @click.command("logs", epilog=_LOGS_EPILOG, short_help="Show what the ranks of a job wrote.")
-@_JOB
+@job_argument
 @click.option("--rank", type=click.IntRange(0), help="This rank only, as it was written. Default: all, behind [rank].")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 @click.option("--tail", "num_lines", type=click.IntRange(0), metavar="N", help="Start with the last N lines of a rank.")
@@ -136,7 +136,7 @@ def _no_log(entry: JobEntry, rank: int | None, ranks: list[int]) -> LauncherErro
 
 
 @click.command("kill", epilog=_KILL_EPILOG, short_help="End a job on all its hosts.")
-@_JOB
+@job_argument
 @click.option("--now", is_flag=True, help="Kill the ranks at once. Default: SIGTERM, the job's --grace, SIGKILL.")
 def kill(job: str, now: bool) -> None:
     """End JOB on all its hosts and wait until it is gone. JOB is an id of `launch ps`, or the beginning of one."""

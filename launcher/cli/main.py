@@ -17,6 +17,7 @@ from launcher.cli import render
 # Subcommand -> where it is defined. Loaded when used, so that none pays for another's imports.
 _COMMANDS = {
     "run": "launcher.cli.run:run",
+    "stacks": "launcher.cli.stacks:stacks",
     "config": "launcher.cli.config:config_group",
     "check": "launcher.cli.check:check",
     "exec": "launcher.cli.exec:exec_command",

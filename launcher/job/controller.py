@@ -32,7 +32,7 @@ from launcher.cluster.cluster import Host
 from launcher.job.environment import job_variables, rank_variables, srun_tokens
 from launcher.job.events import Watcher
 from launcher.job.failures import FailureBook
-from launcher.job.hang import HangWatch, odd_one_out
+from launcher.job.hang import HangWatch, format_stacks, odd_one_out
 from launcher.job.logs import RankLog
 from launcher.job.node import ChannelEnded, Inbox, Node
 from launcher.job.plan import PING_INTERVAL_S, JobPlan
@@ -297,9 +297,11 @@ class Controller:
 
     def _show_stacks(self, stacks: dict[int, str]) -> None:
         path = self._plan.run_folder / "stacks.txt"
-        text = "\n".join(f"rank {rank}:\n{stacks[rank] or '  (no Python stack)'}" for rank in sorted(stacks))
+        text = format_stacks(stacks)
         try:
-            path.write_text(text)
+            temporary = path.with_suffix(".part")
+            temporary.write_text(text)
+            temporary.replace(path)  # whoever waits for it finds it whole
         except OSError as error:
             self._watcher.warning(f"{path}: {error.strerror}")
         self._watcher.stacks(text, str(path))

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _COMPARED_FRAMES = 3
+_NO_STACK = "  (no Python stack)"
 
 
 class HangWatch:
@@ -71,3 +72,22 @@ def _place(stack: str) -> tuple[tuple[str, str], ...]:
     """Return the innermost frames of the main thread, which faulthandler writes last."""
     main = stack[stack.rfind("hread 0x") :]
     return tuple((frame["file"], frame["name"]) for frame in _FRAME.finditer(main))[:_COMPARED_FRAMES]
+
+
+def format_stacks(stacks: dict[int, str]) -> str:
+    """Return the stacks of all ranks as one text, rank by rank."""
+    return "\n".join(f"rank {rank}:\n{stacks[rank] or _NO_STACK}" for rank in sorted(stacks))
+
+
+def group_by_stack(text: str) -> list[tuple[list[int], str]]:
+    """Return what `format_stacks` wrote as (ranks that stand alike, their stack), the largest group last.
+
+    Thread numbers differ from process to process and are left out of the comparison.
+    """
+    groups: dict[str, tuple[list[int], str]] = {}
+    for part in re.split(r"(?m)^(?=rank \d+:$)", text):
+        head, _, stack = part.partition("\n")
+        if head:
+            key = re.sub(r"0x[0-9a-f]+", "0x", stack).strip()
+            groups.setdefault(key, ([], stack.rstrip()))[0].append(int(head[len("rank ") : -1]))
+    return sorted(groups.values(), key=lambda group: len(group[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -94,6 +95,38 @@ def test_the_watch_counts_heartbeats_once_there_are_any() -> None:
     assert watch.is_expired(18.5)
     watch.ended(1)
     assert not watch.is_expired(18.5)
+
+
+def test_launch_stacks_folds_ranks_that_stand_alike(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, time
+        def waiting():
+            print("UP", flush=True)
+            while not os.path.exists("go"):
+                time.sleep(0.05)
+        def odd():
+            waiting()
+        odd() if os.environ["RANK"] == "1" else waiting()
+        """,
+    )
+    state = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    job = Launch(tmp_path, "--num_gpus", "3", script, env=state)
+    wait_until(lambda: job.out.count("UP") == 3, "the ranks")
+    folder = tmp_path / "other"
+    folder.mkdir()
+    folded = run_launch(folder, "stacks", job.job_id[:-2], env=state)
+    assert folded.code == 0, folded.err
+    assert re.findall(r"^ranks? .*:$", folded.out, re.MULTILINE) == ["rank 1:", "ranks 0, 2:"]
+    assert folded.out.index("in odd") < folded.out.index("ranks 0, 2:")
+    every = run_launch(folder, "stacks", "--all", job.job_id, env=state)
+    assert every.out.count("in waiting") == 3
+    (tmp_path / "go").touch()
+    assert job.wait().code == 0
+    over = run_launch(folder, "stacks", job.job_id, env=state)
+    assert over.code == 2
+    assert "does not run on this machine" in over.err
 
 
 def stack(function: str) -> str:

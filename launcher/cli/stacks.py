@@ -1,0 +1,59 @@
+"""`launch stacks`: where every rank of a running job stands, without disturbing it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from launcher.base.errors import LauncherError, UsageError
+from launcher.cli.jobs import job_argument
+from launcher.job.hang import group_by_stack
+from launcher.job.registry import find_job, send_signal
+from launcher.job.signals import STACKS_SIGNAL
+
+_TIMEOUT_S = 15.0
+_POLL_S = 0.05
+
+_EPILOG = """\b
+examples:
+  launch stacks calm-otter-4f2a
+  launch stacks --all calm
+"""
+
+
+@click.command("stacks", epilog=_EPILOG, short_help="Show where every rank of a job stands.")
+@job_argument
+@click.option("--all", "shows_all", is_flag=True, help="Every rank's stacks. Default: ranks that stand alike once.")
+def stacks(job: str, shows_all: bool) -> None:
+    """Show the Python stacks of all ranks of JOB; the job goes on. JOB is an id of `launch ps`, or its beginning."""
+    entry = find_job(job)
+    if entry.state != "running":
+        raise UsageError(f"{entry.job_id} does not run on this machine", hint="launch ps shows what does")
+    asked_s = time.time()
+    if not send_signal(entry, STACKS_SIGNAL):
+        raise UsageError(f"{entry.job_id} has just ended", hint=f"launch logs {entry.job_id}")
+    text = _wait_for_stacks(Path(entry.run_folder), asked_s)
+    if shows_all:
+        click.echo(text)
+        return
+    for ranks, stack in group_by_stack(text):
+        click.echo(click.style(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", bold=True))
+        click.echo(stack)
+
+
+def _wait_for_stacks(folder: Path, asked_s: float) -> str:
+    """Return what the launcher writes now. A restart of the job has a folder of its own inside the run's."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < deadline:
+        for path in (folder / "stacks.txt", *folder.glob("restart_*/stacks.txt")):
+            try:
+                if path.stat().st_mtime >= asked_s - 0.01:
+                    return path.read_text()
+            except OSError:
+                continue
+        time.sleep(_POLL_S)
+    raise LauncherError(
+        f"no stacks after {_TIMEOUT_S:g} s", where=str(folder), hint="is its disk full? see the launcher's own output"
+    )
