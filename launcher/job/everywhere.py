@@ -306,7 +306,9 @@ class Everywhere:
             if not session.has_answered and now_s - session.opened_s > _ANSWER_TIMEOUT_S:
                 session.fail(TransportError(f"the agent did not answer within {_ANSWER_TIMEOUT_S:.0f} s"))
                 session.channel.close()
-            if session.has_answered and now_s - session.heard_s > DEFAULT_LEASE_S:
+            # An agent on this machine has no lease either: its pipe tells its end.
+            is_silent = now_s - session.heard_s > DEFAULT_LEASE_S and session.result.transport != "local"
+            if session.has_answered and is_silent:
                 session.fail(TransportError(f"no sign of life for {DEFAULT_LEASE_S:.0f} s"))
                 session.channel.close()
 
