@@ -11,7 +11,6 @@ from typing import Any
 
 from launcher.agent.wire import (
     Bye,
-    DumpStacks,
     Exited,
     Hello,
     Message,
@@ -34,12 +33,13 @@ from launcher.cluster.cluster import Host
 from launcher.job.environment import job_variables, rank_variables, srun_tokens
 from launcher.job.events import Watcher
 from launcher.job.failures import FailureBook
-from launcher.job.hang import HangWatch, format_stacks, odd_one_out
+from launcher.job.hang import HangWatch, odd_one_out
 from launcher.job.logs import RankLog
 from launcher.job.node import ChannelEnded, Inbox, Node
 from launcher.job.plan import PING_INTERVAL_S, JobPlan
 from launcher.job.report import RunReport
 from launcher.job.signals import SignalQueue
+from launcher.job.stacks import StackCollector
 from launcher.job.sweep import sweep_lost_hosts
 from launcher.transport.api import Transport
 from launcher.transport.diagnose import start_failure
@@ -49,7 +49,6 @@ _HELLO_TIMEOUT_S = 30.0
 _TELL_AFTER_S = 2.0  # a wait longer than this is explained to the user
 # What agents get beyond the grace to end their ranks and say goodbye.
 _BYE_MARGIN_S = 15.0
-_STACKS_WAIT_S = 5.0  # for the agents' answers
 
 
 class Controller:
@@ -72,8 +71,7 @@ class Controller:
         self._was_told_to_stop = False  # by a signal
         self._hang_watch: HangWatch | None = None
         self._is_hanging = False
-        self._stacks: dict[int, str] | None = None  # by rank, while they are being collected
-        self._stacks_deadline_s = 0.0
+        self._stacks = StackCollector(plan, watcher)
 
     def run(self, check: Callable[[], None] | None = None) -> RunReport:
         """Run to the end and return how it went. Signals ask for an orderly stop, a second one for a quick one.
@@ -226,8 +224,7 @@ class Controller:
             if self._hang_watch is not None:
                 self._hang_watch.beat(message.rank, message.count, time.monotonic())
         elif isinstance(message, Stacks):
-            if self._stacks is not None:
-                self._stacks[message.rank] = message.text
+            self._stacks.add(message.rank, message.text)
         elif isinstance(message, Started):
             node.pids[message.rank] = message.pid
         elif isinstance(message, Exited):
@@ -272,49 +269,22 @@ class Controller:
         self._failures.add_host(node, reason)
         self._stop(f"{node.name} failed ({reason})", self._plan.grace_s)
 
-    # ---- hangs and stacks ----
+    # ---- hangs ----
 
     def _check_progress(self, now_s: float) -> None:
-        """Find out that a rank hangs; show the stacks that were asked for when all are there."""
-        is_stopping = self._stop_started_s is not None
-        if self._hang_watch is not None and not self._is_hanging and not is_stopping:
-            self._is_hanging = self._hang_watch.is_expired(now_s)
-            if self._is_hanging:
-                self._watcher.warning(
-                    f"no progress for {self._plan.hang_timeout_s:g} s: asking all ranks for their stacks"
-                )
-                self._ask_for_stacks()
-        if self._stacks is None:
+        """Find out that a rank hangs; when its stacks are there, name it and stop."""
+        watch, is_stopping = self._hang_watch, self._stop_started_s is not None
+        if watch is not None and not self._is_hanging and not is_stopping and watch.is_expired(now_s):
+            self._is_hanging = True
+            self._watcher.warning(f"no progress for {self._plan.hang_timeout_s:g} s: asking all ranks for their stacks")
+            self._stacks.ask(self._nodes)
+        stacks = self._stacks.take(self._nodes)
+        if stacks is None or watch is None or not self._is_hanging or is_stopping:
             return
-        running = {rank for node in self._nodes for rank in node.running}
-        if running <= self._stacks.keys() or now_s > self._stacks_deadline_s:
-            self._show_stacks(self._stacks)
-            self._stacks = None
-
-    def _ask_for_stacks(self) -> None:
-        self._stacks, self._stacks_deadline_s = {}, time.monotonic() + _STACKS_WAIT_S
-        for node in self._nodes:
-            if node.running:
-                node.send(DumpStacks())
-
-    def _show_stacks(self, stacks: dict[int, str]) -> None:
-        path = self._plan.run_folder / "stacks.txt"
-        text = format_stacks(stacks)
-        try:
-            temporary = path.with_suffix(".part")
-            temporary.write_text(text)
-            temporary.replace(path)  # whoever waits for it finds it whole
-        except OSError as error:
-            self._watcher.warning(f"{path}: {error.strerror}")
-        self._watcher.stacks(text, str(path))
-        if not self._is_hanging or self._stop_started_s is not None or self._hang_watch is None:
-            return
-        odd = odd_one_out(stacks, self._hang_watch.counts)
+        odd = odd_one_out(stacks, watch.counts)
         rank = odd if odd is not None else min(stacks, default=0)
         node = next(node for node in self._nodes if rank in node.placement.ranks)
-        reason = f"no progress for {self._plan.hang_timeout_s:g} s"
-        if odd is None:
-            reason += ", all ranks alike"
+        reason = f"no progress for {self._plan.hang_timeout_s:g} s" + (", all ranks alike" if odd is None else "")
         self._failures.add_hang(node, rank, reason, stacks.get(rank, ""), self._logs[rank])
         self._stop(f"rank {rank} hangs ({reason})", self._plan.grace_s)
 
@@ -341,7 +311,7 @@ class Controller:
                 if number == NOTICE_SIGNAL:
                     self._pass_notice_on()
                 else:
-                    self._ask_for_stacks()
+                    self._stacks.ask(self._nodes)
                 continue
             name = signal.Signals(number).name
             is_first = not self._was_told_to_stop
