@@ -11,7 +11,6 @@ import click
 from launcher.base.errors import ExitCode
 from launcher.base.units import format_bytes
 from launcher.cli.hosts import HostOptions, host_options
-from launcher.cli.planning import Transports
 from launcher.job.check import Checker, CheckReport, HostCheck
 from launcher.job.verdict import Finding
 
@@ -38,10 +37,10 @@ def check(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
     small file stands in this folder, to see whether all hosts share it.
     """
     options = HostOptions(**values)
-    transports = Transports(options.ssh_options, only_ssh=options.force_multi)
+    cluster = options.cluster()
+    transports = options.reach(cluster)
     try:
-        checker = Checker(options.cluster(), transports.for_host, transports.address_of, _say_waiting)
-        report = checker.run(os.getcwd())
+        report = Checker(cluster, transports, _say_waiting).run(os.getcwd())
     finally:
         transports.close()
     if as_json:
@@ -87,7 +86,7 @@ def _facts_text(check: HostCheck) -> str:
     facts = check.facts or {}
     devices, slots = int(facts["devices"]), len(check.host.slots)
     parts = [
-        "this machine" if check.is_local else f"ssh {1000 * (check.connect_s or 0.0):.0f} ms",
+        "this machine" if check.transport == "local" else f"{check.transport} {1000 * (check.connect_s or 0.0):.0f} ms",
         f"python {facts['python']}",
         f"torch {facts['packages']['torch'] or 'none'}",
         ("no GPU" if devices == 0 else "1 GPU" if devices == 1 else f"{devices} GPUs")
@@ -119,6 +118,7 @@ def _plain(report: CheckReport) -> dict[str, Any]:
                 "slots": list(check.host.slots),
                 "ok": check.is_ok,
                 "reachable": check.is_reachable,
+                "transport": check.transport,
                 "connect_s": check.connect_s,
                 "clock_skew_s": check.skew_s,
                 "facts": None if check.facts is None else {k: v for k, v in check.facts.items() if k != "token"},

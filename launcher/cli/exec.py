@@ -13,7 +13,6 @@ from launcher.base.errors import ExitCode
 from launcher.base.units import format_bytes
 from launcher.cli.completion import files
 from launcher.cli.hosts import HostOptions, host_options
-from launcher.cli.planning import Transports
 from launcher.cluster.fold import fold
 from launcher.job.everywhere import MAX_OUTPUT_BYTES, Everywhere, HostResult, Task
 from launcher.job.plan import new_job_id
@@ -49,8 +48,9 @@ def exec_command(
     """
     options = HostOptions(**values)
     worker_arguments = ("program", command, *arguments)
-    tasks = [Task(host, worker_arguments, os.getcwd()) for host in options.cluster().hosts]
-    transports = Transports(options.ssh_options, only_ssh=options.force_multi)
+    cluster = options.cluster()
+    tasks = [Task(host, worker_arguments, os.getcwd()) for host in cluster.hosts]
+    transports = options.reach(cluster)
     run = Everywhere(tasks, transports.for_host, new_job_id(), _say_waiting)
     try:
         results = run.run(timeout_s)

@@ -187,4 +187,6 @@ def _sweep(entry: JobEntry) -> None:
     found = "nothing was" if not left else "1 process was" if len(left) == 1 else f"{len(left)} processes were"
     click.echo(f"{entry.job_id} {ended}; {found} left on {socket.gethostname()}")
     if entry.ended_s is None and len(entry.hosts) > 1:
-        click.echo(f"on other hosts its ranks end by themselves, {DEFAULT_LEASE_S:.0f} s after they lost the launcher")
+        click.echo(
+            f"on other hosts its ranks end with their lease, after {DEFAULT_LEASE_S:.0f} s unless --lease says else"
+        )

@@ -12,6 +12,7 @@ import click
 
 from launcher import __version__
 from launcher.base.errors import LauncherError
+from launcher.base.secrets import MASK, mask_arguments
 from launcher.base.units import format_bytes, format_duration
 from launcher.job.plan import JobPlan
 from launcher.job.report import Failure, RunReport
@@ -39,7 +40,8 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
     port = plan.master_port if plan.master_port is not None else "a free port"
     click.echo(f"  rendezvous  {plan.master_addr}, {port}")
     click.echo(f"  in          {plan.cwd}")
-    click.echo(f"  ranks run   {plan.command.kind} {shlex.join([plan.command.target, *plan.command.arguments])}")
+    words = [plan.command.target, *mask_arguments(plan.command.arguments)]
+    click.echo(f"  ranks run   {plan.command.kind} {shlex.join(words).replace(shlex.quote(MASK), MASK)}")
     for node in plan.placement.nodes:
         ranks = f"{node.ranks.start}-{node.ranks.stop - 1}" if node.num_ranks > 1 else str(node.ranks.start)
         slots = ",".join(map(str, node.host.slots))

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 import click
 from click.core import ParameterSource
@@ -28,10 +29,22 @@ _OPTIONS_OF_A_TASK = (
 )  # fmt: skip
 
 
+class AllocationOptions(Protocol):
+    """What reaching the nodes of an allocation depends on."""
+
+    @property
+    def shell_setup(self) -> str:
+        """Shell text that runs on a host before python."""
+
+    @property
+    def remote_python(self) -> str | None:
+        """Python on the other nodes; None: this one's path."""
+
+
 class AllocationTransports:
     """One srun step reaches every host of a run; a restart gets a new one."""
 
-    def __init__(self, options: RunOptions, cluster: Cluster) -> None:
+    def __init__(self, options: AllocationOptions, cluster: Cluster) -> None:
         if options.shell_setup:
             raise UsageError(
                 "--setup and --venv_script are for hosts reached over SSH; srun passes this environment on",

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from launcher.base.errors import LauncherError
 from launcher.cluster.cluster import Cluster, Host
@@ -23,13 +23,29 @@ _TIMEOUT_S = 120.0  # of each round; python may have to be read from a cold netw
 _ANYWHERE = "/"  # a folder that every host has
 
 
+class Reach(Protocol):
+    """How the hosts are reached; the command line's transports are one."""
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Learn which hosts the next round asks, before any is opened."""
+        ...
+
+    def for_host(self, host: Host) -> Transport:
+        """Return the transport that reaches `host`."""
+        ...
+
+    def address_of(self, host: Host) -> str:
+        """Return the address other hosts reach `host` by; not asked for this machine."""
+        ...
+
+
 @dataclass
 class HostCheck:
     """What is known about one host."""
 
     host: Host
     is_reachable: bool = False
-    is_local: bool = False
+    transport: str = ""  # name of what reaches it: "local" for this machine
     connect_s: float | None = None
     skew_s: float | None = None  # its clock minus ours; on a busy machine too small
     certain_skew_s: float = 0.0  # what of it no delay explains
@@ -59,13 +75,11 @@ class Checker:
     def __init__(
         self,
         cluster: Cluster,
-        transport_for: Callable[[Host], Transport],
-        address_of: Callable[[Host], str],
+        reach: Reach,
         on_waiting: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """address_of: the address that other hosts reach a host by; asked for hosts that are not this machine."""
-        self._transport_for = transport_for
-        self._address_of = address_of
+        """on_waiting: told, once in each round, what is being waited for."""
+        self._reach = reach
         self._on_waiting = on_waiting
         self._report = CheckReport([HostCheck(host) for host in cluster.hosts])
         self._token = secrets.token_hex(16)
@@ -112,7 +126,7 @@ class Checker:
     def _take_facts(self, check: HostCheck, result: HostResult) -> None:
         check.connect_s = result.connect_s
         check.is_reachable = result.started_s is not None
-        check.is_local = result.is_local
+        check.transport = result.transport
         facts = _last_json(result)
         if facts is None:
             check.findings.append(judge_error(result))
@@ -149,9 +163,9 @@ class Checker:
             checks[index].findings.append(finding)
 
     def _address(self, check: HostCheck, has_others: bool) -> str:
-        if not check.is_local:
+        if check.transport != "local":
             with contextlib.suppress(LauncherError):
-                return self._address_of(check.host)
+                return self._reach.address_of(check.host)
             return check.host.name
         if check.host.name == "localhost" and has_others:
             check.findings.append(
@@ -163,7 +177,8 @@ class Checker:
     def _everywhere(
         self, tasks: Sequence[Task], is_enough: Callable[[HostResult], bool] = lambda _: False
     ) -> list[HostResult]:
-        run = Everywhere(tasks, self._transport_for, new_job_id(), self._on_waiting)
+        self._reach.prepare([task.host for task in tasks])
+        run = Everywhere(tasks, self._reach.for_host, new_job_id(), self._on_waiting)
         results = run.run(_TIMEOUT_S, is_enough)
         self._report.interrupted_by = self._report.interrupted_by or run.interrupted_by
         return results

@@ -70,7 +70,7 @@ class HostResult:
     """What one host did; complete once `run` has returned it."""
 
     host: Host
-    is_local: bool = False  # reached without a network
+    transport: str = ""  # name of what reaches it
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     is_cut: bool = False  # it printed more than MAX_OUTPUT_BYTES
@@ -90,6 +90,7 @@ class _Session:
         self.result = HostResult(task.host)
         self.channel: Channel | None = None
         self.opened_s: float | None = None  # monotonic
+        self.heard_s = 0.0  # monotonic, when the agent last said something; it answers every ping
         self.has_answered = False
         self.was_started = False
         self.said_bye = False
@@ -107,6 +108,7 @@ class _Session:
                 channel = self._open(transport_for)
             decoder = Decoder(expect_magic=True)
             while data := channel.read(_READ_BYTES):
+                self.heard_s = time.monotonic()
                 for message in decoder.feed(data):
                     self._handle(message, channel)
             if not self.has_answered:
@@ -132,7 +134,7 @@ class _Session:
             raise TransportError(_NEVER_CONNECTED)
         start_s = time.monotonic()
         transport = transport_for(self._task.host)
-        self.result.is_local = transport.name == "local"
+        self.result.transport = transport.name
         channel = transport.open(self._task.host)
         self.opened_s = time.monotonic()
         self.result.connect_s = self.opened_s - start_s
@@ -171,9 +173,9 @@ class _Session:
             job_id=self._job_id,
             commands=[list(self._task.command)],
             cwd=self._task.cwd,
-            env={} if self.result.is_local else forwarded(os.environ),
+            env={} if self.result.transport == "local" else forwarded(os.environ),
             rank_envs=[{env.RANK.name: number, env.NODE_RANK.name: number}],
-            lease_s=None if self.result.is_local else DEFAULT_LEASE_S,
+            lease_s=None if self.result.transport == "local" else DEFAULT_LEASE_S,
             grace_s=GRACE_S,
         )
 
@@ -299,10 +301,15 @@ class Everywhere:
 
     def _check_answers(self, running: Sequence[_Session], now_s: float) -> None:
         for session in running:
-            if session.opened_s is None or session.has_answered or session.channel is None:
+            if session.opened_s is None or session.channel is None:
                 continue
-            if now_s - session.opened_s > _ANSWER_TIMEOUT_S:
+            if not session.has_answered and now_s - session.opened_s > _ANSWER_TIMEOUT_S:
                 session.fail(TransportError(f"the agent did not answer within {_ANSWER_TIMEOUT_S:.0f} s"))
+                session.channel.close()
+            # An agent on this machine has no lease either: its pipe tells its end.
+            is_silent = now_s - session.heard_s > DEFAULT_LEASE_S and session.result.transport != "local"
+            if session.has_answered and is_silent:
+                session.fail(TransportError(f"no sign of life for {DEFAULT_LEASE_S:.0f} s"))
                 session.channel.close()
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.base.secrets import mask_arguments
 from launcher.cluster.cluster import Placement
 
 DEFAULT_GRACE_S = 5.0
@@ -62,7 +63,7 @@ class Command:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """One run, decided. Values of the environment are secrets: `describe` names them only."""
+    """One run, decided. Values of the environment are secrets: `describe` names them only, and masks arguments."""
 
     job_id: str
     placement: Placement
@@ -97,7 +98,7 @@ class JobPlan:
             "command": {
                 "kind": self.command.kind,
                 "target": self.command.target,
-                "arguments": list(self.command.arguments),
+                "arguments": mask_arguments(self.command.arguments),
             },
             "environment": sorted(self.given_env),
             "forwarded_environment": sorted(self.forwarded_env),

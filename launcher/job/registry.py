@@ -20,6 +20,7 @@ from typing import Any
 
 from launcher.base import env
 from launcher.base.errors import ExitCode, LauncherError, UsageError
+from launcher.base.secrets import mask_arguments
 from launcher.base.suggest import did_you_mean
 from launcher.job.plan import JobPlan
 
@@ -76,15 +77,14 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
         process=process_identity(os.getpid()) or "",
         started_s=time.time(),
         hosts=tuple(node.host.name for node in plan.placement.nodes),
-        num_ranks=plan.placement.world_size,
-        command=(plan.command.target, *plan.command.arguments),
+        num_ranks=len(plan.placement.ranks),
+        command=(plan.command.target, *mask_arguments(plan.command.arguments)),
         cwd=plan.cwd,
         run_folder=str(Path(plan.cwd, plan.run_folder)),
         grace_s=plan.grace_s,
     )
     try:
         _write(entry)
-        _drop_old(entry.started_s - _KEPT_S)
     except OSError as error:
         warn(f"{error.filename or jobs_folder()}: {error.strerror}; launch ps will not show this job")
     try:
@@ -95,6 +95,7 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
     finally:
         with contextlib.suppress(OSError):  # said at the start
             _write(dataclasses.replace(entry, ended_s=time.time(), exit_code=int(registration.exit_code)))
+            _drop_old(time.time() - _KEPT_S)
 
 
 def jobs_folder() -> Path:
@@ -186,6 +187,9 @@ def _is_sound(entry: JobEntry) -> bool:
 
 
 def _drop_old(before_s: float) -> None:
-    for entry in all_jobs():
-        if (entry.ended_s or entry.started_s) < before_s and entry.state != "running":
-            (jobs_folder() / f"{entry.job_id}.json").unlink(missing_ok=True)
+    """Remove entries that were last written before a time, those of running jobs aside. Raises: OSError."""
+    for path in jobs_folder().glob("*.json"):
+        if path.stat().st_mtime < before_s:
+            entry = _read(path)
+            if entry is None or entry.state != "running":
+                path.unlink(missing_ok=True)

@@ -28,10 +28,11 @@ def hosts(sshd: LoopbackSshd, folder: Path, *lines: str) -> list[str]:
 
 
 def run_checker(cluster: Cluster, sshd: LoopbackSshd, address: str | None, folder: Path) -> CheckReport:
-    options = HostOptions(None, "", "", None, None, str(sshd.ssh_config), None, False)
-    transports = Transports(options.ssh_options, only_ssh=options.force_multi)
+    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)).ssh_options)
+    if address is not None:
+        transports.address_of = lambda _: address  # type: ignore[method-assign]
     try:
-        return Checker(cluster, transports.for_host, lambda host: address or host.name).run(str(folder))
+        return Checker(cluster, transports).run(str(folder))
     finally:
         transports.close()
 
@@ -121,9 +122,8 @@ def test_a_folder_that_other_hosts_do_not_share_is_found(
 
 def test_a_folder_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
-    options = HostOptions(None, "", "", None, None, None, None, False)
-    transports = Transports(options.ssh_options, only_ssh=options.force_multi)
-    report = Checker(Cluster((Host("localhost", (0,)),)), transports.for_host, transports.address_of).run(str(missing))
+    transports = Transports(HostOptions().ssh_options)
+    report = Checker(Cluster((Host("localhost", (0,)),)), transports).run(str(missing))
     transports.close()
     assert "whether all hosts share it was not checked" in report.notes[0]
     assert report.hosts[0].findings[0].message == f"{missing} does not exist"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from harness.launching import ROOT, Launch, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.cli.exec import show_results
+from launcher.cli.hosts import HostOptions
+from launcher.cli.planning import Transports
 from launcher.cluster.cluster import Host
 from launcher.job import everywhere
 from launcher.transport.local import LocalTransport
@@ -83,13 +86,36 @@ def test_a_folder_that_is_missing_on_a_host_is_explained() -> None:
 def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_path: Path) -> None:
     job = Launch(tmp_path, "exec", *hosts(sshd, tmp_path), "sh", "-c", "test $RANK != 2 || exec setsid sleep 77.75")
     wait_until(lambda: len(sleeping(b"77.75")) == 1, "the command")
-    pid = int(sleeping(b"77.75")[0].parent.name)
-    agent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(agent, signal.SIGKILL)
+    os.kill(parent_of(first(b"77.75")), signal.SIGKILL)
     result = job.wait(20)
     assert result.code == 69
     assert "✗ 127.0.0.3: the connection was lost\n" in result.err
     assert not sleeping(b"77.75")
+
+
+@pytest.mark.cluster
+def test_a_host_that_falls_silent_is_given_up(sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(everywhere, "DEFAULT_LEASE_S", 2.5)
+    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)).ssh_options)
+    # It stops its own agent, whose ranks do not hear of it.
+    commands = [("program", "sleep", "1"), ("program", "sh", "-c", "kill -STOP $PPID; exec sleep 76.25")]
+    tasks = [everywhere.Task(Host(f"127.0.0.{i + 1}", (0,)), command, "/") for i, command in enumerate(commands)]
+    agents = []
+    try:
+        run = everywhere.Everywhere(tasks, transports.for_host, "silent-job-0000")
+        watcher = threading.Thread(target=lambda: agents.append(parent_of(first(b"76.25"))))
+        watcher.start()
+        good, silent = run.run(30)
+        watcher.join()
+    finally:
+        transports.close()
+        for pid in agents:
+            os.kill(pid, signal.SIGKILL)
+    assert (good.exit_code, good.error) == (0, None)
+    assert silent.error is not None
+    assert silent.error.message == "no sign of life for 2 s"
+    assert run.unconfirmed_hosts == ()
+    assert not sleeping(b"76.25")
 
 
 def test_a_reader_that_leaves_ends_the_command(tmp_path: Path) -> None:
@@ -136,6 +162,16 @@ def test_endless_output_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert result.is_cut
     show_results([result])
     assert "the rest is not shown" in capsys.readouterr().err
+
+
+def first(argument: bytes) -> int:
+    """Wait for the `sleep` process with this argument and return its pid."""
+    wait_until(lambda: bool(sleeping(argument)), "the command")
+    return int(sleeping(argument)[0].parent.name)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def sleeping(argument: bytes) -> list[Path]:

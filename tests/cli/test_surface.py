@@ -63,8 +63,12 @@ SURFACE = {
 }
 
 HOSTS_SURFACE = {
-    name: SURFACE[name] for name in ("hostfile", "include", "exclude", "ssh_port", "ssh_config", "force_multi")
-} | {"num_nodes": ("--num_nodes", "--num-nodes"), "remote_python": SURFACE["remote_python"]}
+    name: SURFACE[name]
+    for name in (
+        "hostfile", "include", "exclude", "ssh_port", "ssh_config", "remote_python", "force_multi",
+        "accept_new_host_keys", "setup", "venv_script",
+    )
+} | {"num_nodes": ("--num_nodes", "--num-nodes")}  # fmt: skip
 TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "check": HOSTS_SURFACE | {"as_json": ("--json",)},
     "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.base.errors import LauncherError, TransportError, UsageError
+from launcher.base.secrets import MASK
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.job import registry
 from launcher.job.plan import Command, JobPlan
@@ -49,7 +50,7 @@ def test_an_entry_says_where_and_how_the_job_ran() -> None:
         assert entry.pid == os.getpid()
         assert entry.hosts == ("node-a", "node-b")
         assert entry.num_ranks == 4
-        assert entry.command == ("train.py", "--token", "s3cret")
+        assert entry.command == ("train.py", "--token", MASK)
         assert entry.run_folder == "/work/runs/calm-otter-0001"
         assert abs(entry.started_s - time.time()) < 60
         registration.exit_code = 3
@@ -160,13 +161,14 @@ def test_files_that_are_no_entry_are_left_out() -> None:
 
 
 def test_old_entries_are_dropped_and_running_ones_kept() -> None:
-    with registry.registered(plan("old-ended-0001"), fail), registry.registered(plan("old-running-0002"), fail):
-        for name in ("old-ended-0001", "old-running-0002"):
-            path = registry.jobs_folder() / f"{name}.json"
-            values = json.loads(path.read_text()) | {"started_s": 1000.0}
-            path.write_text(json.dumps(values | ({"ended_s": 2000.0} if "ended" in name else {})))
+    with registry.registered(plan("old-ended-0001"), fail):
+        pass
+    with registry.registered(plan("old-running-0002"), fail):
+        for path in registry.jobs_folder().iterdir():
+            os.utime(path, (1000.0, 1000.0))
         with registry.registered(plan("new-job-0003"), fail):
-            assert [entry.job_id for entry in registry.all_jobs()] == ["old-running-0002", "new-job-0003"]
+            pass
+        assert [entry.job_id for entry in registry.all_jobs()] == ["old-running-0002", "new-job-0003"]
 
 
 def test_a_job_of_another_user_is_not_ours_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

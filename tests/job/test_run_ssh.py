@@ -57,21 +57,24 @@ def test_the_end_of_the_launcher_ends_ranks_on_all_hosts(sshd: LoopbackSshd, tmp
 
 
 def test_secrets_and_arguments_stand_in_no_command_line(sshd: LoopbackSshd, tmp_path: Path) -> None:
-    """An environment value and the SSH part of the job's arguments are nowhere in /proc/*/cmdline but at the rank."""
+    """Environment values and arguments are in no /proc/*/cmdline but that of `launch` itself, which the user typed."""
     script = scripts.write(
-        tmp_path, "import os, time; print('GOT', os.environ['WANDB_KEY'], flush=True); time.sleep(600)"
+        tmp_path,
+        "import os, sys, time; print('GOT', os.environ['WANDB_KEY'], sys.argv[1], flush=True); time.sleep(600)",
     )
-    job = Launch(tmp_path, *options(sshd), script, env={"WANDB_KEY": "s3cr3t-value-7781"})
-    wait_until(lambda: job.out.count("GOT s3cr3t-value-7781") == 2, "the ranks")
+    job = Launch(tmp_path, *options(sshd), script, "argument-5519", env={"WANDB_KEY": "s3cr3t-value-7781"})
+    wait_until(lambda: job.out.count("GOT s3cr3t-value-7781 argument-5519") == 2, "the ranks")
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            lines.append(path.read_bytes())
+            if int(path.parent.name) != job.process.pid:
+                lines.append(path.read_bytes())
         except OSError:  # the process has ended
             continue
     job.signal(signal.SIGTERM)
     assert job.wait(15).code == 143
-    assert not any(b"s3cr3t-value-7781" in line for line in lines)
+    assert not any(b"s3cr3t-value-7781" in line or b"argument-5519" in line for line in lines)
+    assert not any(b"s3cr3t" in path.read_bytes() for path in tmp_path.glob("runs/*/report.json"))
     agents = [line for line in lines if b"launcher.agent" in line]
     assert agents
     assert not any(b"script.py" in line for line in agents)

@@ -1,0 +1,138 @@
+"""Reach many hosts: a bare command on all, and agents with a rank each, beside pdsh, OpenSSH, clush and asyncssh.
+
+    PYTHONPATH=tests python benchmarks/fanout.py [--hosts 8,64,250] [--rounds 3] > section.md
+
+The hosts are addresses 127.0.0.1 to 127.0.0.250 of one throwaway sshd, so the servers' work is in every figure. Tools
+that are not installed are left out; ASYNCSSH_PYTHON may name a Python that has asyncssh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common import machine_line, measure_in_turns, median, table
+from harness.sshd import LoopbackSshd
+
+ROOT = Path(__file__).resolve().parents[1]
+CURVE = "-oKexAlgorithms=curve25519-sha256"
+FANOUT = 64
+ASYNCSSH = """
+import asyncio, sys
+import asyncssh
+config, hosts = sys.argv[1], sys.argv[2:]
+limit = asyncio.Semaphore(64)
+async def one(host):
+    async with limit, asyncssh.connect(host, config=[config]) as connection:
+        await connection.run("true", check=True)
+async def main():
+    await asyncio.gather(*map(one, hosts))
+asyncio.run(main())
+"""
+
+
+def _hosts(count: int) -> list[str]:
+    return [f"127.0.0.{number}" for number in range(1, count + 1)]
+
+
+def _launch(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "launcher", *arguments]
+
+
+def commands(sshd: LoopbackSshd, folder: Path, count: int) -> dict[str, list[str]]:
+    """Return what runs `true` on every host, by tool."""
+    names, hostfile = _hosts(count), folder / "hosts"
+    hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
+    config = str(sshd.ssh_config)
+    ours = ["--hostfile", str(hostfile), "--ssh_config", config]
+    script = folder / "rank.py"
+    script.write_text("pass\n")
+    found = {
+        "launch exec": _launch("exec", *ours, "--", "true"),
+        "launch, one rank a host": _launch("run", "--quiet", "--log-dir", str(folder / "runs"), *ours, str(script)),
+    }
+    parallel_ssh = f"printf '%s\\n' {' '.join(names)} | xargs -P {FANOUT} -I@ ssh -F {config}"
+    found["OpenSSH"] = ["sh", "-c", f"{parallel_ssh} @ true"]
+    found["OpenSSH, curve25519"] = ["sh", "-c", f"{parallel_ssh} {CURVE} @ true"]
+    if shutil.which("pdsh"):
+        pdsh = [
+            "env",
+            f"PDSH_SSH_ARGS_APPEND=-F {config}",
+            "pdsh",
+            "-R",
+            "ssh",
+            "-f",
+            str(FANOUT),
+            "-w",
+            ",".join(names),
+        ]
+        found["pdsh"] = [*pdsh, "true"]
+        found["pdsh, curve25519"] = ["env", f"PDSH_SSH_ARGS_APPEND=-F {config} {CURVE}", *pdsh[2:], "true"]
+    if shutil.which("clush"):
+        found["clush"] = ["clush", "-f", str(FANOUT), "-o", f"-F {config}", "-w", ",".join(names), "true"]
+    asyncssh_python = os.environ.get("ASYNCSSH_PYTHON", sys.executable)
+    if subprocess.run([asyncssh_python, "-c", "import asyncssh"], capture_output=True).returncode == 0:
+        found["asyncssh"] = [asyncssh_python, "-c", ASYNCSSH, config, *names]
+    return found
+
+
+def timed(command: list[str], usage: list[tuple[float, int]]) -> Callable[[], float]:
+    """Return a call that runs `command` and notes the CPU seconds and peak memory of the head."""
+
+    def run() -> float:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        start_s = time.perf_counter()
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
+            raise SystemExit(f"exit code {process.returncode}: {' '.join(command)[:300]}")
+        usage.append((used.ru_utime + used.ru_stime, used.ru_maxrss))
+        return time.perf_counter() - start_s
+
+    return run
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", default="8,64,250")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    counts = [int(count) for count in options.hosts.split(",")]
+    rows: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder, LoopbackSshd() as sshd:
+        for count in counts:
+            usage: dict[str, list[tuple[float, int]]] = {}
+            calls = {
+                name: timed(command, usage.setdefault(name, []))
+                for name, command in commands(sshd, Path(folder), count).items()
+            }
+            for name, seconds in measure_in_turns(calls, options.rounds).items():
+                cpu_ms = 1e3 * median([cpu for cpu, _ in usage[name]]) / count
+                memory_mib = median([float(kib) for _, kib in usage[name]]) / 1024
+                rows.setdefault(name, [name]).append(f"{median(seconds):.2f} s, {cpu_ms:.0f} ms, {memory_mib:.0f} MiB")
+    print("## Fan-out\n")
+    print(machine_line("paramiko"))
+    print(
+        f"Medians of {options.rounds} rounds, tools in turns, at most {FANOUT} connections at a time where a tool has"
+        " such a limit: wall time, CPU of the head for each host, peak memory of its largest process;"
+    )
+    print("`PYTHONPATH=tests python benchmarks/fanout.py`.\n")
+    print(table(["one command on ... hosts", *map(str, counts)], list(rows.values())))
+    print()
+
+
+if __name__ == "__main__":
+    main()
