@@ -218,9 +218,9 @@ def _gpus(environ: Mapping[str, str], nodes: tuple[str, ...], by_node: Mapping[s
 
 
 def _tasks(environ: Mapping[str, str], num_nodes: int) -> tuple[int, ...]:
-    """Return the tasks of each node, 1 where nothing is said."""
+    """Return the tasks of each node, 1 where nothing is said. In a shell inside a step it is said of the step alone."""
     name = env.SLURM_TASKS_PER_NODE.name
-    text = environ.get(name)
+    text = environ.get(name) if env.SLURM_STEP_ID.name not in environ else None
     counts = parse_counts(text, name) if text else (1,) * num_nodes
     if len(counts) != num_nodes or max(counts) > MAX_EXPANSION:
         raise UsageError(f'"{text}" does not fit {num_nodes} nodes', where=name, hint="give --num_gpus N")

@@ -30,7 +30,7 @@ from launcher.agent.wire import (
 from launcher.base.errors import ExitCode, LauncherError, TransportError
 from launcher.base.preemption import NOTICE_SIGNAL
 from launcher.cluster.cluster import Host
-from launcher.job.environment import job_variables, rank_variables, srun_tokens
+from launcher.job.environment import device_tokens, job_variables, rank_variables
 from launcher.job.events import Watcher
 from launcher.job.failures import FailureBook
 from launcher.job.hang import HangWatch, odd_one_out
@@ -151,10 +151,7 @@ class Controller:
             self._hang_watch = HangWatch(plan.hang_timeout_s, plan.placement.ranks, time.monotonic())
         for node in self._nodes:
             transport = plan.transports[node.placement.node_rank]
-            is_local = transport == "local"
-            tokens = plan.device_tokens if is_local else ()
-            if transport == "srun":
-                tokens = srun_tokens(node.placement, node.devices)
+            tokens = device_tokens(plan, node.placement, node.devices)
             rank_envs = rank_variables(plan.placement, node.placement, (plan.master_addr, plan.master_port), tokens)
             node.running = set(node.placement.ranks)
             node.send(

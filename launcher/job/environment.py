@@ -35,11 +35,15 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def srun_tokens(node: NodePlacement, devices: list[str] | None) -> tuple[str, ...]:
-    """Return the device tokens of a node inside a Slurm allocation: `devices` of its agent, as Slurm gave them.
+def device_tokens(plan: JobPlan, node: NodePlacement, devices: list[str] | None) -> tuple[str, ...]:
+    """Return what CUDA_VISIBLE_DEVICES says for each slot of a node, () when slots are device indices.
 
-    Raises: UsageError when Slurm gave it fewer than it has slots.
+    devices: what the node's agent was given, which counts inside a Slurm allocation.
+    Raises: UsageError when Slurm gave the node fewer than it has slots.
     """
+    transport = plan.transports[node.node_rank]
+    if transport != "srun":
+        return plan.device_tokens if transport == "local" else ()
     if devices is None:
         return ()  # Slurm does not manage the GPUs of this node: slots are device indices
     num_wanted = max(node.host.slots) + 1

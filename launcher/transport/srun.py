@@ -103,7 +103,6 @@ class SrunTransport:
             "--cpu-bind=none",  # an agent's ranks use all CPUs of the job on the node
             "--mpi=none",
             "--export=ALL",
-            "--job-name=launch",
             *self._agent,
         ]
 

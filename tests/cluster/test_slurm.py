@@ -59,6 +59,7 @@ def test_bad_node_lists_are_named(text: str) -> None:
     [
         ({}, [1, 1, 1]),
         ({"SLURM_TASKS_PER_NODE": "2(x2),1"}, [2, 2, 1]),
+        ({"SLURM_TASKS_PER_NODE": "4", "SLURM_STEP_ID": "0"}, [1, 1, 1]),
         ({"SLURM_GPUS_ON_NODE": "4", "SLURM_TASKS_PER_NODE": "1(x3)"}, [4, 4, 4]),
         ({"SLURM_GPUS_PER_NODE": "a100:8", "SLURM_GPUS_ON_NODE": "8"}, [8, 8, 8]),
         ({"SLURM_GPUS_PER_NODE": "a100:2,v100:1"}, [3, 3, 3]),

@@ -101,3 +101,13 @@ def test_a_dry_run_of_a_task_starts_nothing(slurm: LoopbackSlurm, tmp_path: Path
     assert result.returncode == 0, result.stderr
     ranks = [json.loads(line)["RANK"] for line in result.stdout.splitlines()]
     assert sorted(ranks) == list("012345")
+
+
+def test_a_shell_inside_a_step_uses_the_whole_allocation(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    """`salloc`, then `srun --pty bash`: one task on one node, from which all nodes of the job are used."""
+    scripts.write(tmp_path, scripts.ENVIRONMENT)
+    command = shlex.join([*LAUNCH, "--num_gpus", "2", "script.py"])
+    body = f"export PYTHONPATH={ROOT}\nsrun --nodes=1 --ntasks=1 bash -c {shlex.quote(command)}"
+    code, out = submit(slurm, tmp_path, body, "--nodes=3", "--ntasks-per-node=1", "--job-name=mine")
+    assert code == 0, out
+    assert [environment["RANK"] for environment in environments(out)] == list("012345")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import stat
 import sys
 from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Result, run_launch, wait_until
+from harness.launching import ROOT, Launch, Result, run_launch, wait_until
 from harness.slurm import LoopbackSlurm
 
 pytestmark = pytest.mark.cluster
@@ -59,6 +60,22 @@ def test_following_a_job_shows_its_log_and_has_its_code(slurm: LoopbackSlurm, tm
     result = sbatch(slurm, tmp_path, *options, "script.py", "exit")
     assert result.code == 3
     assert "ended as FAILED (exit code 3)" in result.err
+
+
+def test_an_interrupt_ends_the_following_and_not_the_job(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)")
+    following = Launch(tmp_path, "sbatch", "--time", "5", "--follow", script, env=slurm.env)
+    wait_until(lambda: "READY" in following.out, "the log", 60)
+    following.signal(signal.SIGINT)
+    result = following.wait()
+    job = result.out.split()[0]
+    try:
+        assert result.code == 130
+        assert f"end it with `scancel {job}`" in result.err
+        assert states(slurm, job) == ["RUNNING"]
+    finally:
+        slurm.run("scancel", job)
+    wait_until(lambda: states(slurm, job) == ["CANCELLED"], "the end", 30)
 
 
 def test_a_chain_runs_one_after_the_other(slurm: LoopbackSlurm, tmp_path: Path) -> None:
