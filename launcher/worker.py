@@ -62,6 +62,7 @@ def main() -> None:
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a rank must leave a record
         trace = _user_traceback(error)
+        sys.last_value = error  # as `python train.py` sets it: exit handlers can tell a failure from a normal end
         is_recorded = _leave_record(error, trace)
         if not is_recorded or sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error.with_traceback(trace), trace)

@@ -8,6 +8,9 @@ the same bits wherever and however often it is computed.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,12 +21,16 @@ from torch import Tensor
 from launcher.comm.groups import DataParallelGroup
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """A collective on its way. Buffers must not be touched before `wait()`, which is idempotent."""
 
     works: list[dist.Work] = field(default_factory=list)
     finish: Callable[[], None] | None = None  # local work left after the last byte has arrived
+
+    def __post_init__(self) -> None:
+        if self.works:
+            _on_their_way.add(self)
 
     def wait(self) -> None:
         """Block until the result stands in its buffer."""
@@ -33,6 +40,21 @@ class Pending:
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
+
+
+_on_their_way: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+
+def settle(timeout: datetime.timedelta) -> None:
+    """Wait for every collective that nobody has waited for yet, at most `timeout` each; failures do not matter.
+
+    For the end of a process: gloo aborts one that leaves with transfers under way, such as the last step's gathers.
+    """
+    for pending in list(_on_their_way):
+        for work in pending.works:
+            with contextlib.suppress(RuntimeError):  # the peer has gone
+                work.wait(timeout)
+        pending.works = []
 
 
 def _is_nccl(group: DataParallelGroup) -> bool:

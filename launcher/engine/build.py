@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from launcher.base.errors import ConfigError, EngineError
 from launcher.base.log import get_logger
 from launcher.comm import collectives
+from launcher.comm.exit import leave_in_order
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
 from launcher.config.auto import AutoChoice, AutoFacts, resolve_auto
 from launcher.config.batch import BatchPlan, solve_batch
@@ -69,6 +70,7 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise EngineError("mpu and mesh_param are not supported by this release", hint="use data parallelism alone")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    leave_in_order()
     group = data_parallel_group()
     loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
     facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))
