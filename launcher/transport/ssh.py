@@ -5,7 +5,9 @@ paramiko is imported inside functions: commands that reach no host must not pay 
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
 from launcher.transport.command import AGENT_MODULE, agent_shell_command
 from launcher.transport.ssh_config import SshOptions, SshTarget, load_config, resolve
-from launcher.transport.ssh_connect import connect, open_jump
+from launcher.transport.ssh_connect import DroppedError, connect, open_jump
 from launcher.transport.tail import StderrTail
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ __all__ = ["SshChannel", "SshOptions", "SshTransport"]
 
 _MAX_JUMPS = 8
 _TAIL_WAIT_S = 0.5
+_RETRY_DELAYS_S = (0.3, 1.0, 2.0)
 _WINDOW_BYTES = 8 * 1024 * 1024
 
 
@@ -59,7 +62,7 @@ class SshTransport:
 
         target = self.target(host)
         try:
-            connection = self._connect_route(self._route(target))
+            connection = self._connect_patiently(target)
             session = connection.open_session(window_size=_WINDOW_BYTES, timeout=target.connect_timeout_s)
             session.exec_command(self.command_for(host))
         except (SSHException, OSError, EOFError) as error:
@@ -77,6 +80,15 @@ class SshTransport:
         # Dictionaries keep their order: a jump host was connected before what lies behind it.
         for connection in reversed(connections.values()):
             connection.close()
+
+    def _connect_patiently(self, target: SshTarget) -> paramiko.Transport:
+        """Connect; a server that drops the connection is asked again a little later. Raises: TransportError."""
+        for delay_s in _RETRY_DELAYS_S:
+            try:
+                return self._connect_route(self._route(target))
+            except DroppedError:
+                time.sleep(delay_s * random.uniform(0.5, 1.5))  # not all hosts' threads at the same moment
+        return self._connect_route(self._route(target))
 
     def _route(self, target: SshTarget, depth: int = 0) -> list[SshTarget]:
         """Return the jump hosts before `target`, the first to connect to first, and `target` itself."""

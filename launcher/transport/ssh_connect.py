@@ -10,6 +10,7 @@ import logging
 import shlex
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
@@ -104,18 +105,25 @@ def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: lis
     security = connection.get_security_options()
     offered = tuple(security.key_types)
     security.key_types = tuple(sorted(offered, key=lambda name: _base_type(name) not in known_types))
-    done = threading.Event()
+    done, start_s = threading.Event(), time.monotonic()
     connection.start_client(done)
     finished = done.wait(target.connect_timeout_s)
     error = connection.get_exception()
     if finished and error is None and connection.is_active():
         return connection
     connection.close()
-    if not finished or "banner" in str(error):
-        reason = f"no SSH answer within {target.connect_timeout_s:g} s"
-    else:
-        reason = f"SSH negotiation failed: {error or 'the connection was closed'}"
-    _fail(target, f"{target.login}: {reason}", "is it an sshd that listens there, and does it accept more?")
+    question = "is it an sshd that listens there, and does it accept more?"
+    if not finished or time.monotonic() - start_s > 0.9 * target.connect_timeout_s:
+        _fail(target, f"{target.login}: no SSH answer within {target.connect_timeout_s:g} s", question)
+    # An sshd with many logins under way drops some of them at random (MaxStartups): the next try may get through.
+    try:
+        _fail(target, f"{target.login}: SSH negotiation failed: {error or 'the connection was closed'}", question)
+    except TransportError as failure:
+        raise DroppedError.from_diagnostics(failure.diagnostics) from None
+
+
+class DroppedError(TransportError):
+    """The server dropped the connection before the login; worth another try."""
 
 
 def _base_type(name: str) -> str:

@@ -6,6 +6,7 @@ ssh_config and serves until its stdin ends.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -157,6 +159,45 @@ class StalledServer:
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
+
+
+class DroppingServer:
+    """Drop the first connections at a port of 127.0.0.1 and pass the later ones on to `port`; a context manager."""
+
+    def __init__(self, port: int, num_dropped: int) -> None:
+        self._target = port
+        self._left = num_dropped
+
+    def __enter__(self) -> DroppingServer:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                return
+            if self._left > 0:
+                self._left -= 1
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self._target))
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
 
 
 def make_key(path: Path, passphrase: str = "") -> None:

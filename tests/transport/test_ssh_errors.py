@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness.sshd import LoopbackSshd, StalledServer, free_port, make_key
+from harness.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port, make_key
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
@@ -98,6 +98,21 @@ def test_changed_and_revoked_host_key(config: Path, tmp_path: Path, sshd: Loopba
     transport = make_transport(config, known_hosts=known)
     with pytest.raises(TransportError, match=f"{known}:2: .*revoked"):
         transport.open(HOST)
+
+
+@pytest.mark.parametrize(("num_dropped", "gets_through"), [(2, True), (9, False)])
+def test_a_server_that_drops_connections_is_asked_again(
+    config: Path, sshd: LoopbackSshd, num_dropped: int, gets_through: bool
+) -> None:
+    with DroppingServer(sshd.port, num_dropped) as server:
+        config.write_text(config.read_text().replace(f"Port {sshd.port}", f"Port {server.port}"))
+        known = config.parent / "known_hosts_of_the_dropper"
+        known.write_text(f"[127.0.0.*]:{server.port} {sshd.host_key_line}\n")
+        config.write_text(re.sub(r"UserKnownHostsFile .*", f"UserKnownHostsFile {known}", config.read_text()))
+        if gets_through:
+            assert works(config)
+        else:
+            assert "SSH negotiation failed" in failure(config)
 
 
 def test_a_server_that_changes_its_key(tmp_path: Path, sshd: LoopbackSshd) -> None:
