@@ -256,7 +256,8 @@ class LoopbackSlurm:
             raise RuntimeError(f"{program} is not installed")
         with (self.folder / f"{name}.out").open("ab") as output:
             self._processes[name] = subprocess.Popen(
-                [path, *options],
+                # A test run that is killed leaves no daemon behind.
+                ["setpriv", "--pdeathsig", "TERM", path, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
