@@ -132,7 +132,8 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
     path = os.environ.get(env.ERROR_FILE.name)
     if path is None:
         return False
-    lines = traceback.format_exception(type(error), error, trace) if trace is not None else []
+    # An error in the script's own syntax, or a module that is missing, has no frame of the user's.
+    lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, trace)
     record = {
         "host": socket.gethostname(),
         "rank": int(os.environ.get(env.RANK.name, "-1")),

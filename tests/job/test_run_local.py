@@ -211,6 +211,24 @@ def test_local_rank_is_passed_on_request_only(tmp_path: Path) -> None:
     assert json.loads(values(result.out, 0, "ARGV")) == ["--local_rank=0", "x"]
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("x = (\n", (), "SyntaxError: '(' was never closed"),
+        ("\0", (), "null bytes"),
+        ("pass", ("--module",), "No module named"),
+    ],
+)
+def test_errors_without_a_frame_of_the_script_are_shown(
+    tmp_path: Path, text: str, options: tuple[str, ...], message: str
+) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(text)
+    result = run_launch(tmp_path, *options, "no_such_module" if options else script)
+    assert result.code == 1
+    assert message in result.err[result.err.index("✗ rank 0") :]
+
+
 def test_the_traceback_is_shown_once_and_those_of_victims_are_in_their_logs_only(tmp_path: Path) -> None:
     script = scripts.write(
         tmp_path,
