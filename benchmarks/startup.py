@@ -1,4 +1,4 @@
-"""How long a command line takes, and how long it takes until all ranks run: beside torchrun and a shell loop.
+"""How long a command line takes, and how long until all ranks run: beside torchrun, DeepSpeed, mpirun and a shell loop.
 
 python benchmarks/startup.py [--rounds 10] [--ranks 2] >> docs/benchmarks.md
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -85,13 +86,34 @@ def _shell_loop(script: Path, marks: Path, ranks: int) -> list[str]:
     return ["bash", "-c", loop]
 
 
-LAUNCHERS = {"launch": _launch, "torchrun": _torchrun, "shell loop": _shell_loop}
+def _deepspeed(script: Path, marks: Path, ranks: int) -> list[str]:
+    return [str(BIN / "deepspeed"), "--no_local_rank", f"--num_gpus={ranks}", str(script), str(marks)]
+
+
+def _mpirun(script: Path, marks: Path, ranks: int) -> list[str]:
+    rank = (
+        "RANK=$OMPI_COMM_WORLD_RANK LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"
+        f" exec '{sys.executable}' '{script}' '{marks}'"
+    )
+    shared = ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={_free_port()}"]
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *shared, "sh", "-c", rank]
+
+
+def launchers() -> dict[str, Callable[[Path, Path, int], list[str]]]:
+    """Return the candidates that are installed."""
+    found: dict[str, Callable[[Path, Path, int], list[str]]] = {"launch": _launch, "torchrun": _torchrun}
+    if (BIN / "deepspeed").exists():
+        found["DeepSpeed"] = _deepspeed
+    if shutil.which("mpirun"):
+        found["mpirun"] = _mpirun
+    return found | {"shell loop": _shell_loop}
 
 
 def measure_launchers(ranks: int, rounds: int, *, with_barrier: bool) -> dict[str, Samples]:
     """Return, for each mark of a rank, the seconds from the command until the last rank reached it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     collected: dict[str, Samples] = {}
+    found = launchers()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "rank.py")
         script.write_text(MARK_START + (MARK_BARRIER if with_barrier else "") + MARK_END)
@@ -99,17 +121,22 @@ def measure_launchers(ranks: int, rounds: int, *, with_barrier: bool) -> dict[st
         marks.mkdir()
 
         def run(name: str) -> float:
-            command = LAUNCHERS[name](script, marks, ranks)
+            command = found[name](script, marks, ranks)
             start_s = time.time()
-            subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            _, status, usage = os.wait4(process.pid, 0)
             end_s = time.time()
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode != 0:
+                raise SystemExit(f"exit code {process.returncode}: {' '.join(command)}")
+            collected.setdefault("CPU", {}).setdefault(name, []).append(usage.ru_utime + usage.ru_stime)
             rank_marks = [json.loads((marks / str(rank)).read_text()) for rank in range(ranks)]
             for mark in rank_marks[0]:
                 after_s = max(m[mark] for m in rank_marks) - start_s
                 collected.setdefault(mark, {}).setdefault(name, []).append(after_s)
             return end_s - start_s
 
-        candidates = {name: (lambda name=name: run(name)) for name in LAUNCHERS}
+        candidates = {name: (lambda name=name: run(name)) for name in found}
         collected["command ends"] = measure_in_turns(candidates, rounds)
     # The marks of the round that is not counted come first.
     return {mark: {name: values[-rounds:] for name, values in samples.items()} for mark, samples in collected.items()}
@@ -142,16 +169,17 @@ def main() -> None:
         "process": "the last rank's process exists",
         "script": "the last rank runs the first line of its script",
         "command ends": "the command has ended, ranks that do nothing else",
+        "CPU": "CPU seconds of the command and all it waited for",
         "barrier": "all ranks are past their first barrier (torch imported, gloo)",
     }
     marks = measure_launchers(options.ranks, options.rounds, with_barrier=False)
     marks["barrier"] = measure_launchers(options.ranks, options.rounds, with_barrier=True)["barrier"]
     print(f"\nFrom the command until ..., {options.ranks} ranks on this machine:\n")
     rows = [
-        [titles[mark], *(f"{median(marks[mark][name]):.3f} s ({spread(marks[mark][name])})" for name in LAUNCHERS)]
+        [titles[mark], *(f"{median(marks[mark][name]):.3f} s ({spread(marks[mark][name])})" for name in launchers())]
         for mark in titles
     ]
-    print(table(["until", *LAUNCHERS], rows))
+    print(table(["until", *launchers()], rows))
     print()
 
 
