@@ -1,4 +1,4 @@
-"""`launch config check` and `launch config explain`."""
+"""`launch config check`, `launch config elastic` and `launch config explain`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.base.suggest import did_you_mean, nearest
 
 @click.group("config")
 def config_group() -> None:
-    """Check an engine config, or explain a key."""
+    """Check an engine config, show its elastic batch, or explain a key."""
 
 
 @config_group.command("check")
@@ -58,6 +58,35 @@ def _show(file: str, errors: tuple[Any, ...], notices: tuple[Any, ...]) -> None:
     else:
         without = f", {len(notices)} without effect" if notices else ""
         click.echo(f"{file}: ok{without}")
+
+
+@config_group.command("elastic")
+@click.argument("file")
+@click.option("--json", "as_json", is_flag=True, help="Print the batch and the worlds as JSON.")
+def elastic(file: str, as_json: bool) -> None:
+    """Show the batch that FILE's elasticity section chooses, and every world size it fits."""
+    from launcher.config.elastic import elastic_batch_of
+    from launcher.config.load import load_config
+
+    batch = elastic_batch_of(load_config(file).config)
+    if batch is None:
+        raise ConfigError("elasticity is off", where=file, hint='set "enabled" to true in its "elasticity" section')
+    plans = [(size, batch.plan_for(size)) for size in batch.world_sizes]
+    if as_json:
+        rows = [
+            {
+                "world_size": size,
+                "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+                "gradient_accumulation_steps": plan.accumulation_steps,
+            }
+            for size, plan in plans
+        ]
+        click.echo(json.dumps({"train_batch_size": batch.train_batch_size, "worlds": rows}, indent=2))
+        return
+    click.echo(f"{file}: batch {batch.train_batch_size} fits {batch.range_text}")
+    click.echo("world size  micro-batch  accumulation steps")
+    for size, plan in plans:
+        click.echo(f"{size:>10}  {plan.micro_batch_size:>11}  {plan.accumulation_steps:>18}")
 
 
 @config_group.command("explain")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -19,6 +19,9 @@ from launcher.job.plan import JobPlan, new_job_id
 from launcher.job.registry import registered
 from launcher.job.report import RunReport
 from launcher.job.restart import RestartPolicy, run_with_restarts
+
+if TYPE_CHECKING:
+    from launcher.config.schema import Config
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -56,9 +59,13 @@ def run(ctx: click.Context, /, **values: Any) -> None:
 
     def run_plan(plan: JobPlan) -> RunReport:
         transports.prepare([node.host for node in plan.placement.nodes])
-        return Controller(plan, transports.for_host, console).run(lambda: check_config(options.script_args))
+        return Controller(plan, transports.for_host, console).run(
+            lambda: check_config(options.script_args, plan.placement.world_size)
+        )
 
-    policy = RestartPolicy(options.max_restarts, options.min_nodes, chosen.spares)
+    policy = RestartPolicy(
+        options.max_restarts, options.min_nodes, chosen.spares, lambda: world_sizes_of(options.script_args)
+    )
     try:
         with registered(plan, console.warning) as registration:
             report = run_with_restarts(plan, policy, run_plan, plan_for, console)
@@ -89,14 +96,36 @@ def _with_job_file(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]
     return merged
 
 
-def check_config(script_args: Sequence[str]) -> None:
+def check_config(script_args: Sequence[str], world_size: int) -> None:
     """Check the engine config among the script's arguments, so that a typo costs no start of all ranks.
+
+    The world size is checked against `elasticity` alone: the script may still change the batch keys.
+    Raises: ConfigError.
+    """
+    config = _config_of(script_args)
+    if config is not None and config.elasticity.enabled is True:
+        _config_of(script_args, world_size)
+
+
+def world_sizes_of(script_args: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the world sizes that the config among the script's arguments fits, None when it fits any.
 
     Raises: ConfigError.
     """
-    path = config_argument(script_args)
-    if path is None or not Path(path).is_file():
-        return
-    from launcher.config.load import load_config  # pydantic: not for runs without a config
+    config = _config_of(script_args)
+    if config is None:
+        return None
+    from launcher.config.elastic import elastic_batch_of
 
-    load_config(path)
+    batch = elastic_batch_of(config)
+    return None if batch is None else batch.world_sizes
+
+
+def _config_of(script_args: Sequence[str], world_size: int | None = None) -> Config | None:
+    """Load the config among the script's arguments; None when there is none, or it is on other hosts only."""
+    source = config_argument(script_args)
+    if source is None:
+        return None
+    from launcher.config.load import is_readable_here, load_config  # pydantic: not for runs without a config
+
+    return load_config(source, world_size=world_size).config if is_readable_here(source) else None

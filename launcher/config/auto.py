@@ -8,6 +8,7 @@ from typing import Any
 from launcher.base.errors import ConfigError
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.check import section_of
+from launcher.config.elastic import elastic_batch_of
 from launcher.config.fields import AUTO, Section
 from launcher.config.schema import Config
 from launcher.config.schema_training import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
@@ -84,14 +85,23 @@ def resolve_auto(config: Config, facts: AutoFacts) -> tuple[Config, tuple[AutoCh
 def _solve_batch(
     config: Config, choices: tuple[AutoChoice, ...], world_size: int | None
 ) -> tuple[Config, tuple[AutoChoice, ...]]:
-    """Fill in the sizes that were "auto" and that no fact decides, by the batch equation. Raises: ConfigError."""
+    """Set the sizes that `elasticity` decides; else those that were "auto", no fact known, by the batch equation.
+
+    Raises: ConfigError.
+    """
+    elastic = elastic_batch_of(config)
+    if elastic is not None and world_size is not None:
+        sizes = dict(zip(BATCH_KEYS, elastic.plan_for(world_size).sizes, strict=True))
+        reason = f"elasticity: the batch fits {elastic.range_text}"
+        others = tuple(choice for choice in choices if choice.key not in BATCH_KEYS)
+        return config.model_copy(update=sizes), others + tuple(AutoChoice(k, v, reason) for k, v in sizes.items())
     undecided = {choice.key for choice in choices if choice.key in BATCH_KEYS and choice.value is None}
     if not undecided or world_size is None:
         return config, choices
     plan = solve_batch(
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, world_size
     )
-    sizes = dict(zip(BATCH_KEYS, (plan.train_batch_size, plan.micro_batch_size, plan.accumulation_steps), strict=True))
+    sizes = dict(zip(BATCH_KEYS, plan.sizes, strict=True))
     solved = tuple(
         AutoChoice(choice.key, sizes[choice.key], "the batch equation") if choice.key in undecided else choice
         for choice in choices

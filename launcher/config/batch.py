@@ -18,6 +18,11 @@ class BatchPlan:
     accumulation_steps: int  # micro-batches of one optimizer step
     world_size: int  # data-parallel ranks
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The sizes in the order of BATCH_KEYS."""
+        return self.train_batch_size, self.micro_batch_size, self.accumulation_steps
+
 
 def solve_batch(
     train_batch_size: int | None,

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from launcher.base.errors import ConfigError
 from launcher.base.suggest import did_you_mean
 from launcher.config.batch import BATCH_KEYS, solve_batch
+from launcher.config.elastic import elastic_batch_of
 from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
 from launcher.config.positions import Path
 from launcher.config.schema import Config
@@ -64,6 +65,7 @@ def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
     if config is not None:
         config = _fill_params(config)
         errors += _between_keys(config, world_size)
+        notices += _elastic_notices(config)
     errors = list({finding.path: finding for finding in reversed(errors)}.values())  # the first of each key: its type
     errors.sort(key=lambda finding: finding.dotted)
     return Checked(None if errors else config, errors, notices)
@@ -228,7 +230,46 @@ def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
     if config.data_types.grad_accum_dtype in ("fp16", "bf16"):
         path = ("data_types", "grad_accum_dtype")
         findings.append(Finding(path, "gradients are summed in fp32 only", "remove the key"))
+    if config.elasticity.enabled is True:
+        return findings + _elastic_findings(config, world_size)
     return findings + _batch_findings(config, world_size)
+
+
+def _elastic_findings(config: Config, world_size: int | None) -> list[Finding]:
+    """Check that `elasticity` alone decides the batch, that it can, and that the batch fits this world."""
+    findings = []
+    if config.elasticity.ignore_non_elastic_batch_info is not True:
+        hint = "remove it, or set elasticity.ignore_non_elastic_batch_info to true"
+        findings = [Finding((name,), f"{name}: elasticity decides it", hint, True) for name in _given_sizes(config)]
+    try:
+        batch = elastic_batch_of(config)
+        if batch is not None and world_size is not None:
+            batch.plan_for(world_size)
+    except ConfigError as error:
+        findings += [Finding(tuple((d.where or "").split(".")), d.message, d.hint) for d in error.diagnostics]
+    return findings
+
+
+def _elastic_notices(config: Config) -> list[Finding]:
+    """Say which keys an enabled `elasticity` leaves without effect."""
+    elasticity = config.elasticity
+    if elasticity.enabled is not True:
+        return []
+    notices = []
+    if elasticity.ignore_non_elastic_batch_info is True:
+        for name in _given_sizes(config):
+            message = f"{name} {shown(getattr(config, name))} has no effect: elasticity decides it"
+            notices.append(Finding((name,), message, None, True))
+    if elasticity.version == 0.1 and elasticity.num_gpus_per_node != 1:
+        path = ("elasticity", "num_gpus_per_node")
+        notices.append(Finding(path, f"{'.'.join(path)} has no effect: version 0.1 counts ranks", None, True))
+    return notices
+
+
+def _given_sizes(config: Config) -> list[str]:
+    """Return the batch keys that hold a number; `"auto"` leaves the decision to others."""
+    sizes = {name: getattr(config, name) for name in BATCH_KEYS}
+    return [name for name, size in sizes.items() if size is not None and not isinstance(size, Auto)]
 
 
 def _batch_findings(config: Config, world_size: int | None) -> list[Finding]:

@@ -55,6 +55,11 @@ def load_config(source: Source, *, world_size: int | None = None) -> LoadedConfi
     return LoadedConfig(checked.config, notices, name, raw)
 
 
+def is_readable_here(text: str) -> bool:
+    """Return whether `text` is the path of something on this machine, or a config itself: JSON text or its base64."""
+    return text.lstrip("\ufeff \t\r\n").startswith("{") or _exists(text) or _from_base64(text) is not None
+
+
 def _read(source: Source) -> tuple[str, Located]:
     if isinstance(source, Mapping):
         return "config", Located(dict(source))

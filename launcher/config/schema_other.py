@@ -250,21 +250,22 @@ class ProgressiveLayerDrop(Section):
 
 
 class Elasticity(Section):
-    """`elasticity`: batch sizes that fit several world sizes."""
+    """`elasticity`: one batch that fits many world sizes; `config.elastic` chooses it."""
 
-    status = inert("elasticity is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "choose the batch for many world sizes", _REMOVE)
-    max_train_batch_size: PositiveInt = key(2000, "largest batch")
-    micro_batch_sizes: IntList = key([2, 4, 6], "micro-batches to choose from")
-    min_gpus: PositiveInt = key(1, "smallest world")
-    max_gpus: PositiveInt = key(10_000, "largest world")
-    min_time: Count = key(0, "minutes a world must last")
-    prefer_larger_batch: Flag = key(True, "the larger of equal choices")
+    enabled: Flag = key(False, "choose the batch for many world sizes")
+    max_train_batch_size: PositiveInt = key(2000, "largest batch; required")
+    micro_batch_sizes: IntList = key([2, 4, 6], "micro-batches to choose from; required")
+    min_gpus: PositiveInt = key(1, "smallest world, in ranks")
+    max_gpus: PositiveInt = key(10_000, "largest world, in ranks")
+    min_time: Count = key(0, "minutes a world must last", inert("no world is timed"))
+    prefer_larger_batch: Flag = key(True, "the larger of batches that fit equally many worlds")
     ignore_non_elastic_batch_info: Flag = key(False, "let it override the batch keys")
-    num_gpus_per_node: PositiveInt = key(1, "GPUs of a node")
-    model_parallel_size: PositiveInt = key(1, "ranks of one model")
+    num_gpus_per_node: PositiveInt = key(1, "worlds are whole nodes of this many ranks (version 0.2)")
+    model_parallel_size: PositiveInt = key(
+        1, "ranks of one model", unsupported("only data parallelism is in this release; remove the key")
+    )
     version: Number = key(0.2, "0.1 or 0.2")
 
 

@@ -106,6 +106,7 @@ def test_the_options_of_the_tools_are_the_frozen_ones(name: str) -> None:
     [
         ["--help"],
         ["config", "check", "--help"],
+        ["config", "elastic", "--help"],
         ["config", "explain", "bf16.enabled"],
         ["ps"],
         ["check", "--help"],

@@ -9,6 +9,7 @@ import pytest
 
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.check import section_of
+from launcher.config.elastic import ElasticRules
 from launcher.config.fields import Section, Support, status_of
 from launcher.config.load import load_config
 from launcher.config.reference import all_keys, markdown
@@ -25,6 +26,9 @@ READ_ELSEWHERE = {
     "optimizer.params": "and section.params",
     "scheduler.type": "build._scheduler reads section.type",
     "scheduler.params": "and section.params",
+} | {
+    f"elasticity.{name}": "config.elastic reads it, and config.auto sets the batch keys from it"
+    for name in (*ElasticRules.__dataclass_fields__, "enabled", "ignore_non_elastic_batch_info")
 }
 
 

@@ -243,6 +243,47 @@ def test_the_line_of_a_step() -> None:
     assert all("loss" in line and "lr 0.01" in line and "grad norm" in line for line in steps)
 
 
+# ---- elasticity ----
+
+
+def _elastic_norms(rank: int, world_size: int) -> tuple[list[float], list[str], tuple[int, int, int]]:
+    """Train two batches of 12 samples, dealt out to the ranks by the engine's own sizes."""
+    settings = config(elasticity={"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2, 3]})
+    del settings["train_micro_batch_size_per_gpu"]
+    with logged() as lines:
+        engine = launcher.initialize(model=make_net(), config=settings)[0]
+    x, y = (part.flatten(0, 1) for part in data())
+    micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    norms = []
+    for start in range(0, 24, micro * world_size):
+        part = slice(start + rank * micro, start + (rank + 1) * micro)
+        engine.backward(engine(x[part], y[part]))
+        is_boundary = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if is_boundary:
+            norms.append(float(engine.get_global_grad_norm()))
+    return norms, lines, (engine.train_batch_size(), micro, steps)
+
+
+def test_elastic_worlds_train_alike() -> None:
+    """The batch, and with it every step, is the same on one and on two ranks; only the micro-batches differ."""
+    (alone_norms, lines, alone_sizes), *_ = run_on_ranks(1, _elastic_norms)
+    (both_norms, _, both_sizes), *_ = run_on_ranks(2, _elastic_norms)
+    assert (alone_sizes, both_sizes) == ((12, 3, 4), (12, 3, 2))
+    assert len(alone_norms) == 2
+    assert alone_norms == pytest.approx(both_norms, rel=1e-5)
+    assert any("micro 3 × accumulation 4 × dp 1 = batch 12" in line for line in lines)
+    assert any("train_batch_size = 12" in line and "elasticity: the batch fits 5 world sizes" in line for line in lines)
+
+
+def test_a_world_that_elasticity_does_not_allow() -> None:
+    elasticity = {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2, 3], "min_gpus": 2}
+    settings = config(elasticity=elasticity)
+    del settings["train_micro_batch_size_per_gpu"]
+    with pytest.raises(ConfigError, match="world size 1 does not fit the elastic batch 12; the nearest that fit: 2"):
+        launcher.initialize(model=make_net(), config=settings)
+
+
 # ---- data ----
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -10,12 +12,18 @@ from typing import Any, cast
 import pytest
 from harness import scripts
 from harness.launching import run_launch
+from harness.sshd import LoopbackSshd
+from hypothesis import given
+from hypothesis import strategies as st
 
-from launcher.base.errors import TransportError
+from launcher.base.errors import ConfigError, TransportError
+from launcher.base.processes import members_of_job
+from launcher.cli.run import check_config, world_sizes_of
 from launcher.cluster.cluster import Cluster, Host, place
+from launcher.job.fit import largest_fit
 from launcher.job.plan import Command, JobPlan
 from launcher.job.report import Failure, RunReport
-from launcher.job.restart import RestartPolicy, run_with_restarts
+from launcher.job.restart import RestartPolicy, WorldSizes, run_with_restarts
 
 FAILS_TWICE = """
     import os, sys, time
@@ -75,7 +83,7 @@ def report(exit_code: int = 0, lost_host: str | None = None, rank: int | None = 
 
 
 def hosts_of_runs(
-    policy: RestartPolicy, outcomes: list[RunReport | TransportError]
+    policy: RestartPolicy, outcomes: list[RunReport | TransportError], names: str = "ab", quiet: Quiet | None = None
 ) -> tuple[list[list[str]], RunReport]:
     runs: list[list[str]] = []
 
@@ -86,8 +94,8 @@ def hosts_of_runs(
             raise outcome
         return outcome
 
-    first = plan_for(Cluster((Host("a", (0, 1)), Host("b", (0, 1)))))
-    return runs, run_with_restarts(first, policy, run, plan_for, cast(Any, Quiet()))
+    first = plan_for(Cluster(tuple(Host(name, (0, 1)) for name in names)))
+    return runs, run_with_restarts(first, policy, run, plan_for, cast(Any, quiet or Quiet()))
 
 
 def test_a_failing_rank_restarts_on_the_same_hosts() -> None:
@@ -130,3 +138,176 @@ def test_an_interrupt_is_no_reason_to_start_again() -> None:
 def test_the_first_start_must_succeed() -> None:
     with pytest.raises(TransportError, match="no route"):
         hosts_of_runs(RestartPolicy(max_restarts=3), [TransportError("no route", where="b")])
+
+
+# ---- only some world sizes fit the config ----
+
+
+def fits(*world_sizes: int) -> WorldSizes:
+    return lambda: world_sizes
+
+
+def test_a_world_that_fits_keeps_all_hosts_that_are_left() -> None:
+    policy = RestartPolicy(max_restarts=1, min_nodes=1, world_sizes=fits(2, 4, 6))
+    runs, _ = hosts_of_runs(policy, [report(69, "b"), report(0)], "abc")
+    assert runs == [["a", "b", "c"], ["a", "c"]]
+
+
+def test_hosts_are_left_out_until_the_world_fits_and_are_spare_from_then_on() -> None:
+    quiet = Quiet()
+    policy = RestartPolicy(max_restarts=2, min_nodes=1, world_sizes=fits(2, 4, 8))
+    runs, last = hosts_of_runs(policy, [report(69, "a"), report(69, "b"), report(0)], "abcd", quiet)
+    assert runs == [["a", "b", "c", "d"], ["b", "c"], ["d", "c"]]
+    assert quiet.warnings == ["left out, so that the world size fits: d"]
+    assert last.exit_code == 0
+
+
+@pytest.mark.parametrize(("min_nodes", "world_sizes"), [(2, (2, 6)), (1, (3, 5, 6)), (1, (8,))])
+def test_no_world_that_fits_ends_the_job_with_the_reason(min_nodes: int, world_sizes: tuple[int, ...]) -> None:
+    quiet = Quiet()
+    policy = RestartPolicy(max_restarts=2, min_nodes=min_nodes, world_sizes=fits(*world_sizes))
+    runs, last = hosts_of_runs(policy, [report(69, "a")], "abc", quiet)
+    assert len(runs) == 1
+    assert last.exit_code == 69
+    assert quiet.warnings == [
+        f"no restart: elasticity allows no world of {min_nodes} or more of the hosts that are left (4 ranks in all); "
+        f"it allows {', '.join(map(str, world_sizes))} ranks"
+    ]
+
+
+def test_a_config_that_was_broken_meanwhile_ends_the_job_with_its_own_error() -> None:
+    def broken() -> tuple[int, ...]:
+        raise ConfigError("the config is empty", where="ds.json")
+
+    quiet = Quiet()
+    policy = RestartPolicy(max_restarts=1, min_nodes=1, world_sizes=broken)
+    _, last = hosts_of_runs(policy, [report(69, "a")], quiet=quiet)
+    assert quiet.warnings == ["no restart: ds.json: the config is empty"]
+    assert last.exit_code == 69
+
+
+def test_a_failing_rank_does_not_ask_for_world_sizes() -> None:
+    policy = RestartPolicy(max_restarts=1, min_nodes=1, world_sizes=fits(2))
+    runs, _ = hosts_of_runs(policy, [report(1, rank=0), report(0)])
+    assert runs == [["a", "b"], ["a", "b"]]
+
+
+def hosts_with(*num_slots: int) -> tuple[Host, ...]:
+    return tuple(Host(f"h{number}", tuple(range(count))) for number, count in enumerate(num_slots))
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "world_sizes", "min_hosts", "expected"),
+    [
+        ((1, 1, 1), (1, 2, 3), 1, "h0 h1 h2"),
+        ((1, 1, 1), (1, 2, 4), 1, "h0 h1"),
+        ((2, 1, 2), (4,), 1, "h0 h2"),
+        ((4, 2, 2), (4,), 1, "h1 h2"),  # as many hosts as possible
+        ((4, 2, 2), (4,), 3, None),
+        ((8, 8), (1, 2, 4), 1, None),
+        ((), (1,), 1, None),
+    ],
+)
+def test_the_largest_fit(
+    num_slots: tuple[int, ...], world_sizes: tuple[int, ...], min_hosts: int, expected: str | None
+) -> None:
+    chosen = largest_fit(hosts_with(*num_slots), world_sizes, min_hosts)
+    assert expected == (None if chosen is None else " ".join(host.name for host in chosen))
+
+
+@given(st.lists(st.integers(1, 5), max_size=7), st.sets(st.integers(1, 20), max_size=5), st.integers(1, 4))
+def test_the_largest_fit_is_what_trying_every_choice_finds(
+    num_slots: list[int], world_sizes: set[int], min_hosts: int
+) -> None:
+    hosts = hosts_with(*num_slots)
+    choices = [
+        choice
+        for count in range(max(1, min_hosts), len(hosts) + 1)
+        for choice in itertools.combinations(hosts, count)
+        if sum(len(host.slots) for host in choice) in world_sizes
+    ]
+    chosen = largest_fit(hosts, world_sizes, min_hosts)
+    assert (chosen is None) == (not choices)
+    if chosen is not None:
+        num_ranks = sum(len(host.slots) for host in chosen)
+        assert num_ranks == max(sum(len(host.slots) for host in choice) for choice in choices)
+        assert chosen in choices
+
+
+@pytest.mark.parametrize("kind", ["file", "base64", "text"])
+def test_a_run_asks_the_config_among_the_script_s_arguments(tmp_path: Path, kind: str) -> None:
+    source = json.dumps(ELASTIC)
+    if kind == "file":
+        (tmp_path / "ds.json").write_text(source)
+        source = str(tmp_path / "ds.json")
+    elif kind == "base64":  # how a job file passes a config on
+        source = base64.b64encode(source.encode()).decode()
+        assert len(source) > 255  # longer than a file name may be
+    arguments = ["--lr", "1", "--deepspeed", source]
+    assert world_sizes_of(arguments) == (1, 2, 3, 4, 6)
+    check_config(arguments, 6)
+    with pytest.raises(ConfigError, match="world size 5 does not fit"):
+        check_config(arguments, 5)
+
+
+def test_a_run_without_an_elastic_config_goes_on_with_any_world(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 7}')
+    for arguments in (
+        ["--lr", "1"],
+        ["--deepspeed", str(tmp_path / "ds.json")],
+        ["--deepspeed", "on/other/hosts.json"],
+    ):
+        assert world_sizes_of(arguments) is None
+        check_config(arguments, 5)
+
+
+def test_a_world_that_does_not_fit_ends_before_any_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ELASTIC, indent=1))
+    script = scripts.write(tmp_path, "open('ran', 'w')")
+    result = run_launch(tmp_path, "--num_gpus", "5", script, "--deepspeed", "ds.json")
+    assert result.code == 2
+    assert (
+        "ds.json:2:16: world size 5 does not fit the elastic batch 12\n  → the nearest that fit: 4 and 6" in result.err
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+ELASTIC = {
+    "elasticity": {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2, 3], "max_gpus": 8},
+    "steps_per_print": 0,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+}
+TRAINS_UNTIL_A_HOST_IS_LOST = """
+    import argparse, os, signal, time, torch, launcher
+    parser = launcher.add_config_arguments(argparse.ArgumentParser())
+    model = torch.nn.Linear(4, 1)
+    engine, *_ = launcher.initialize(args=parser.parse_args(), model=model)
+    micro = engine.train_micro_batch_size_per_gpu()
+    while engine.global_steps < 2:
+        engine.backward(engine(torch.ones(micro, 4)).square().mean())
+        engine.step()
+    print("TRAINED", os.environ["WORLD_SIZE"], "ranks", engine.global_samples // 2, "samples a step", flush=True)
+    if os.environ["LAUNCH_RESTART_COUNT"] == "0":
+        if os.environ["RANK"] == "1":
+            time.sleep(1.0)  # the others have printed by then
+            os.kill(os.getppid(), signal.SIGKILL)  # the agent: to the launcher, its host is gone
+        time.sleep(600)
+"""
+
+
+@pytest.mark.cluster
+def test_fewer_hosts_train_on_with_the_same_batch(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    """Three hosts, one is lost: the two that are left train with other micro-batches and the same batch."""
+    (tmp_path / "hosts").write_text("".join(f"127.0.0.{number} slots=1\n" for number in (1, 2, 3)))
+    (tmp_path / "ds.json").write_text(json.dumps(ELASTIC))
+    script = scripts.write(tmp_path, TRAINS_UNTIL_A_HOST_IS_LOST)
+    options = ("--hostfile", "hosts", "--ssh_config", str(sshd.ssh_config), "--grace", "1")
+    restarts = ("--max-restarts", "1", "--min-nodes", "2")
+    result = run_launch(tmp_path, *options, *restarts, script, "--deepspeed", "ds.json", env={"OMP_NUM_THREADS": "1"})
+    assert result.code == 0, result.err
+    assert "127.0.0.2 was lost" in result.err
+    assert result.out.count("TRAINED 3 ranks 12 samples a step") == 3
+    assert result.out.count("TRAINED 2 ranks 12 samples a step") == 2
+    assert "train_batch_size = 12" in result.out + result.err
+    assert not members_of_job(result.job_id)
