@@ -30,10 +30,16 @@ types: $(VENV)/.installed-dev ## mypy, strict
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md
 
-bench: $(VENV)/.installed-dev ## measure start-up and step times beside the peers, write docs/benchmarks.md
-	$(BIN)/python benchmarks/startup.py > $(VENV)/startup.md
-	OMP_NUM_THREADS=1 $(BIN)/launch --num_gpus 2 benchmarks/step_time.py --output $(VENV)/step_time.md
-	cat benchmarks/header.md $(VENV)/startup.md $(VENV)/step_time.md > docs/benchmarks.md
+bench: $(VENV)/.installed-dev ## measure everything beside the peers, write docs/benchmarks.md
+	@.ci/system-packages
+	mkdir -p $(VENV)/bench
+	$(BIN)/python benchmarks/startup.py > $(VENV)/bench/1_startup.md
+	PYTHONPATH=tests $(BIN)/python benchmarks/fanout.py > $(VENV)/bench/2_fanout.md
+	PYTHONPATH=tests $(BIN)/python benchmarks/fault_matrix.py > $(VENV)/bench/3_faults.md
+	$(BIN)/python benchmarks/random_kills.py > $(VENV)/bench/4_kills.md
+	$(BIN)/python benchmarks/output.py > $(VENV)/bench/5_output.md
+	OMP_NUM_THREADS=1 $(BIN)/launch --num_gpus 2 benchmarks/step_time.py --output $(VENV)/bench/6_step_time.md
+	cat benchmarks/header.md $(VENV)/bench/*.md > docs/benchmarks.md
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
