@@ -105,14 +105,14 @@ class Screen:
 
     def _refresh_lines(self) -> None:
         """Draw anew, not too often: drawing costs more than writing."""
-        if time.monotonic() < self._draw_at_s:
-            return
-        self._draw_at_s = time.monotonic() + _REDRAW_S
         try:
             size = tuple(os.get_terminal_size(self._descriptor))
         except OSError:  # it has gone, which the next write will find
             return
-        # One column is left free, so that no terminal breaks a line. A window of no size is one that does not tell.
+        if time.monotonic() < self._draw_at_s and size == self._size:
+            return
+        self._draw_at_s = time.monotonic() + _REDRAW_S
+        # One column is left free, for what is typed. A window of no size is one that does not tell.
         lines = [line.encode() for line in self._draw((size[0] or 80) - 1, (size[1] or 24) - 1)]
         self._is_stale = self._is_stale or (size, lines) != (self._size, self._lines)
         self._size, self._lines = size, lines
@@ -138,7 +138,8 @@ class Screen:
             # Where nothing is written above, the old lines are overwritten: erasing them first would flicker.
             frame += b"\n" if trail.is_open and not self._is_drawn else b""
             up = b"\x1b[%dA" % (len(self._lines) - 1) if len(self._lines) > 1 else b""
-            frame += b"\r\x1b[0m" + b"\x1b[K\n".join(self._lines) + b"\x1b[K\x1b[J\r" + up
+            # Lines are not broken meanwhile (?7): the window may have become narrower since they were drawn.
+            frame += b"\r\x1b[0m\x1b[?7l" + b"\x1b[K\n".join(self._lines) + b"\x1b[K\x1b[J\x1b[?7h\r" + up
             self._is_drawn, self._is_stale = True, False
         self._write_all(frame)
 
