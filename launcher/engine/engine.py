@@ -156,7 +156,7 @@ class Engine(nn.Module):
             self._take_step()
         self._timer.stop(boundary)
         if boundary:
-            tell(step=self.global_steps)
+            tell(step=self.global_steps)  # heartbeats count micro-batches
             self._report()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -99,10 +99,12 @@ def test_a_window_that_changes_its_size_loses_no_line(tmp_path: Path) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_terminal_that_is_closed_ends_the_job_in_order(tmp_path: Path) -> None:
-    job = TerminalLaunch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, TRAINING))
-    job.read_until(lambda: is_whole(job), "the panel")
-    job_id = job.panel[0].split()[1]
+@pytest.mark.parametrize("options", [[], ["--plain"]])
+def test_a_terminal_that_is_closed_ends_the_job_in_order(tmp_path: Path, options: list[str]) -> None:
+    job = TerminalLaunch(tmp_path, *options, "--num_gpus", "2", scripts.write(tmp_path, TRAINING))
+    job.read_until(lambda: any(row.startswith("[1] line 3") for row in job.visible), "output")
+    (folder,) = tmp_path.glob("runs/*")
+    job_id = folder.name
     job.hang_up()
     assert job.exit_code() == 129
     wait_until_gone(job_id)
