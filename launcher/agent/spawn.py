@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.agent.wire import Spawn
 from launcher.base import env
-from launcher.base.progress import make_counter
+from launcher.base.progress import NOTHING, Told, make_counter
 from launcher.cluster.devices import local_device_tokens
 from launcher.transport.command import agent_argv
 
@@ -30,7 +30,7 @@ class Rank:
     error_file: str
     stacks_file: str
     progress_fd: int
-    progress: int = 0  # heartbeats as last told
+    progress: Told = NOTHING  # as last sent
     status: int | None = None  # exit code or minus the signal, None while it runs
     record: dict[str, Any] | None = None  # the error record its worker left
     ended_s: float = 0.0  # monotonic clock, set together with `status`

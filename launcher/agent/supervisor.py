@@ -280,10 +280,10 @@ class Supervisor:
         if now_s >= self._tell_progress_at_s:
             self._tell_progress_at_s = now_s + _PROGRESS_INTERVAL_S
             for rank in self._ranks.values():
-                count = read_counter(rank.progress_fd)
-                if count != rank.progress:
-                    rank.progress = count
-                    self._send(Progress(rank.number, count))
+                told = read_counter(rank.progress_fd)
+                if told != rank.progress:
+                    rank.progress = told
+                    self._send(Progress(rank.number, *told))
         if self._stacks_at_s is not None and now_s >= self._stacks_at_s:
             self._stacks_at_s = None
             for rank in self._ranks.values():

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from launcher.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -132,10 +132,12 @@ class Output(Message):
 
 @dataclass(frozen=True)
 class Progress(Message):
-    """A rank has made heartbeats since the last such message; at most one a second."""
+    """A rank has made heartbeats, or told more, since the last such message; at most one a second."""
 
     rank: int
-    count: int  # since its start
+    count: int  # heartbeats since its start
+    step: int | None = None  # as it counts them itself, see base.progress
+    loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,7 @@ _OPTIONS = (
         help="How much of our own to show. Default: info.",
     ),
     click.option("-q", "--quiet", is_flag=True, help="Show the ranks' output and errors only: --log_level error."),
+    click.option("--plain", is_flag=True, help="Plain lines on a terminal too, without the panel below them."),
     click.option("--dry-run", is_flag=True, help="Print what would happen and stop."),
     click.option("--json", "as_json", is_flag=True, help="With --dry-run: print it as JSON."),
 )
@@ -225,6 +226,7 @@ class RunOptions:
     signals_to_handle: str
     log_level: str
     quiet: bool
+    plain: bool
     dry_run: bool
     as_json: bool
 
@@ -276,6 +278,11 @@ class RunOptions:
             setup=self.shell_setup,
             accept_new_host_keys=self.accept_new_host_keys,
         )
+
+    @property
+    def wants_panel(self) -> bool:
+        """Say whether a terminal may show the panel: part of what `info` shows."""
+        return not (self.plain or self.quiet) and self.log_level in ("debug", "info")
 
     @property
     def stop_signals(self) -> tuple[int, ...]:

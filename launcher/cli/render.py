@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
 import sys
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -16,6 +17,9 @@ from launcher.base.secrets import MASK, mask_arguments
 from launcher.base.units import format_bytes, format_duration
 from launcher.job.plan import JobPlan
 from launcher.job.report import Failure, RunReport
+
+if TYPE_CHECKING:
+    from launcher.cli.live import LiveView
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _MAX_STACK_LINES = 200
@@ -104,23 +108,43 @@ class LineAssembler:
 class Console:
     """Shows a run on the terminal or as plain lines; implements the job's `Watcher`."""
 
-    def __init__(self, plan: JobPlan, *, log_level: str) -> None:
-        """log_level: one of `LOG_LEVELS`; what is less important is not shown."""
+    def __init__(self, plan: JobPlan, *, log_level: str, live: LiveView | None = None) -> None:
+        """log_level: one of `LOG_LEVELS`; what is less important is not shown. live: the panel, on a terminal."""
         self._plan = plan
         self._level = LOG_LEVELS.index(log_level)
         self._assemblers: dict[tuple[int, str], LineAssembler] = {}
         self._broken = False
+        self._live = live
 
     def planned(self, plan: JobPlan) -> None:
         self._plan = plan
         if self._level == LOG_LEVELS.index("debug"):
             show_plan(plan, as_json=False)
         self.note(f"{_headline(plan)} · {plan.master_addr}:{plan.master_port} · logs {plan.run_folder}/")
+        if self._live is not None:
+            self._live.planned(plan)
 
     def waiting(self, what: str) -> None:
         self.note(f"waiting for {what}")
 
+    def started(self, rank: int) -> None:
+        """Show it in the panel."""
+        if self._live is not None:
+            self._live.facts.started(rank)
+
+    def progress(self, rank: int, step: int, loss: float | None) -> None:
+        """Show it in the panel: plain lines are the ranks' own affair."""
+        if self._live is not None:
+            self._live.facts.progress(rank, step, loss)
+
+    def ended(self, rank: int, status: int) -> None:
+        """Show it in the panel."""
+        if self._live is not None:
+            self._live.facts.ended(rank, status)
+
     def stopping(self, why: str) -> None:
+        if self._live is not None:
+            self._live.facts.stopping(why)
         self.note(why)
 
     def restarting(self, plan: JobPlan, report: RunReport) -> None:
@@ -138,12 +162,14 @@ class Console:
 
     def warning(self, text: str) -> None:
         if self._level <= LOG_LEVELS.index("warning"):
-            click.echo(click.style("! ", fg="yellow") + text, err=True)
+            self._say(click.style("! ", fg="yellow") + text)
+            if self._live is not None:
+                self._live.facts.trouble(text)
 
     def note(self, text: str) -> None:
         """Print a line of our own."""
         if self._level <= LOG_LEVELS.index("info"):
-            self._write(sys.stdout.buffer, (text + "\n").encode())
+            self._write(sys.stdout.buffer, (text + "\n").encode(), is_ours=True)
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         assembler = self._assemblers.get((rank, stream))
@@ -160,6 +186,7 @@ class Console:
     def finish(self, report: RunReport) -> None:
         """Print the rest of the output and how the run ended."""
         self._flush()
+        self.close()
         if report.failure is not None:
             self._show_failure(report, report.failure)
         for host in report.unconfirmed_hosts:
@@ -167,6 +194,12 @@ class Console:
         if self._broken:
             # Nothing more can be said on a closed stdout; Python must not complain about it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def close(self) -> None:
+        """Take the panel away, also when the run has ended with an error. May be called twice."""
+        if self._live is not None:
+            self._live.close()
+            self._broken = self._broken or self._live.is_broken
 
     def _flush(self) -> None:
         """Show the rest of each rank's output that had no line end."""
@@ -200,14 +233,23 @@ class Console:
             lines.append("  next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less")
         elif failure.signal_name == "SIGKILL":
             lines.append("  next  somebody killed it: the kernel's counters show no out-of-memory kill on that host")
-        click.echo("\n".join(lines), err=True)
+        self._say("\n".join(lines))
 
-    def _write(self, stream: BinaryIO, data: bytes) -> None:
+    def _say(self, text: str) -> None:
+        """Print a line of our own to stderr; its colours are for terminals."""
+        shown = text if sys.stderr.isatty() else click.unstyle(text)
+        self._write(sys.stderr.buffer, (shown + "\n").encode(sys.stderr.encoding, "backslashreplace"), is_ours=True)
+
+    def _write(self, stream: BinaryIO, data: bytes, *, is_ours: bool = False) -> None:
         """Write bytes as they are. A reader that has gone must not stop the job: its logs are complete."""
         if not data or self._broken:
+            return
+        if self._live is not None and self._live.write(stream, data, is_ours=is_ours):
             return
         try:
             stream.write(data)
             stream.flush()
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # the reader of a pipe, or a terminal, has gone
+                raise
             self._broken = True

@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from launcher.cli import render, slurm
 from launcher.cli.jobfile import SUFFIXES, read_job_file
+from launcher.cli.live import live_view
 from launcher.cli.options import RunOptions, run_options
 from launcher.cli.planning import Reach, Transports, choose_hosts, config_argument, make_plan
 from launcher.cluster.cluster import Cluster
@@ -53,7 +54,8 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         if not options.as_json:
             click.echo("nothing was started (--dry-run)")
         return
-    console = render.Console(plan, log_level="error" if options.quiet else options.log_level)
+    live = live_view(plan) if options.wants_panel else None
+    console = render.Console(plan, log_level="error" if options.quiet else options.log_level, live=live)
     for note in chosen.notes:
         console.note(note)
 
@@ -72,6 +74,7 @@ def run(ctx: click.Context, /, **values: Any) -> None:
             registration.exit_code = report.exit_code
     finally:
         transports.close()
+        console.close()
     console.finish(report)
     ctx.exit(report.exit_code)
 

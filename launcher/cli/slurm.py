@@ -25,7 +25,7 @@ _WORKER_MODULE = "launcher.worker"
 # What has a meaning where srun has already started the ranks; any other option is refused, not ignored.
 _OPTIONS_OF_A_TASK = (
     "script", "script_args", "module", "no_python", "pass_local_rank", "no_local_rank", "master_addr", "master_port",
-    "quiet", "dry_run", "as_json",
+    "quiet", "plain", "dry_run", "as_json",
 )  # fmt: skip
 
 

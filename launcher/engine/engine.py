@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
-from launcher.base.progress import heartbeat
+from launcher.base.progress import heartbeat, tell
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.config.batch import BatchPlan
@@ -156,6 +156,7 @@ class Engine(nn.Module):
             self._take_step()
         self._timer.stop(boundary)
         if boundary:
+            tell(step=self.global_steps)  # heartbeats count micro-batches
             self._report()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -210,6 +211,7 @@ class Engine(nn.Module):
         if not every or self.global_steps % every or self.global_rank != 0:
             return
         loss = torch.stack([value.float() for value in losses]).mean().item()
+        tell(loss=loss)
         rate = f"  {self._timer.samples_per_s:.1f} samples/s" if self._timer.samples_per_s else ""
         get_logger().info(
             "step %d  loss %.4f  lr %.3g  grad norm %.3g%s",

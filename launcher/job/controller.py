@@ -220,10 +220,13 @@ class Controller:
         elif isinstance(message, Progress):
             if self._hang_watch is not None:
                 self._hang_watch.beat(message.rank, message.count, time.monotonic())
+            step = message.count if message.step is None else message.step
+            self._watcher.progress(message.rank, step, message.loss)
         elif isinstance(message, Stacks):
             self._stacks.add(message.rank, message.text)
         elif isinstance(message, Started):
             node.pids[message.rank] = message.pid
+            self._watcher.started(message.rank)
         elif isinstance(message, Exited):
             self._on_exit(node, message)
         elif isinstance(message, SpawnFailed):
@@ -252,6 +255,7 @@ class Controller:
 
     def _on_exit(self, node: Node, message: Exited) -> None:
         node.running.discard(message.rank)
+        self._watcher.ended(message.rank, message.status)
         if self._hang_watch is not None:
             self._hang_watch.ended(message.rank)
         if self._stop_started_s is not None:

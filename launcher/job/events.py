@@ -23,6 +23,18 @@ class Watcher(Protocol):
         """A rank wrote `data` to "stdout" or "stderr"."""
         ...
 
+    def started(self, rank: int) -> None:
+        """A rank's process exists."""
+        ...
+
+    def progress(self, rank: int, step: int, loss: float | None) -> None:
+        """A rank has come to `step`: its own count of steps, or of its heartbeats. loss: None where it told none."""
+        ...
+
+    def ended(self, rank: int, status: int) -> None:
+        """A rank's process has ended. status: exit code, or minus the signal number."""
+        ...
+
     def stopping(self, why: str) -> None:
         """All ranks are being ended."""
         ...

@@ -30,7 +30,9 @@ class HangWatch:
         return {rank: self._counts[rank] for rank in self._last_s}
 
     def beat(self, rank: int, count: int, now_s: float) -> None:
-        """Note the heartbeats of a rank."""
+        """Note the heartbeats of a rank; a number that stands still is no progress."""
+        if count == self._counts[rank]:
+            return
         self._has_heartbeats = True
         self._counts[rank] = count
         if rank in self._last_s:

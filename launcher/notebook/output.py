@@ -32,6 +32,15 @@ class CellOutput:
     def waiting(self, what: str) -> None:
         write("stdout", f"waiting for {what}\n")
 
+    def started(self, rank: int) -> None:
+        """Show nothing: a cell keeps every line for ever, and the headline has said how many ranks there are."""
+
+    def progress(self, rank: int, step: int, loss: float | None) -> None:
+        """Show nothing: the ranks' own lines say it, and a line a second for each rank would bury them."""
+
+    def ended(self, rank: int, status: int) -> None:
+        """Show nothing: the end of the whole run is shown, with the one failure."""
+
     def stopping(self, why: str) -> None:
         write("stdout", f"{why}\n")
 

@@ -71,7 +71,7 @@ MESSAGES = st.one_of(
         TEXT,
     ),
     st.builds(DumpStacks),
-    st.builds(Progress, INTEGERS, INTEGERS),
+    st.builds(Progress, INTEGERS, INTEGERS, st.none() | INTEGERS, st.none() | st.floats(allow_nan=False)),
     st.builds(Stacks, INTEGERS, TEXT),
 )
 

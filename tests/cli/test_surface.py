@@ -58,6 +58,7 @@ SURFACE = {
     "signals_to_handle": ("--signals_to_handle", "--signals-to-handle"),
     "log_level": ("--log_level", "--log-level"),
     "quiet": ("-q", "--quiet"),
+    "plain": ("--plain",),
     "dry_run": ("--dry-run",),
     "as_json": ("--json",),
 }

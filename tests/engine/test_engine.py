@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +18,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import launcher
+from launcher.base import env, progress
 from launcher.base.errors import ConfigError, EngineError
 from launcher.base.log import get_logger
+from launcher.base.progress import make_counter, read_counter
 
 STEPS, SAMPLES, WIDTH = 6, 8, 10
 LR = 1e-2
@@ -423,3 +427,29 @@ def test_a_config_that_is_missing_or_wrong(arguments: dict[str, Any], message: s
 def test_a_model_is_needed() -> None:
     with pytest.raises(EngineError, match="needs a model"):
         launcher.initialize(config=config())
+
+
+def _told(rank: int, world_size: int) -> tuple[int, int | None, float | None]:
+    with tempfile.TemporaryDirectory() as folder:
+        record = make_counter(f"{folder}/progress")
+        os.environ[env.PROGRESS_FILE.name] = f"{folder}/progress"
+        # The process has served other tests, and will serve more.
+        progress._shared, progress._count, progress._step, progress._loss = None, 0, -1, math.nan
+        accumulating = {"train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": 2}
+        engine = alone(**accumulating, steps_per_print=2)
+        for x, y in zip(*data(), strict=True):
+            engine.backward(engine(x, y))
+            engine.step()
+        del os.environ[env.PROGRESS_FILE.name]
+        progress._shared = None
+        told = read_counter(record)
+        os.close(record)
+        return told
+
+
+def test_the_launcher_is_told_steps_not_micro_batches_and_the_printed_loss() -> None:
+    first, second = run_on_ranks(2, _told)
+    assert first[:2] == second[:2] == (STEPS, STEPS // 2)
+    assert first[2] is not None
+    assert 0 < first[2] < 10
+    assert second[2] is None  # only rank 0 prints

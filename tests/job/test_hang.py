@@ -92,6 +92,7 @@ def test_the_watch_counts_heartbeats_once_there_are_any() -> None:
     assert not watch.is_expired(17.0)
     watch.beat(0, 1, 17.0)
     watch.output(1, 17.5)  # output counts no more
+    watch.beat(1, 0, 17.5)  # a count that stands still is no progress: the rank has told something else
     assert watch.is_expired(18.5)
     watch.ended(1)
     assert not watch.is_expired(18.5)

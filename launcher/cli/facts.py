@@ -1,0 +1,160 @@
+"""What is known of a run while it runs: the facts the panel shows, kept by one thread and read by another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from launcher.job.plan import JobPlan
+
+_RATE_SAMPLES = 10  # about as many seconds: agents tell once a second
+_STALL_S = 5.0  # after it the time since the last step is shown in place of a rate that is none
+
+
+@dataclass
+class _Rank:
+    """One rank, as last told."""
+
+    has_started: bool = False
+    status: int | None = None  # exit code or minus the signal, None while it runs
+    steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_SAMPLES))  # monotonic, step
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far some ranks are."""
+
+    step: int | None = None  # of the slowest one; None: none has told
+    steps_per_s: float | None = None  # None: not known yet
+    idle_s: float = 0.0  # since their last step
+
+    @property
+    def is_stalled(self) -> bool:
+        """Say whether a step takes so much longer than before that the rate means nothing."""
+        usual_s = 1 / self.steps_per_s if self.steps_per_s else 0.0
+        return self.step is not None and self.idle_s > max(_STALL_S, 3 * usual_s)
+
+
+@dataclass(frozen=True)
+class HostView:
+    """One host, to be shown."""
+
+    name: str
+    num_starting: int
+    num_running: int
+    num_ended: int  # with exit code 0
+    num_failed: int
+    pace: Pace
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run, to be shown."""
+
+    job_id: str
+    size: str
+    elapsed_s: float
+    restart: int
+    is_stopping: bool
+    pace: Pace
+    loss: float | None
+    trouble: str  # the last warning, or why the ranks are stopped; "" where there is none
+    hosts: list[HostView]
+
+
+class RunFacts:
+    """Collects the events of a run; `view` may be called from another thread."""
+
+    def __init__(self, plan: JobPlan, now_s: float | None = None) -> None:
+        """now_s: monotonic clock."""
+        self._lock = threading.Lock()
+        self._start_s = time.monotonic() if now_s is None else now_s
+        self._trouble = ""
+        self.planned(plan)
+
+    def planned(self, plan: JobPlan) -> None:
+        """Begin a run, the first or a restarted one."""
+        with self._lock:
+            self._plan = plan
+            self._ranks = {rank: _Rank() for rank in plan.placement.ranks}
+            self._is_stopping = False
+
+    def started(self, rank: int) -> None:
+        """Note that a rank's process exists."""
+        with self._lock:
+            self._ranks[rank].has_started = True
+
+    def ended(self, rank: int, status: int) -> None:
+        """Note that a rank's process has ended. status: exit code, or minus the signal number."""
+        with self._lock:
+            self._ranks[rank].status = status
+
+    def progress(self, rank: int, step: int, loss: float | None, now_s: float | None = None) -> None:
+        """Note how far a rank is. now_s: monotonic clock."""
+        now_s = time.monotonic() if now_s is None else now_s
+        with self._lock:
+            told = self._ranks[rank]
+            told.loss = loss
+            if told.steps and step < told.steps[-1][1]:  # it starts over, or has begun to count steps of its own
+                told.steps.clear()
+            if not told.steps or step > told.steps[-1][1]:
+                told.steps.append((now_s, step))
+
+    def trouble(self, text: str) -> None:
+        """Note a warning."""
+        with self._lock:
+            self._trouble = text
+
+    def stopping(self, why: str) -> None:
+        """Note that the ranks are being ended."""
+        with self._lock:
+            self._is_stopping = True
+            self._trouble = why
+
+    def view(self, now_s: float | None = None) -> RunView:
+        """Return what is known at `now_s` (monotonic clock)."""
+        now_s = time.monotonic() if now_s is None else now_s
+        with self._lock:
+            nodes = self._plan.placement.nodes
+            told = (rank.loss for rank in self._ranks.values() if rank.loss is not None)
+            return RunView(
+                job_id=self._plan.job_id,
+                size=_size(self._plan),
+                elapsed_s=now_s - self._start_s,
+                restart=self._plan.restart,
+                is_stopping=self._is_stopping,
+                pace=_pace(self._ranks.values(), now_s),
+                loss=next(told, None),
+                trouble=self._trouble,
+                hosts=[_host(node.host.name, [self._ranks[rank] for rank in node.ranks], now_s) for node in nodes],
+            )
+
+
+def _size(plan: JobPlan) -> str:
+    counts = sorted({node.num_ranks for node in plan.placement.nodes})
+    num_hosts, ranks = len(plan.placement.nodes), "–".join(map(str, counts[:1] + counts[1:][-1:]))
+    return f"{num_hosts} host{'s'[: num_hosts > 1]} × {ranks} rank{'s'[: counts != [1]]}"
+
+
+def _host(name: str, ranks: list[_Rank], now_s: float) -> HostView:
+    over = [rank.status for rank in ranks if rank.status is not None]
+    num_starting = sum(not rank.has_started and rank.status is None for rank in ranks)
+    num_failed = sum(status != 0 for status in over)
+    num_running = len(ranks) - len(over) - num_starting
+    return HostView(name, num_starting, num_running, len(over) - num_failed, num_failed, _pace(ranks, now_s))
+
+
+def _pace(ranks: Iterable[_Rank], now_s: float) -> Pace:
+    """Return how far the slowest of the ranks is that still run; of all when none does."""
+    counting = [rank for rank in ranks if rank.steps]
+    counting = [rank for rank in counting if rank.status is None] or counting
+    if not counting:
+        return Pace()
+    slowest = min(counting, key=lambda rank: rank.steps[-1][1])
+    (first_s, first), (last_s, last) = slowest.steps[0], slowest.steps[-1]
+    rate = (last - first) / (last_s - first_s) if last_s > first_s else None
+    return Pace(last, rate, now_s - last_s if slowest.status is None else 0.0)
