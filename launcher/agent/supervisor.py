@@ -7,7 +7,6 @@ ranks' pipes are left unread, so that ranks wait instead of memory growing or ou
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import shutil
@@ -18,6 +17,7 @@ import tempfile
 import time
 
 from launcher.agent.oom import OomWatch
+from launcher.agent.record import read_record
 from launcher.agent.spawn import Rank, missing_devices, spawn_rank
 from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
@@ -210,10 +210,19 @@ class Supervisor:
                 rank = spawn_rank(spec, local_rank, self._scratch, cores[local_rank] if cores else None)
                 self._ranks[rank.pid] = rank
                 self._send(Started(rank.number, rank.pid))
-        except OSError as error:
-            what = error.filename or spec.cwd
-            self._send(SpawnFailed(f"{what}: {error.strerror}"))
+        except (OSError, ValueError) as error:  # ValueError: what the kernel takes in no argument or variable
+            reason = getattr(error, "strerror", None) or str(error)
+            filename = getattr(error, "filename", None)
+            self._forget_ranks()  # they are ended like all descendants, and are not to be taken for the cause
+            self._send(SpawnFailed(f"{filename}: {reason}" if filename else reason))
             self._stop(0.0)
+
+    def _forget_ranks(self) -> None:
+        for rank in self._ranks.values():
+            for descriptor in list(rank.streams):
+                self._close_stream(rank, descriptor)
+            rank.close()
+        self._ranks.clear()
 
     def _read_rank(self, descriptor: int, rank: Rank) -> None:
         try:
@@ -247,7 +256,7 @@ class Supervisor:
                 rank.process.returncode = rank.status  # Popen must not wait for it a second time
                 rank.ended_s, rank.died_s = time.monotonic(), time.time()
                 rank.max_rss_bytes = usage.ru_maxrss * 1024
-                rank.record = _read_record(rank.error_file)
+                rank.record = read_record(rank.error_file)
                 if rank.status == -signal.SIGKILL:
                     rank.oom = self._oom_watch.evidence()
         for rank in list(self._ranks.values()):
@@ -336,15 +345,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def _read_record(path: str) -> dict[str, object] | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
-    except (OSError, ValueError):  # none was left, or the rank was killed while it wrote
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _take_text(path: str) -> str:

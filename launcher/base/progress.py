@@ -42,5 +42,6 @@ def make_counter(path: str) -> int:
 
 def read_counter(descriptor: int) -> int:
     """Return how many heartbeats a rank has made."""
-    count: int = _COUNTER.unpack(os.pread(descriptor, _COUNTER.size, 0))[0]
+    data = os.pread(descriptor, _COUNTER.size, 0)
+    count: int = _COUNTER.unpack(data)[0] if len(data) == _COUNTER.size else 0  # a script may have emptied the file
     return count
