@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from typing import BinaryIO
@@ -14,6 +13,7 @@ from launcher import __version__
 from launcher.base.errors import LauncherError
 from launcher.base.secrets import MASK, mask_arguments
 from launcher.base.units import format_bytes, format_duration
+from launcher.cli import streams
 from launcher.job.plan import JobPlan
 from launcher.job.report import Failure, RunReport
 
@@ -26,9 +26,9 @@ def show_error(error: LauncherError) -> None:
     """Print what is wrong, where, and what to do; all findings of the error."""
     for diagnostic in error.diagnostics:
         where = f"{diagnostic.where}: " if diagnostic.where else ""
-        click.echo(click.style("✗ ", fg="red") + where + diagnostic.message, err=True)
+        streams.say(click.style("✗ ", fg="red") + where + diagnostic.message)
         if diagnostic.hint:
-            click.echo(f"  → {diagnostic.hint}", err=True)
+            streams.say(f"  → {diagnostic.hint}")
 
 
 def show_plan(plan: JobPlan, *, as_json: bool) -> None:
@@ -109,7 +109,6 @@ class Console:
         self._plan = plan
         self._level = LOG_LEVELS.index(log_level)
         self._assemblers: dict[tuple[int, str], LineAssembler] = {}
-        self._broken = False
 
     def planned(self, plan: JobPlan) -> None:
         self._plan = plan
@@ -133,17 +132,17 @@ class Console:
     def stacks(self, text: str, path: str) -> None:
         """Show the stacks of all ranks; of many ranks only where they are."""
         lines = text.splitlines()
-        self._write(sys.stderr.buffer, ("\n".join(lines[:_MAX_STACK_LINES]) + "\n").encode())
+        self._write(sys.stderr.buffer, ("\n".join(lines[:_MAX_STACK_LINES]) + "\n").encode("utf-8", "replace"))
         self.warning(f"stacks of all ranks: {path}")
 
     def warning(self, text: str) -> None:
         if self._level <= LOG_LEVELS.index("warning"):
-            click.echo(click.style("! ", fg="yellow") + text, err=True)
+            streams.say(click.style("! ", fg="yellow") + text)
 
     def note(self, text: str) -> None:
         """Print a line of our own."""
         if self._level <= LOG_LEVELS.index("info"):
-            self._write(sys.stdout.buffer, (text + "\n").encode())
+            self._write(sys.stdout.buffer, (text + "\n").encode("utf-8", "surrogateescape"))
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         assembler = self._assemblers.get((rank, stream))
@@ -155,7 +154,7 @@ class Console:
         """Return `[3] `, with the host where there are several: `[3 node-b] `."""
         placement = self._plan.placement
         host = f" {placement.node_of(rank).host.name}" if len(placement.nodes) > 1 else ""
-        return f"[{rank}{host}] ".encode()
+        return f"[{rank}{host}] ".encode("utf-8", "replace")
 
     def finish(self, report: RunReport) -> None:
         """Print the rest of the output and how the run ended."""
@@ -164,9 +163,6 @@ class Console:
             self._show_failure(report, report.failure)
         for host in report.unconfirmed_hosts:
             self.warning(f"{host} could not be asked whether anything is left there; its ranks end with their lease")
-        if self._broken:
-            # Nothing more can be said on a closed stdout; Python must not complain about it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _flush(self) -> None:
         """Show the rest of each rank's output that had no line end."""
@@ -200,14 +196,8 @@ class Console:
             lines.append("  next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less")
         elif failure.signal_name == "SIGKILL":
             lines.append("  next  somebody killed it: the kernel's counters show no out-of-memory kill on that host")
-        click.echo("\n".join(lines), err=True)
+        streams.say("\n".join(lines))
 
     def _write(self, stream: BinaryIO, data: bytes) -> None:
-        """Write bytes as they are. A reader that has gone must not stop the job: its logs are complete."""
-        if not data or self._broken:
-            return
-        try:
-            stream.write(data)
-            stream.flush()
-        except BrokenPipeError:
-            self._broken = True
+        if data:
+            streams.write(stream, data)
