@@ -71,7 +71,8 @@ def _load(path: Path) -> Mapping[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the job file cannot be read: {error}", where=str(path)) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError, OverflowError) as error:
+        # PyYAML lets through what its tags stumble over: `!!bool x` is a KeyError, `!!timestamp x` an AttributeError.
         raise UsageError(f"the job file is no YAML: {' '.join(str(error).split())}", where=str(path)) from None
     if _num_values(data) > _MAX_VALUES:
         raise UsageError(f"the job file holds more than {_MAX_VALUES} values", where=str(path))
@@ -121,13 +122,20 @@ def _options(
 
 
 def _word(value: Any) -> str:
-    """Return a YAML value as it would stand on a command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a YAML value as it would stand on a command line. Raises: UsageError."""
+    try:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    except ValueError as error:  # a number of thousands of digits
+        raise UsageError(f"a value cannot be written down: {error}") from None
 
 
 def _config_arguments(config: Any) -> list[str]:
+    """Return the arguments that hand the config to the script. Raises: UsageError."""
     if config is None:
         return []
     if isinstance(config, Mapping):
-        return ["--deepspeed", base64.b64encode(json.dumps(config).encode()).decode()]
-    return ["--deepspeed", str(config)]
+        try:
+            return ["--deepspeed", base64.b64encode(json.dumps(config).encode()).decode()]
+        except (TypeError, ValueError) as error:  # dates, sets and bytes, which JSON does not have
+            raise UsageError(f"config: {error}") from None
+    return ["--deepspeed", _word(config)]

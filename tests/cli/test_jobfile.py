@@ -72,6 +72,10 @@ def test_mistakes_are_named(tmp_path: Path, text: str, messages: list[str]) -> N
     [
         ('script: s.py\noptions: {log_dir: "a\\0b"}\n', "options.log_dir: embedded null byte"),
         ("script: s.py\nargs: &a [*a]\n", "holds more than"),
+        ("script: s.py\nargs: [!!bool x]\n", "is no YAML"),
+        ("script: s.py\nargs: [!!timestamp x]\n", "is no YAML"),
+        (f"script: s.py\nargs: [0x{'f' * 9999}]\n", "cannot be written down"),
+        ("script: s.py\nconfig: {a: 2001-01-01}\n", "config: Object of type date is not JSON serializable"),
         (
             "l0: &l0 [x, x, x, x, x, x, x, x, x, x]\n"
             + "".join(f"l{i + 1}: &l{i + 1} [{', '.join([f'*l{i}'] * 10)}]\n" for i in range(9))
