@@ -7,6 +7,7 @@ ranks' pipes are left unread, so that ranks wait instead of memory growing or ou
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
 import shutil
@@ -14,6 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
+import termios
 import time
 
 from launcher.agent.oom import OomWatch
@@ -277,10 +279,12 @@ class Supervisor:
         self._send(Exited(rank.number, rank.status, rank.died_s, rank.record, rank.max_rss_bytes, rank.oom))
 
     def _drain(self, rank: Rank, descriptor: int) -> None:
-        """Read what is there now; a child of the rank may hold the pipe open for ever."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(descriptor, _READ_BYTES):
-                self._send(Output(rank.number, rank.streams[descriptor], data))
+        """Read what is there now; a child of the rank may hold the pipe open for ever, and write as fast as we read."""
+        num_left = int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+        while num_left > 0:
+            data = os.read(descriptor, min(num_left, _READ_BYTES))
+            num_left -= len(data)
+            self._send(Output(rank.number, rank.streams[descriptor], data))
         self._close_stream(rank, descriptor)
 
     def _tell_progress(self) -> None:

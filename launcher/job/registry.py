@@ -26,6 +26,7 @@ from launcher.base.suggest import did_you_mean
 from launcher.job.plan import JobPlan
 
 _KEPT_S = 7 * 24 * 3600.0  # how long entries of ended jobs are kept
+_BEYOND_NUMBERS = 1e11  # no pid, and no time a calendar has
 _MAX_NAMED = 5  # candidates an error lists
 
 
@@ -188,6 +189,8 @@ def _read(path: Path) -> JobEntry | None:
 def _is_sound(entry: JobEntry) -> bool:
     """Tell whether what is computed with is of the right type: a file may have been edited. Raises: TypeError."""
     numbers = (entry.pid, entry.started_s, entry.grace_s, entry.ended_s or 0.0)
+    if not all(0 <= number < _BEYOND_NUMBERS for number in numbers):  # nan is not either
+        return False
     texts = (entry.machine, entry.process, entry.run_folder, *entry.hosts, *entry.command)
     return all(isinstance(n, (int, float)) for n in numbers) and all(isinstance(text, str) for text in texts)
 
