@@ -1,5 +1,16 @@
 """`python -m launcher` is the same as `launch`."""
 
-from launcher.cli.main import main
+import sys
 
-main()
+
+def main() -> None:
+    """Load and run the command line; Ctrl-C while it loads is no error to be shown."""
+    try:
+        from launcher.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -57,7 +57,7 @@ def main() -> None:
             _set_first_path(os.getcwd())
             runpy.run_module(target, run_name="__main__", alter_sys=True)
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if _exit_code(error) != 0:
             _leave_record(error, None)
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a rank must leave a record
@@ -65,8 +65,19 @@ def main() -> None:
         sys.last_value = error  # as `python train.py` sets it: exit handlers can tell a failure from a normal end
         is_recorded = _leave_record(error, trace)
         if not is_recorded or sys.excepthook is not sys.__excepthook__:
-            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            _call_hook(error, trace)
         sys.exit(_exit_code(error))
+
+
+def _call_hook(error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error by the script's hook; what the hook itself raises is shown too, as python does."""
+    try:
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except SystemExit:
+        raise
+    except BaseException as failure:  # noqa: BLE001  # a broken hook must not hide the error behind our frames
+        below = failure.__traceback__.tb_next if failure.__traceback__ is not None else None
+        sys.__excepthook__(type(failure), failure.with_traceback(below), below)
 
 
 def _dump_stacks_on_demand() -> None:
@@ -107,6 +118,8 @@ def _exec_program(path: str) -> None:
         os.execvp(path, sys.argv)
     except OSError as error:
         sys.exit(f"{path}: {error.strerror}")
+    except ValueError as error:  # "", a NUL or half a character from a job file: no program can be given these
+        sys.exit(f"{path!r}: the program and its arguments cannot be passed on: {error}")
 
 
 def _set_first_path(folder: str) -> None:
@@ -132,32 +145,51 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
     path = os.environ.get(env.ERROR_FILE.name)
     if path is None:
         return False
-    # An error in the script's own syntax, or a module that is missing, has no frame of the user's.
-    lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, trace)
-    record = {
+    temporary = f"{path}.part"
+    try:
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(_record(error, trace), file)
+        os.replace(temporary, path)
+    except Exception:  # noqa: BLE001  # neither a full disk nor what the script did to this process may hide its failure
+        return False
+    return True
+
+
+def _record(error: BaseException, trace: TracebackType | None) -> dict[str, object]:
+    # SystemExit has no traceback to show. Others may have one without frames: a syntax error of the script itself.
+    is_exit = isinstance(error, SystemExit)
+    lines = [] if is_exit else traceback.format_exception(type(error), error, trace)
+    return {
         "host": socket.gethostname(),
         "rank": int(os.environ.get(env.RANK.name, "-1")),
         "pid": os.getpid(),
         "time_s": time.time(),
         "type": type(error).__name__,
         "exit_code": _exit_code(error),
-        "message": str(error)[:_MAX_TRACEBACK_CHARS],
-        "traceback": "".join(lines)[-_MAX_TRACEBACK_CHARS:],
+        "message": _shortened(_text_of(error)),
+        "traceback": _shortened("".join(lines)),
     }
-    temporary = f"{path}.part"
+
+
+def _text_of(error: BaseException) -> str:
     try:
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(record, file)
-        os.replace(temporary, path)
-    except OSError:  # a full disk must not hide the failure itself
-        return False
-    return True
+        return str(error)
+    except BaseException:  # noqa: BLE001  # a message that cannot be made is no reason to lose the record
+        return f"<the message of {type(error).__name__} cannot be shown>"
+
+
+def _shortened(text: str) -> str:
+    """Leave the middle of a long text out: the beginning says where, the end says what."""
+    half = _MAX_TRACEBACK_CHARS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def _exit_code(error: BaseException) -> int:
     """Return what `python` exits with after this exception."""
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, int):
+            return (error.code if abs(error.code) < 1 << 63 else -1) & 0xFF  # python takes -1 for what fits no long
+        return int(error.code is not None)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 

@@ -24,5 +24,10 @@ def main() -> int:
     # Ranks inherit this until their worker listens: an early notice, or Slurm's to the whole step, kills none.
     signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
     adopt_orphans()
-    Supervisor(sys.stdin.fileno(), output).run()
+    try:
+        supervisor = Supervisor(sys.stdin.fileno(), output)
+    except OSError as error:  # no folder for temporary files, or too few descriptors: the launcher shows these words
+        sys.stderr.write(f"the agent cannot work on this host: {error.strerror or error}\n")
+        return 1
+    supervisor.run()
     return 0

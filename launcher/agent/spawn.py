@@ -83,7 +83,7 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
     error_file, stacks_file, progress_file = (
         os.path.join(scratch, f"{name}_{number}") for name in ("error", "stacks", "progress")
     )
-    kind, target, *arguments = spec.commands[local_rank]
+    kind, target, *arguments = spec.commands[local_rank if len(spec.commands) > 1 else 0]
     arguments_fd = _memory_file(json.dumps(arguments).encode())
     own = {
         env.ERROR_FILE.name: error_file,

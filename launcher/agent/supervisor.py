@@ -7,7 +7,7 @@ ranks' pipes are left unread, so that ranks wait instead of memory growing or ou
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
 import os
 import selectors
 import shutil
@@ -15,9 +15,11 @@ import signal
 import socket
 import sys
 import tempfile
+import termios
 import time
 
 from launcher.agent.oom import OomWatch
+from launcher.agent.record import read_record
 from launcher.agent.spawn import Rank, missing_devices, spawn_rank
 from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
@@ -210,10 +212,19 @@ class Supervisor:
                 rank = spawn_rank(spec, local_rank, self._scratch, cores[local_rank] if cores else None)
                 self._ranks[rank.pid] = rank
                 self._send(Started(rank.number, rank.pid))
-        except OSError as error:
-            what = error.filename or spec.cwd
-            self._send(SpawnFailed(f"{what}: {error.strerror}"))
+        except (OSError, ValueError) as error:  # ValueError: what the kernel takes in no argument or variable
+            reason = getattr(error, "strerror", None) or str(error)
+            filename = getattr(error, "filename", None)
+            self._forget_ranks()  # they are ended like all descendants, and are not to be taken for the cause
+            self._send(SpawnFailed(f"{filename}: {reason}" if filename else reason))
             self._stop(0.0)
+
+    def _forget_ranks(self) -> None:
+        for rank in self._ranks.values():
+            for descriptor in list(rank.streams):
+                self._close_stream(rank, descriptor)
+            rank.close()
+        self._ranks.clear()
 
     def _read_rank(self, descriptor: int, rank: Rank) -> None:
         try:
@@ -247,7 +258,7 @@ class Supervisor:
                 rank.process.returncode = rank.status  # Popen must not wait for it a second time
                 rank.ended_s, rank.died_s = time.monotonic(), time.time()
                 rank.max_rss_bytes = usage.ru_maxrss * 1024
-                rank.record = _read_record(rank.error_file)
+                rank.record = read_record(rank.error_file)
                 if rank.status == -signal.SIGKILL:
                     rank.oom = self._oom_watch.evidence()
         for rank in list(self._ranks.values()):
@@ -268,10 +279,12 @@ class Supervisor:
         self._send(Exited(rank.number, rank.status, rank.died_s, rank.record, rank.max_rss_bytes, rank.oom))
 
     def _drain(self, rank: Rank, descriptor: int) -> None:
-        """Read what is there now; a child of the rank may hold the pipe open for ever."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(descriptor, _READ_BYTES):
-                self._send(Output(rank.number, rank.streams[descriptor], data))
+        """Read what is there now; a child of the rank may hold the pipe open for ever, and write as fast as we read."""
+        num_left = int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+        while num_left > 0:
+            data = os.read(descriptor, min(num_left, _READ_BYTES))
+            num_left -= len(data)
+            self._send(Output(rank.number, rank.streams[descriptor], data))
         self._close_stream(rank, descriptor)
 
     def _tell_progress(self) -> None:
@@ -336,15 +349,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def _read_record(path: str) -> dict[str, object] | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
-    except (OSError, ValueError):  # none was left, or the rank was killed while it wrote
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _take_text(path: str) -> str:

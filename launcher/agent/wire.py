@@ -42,7 +42,9 @@ class Spawn(Message):
     """Start the ranks of this node."""
 
     job_id: str
-    commands: list[list[str]]  # by local rank, arguments of launcher.worker: kind, target, user arguments
+    commands: list[
+        list[str]
+    ]  # arguments of launcher.worker: kind, target, user arguments; by local rank, or one for all
     cwd: str
     env: dict[str, str]  # added to the agent's own environment, for every rank
     rank_envs: list[dict[str, str]]  # one for each rank; RANK among them
@@ -191,11 +193,16 @@ _M = TypeVar("_M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
-    """Return the frame of one message."""
+    """Return the frame of one message. Raises: ProtocolError when it is too large for the other side."""
     fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
     payload: bytes = fields.pop("data", b"")
     # Surrogates stand for bytes that are no UTF-8 (file names, arguments); JSON's ASCII escapes keep them.
     header = json.dumps({"type": type(message).__name__, **fields}).encode("ascii")
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"arguments and environment of the ranks are larger than {MAX_HEADER_BYTES >> 20} MiB",
+            hint="put them into a file that the script reads",
+        )
     return _LENGTHS.pack(len(header), len(payload)) + header + payload
 
 

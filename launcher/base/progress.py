@@ -70,5 +70,8 @@ def make_counter(path: str) -> int:
 
 def read_counter(descriptor: int) -> Told:
     """Return what a rank has told so far."""
-    count, step, loss = _RECORD.unpack(os.pread(descriptor, _RECORD.size, 0))
+    data = os.pread(descriptor, _RECORD.size, 0)
+    if len(data) != _RECORD.size:  # a script may have emptied the file
+        return Told(0, None, None)
+    count, step, loss = _RECORD.unpack(data)
     return Told(count, None if step == _NO_STEP else step, None if math.isnan(loss) else loss)

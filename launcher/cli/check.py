@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import click
 
 from launcher.base.errors import ExitCode
+from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
 from launcher.cli.hosts import HostOptions, host_options
 from launcher.job.check import Checker, CheckReport, HostCheck
@@ -40,7 +40,7 @@ def check(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
     cluster = options.cluster()
     transports = options.reach(cluster)
     try:
-        report = Checker(cluster, transports, _say_waiting).run(os.getcwd())
+        report = Checker(cluster, transports, _say_waiting).run(working_folder())
     finally:
         transports.close()
     if as_json:

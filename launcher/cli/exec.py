@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import click
 
 from launcher.base.errors import ExitCode
+from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
 from launcher.cli.completion import files
 from launcher.cli.hosts import HostOptions, host_options
+from launcher.cli.options import Seconds
 from launcher.cluster.fold import fold
 from launcher.job.everywhere import MAX_OUTPUT_BYTES, Everywhere, HostResult, Task
 from launcher.job.plan import new_job_id
@@ -33,7 +34,7 @@ examples:
 )
 @host_options
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(0), metavar="SECONDS", help="Stop what runs longer. Default: none."
+    "--timeout", "timeout_s", type=Seconds(0), metavar="SECONDS", help="Stop what runs longer. Default: none."
 )
 @click.argument("command", shell_complete=files)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files)
@@ -49,7 +50,8 @@ def exec_command(
     options = HostOptions(**values)
     worker_arguments = ("program", command, *arguments)
     cluster = options.cluster()
-    tasks = [Task(host, worker_arguments, os.getcwd()) for host in cluster.hosts]
+    cwd = working_folder()
+    tasks = [Task(host, worker_arguments, cwd) for host in cluster.hosts]
     transports = options.reach(cluster)
     run = Everywhere(tasks, transports.for_host, new_job_id(), _say_waiting)
     try:

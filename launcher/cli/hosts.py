@@ -18,6 +18,7 @@ from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.devices import local_slots
 from launcher.cluster.filters import select
 from launcher.cluster.hostfile import read_hostfile
+from launcher.cluster.nodeset import MAX_EXPANSION
 from launcher.cluster.slurm import in_allocation
 from launcher.transport.ssh_config import SshOptions
 
@@ -32,7 +33,9 @@ _OPTIONS = (
     ),
     click.option("-i", "--include", default="", metavar="HOST[:SLOT,..]@..", help="Use these hosts and slots only."),
     click.option("-e", "--exclude", default="", metavar="HOST[:SLOT,..]@..", help="Leave these hosts or slots out."),
-    click.option("--num_nodes", "--num-nodes", "num_nodes", type=click.IntRange(1), help="Use the first N hosts."),
+    click.option(
+        "--num_nodes", "--num-nodes", "num_nodes", type=click.IntRange(1, MAX_EXPANSION), help="Use the first N hosts."
+    ),
     click.option(
         "--ssh_port", "--ssh-port", "ssh_port", type=click.IntRange(1, 65535), help="Default: ~/.ssh/config, 22."
     ),

@@ -27,6 +27,7 @@ from launcher.base.suggest import did_you_mean
 _SECTIONS = ("cluster", "resources", "options")
 _KEYS = (*_SECTIONS, "environment", "script", "args", "config")
 _NOT_IN_A_FILE = ("script", "script_args", "env", "dry_run", "as_json")
+_MAX_VALUES = 100_000  # a few lines of aliases can stand for more than fits into any memory
 SUFFIXES = (".yaml", ".yml")
 
 
@@ -70,11 +71,27 @@ def _load(path: Path) -> Mapping[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the job file cannot be read: {error}", where=str(path)) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError, OverflowError) as error:
+        # PyYAML lets through what its tags stumble over: `!!bool x` is a KeyError, `!!timestamp x` an AttributeError.
         raise UsageError(f"the job file is no YAML: {' '.join(str(error).split())}", where=str(path)) from None
+    if _num_values(data) > _MAX_VALUES:
+        raise UsageError(f"the job file holds more than {_MAX_VALUES} values", where=str(path))
     if not isinstance(data, Mapping):
         raise UsageError("a job file holds keys", where=str(path), hint="script: train.py")
     return data
+
+
+def _num_values(data: Any) -> int:
+    """Count the values, each as often as an alias repeats it; an alias of itself never ends, so counting does."""
+    waiting, count = [data], 0
+    while waiting and count <= _MAX_VALUES:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+    return count
 
 
 def _options(
@@ -98,20 +115,27 @@ def _options(
         try:
             given = [_word(item) for item in value] if isinstance(value, list) else _word(value)
             values[parameter.name] = parameter.type_cast_value(context, given)
-        except (click.ClickException, TypeError) as error:
+        except (click.ClickException, TypeError, ValueError) as error:
             shown = error.format_message() if isinstance(error, click.ClickException) else str(error)
             problems.append(Diagnostic(f"{section}.{key}: {shown}", str(path)))
     return values
 
 
 def _word(value: Any) -> str:
-    """Return a YAML value as it would stand on a command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a YAML value as it would stand on a command line. Raises: UsageError."""
+    try:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    except ValueError as error:  # a number of thousands of digits
+        raise UsageError(f"a value cannot be written down: {error}") from None
 
 
 def _config_arguments(config: Any) -> list[str]:
+    """Return the arguments that hand the config to the script. Raises: UsageError."""
     if config is None:
         return []
     if isinstance(config, Mapping):
-        return ["--deepspeed", base64.b64encode(json.dumps(config).encode()).decode()]
-    return ["--deepspeed", str(config)]
+        try:
+            return ["--deepspeed", base64.b64encode(json.dumps(config).encode()).decode()]
+        except (TypeError, ValueError) as error:  # dates, sets and bytes, which JSON does not have
+            raise UsageError(f"config: {error}") from None
+    return ["--deepspeed", _word(config)]

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from launcher import __version__
 from launcher.base.errors import ExitCode, LauncherError
-from launcher.cli import render
+from launcher.cli import render, streams
 
 # Subcommand -> where it is defined. Loaded when used, so that none pays for another's imports.
 _COMMANDS = {
@@ -95,6 +95,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line and exit. Every error a user can cause ends here as text, without a traceback."""
+    streams.open_missing()
     try:
         code = cli.main(prog_name="launch", standalone_mode=False)
     except click.exceptions.Exit as error:
@@ -110,7 +111,11 @@ def main() -> None:
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`launch ... | head`); Python must not complain while it shuts down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.silence_all()  # the reader of our output has gone (`launch ... | head`)
         code = 128 + 13
+    except OSError as error:
+        where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
+        render.show_error(LauncherError(error.strerror or str(error), where=where))
+        streams.silence_all()  # it may be standard output that failed
+        code = ExitCode.FAILURE
     sys.exit(int(code) if isinstance(code, int) else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -16,11 +17,27 @@ from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean
 from launcher.cli.completion import files
 from launcher.cli.render import LOG_LEVELS
+from launcher.cluster.hostfile import MAX_SLOTS
+from launcher.cluster.nodeset import MAX_EXPANSION
 from launcher.cluster.slurm import in_allocation
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
 from launcher.transport.ssh_config import SshOptions
 
+_LONGEST_S = 10 * 366 * 24 * 3600.0  # ten years
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Seconds(click.FloatRange):
+    """A length of time that ends: FloatRange lets `nan` through, and a deadline of `inf` is none."""
+
+    def __init__(self, least: float, *, min_open: bool = False) -> None:
+        super().__init__(min=least, max=_LONGEST_S, min_open=min_open)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value!r} is no number of seconds.", param, ctx)
+        return seconds
 
 
 def _both(name: str, *more: str) -> tuple[str, ...]:
@@ -47,11 +64,16 @@ _OPTIONS = (
         metavar="HOST[:SLOT,..]@..",
         help="Leave these hosts or slots out.",
     ),
-    click.option(*_both("num_nodes", "--nnodes"), "num_nodes", type=click.IntRange(1), help="Use the first N hosts."),
+    click.option(
+        *_both("num_nodes", "--nnodes"),
+        "num_nodes",
+        type=click.IntRange(1, MAX_EXPANSION),
+        help="Use the first N hosts.",
+    ),
     click.option(
         *_both("num_gpus", "--num_accelerators", "--nproc_per_node", "--nproc-per-node"),
         "num_gpus",
-        type=click.IntRange(1),
+        type=click.IntRange(1, MAX_SLOTS),
         help="Ranks on each host. Default: all slots; without GPUs 1.",
     ),
     click.option(*_both("master_addr"), "master_addr", help="Address of node 0. Default: the one the hostfile names."),
@@ -107,7 +129,7 @@ _OPTIONS = (
         "--grace",
         *_both("shutdown_timeout"),
         "grace_s",
-        type=click.FloatRange(0),
+        type=Seconds(0),
         default=DEFAULT_GRACE_S,
         metavar="SECONDS",
         help=f"Between SIGTERM and SIGKILL. Default: {DEFAULT_GRACE_S:g}.",
@@ -115,7 +137,7 @@ _OPTIONS = (
     click.option(
         "--lease",
         "lease_s",
-        type=click.FloatRange(min=2),
+        type=Seconds(2),
         default=DEFAULT_LEASE_S,
         metavar="SECONDS",
         help=f"Over a network: after a silence of this length the other side is gone. Default: {DEFAULT_LEASE_S:g}.",
@@ -136,7 +158,7 @@ _OPTIONS = (
     click.option(
         *_both("hang_timeout"),
         "hang_timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Seconds(0, min_open=True),
         metavar="SECONDS",
         help="End the job when a rank makes no progress for so long. Default: never.",
     ),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.base.errors import HostfileError, UsageError
+from launcher.base.folders import home_folder, working_folder
 from launcher.cli.options import RunOptions
 from launcher.cli.slurm import allocation
 from launcher.cluster.cluster import Cluster, Host, Placement, place
@@ -87,7 +88,7 @@ class Choice:
 def choose_hosts(options: RunOptions) -> Choice:
     """Return the hosts and slots the options ask for. Raises: HostfileError, UsageError."""
     if options.hostfile is not None or options.in_slurm:
-        offered = read_hostfile(Path(options.hostfile)) if options.hostfile else allocation(options.num_gpus)
+        offered = read_hostfile(options.hostfile) if options.hostfile is not None else allocation(options.num_gpus)
         cluster = select(
             offered,
             include=options.include,
@@ -126,7 +127,9 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
     kinds = {node.node_rank: transports.for_host(node.host) for node in placement.nodes}
     names = {node_rank: transport.name for node_rank, transport in kinds.items()}
     if options.kind == "script" and not Path(options.script).is_file() and "local" in names.values():
-        raise UsageError(f"script {options.script} does not exist", where=os.getcwd(), hint="check the path")
+        raise UsageError(f"script {options.script} does not exist", where=working_folder(), hint="check the path")
+    home, cwd = home_folder(), working_folder()
+    standard = (*([home] if home is not None else []), Path(cwd))
     tokens = local_device_tokens(os.environ)
     _check_local_slots(placement, names, len(tokens))
     cores = parse_core_list(options.bind_core_list) if options.bind_core_list else ()
@@ -134,14 +137,14 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
         job_id=job_id,
         placement=placement,
         command=Command(options.kind, options.script, options.script_args, options.pass_local_rank),
-        cwd=os.getcwd(),
+        cwd=cwd,
         run_folder=options.log_dir / job_id,
         master_addr=_master_addr(options, placement, kinds, transports),
         master_port=options.master_port,
         transports=names,
         agent_commands={node.node_rank: kinds[node.node_rank].command_for(node.host) for node in placement.nodes},
         forwarded_env=forwarded(os.environ),
-        given_env=job_environment(options.env, options.env_files, os.environ, (Path.home(), Path.cwd())),
+        given_env=job_environment(options.env, options.env_files, os.environ, standard),
         device_tokens=tokens,
         grace_s=options.grace_s,
         lease_s=options.lease_s,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shlex
 import sys
 from typing import TYPE_CHECKING, BinaryIO
@@ -15,6 +13,7 @@ from launcher import __version__
 from launcher.base.errors import LauncherError
 from launcher.base.secrets import MASK, mask_arguments
 from launcher.base.units import format_bytes, format_duration
+from launcher.cli import streams
 from launcher.job.plan import JobPlan
 from launcher.job.report import Failure, RunReport
 
@@ -30,9 +29,9 @@ def show_error(error: LauncherError) -> None:
     """Print what is wrong, where, and what to do; all findings of the error."""
     for diagnostic in error.diagnostics:
         where = f"{diagnostic.where}: " if diagnostic.where else ""
-        click.echo(click.style("✗ ", fg="red") + where + diagnostic.message, err=True)
+        streams.say(click.style("✗ ", fg="red") + where + diagnostic.message)
         if diagnostic.hint:
-            click.echo(f"  → {diagnostic.hint}", err=True)
+            streams.say(f"  → {diagnostic.hint}")
 
 
 def show_plan(plan: JobPlan, *, as_json: bool) -> None:
@@ -113,7 +112,6 @@ class Console:
         self._plan = plan
         self._level = LOG_LEVELS.index(log_level)
         self._assemblers: dict[tuple[int, str], LineAssembler] = {}
-        self._broken = False
         self._live = live
 
     def planned(self, plan: JobPlan) -> None:
@@ -157,7 +155,7 @@ class Console:
     def stacks(self, text: str, path: str) -> None:
         """Show the stacks of all ranks; of many ranks only where they are."""
         lines = text.splitlines()
-        self._write(sys.stderr.buffer, ("\n".join(lines[:_MAX_STACK_LINES]) + "\n").encode())
+        self._write(sys.stderr.buffer, ("\n".join(lines[:_MAX_STACK_LINES]) + "\n").encode("utf-8", "replace"))
         self.warning(f"stacks of all ranks: {path}")
 
     def warning(self, text: str) -> None:
@@ -169,7 +167,7 @@ class Console:
     def note(self, text: str) -> None:
         """Print a line of our own."""
         if self._level <= LOG_LEVELS.index("info"):
-            self._write(sys.stdout.buffer, (text + "\n").encode(), is_ours=True)
+            self._write(sys.stdout.buffer, (text + "\n").encode("utf-8", "surrogateescape"), is_ours=True)
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         assembler = self._assemblers.get((rank, stream))
@@ -181,7 +179,7 @@ class Console:
         """Return `[3] `, with the host where there are several: `[3 node-b] `."""
         placement = self._plan.placement
         host = f" {placement.node_of(rank).host.name}" if len(placement.nodes) > 1 else ""
-        return f"[{rank}{host}] ".encode()
+        return f"[{rank}{host}] ".encode("utf-8", "replace")
 
     def finish(self, report: RunReport) -> None:
         """Print the rest of the output and how the run ended."""
@@ -191,15 +189,11 @@ class Console:
             self._show_failure(report, report.failure)
         for host in report.unconfirmed_hosts:
             self.warning(f"{host} could not be asked whether anything is left there; its ranks end with their lease")
-        if self._broken:
-            # Nothing more can be said on a closed stdout; Python must not complain about it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:
         """Take the panel away, also when the run has ended with an error. May be called twice."""
         if self._live is not None:
             self._live.close()
-            self._broken = self._broken or self._live.is_broken
 
     def _flush(self) -> None:
         """Show the rest of each rank's output that had no line end."""
@@ -238,18 +232,9 @@ class Console:
     def _say(self, text: str) -> None:
         """Print a line of our own to stderr; its colours are for terminals."""
         shown = text if sys.stderr.isatty() else click.unstyle(text)
-        self._write(sys.stderr.buffer, (shown + "\n").encode(sys.stderr.encoding, "backslashreplace"), is_ours=True)
+        self._write(sys.stderr.buffer, f"{shown}\n".encode("utf-8", "backslashreplace"), is_ours=True)
 
     def _write(self, stream: BinaryIO, data: bytes, *, is_ours: bool = False) -> None:
-        """Write bytes as they are. A reader that has gone must not stop the job: its logs are complete."""
-        if not data or self._broken:
-            return
-        if self._live is not None and self._live.write(stream, data, is_ours=is_ours):
-            return
-        try:
-            stream.write(data)
-            stream.flush()
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # the reader of a pipe, or a terminal, has gone
-                raise
-            self._broken = True
+        """Write bytes as they are, above the panel where there is one."""
+        if data and (self._live is None or not self._live.write(stream, data, is_ours=is_ours)):
+            streams.write(stream, data)

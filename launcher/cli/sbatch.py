@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from launcher.base.errors import ExitCode, LauncherError, UsageError
+from launcher.base.folders import working_folder
 from launcher.job.sbatch import BatchOptions, render_script
 from launcher.job.sbatch_lint import lint_script
 from launcher.transport.slurm_queue import JobState, job_state, submit
@@ -114,7 +115,7 @@ def _lint(path: str) -> int:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"the script cannot be read: {error.strerror}", where=path) from None
-    findings = lint_script(text, path, Path.cwd())
+    findings = lint_script(text, path, Path(working_folder()))
     for finding in findings:
         click.echo(f"{finding.where}: {finding.message}\n  → {finding.hint}", err=True)
     if not findings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 import time
@@ -157,7 +158,7 @@ class Controller:
             node.send(
                 Spawn(
                     job_id=plan.job_id,
-                    commands=[plan.command.for_local_rank(i) for i in range(node.placement.num_ranks)],
+                    commands=plan.command.for_ranks(node.placement.num_ranks),
                     cwd=plan.cwd,
                     # srun has passed on the whole environment, and a local agent inherits it.
                     env=job_variables(plan) | (plan.forwarded_env if transport == "ssh" else {}) | plan.given_env,
@@ -193,7 +194,7 @@ class Controller:
         if now_s - self._last_ping_s >= PING_INTERVAL_S:
             self._last_ping_s = now_s
             for node in self._nodes:
-                if not node.ended:
+                if not node.ended and self._plan.needs_lease(node.placement.node_rank):
                     node.send(Ping())
             self._check_silence(now_s)
         self._handle_signals()
@@ -208,8 +209,8 @@ class Controller:
         """Give up nodes that a network separates from us: they say nothing, and end their ranks by themselves."""
         for node in self._nodes:
             silence_s = now_s - node.last_heard_s
-            is_local = self._plan.transports[node.placement.node_rank] == "local"
-            if not is_local and not node.ended and silence_s > self._plan.lease_s:
+            has_lease = self._plan.needs_lease(node.placement.node_rank)
+            if has_lease and not node.ended and silence_s > self._plan.lease_s:
                 node.ended = True
                 node.channel.close()
                 self._lose_host(node, f"no word for {silence_s:.0f} s")
@@ -301,7 +302,7 @@ class Controller:
             self._stop_started_s = now_s
             if any(node.running for node in self._nodes):
                 self._watcher.stopping(why)
-        self._stop_deadline_s = now_s + grace_s + _BYE_MARGIN_S
+        self._stop_deadline_s = min(self._stop_deadline_s or math.inf, now_s + grace_s + _BYE_MARGIN_S)
         for node in self._nodes:
             if not node.ended:
                 node.send(Stop(grace_s))

@@ -25,7 +25,7 @@ def parse_env_file(text: str, source: str) -> dict[str, str]:
     """
     values: dict[str, str] = {}
     problems: list[Diagnostic] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         line = line.strip().removeprefix("export ").strip()
         if not line or line.startswith("#"):
             continue

@@ -60,6 +60,10 @@ class Command:
         extra = [f"--local_rank={local_rank}"] if self.passes_local_rank else []
         return [self.kind, self.target, *extra, *self.arguments]
 
+    def for_ranks(self, num_ranks: int) -> list[list[str]]:
+        """Return what `for_local_rank` says of each rank of a node; one entry when it is the same for all."""
+        return [self.for_local_rank(i) for i in range(num_ranks if self.passes_local_rank else 1)]
+
 
 @dataclass(frozen=True)
 class JobPlan:
@@ -85,6 +89,14 @@ class JobPlan:
     saves_pid: bool = False  # write the launcher's pid into the run folder
     restart: int = 0  # how often the job was started again
     max_restarts: int = 0
+
+    def needs_lease(self, node_rank: int) -> bool:
+        """Say whether a network lies between: messages prove that the other side lives.
+
+        A local agent's pipe ends with it. One that is suspended must not be sent what it does not take out: we would
+        wait for it in turn.
+        """
+        return self.transports[node_rank] != "local"
 
     def describe(self) -> dict[str, object]:
         """Return the plan as plain data for `--dry-run --json`; no environment values."""

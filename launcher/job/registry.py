@@ -20,11 +20,13 @@ from typing import Any
 
 from launcher.base import env
 from launcher.base.errors import ExitCode, LauncherError, UsageError
+from launcher.base.folders import home_folder
 from launcher.base.secrets import mask_arguments
 from launcher.base.suggest import did_you_mean
 from launcher.job.plan import JobPlan
 
 _KEPT_S = 7 * 24 * 3600.0  # how long entries of ended jobs are kept
+_BEYOND_NUMBERS = 1e11  # no pid, and no time a calendar has
 _MAX_NAMED = 5  # candidates an error lists
 
 
@@ -85,25 +87,30 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
     )
     try:
         _write(entry)
-    except OSError as error:
-        warn(f"{error.filename or jobs_folder()}: {error.strerror}; launch ps will not show this job")
+    except (OSError, UsageError) as error:
+        reason = str(error) if isinstance(error, UsageError) else f"{error.filename}: {error.strerror}"
+        warn(f"{reason}; launch ps will not show this job")
     try:
         yield registration
     except LauncherError as error:
         registration.exit_code = error.exit_code
         raise
     finally:
-        with contextlib.suppress(OSError):  # said at the start
+        with contextlib.suppress(OSError, UsageError):  # said at the start
             _write(dataclasses.replace(entry, ended_s=time.time(), exit_code=int(registration.exit_code)))
             _drop_old(time.time() - _KEPT_S)
 
 
 def jobs_folder() -> Path:
-    """Return where the entries are; it may not exist."""
+    """Return where the entries are; it may not exist. Raises: UsageError for a user without a home folder."""
     state = os.environ.get(env.XDG_STATE_HOME.name, "")
     # The XDG rules: what is not absolute is ignored.
-    base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-    return base / "launch" / "jobs"
+    if os.path.isabs(state):
+        return Path(state, "launch", "jobs")
+    home = home_folder()
+    if home is None:
+        raise UsageError("this user has no home folder", hint=f"set {env.XDG_STATE_HOME.name}")
+    return home / ".local" / "state" / "launch" / "jobs"
 
 
 def all_jobs() -> list[JobEntry]:
@@ -175,13 +182,15 @@ def _read(path: Path) -> JobEntry | None:
         values.update({name: tuple(value) for name, value in values.items() if isinstance(value, list)})
         entry = JobEntry(**values)
         return entry if entry.job_id == path.stem and _is_sound(entry) else None
-    except (OSError, ValueError, TypeError, AttributeError):  # just removed, half a file, another version's entry
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # half a file, or another version's
         return None
 
 
 def _is_sound(entry: JobEntry) -> bool:
     """Tell whether what is computed with is of the right type: a file may have been edited. Raises: TypeError."""
     numbers = (entry.pid, entry.started_s, entry.grace_s, entry.ended_s or 0.0)
+    if not all(0 <= number < _BEYOND_NUMBERS for number in numbers):  # nan is not either
+        return False
     texts = (entry.machine, entry.process, entry.run_folder, *entry.hosts, *entry.command)
     return all(isinstance(n, (int, float)) for n in numbers) and all(isinstance(text, str) for text in texts)
 

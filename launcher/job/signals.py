@@ -42,6 +42,8 @@ class SignalQueue:
             self._wake()
 
         handled = {*self._stop_signals, STACKS_SIGNAL, NOTICE_SIGNAL}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            handled.discard(signal.SIGHUP)  # `nohup launch`: the job is to outlive its terminal
         previous = {number: signal.signal(number, remember) for number in handled}
         try:
             yield

@@ -52,9 +52,14 @@ class LocalTransport:
             raise TransportError(
                 f"the agent cannot be started: {error.strerror or error}",
                 where=host.name,
-                hint=f"check that {self._argv[0]} can be executed",
+                hint=f"check that {self._argv[0]} can be executed, and the limits of `ulimit -a`",
             ) from None
-        channel = LocalChannel(host.name, process)
+        try:
+            channel = LocalChannel(host.name, process)
+        except (OSError, RuntimeError) as error:  # no descriptor or no thread is left for this process
+            with process:  # closes its pipes and waits
+                process.kill()
+            raise TransportError(f"the agent cannot be watched: {error}", where=host.name) from None
         with self._lock:
             self._channels.append(channel)
         return channel

@@ -234,3 +234,42 @@ def test_descendants_are_found_across_sessions() -> None:
         for pid in [*descendants(process.pid), process.pid]:
             os.kill(pid, 9)
         process.wait()
+
+
+def test_a_drained_pipe_that_is_filled_as_fast_as_it_is_read_does_not_hold_the_agent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from launcher.agent import spawn as spawning
+    from launcher.agent import supervisor as supervising
+
+    real_read = os.read
+    reads: list[int] = []
+
+    def read_while_a_child_writes(descriptor: int, num_bytes: int) -> bytes:
+        reads.append(descriptor)
+        assert len(reads) < 100
+        os.write(write, b"x" * 1000)
+        return real_read(descriptor, num_bytes)
+
+    commands, output = os.pipe()
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.write(write, b"x" * 1000)
+    process = subprocess.Popen(["true"], stdout=subprocess.PIPE)
+    rank = spawning.Rank(0, process, {read: "stdout"}, "", "", 0)
+    agent = supervising.Supervisor(commands, output)
+    with process:
+        monkeypatch.setattr(supervising.os, "read", read_while_a_child_writes)
+        agent._drain(rank, read)
+        monkeypatch.undo()
+    assert len(reads) == 1
+    for descriptor in (commands, output, read, write):
+        os.close(descriptor)
+
+
+def test_an_agent_without_a_temporary_folder_says_so(tmp_path: Path) -> None:
+    code = "import tempfile, sys\ndef f(**_): raise FileNotFoundError(2, 'No usable temporary directory')\n"
+    code += "tempfile.mkdtemp = f\nfrom launcher.agent.main import main\nsys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "the agent cannot work on this host: No usable temporary directory\n"

@@ -67,6 +67,31 @@ def test_mistakes_are_named(tmp_path: Path, text: str, messages: list[str]) -> N
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('script: s.py\noptions: {log_dir: "a\\0b"}\n', "options.log_dir: embedded null byte"),
+        ("script: s.py\nargs: &a [*a]\n", "holds more than"),
+        ("script: s.py\nargs: [!!bool x]\n", "is no YAML"),
+        ("script: s.py\nargs: [!!timestamp x]\n", "is no YAML"),
+        (f"script: s.py\nargs: [0x{'f' * 9999}]\n", "cannot be written down"),
+        ("script: s.py\nconfig: {a: 2001-01-01}\n", "config: Object of type date is not JSON serializable"),
+        (
+            "l0: &l0 [x, x, x, x, x, x, x, x, x, x]\n"
+            + "".join(f"l{i + 1}: &l{i + 1} [{', '.join([f'*l{i}'] * 10)}]\n" for i in range(9))
+            + "script: s.py\noptions: {log_dir: *l9}\n",
+            "holds more than",
+        ),
+    ],
+)
+def test_hostile_files_are_one_message(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "s.py").write_text("pass")
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_job_file(path, run)
+
+
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")

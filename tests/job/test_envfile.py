@@ -39,6 +39,11 @@ def test_every_form_of_a_line() -> None:
     }
 
 
+def test_only_line_feeds_end_a_line() -> None:
+    text = "A=a\u2028b\x0cc\x85d\r\nB=2\n"
+    assert parse_env_file(text, "file") == {"A": "a\u2028b\x0cc\x85d", "B": "2"}
+
+
 def test_all_bad_lines_are_named() -> None:
     with pytest.raises(UsageError) as caught:
         parse_env_file("A=1\nno equals\n1X=2\nB='open\n", "f")

@@ -179,3 +179,14 @@ def test_a_job_of_another_user_is_not_ours_to_end(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(os, "kill", refuse)
         with pytest.raises(LauncherError, match="belongs to another user"):
             registry.send_signal(registry.find_job("calm"), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("value", ["1e300", "NaN", "-1"])
+def test_numbers_that_are_no_time_make_no_entry(value: str) -> None:
+    with registry.registered(plan(), fail):
+        path = registry.jobs_folder() / "calm-otter-0001.json"
+        data = json.loads(path.read_text())
+        path.write_text(json.dumps(data | {"started_s": float(value)}))
+        assert registry.all_jobs() == []
+        path.write_text("[" * 100_000)
+        assert registry.all_jobs() == []

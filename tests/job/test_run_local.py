@@ -268,3 +268,51 @@ def test_a_hook_of_the_script_still_sees_the_error(tmp_path: Path) -> None:
     result = run_launch(tmp_path, script)
     assert "[0] HOOK ValueError seen" in result.out
     assert "✗ rank 0" in result.err
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("def (", 1, "SyntaxError"),
+        ("class E(Exception):\n    def __str__(self): raise RuntimeError('no')\nraise E", 1, "in <module>"),
+        ("class E(Exception):\n    def __str__(self): raise SystemExit(9)\nraise E", 1, "in <module>"),
+        ("class E(SystemExit):\n    def __str__(self): raise RuntimeError('no')\nraise E(5)", 5, "exit code 5"),
+        ("import sys\nsys.exit(10**5000)", 255, "exit code 255"),
+        ("import os\nos.environ['RANK'] = 'x'\nraise ValueError('the data is bad')", 1, "the data is bad"),
+        ("import traceback\ntraceback.format_exception = None\nraise ValueError('the data is bad')", 1, "is bad"),
+        ("raise ValueError('FIRST' + 'x' * 10**7 + 'LAST')", 1, "ValueError: FIRST"),
+        ("import sys\ndef hook(*_): raise OSError('hook')\nsys.excepthook = hook\n1 / 0", 1, "OSError: hook"),
+    ],
+)
+def test_the_oddest_errors_are_shown_without_frames_of_ours(tmp_path: Path, text: str, code: int, words: str) -> None:
+    result = run_launch(tmp_path, scripts.write(tmp_path, text))
+    assert result.code == code, result.err
+    assert words in result.err
+    assert "worker.py" not in result.err
+
+
+def test_a_module_that_is_missing_is_named(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "--module", "no_such_module")
+    assert result.code == 1
+    assert "No module named no_such_module" in result.err
+
+
+def test_a_rank_killed_after_exit_256_is_a_failure(tmp_path: Path) -> None:
+    text = "import atexit, os, sys\natexit.register(os.kill, os.getpid(), 9)\nsys.exit(256)"
+    assert run_launch(tmp_path, scripts.write(tmp_path, text)).code == 137
+
+
+@pytest.mark.parametrize("content", ["'[' * 10**6", "'{}'", "'{\"time_s\": null}'", "None"])
+def test_a_record_that_no_worker_wrote_counts_for_nothing(tmp_path: Path, content: str) -> None:
+    script = scripts.write(
+        tmp_path,
+        f"""
+        import os
+        path, content = os.environ["LAUNCH_ERROR_FILE"], {content}
+        os.mkfifo(path) if content is None else open(path, "w").write(content)
+        os._exit(3)
+        """,
+    )
+    result = run_launch(tmp_path, script)
+    assert result.code == 3, result.err
+    assert "exit code 3" in result.err

@@ -12,6 +12,7 @@ import pytest
 from harness.sshd import LoopbackSshd
 
 from launcher.base.errors import TransportError
+from launcher.base.processes import descendants
 from launcher.cluster.cluster import Host
 from launcher.transport.api import Channel, Transport
 from launcher.transport.diagnose import start_failure
@@ -177,3 +178,15 @@ def test_addresses_are_never_local() -> None:
     assert is_local("localhost")
     assert is_local(os.uname().nodename)
     assert not is_local("127.0.0.1")
+
+
+def test_an_agent_that_cannot_be_watched_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread_left(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = descendants(os.getpid())
+    monkeypatch.setattr(threading.Thread, "start", no_thread_left)
+    with pytest.raises(TransportError, match="the agent cannot be watched: can't start new thread"):
+        LocalTransport().open(Host("localhost", (0,)))
+    monkeypatch.undo()
+    assert descendants(os.getpid()) <= before

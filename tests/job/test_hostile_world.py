@@ -1,0 +1,182 @@
+"""Surroundings no program hopes for: closed and full streams, no home, no working directory, absurd options."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import ROOT, Launch, Result, run_launch, wait_until, wait_until_gone
+
+from launcher.base.processes import descendants
+
+
+def run_in_shell(folder: Path, line: str, **variables: str) -> Result:
+    """Run a line of bash in which LAUNCH stands for the command."""
+    command = shlex.join([sys.executable, "-m", "launcher"])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), **variables}
+    done = subprocess.run(
+        ["bash", "-c", line.replace("LAUNCH", command)], cwd=folder, env=environment, capture_output=True, timeout=60
+    )
+    return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [">/dev/full", "2>/dev/full", ">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-", "2>&1 >/dev/null | head -1"],
+)
+def test_no_stream_of_the_launcher_ends_the_job(tmp_path: Path, streams: str) -> None:
+    text = "import sys\nfor i in range(9999): print(i); print(i, file=sys.stderr)\nsys.exit(3)"
+    scripts.write(tmp_path, text)
+    result = run_in_shell(tmp_path, f"set -o pipefail; LAUNCH script.py {streams}")
+    assert result.code == 3, result.err
+    assert "Traceback" not in result.err
+    (log,) = (tmp_path / "runs").glob("*/rank_0.log")
+    assert len(log.read_text().splitlines()) == 2 * 9999
+
+
+def test_a_full_disk_below_standard_output_is_told(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "pass")
+    assert "No space left on device" in run_in_shell(tmp_path, "LAUNCH script.py >/dev/full").err
+    plan = run_in_shell(tmp_path, "LAUNCH --dry-run script.py >/dev/full")
+    assert (plan.code, plan.err) == (1, "✗ No space left on device\n")
+
+
+def test_nothing_is_lost_on_a_stream_that_does_not_block(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "for i in range(20000): print(i, 'x' * 50)")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    command = [sys.executable, "-m", "launcher", "script.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path / "state")}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=write) as process, open(read, "rb") as file:
+        os.close(write)
+        time.sleep(1.5)  # until the pipe is full
+        lines = [line for line in file.read().splitlines() if line.startswith(b"[0] ")]
+    assert process.returncode == 0
+    assert lines == [b"[0] %d %s" % (i, b"x" * 50) for i in range(20000)]
+
+
+def test_a_run_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "print('RAN')")
+    result = run_in_shell(tmp_path, "LAUNCH --log_dir $'a\\xff' script.py")
+    assert result.code == 0, result.err
+    assert "RAN" in result.out
+
+
+@pytest.mark.parametrize("command", ["script.py", "--no_python true", "exec -- true", "check"])
+def test_a_working_directory_that_was_removed_is_one_message(tmp_path: Path, command: str) -> None:
+    result = run_in_shell(tmp_path, f"mkdir z; cd z; rmdir ../z; LAUNCH {command}")
+    assert result.code == 2
+    assert result.err.startswith("✗ the working directory cannot be used: No such file or directory\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody without a home")
+def test_a_user_without_a_home_can_start_a_job(tmp_path: Path) -> None:
+    code = (
+        "import os, launcher.cli.run, launcher.cli.main as main; from launcher.job import registry\n"
+        "os.setuid(54321); os.environ.pop('HOME')\n"
+        "try: registry.jobs_folder()\n"
+        "except registry.UsageError as error: print(error)\n"
+        "main.cli.main(['--dry-run', '--no_python', 'true'], standalone_mode=False)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "XDG_STATE_HOME"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "this user has no home folder; set XDG_STATE_HOME" in done.stdout
+    assert "nothing was started" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--num_gpus", "9" * 30),
+        ("--num_gpus", "100000000"),
+        ("--num_nodes", "9" * 12, "--node_rank", "0"),
+        ("--grace", "nan"),
+        ("--grace", "inf"),
+        ("--lease", "nan"),
+        ("--hang_timeout", "nan"),
+        ("--hostfile", ""),
+    ],
+)
+def test_absurd_values_are_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
+    result = run_launch(tmp_path, *options, scripts.write(tmp_path, "pass"))
+    assert result.code == 2
+    assert "Traceback" not in result.err
+
+
+def test_arguments_of_many_ranks_travel_once(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import sys; print('GOT', len(sys.argv))")
+    result = run_launch(tmp_path, "--num_gpus", "2", script, *(["x" * 100_000] * 18))
+    assert result.out.count("GOT 19") == 2
+    from launcher.job.plan import Command
+
+    words = ("x",) * 3
+    assert len(Command("script", "s.py", words).for_ranks(40)) == 1
+    assert Command("script", "s.py", words, passes_local_rank=True).for_ranks(2)[1][2] == "--local_rank=1"
+
+
+@pytest.mark.parametrize("words", [[""], ["true", "a\0b"], ["true", "\ud800"]])
+def test_a_program_that_cannot_be_given_its_words_is_one_message(tmp_path: Path, words: list[str]) -> None:
+    script, *arguments = words
+    job = {"script": script, "args": arguments, "options": {"no_python": True}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    result = run_launch(tmp_path, tmp_path / "job.yaml")
+    assert result.code == 1
+    assert "cannot be passed on" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_variable_that_no_process_can_have_is_named_as_the_cause(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "pass")
+    (tmp_path / "job.yaml").write_text('script: script.py\nenvironment: {A: "x\\0y"}\n')
+    result = run_launch(tmp_path, tmp_path / "job.yaml")
+    assert result.code == 69
+    assert "embedded null byte" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_too_few_descriptors_for_all_ranks_are_the_cause(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "import time; time.sleep(60)")
+    result = run_in_shell(tmp_path, "ulimit -n 24; LAUNCH --num_gpus 8 script.py")
+    assert result.code == 69
+    assert "no rank could be started: Too many open files" in result.err
+
+
+def test_a_hang_up_means_nothing_under_nohup(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(1.5)")
+    line = (
+        "trap '' HUP; LAUNCH script.py & p=$!; until grep -q READY runs/*/rank_0.log; do sleep .05; done; kill -HUP $p"
+    )
+    result = run_in_shell(tmp_path, f"{line}; wait $p")
+    assert result.code == 0, result.out + result.err
+
+
+def test_ctrl_c_while_the_command_loads_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n")
+    result = run_launch(tmp_path, "--version", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert (result.code, result.err) == (130, "")
+
+
+def test_a_suspended_agent_does_not_keep_the_launcher_from_ending(tmp_path: Path) -> None:
+    """Every further Ctrl-C used to begin the wait anew."""
+    script = scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)")
+    job = Launch(tmp_path, "--grace", "0", script)
+    wait_until(lambda: "READY" in job.out, "the rank")
+    parents = descendants(job.process.pid)
+    (agent,) = [pid for pid in parents if descendants(pid)]
+    os.kill(agent, signal.SIGSTOP)
+    start_s = time.monotonic()
+    while job.process.poll() is None and time.monotonic() - start_s < 30.0:
+        job.signal(signal.SIGINT)
+        time.sleep(1.0)
+    job.wait()
+    assert time.monotonic() - start_s < 25.0
+    wait_until_gone(job.job_id)
