@@ -68,7 +68,7 @@ class Controller:
         self._stop_started_s: float | None = None
         self._stop_deadline_s: float | None = None
         self._failures = FailureBook(time.time())
-        self._num_stopped = 0
+        self._stopped: set[int] = set()  # ranks that ended after the order to
         self._was_told_to_stop = False  # by a signal
         self._hang_watch: HangWatch | None = None
         self._is_hanging = False
@@ -260,7 +260,7 @@ class Controller:
         if self._hang_watch is not None:
             self._hang_watch.ended(message.rank)
         if self._stop_started_s is not None:
-            self._num_stopped += 1
+            self._stopped.add(message.rank)
         failure = self._failures.add_exit(node, message, self._logs[message.rank])
         if message.record is not None:  # the worker leaves its traceback to us: the log must be complete
             self._write_log(message.rank, str(message.record.get("traceback", "")).encode("utf-8", "backslashreplace"))
@@ -366,7 +366,7 @@ class Controller:
             duration_s=now_s - self._start_s,
             interrupted_by=signal.Signals(interrupt).name if interrupt is not None else None,
             failure=failure,
-            num_stopped=self._num_stopped,
+            num_stopped=len(self._stopped - {failure.rank if failure is not None else None}),
             stop_s=now_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
             unconfirmed_hosts=unconfirmed,
         )

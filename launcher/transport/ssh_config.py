@@ -92,7 +92,7 @@ def load_config(options: SshOptions) -> SSHConfig:
         text = _spliced(options.config_file, 0)
     else:
         # "Host *" ends the last block of the user's file; the first value found wins, so the user's does.
-        text = f"{_spliced(USER_CONFIG.expanduser(), 0)}\nHost *\n{_spliced(SYSTEM_CONFIG, 0)}"
+        text = f"{_spliced(_user_config(), 0)}\nHost *\n{_spliced(SYSTEM_CONFIG, 0)}"
     try:
         return SSHConfig.from_text(text)
     except (ConfigParseError, ValueError) as error:
@@ -128,6 +128,10 @@ def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
         accept_new_host_keys=options.accept_new_host_keys,
         jumps=_jumps(found.get("proxyjump", "none")),
     )
+
+
+def _user_config() -> Path:
+    return Path(os.path.expanduser(USER_CONFIG))  # a user without a home has a path that leads nowhere, and no error
 
 
 def _lookup(host: Host, config: SSHConfig) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def _spliced(path: Path, depth: int) -> str:
         if match is None:
             lines.append(line)
         elif depth < _MAX_INCLUDE_DEPTH:
-            base = path.parent if path == SYSTEM_CONFIG else USER_CONFIG.expanduser().parent
+            base = path.parent if path == SYSTEM_CONFIG else _user_config().parent
             for pattern in _words(match["patterns"]):
                 for name in sorted(glob.glob(str(base / os.path.expanduser(pattern)))):
                     lines.append(_spliced(Path(name), depth + 1))

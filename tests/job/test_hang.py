@@ -37,6 +37,7 @@ def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
     assert "no progress for 2 s" in report
     assert "in read_a_broken_disk" in report
     assert "wait_for_the_others" not in report
+    assert "2 other ranks were stopped" in report
     (stacks,) = tmp_path.glob("runs/*/stacks.txt")
     assert stacks.read_text().count("in wait_for_the_others") == 2
     assert not members_of_job(result.job_id)
@@ -53,6 +54,7 @@ def test_a_script_that_falls_silent_hangs(tmp_path: Path) -> None:
     assert result.code == 124
     assert "time.sleep" not in result.out
     assert "✗ rank 0" in result.err
+    assert "other rank" not in result.err
 
 
 def test_stacks_on_demand_leave_the_job_alone(tmp_path: Path) -> None:

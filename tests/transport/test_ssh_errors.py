@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,17 @@ def test_proxy_command_and_bad_values_are_refused(config: Path, tmp_path: Path) 
     transport = make_transport(tmp_path / "none")
     with pytest.raises(TransportError, match="not found"):
         transport.open(HOST)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody without a name")
+def test_a_user_without_name_and_home_is_told_so() -> None:
+    code = (
+        "import os, getpass, paramiko\nfrom launcher.transport.ssh_config import *\n"
+        "from launcher.cluster.cluster import Host\n"
+        "os.setuid(54321); [os.environ.pop(n, 0) for n in ('HOME', 'USER', 'LOGNAME', 'LNAME', 'USERNAME')]\n"
+        "options = SshOptions(); config = load_config(options)\n"
+        "try: resolve(Host('a', (0,)), config, options)\n"
+        "except TransportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
+    assert "a: SSH config cannot be applied: 'getpwuid(): uid not found: 54321'" in done.stdout, done.stderr
