@@ -38,7 +38,8 @@ bench: $(VENV)/.installed-dev ## measure everything beside the peers, write docs
 	PYTHONPATH=tests $(BIN)/python benchmarks/fault_matrix.py > $(VENV)/bench/3_faults.md
 	$(BIN)/python benchmarks/random_kills.py > $(VENV)/bench/4_kills.md
 	$(BIN)/python benchmarks/output.py > $(VENV)/bench/5_output.md
-	OMP_NUM_THREADS=1 $(BIN)/launch --num_gpus 2 benchmarks/step_time.py --output $(VENV)/bench/6_step_time.md
+	$(BIN)/python benchmarks/fuzz.py > $(VENV)/bench/6_fuzz.md
+	OMP_NUM_THREADS=1 $(BIN)/launch --num_gpus 2 benchmarks/step_time.py --output $(VENV)/bench/7_step_time.md
 	cat benchmarks/header.md $(VENV)/bench/*.md > docs/benchmarks.md
 
 clean: ## remove the environment and every cache
