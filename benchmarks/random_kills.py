@@ -39,7 +39,7 @@ sys.exit(41)  # a rank whose child was killed fails with a code of its own
 """
 VICTIMS = ("rank", "child", "agent", "launcher")
 SIGNALS = {
-    "rank": (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGUSR1),
+    "rank": (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGUSR2),
     "child": (signal.SIGKILL, signal.SIGSEGV),
     "agent": (signal.SIGKILL,),
     "launcher": (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
