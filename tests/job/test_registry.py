@@ -29,7 +29,7 @@ def plan(job_id: str = "calm-otter-0001") -> JobPlan:
         job_id=job_id,
         placement=place(Cluster((Host("node-a", (0, 1)), Host("node-b", (0, 1))))),
         command=Command("script", "train.py", ("--token", "s3cret")),
-        cwd="/work",
+        cwd="/data",
         run_folder=Path("runs") / job_id,
         master_addr="node-a",
         master_port=None,
@@ -51,7 +51,7 @@ def test_an_entry_says_where_and_how_the_job_ran() -> None:
         assert entry.hosts == ("node-a", "node-b")
         assert entry.num_ranks == 4
         assert entry.command == ("train.py", "--token", MASK)
-        assert entry.run_folder == "/work/runs/calm-otter-0001"
+        assert entry.run_folder == "/data/runs/calm-otter-0001"
         assert abs(entry.started_s - time.time()) < 60
         registration.exit_code = 3
     entry = registry.find_job("calm-otter-0001")
