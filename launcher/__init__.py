@@ -22,7 +22,7 @@ _LAZY_NAMES = {
     "preempted": "launcher.base.preemption",
 }
 # Public modules that are loaded the same way.
-_LAZY_MODULES = {"notebook"}
+_LAZY_MODULES = {"notebook", "zero"}
 
 __all__ = [
     "EXIT_REQUEUE",
@@ -34,10 +34,11 @@ __all__ = [
     "initialize",
     "notebook",
     "preempted",
+    "zero",
 ]
 
 if TYPE_CHECKING:
-    from launcher import notebook
+    from launcher import notebook, zero
     from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat
     from launcher.comm.groups import init_distributed

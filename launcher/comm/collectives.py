@@ -23,23 +23,32 @@ from launcher.comm.groups import DataParallelGroup
 
 @dataclass(eq=False)
 class Pending:
-    """A collective on its way. Buffers must not be touched before `wait()`, which is idempotent."""
+    """A collective on its way. Buffers must not be touched before `wait()`, which is idempotent.
+
+    A collective may have phases: what `finish` returns is the next one, on its way.
+    """
 
     works: list[dist.Work] = field(default_factory=list)
-    finish: Callable[[], None] | None = None  # local work left after the last byte has arrived
+    finish: Callable[[], Pending | None] | None = None  # local work left after the last byte has arrived
 
     def __post_init__(self) -> None:
         if self.works:
             _on_their_way.add(self)
 
-    def wait(self) -> None:
-        """Block until the result stands in its buffer."""
+    def advance(self) -> Pending:
+        """Block until this phase has ended; return the next one, or a finished collective."""
         for work in self.works:
             work.wait()
         self.works = []
-        if self.finish is not None:
-            finish, self.finish = self.finish, None
-            finish()
+        finish, self.finish = self.finish, None
+        following = finish() if finish is not None else None
+        return following if following is not None else self
+
+    def wait(self) -> None:
+        """Block until the result stands in its buffer."""
+        phase = self
+        while phase.works or phase.finish is not None:
+            phase = phase.advance()
 
 
 _on_their_way: weakref.WeakSet[Pending] = weakref.WeakSet()
@@ -72,34 +81,49 @@ def _exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tens
     return list(dist.batch_isend_irecv(operations))
 
 
-def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor) -> Pending:
-    """Sum `flat` over all ranks and leave this rank's chunk of the sum in `output`.
+def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale: float = 1.0) -> Pending:
+    """Sum `flat` over all ranks and leave this rank's chunk of the sum, times `scale`, in `output`.
 
-    flat: 1-D, numel = world size * chunk. output: 1-D, numel = chunk, same dtype; may be this rank's
-    chunk of `flat` itself. Every rank must call it, in the same order among all collectives.
+    flat: 1-D, numel = world size * chunk. output: 1-D, numel = chunk; may be this rank's chunk of `flat` itself.
+    The sum is taken in the dtype of `output`, in rank order: 16-bit gradients are sent as they are and summed in
+    fp32 without loss. Every rank must call it, in the same order among all collectives.
     """
     if group.process_group is None:
         if output.data_ptr() != flat.data_ptr():
             output.copy_(flat)
-        return Pending()
-    if _is_nccl(group):
+        return Pending([], lambda: _scaled(output, scale))
+    if _is_nccl(group) and flat.dtype == output.dtype:
         work = dist.reduce_scatter_tensor(output, flat, group=group.process_group, async_op=True)
-        return Pending([work])
+        return Pending([work], lambda: _scaled(output, scale))
     chunks = list(flat.chunk(group.world_size))
     own = chunks[group.rank]
-    received = [own if peer == group.rank else torch.empty_like(own) for peer in range(group.world_size)]
+    received = [
+        own if peer == group.rank else group.buffers.borrow(own.numel(), own.dtype) for peer in range(group.world_size)
+    ]
 
     def add_in_rank_order() -> None:
-        total = received[0] if group.rank != 0 else received[0].clone()
-        for term in received[1:]:
-            total.add_(term)
-        output.copy_(total)
+        if group.world_size == 2 and flat.dtype == output.dtype:  # a + b = b + a: one pass, no temporary
+            torch.add(received[0], received[1], out=output)
+        elif group.rank == 0:  # the first term may stand in `output` already
+            output.copy_(own)
+            for term in received[1:]:
+                output.add_(term)
+        else:
+            total = received[0].to(output.dtype, copy=True)
+            for term in received[1:]:
+                total.add_(term)
+            output.copy_(total)
+        for peer, term in enumerate(received):
+            if peer != group.rank:
+                group.buffers.give_back(term)
+        _scaled(output, scale)
 
-    def add_two() -> None:  # a + b = b + a: no temporary is needed to keep the order
-        torch.add(received[0], received[1], out=output)
+    return Pending(_exchange(group, chunks, received), add_in_rank_order)
 
-    works = _exchange(group, chunks, received)
-    return Pending(works, add_two if group.world_size == 2 else add_in_rank_order)
+
+def _scaled(output: Tensor, scale: float) -> None:
+    if scale != 1.0:
+        output.mul_(scale)
 
 
 def all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
@@ -117,23 +141,27 @@ def all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
     return Pending(_exchange(group, own_everywhere, chunks))
 
 
-def all_reduce(group: DataParallelGroup, flat: Tensor) -> Pending:
-    """Sum `flat` over all ranks in place: a reduce-scatter, then an all-gather at the wait.
+def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0) -> Pending:
+    """Sum `flat` over all ranks in place and multiply it by `scale`.
 
-    flat: 1-D, numel = world size * chunk. Every rank must call it and wait in the same order.
+    On gloo a reduce-scatter, then as a second phase an all-gather. flat: 1-D, numel = world size * chunk. Every rank
+    must call it, and advance or wait, in the same order.
     """
     if group.process_group is None:
-        return Pending()
+        return Pending([], lambda: _scaled(flat, scale))
     if _is_nccl(group):
-        return Pending([dist.all_reduce(flat, group=group.process_group, async_op=True)])
+        work = dist.all_reduce(flat, group=group.process_group, async_op=True)
+        return Pending([work], lambda: _scaled(flat, scale))
     own = flat.chunk(group.world_size)[group.rank]
-    scattered = reduce_scatter(group, flat, own)
+    scattered = reduce_scatter(group, flat, own, scale)
+    add = scattered.finish
 
-    def gather() -> None:
-        scattered.wait()
-        all_gather(group, flat).wait()
+    def gather() -> Pending:
+        if add is not None:
+            add()
+        return all_gather(group, flat)
 
-    return Pending([], gather)
+    return Pending(scattered.works, gather)
 
 
 def sum_scalars(group: DataParallelGroup, values: Tensor) -> Tensor:
@@ -155,10 +183,10 @@ def gather_scalars(group: DataParallelGroup, value: float) -> list[float]:
     return [part.item() for part in parts]
 
 
-def broadcast_from_first(group: DataParallelGroup, tensors: list[Tensor]) -> None:
-    """Overwrite every rank's tensors with rank 0's. Every rank must call it with equal shapes."""
+def broadcast(group: DataParallelGroup, tensors: list[Tensor], source: int = 0) -> None:
+    """Overwrite every rank's tensors with those of rank `source`. Every rank must call it with equal shapes."""
     if group.process_group is None:
         return
-    works = [dist.broadcast(t, src=0, group=group.process_group, async_op=True) for t in tensors]
+    works = [dist.broadcast(t, src=source, group=group.process_group, async_op=True) for t in tensors]
     for work in works:
         work.wait()

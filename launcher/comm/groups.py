@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from launcher.base import env
 from launcher.base.errors import EngineError
+from launcher.comm.buffers import BufferPool
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -24,6 +25,10 @@ class DataParallelGroup:
     world_size: int
     device: torch.device
     process_group: dist.ProcessGroup | None  # None: a single process, no communication
+    buffers: BufferPool = field(init=False, compare=False, repr=False)  # memory of everything in flight
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buffers", BufferPool(self.device))
 
 
 def local_device() -> torch.device:

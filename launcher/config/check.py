@@ -59,7 +59,7 @@ def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
         config = Config.model_validate(renamed)
     except ValidationError as error:
         errors += [_from_pydantic(item) for item in error.errors(include_url=False)]
-    _check_support(Config, renamed, (), errors, notices)
+    _check_support(Config, renamed, (), _Support(_stage_of(renamed), errors, notices))
     _check_typed_params(renamed, "optimizer", OPTIMIZER_PARAMS, WORKING_OPTIMIZERS, errors, notices)
     _check_typed_params(renamed, "scheduler", SCHEDULER_PARAMS, WORKING_SCHEDULERS, errors, notices)
     if config is not None:
@@ -123,9 +123,30 @@ def unknown_key(path: Path) -> Finding:
     return Finding(path, f'unknown key "{path[-1]}"', did_you_mean(str(path[-1]), choices), True)
 
 
-def _check_support(
-    section: type[Section], data: Mapping[str, Any], path: Path, errors: list[Finding], notices: list[Finding]
-) -> None:
+@dataclass
+class _Support:
+    """Collects what is set without effect, or not supported."""
+
+    stage: Any  # as given: a number, or "auto"
+    errors: list[Finding]
+    notices: list[Finding]
+
+    def report(self, status: Status, path: Path, value: Any) -> None:
+        name = ".".join(str(part) for part in path)
+        if status.support is Support.UNSUPPORTED:
+            self.errors.append(Finding(path, f"{name} {shown(value)} is not supported", status.note, True))
+        elif status.support is Support.INERT:
+            self.notices.append(Finding(path, f"{name} {shown(value)} has no effect: {status.note}", None, True))
+        elif status.support is Support.AT_STAGE_3 and self.stage not in (3, AUTO):
+            self.notices.append(Finding(path, f"{name} {shown(value)} has no effect: it tunes stage 3", None, True))
+
+
+def _stage_of(data: Mapping[str, Any]) -> Any:
+    zero = data.get("zero_optimization")
+    return zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+
+
+def _check_support(section: type[Section], data: Mapping[str, Any], path: Path, findings: _Support) -> None:
     """Report keys that were set and have no effect, and refuse keys that are not supported."""
     if section.switch is not None and path and data.get(section.switch[0], section.switch[1]) == section.switch[1]:
         return  # the whole section is off
@@ -135,20 +156,12 @@ def _check_support(
         inner = section_of(section, name)
         if inner is not None:
             if isinstance(value, Mapping):
-                _check_support(inner, value, (*path, name), errors, notices)
+                _check_support(inner, value, (*path, name), findings)
             continue
         default = section.model_fields[name].get_default(call_default_factory=True)
         if value in (default, None, AUTO):
             continue
-        _report(status_of(section, name), (*path, name), value, errors, notices)
-
-
-def _report(status: Status, path: Path, value: Any, errors: list[Finding], notices: list[Finding]) -> None:
-    name = ".".join(str(part) for part in path)
-    if status.support is Support.UNSUPPORTED:
-        errors.append(Finding(path, f"{name} {shown(value)} is not supported", status.note, True))
-    elif status.support is Support.INERT:
-        notices.append(Finding(path, f"{name} {shown(value)} has no effect: {status.note}", None, True))
+        findings.report(status_of(section, name), (*path, name), value)
 
 
 def _check_typed_params(
@@ -182,7 +195,7 @@ def _check_typed_params(
         section.model_validate(dict(params))
     except ValidationError as error:
         errors += [_param_finding(name, type_name, section, item) for item in error.errors(include_url=False)]
-    _check_support(section, params, (name, "params"), errors, notices)
+    _check_support(section, params, (name, "params"), _Support(_stage_of(data), errors, notices))
 
 
 def _param_finding(name: str, type_name: str, section: type[Section], item: Any) -> Finding:
@@ -224,9 +237,6 @@ def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
     findings = []
     if config.fp16.enabled is True and config.bf16.enabled is True:
         findings.append(Finding(("bf16", "enabled"), "fp16 and bf16 are both enabled", "enable one of them"))
-    stage: Any = config.zero_optimization.stage  # may still be "auto"
-    if stage != AUTO and stage > 2:
-        findings.append(Finding(("zero_optimization", "stage"), "stage 3 is not supported", "use stage 2"))
     if config.data_types.grad_accum_dtype in ("fp16", "bf16"):
         path = ("data_types", "grad_accum_dtype")
         findings.append(Finding(path, "gradients are summed in fp32 only", "remove the key"))

@@ -55,6 +55,17 @@ def load_config(source: Source, *, world_size: int | None = None) -> LoadedConfi
     return LoadedConfig(checked.config, notices, name, raw)
 
 
+def read_raw(source: Source) -> dict[str, Any]:
+    """Return a config's data as it stands, unchecked: for what must be known before the rest is decided.
+
+    Raises: ConfigError when it cannot be read or is no object.
+    """
+    name, located = _read(source)
+    if not isinstance(located.value, Mapping):
+        raise ConfigError("a config is an object with keys", where=_place(name, (1, 1)), hint='such as {"bf16": ...}')
+    return dict(located.value)
+
+
 def is_readable_here(text: str) -> bool:
     """Return whether `text` is the path of something on this machine, or a config itself: JSON text or its base64."""
     return text.lstrip("\ufeff \t\r\n").startswith("{") or _exists(text) or _from_base64(text) is not None

@@ -77,7 +77,7 @@ def _type_name(annotation: Any) -> str:
 def markdown() -> str:
     """Return `docs/config.md`."""
     keys = all_keys()
-    counts = {support: sum(1 for k in keys if k.status.startswith(support.value)) for support in Support}
+    counts = {support: sum(1 for k in keys if k.status.partition(":")[0] == support.value) for support in Support}
     lines = [
         "# Config reference",
         "",
@@ -87,6 +87,8 @@ def markdown() -> str:
         "trailing commas are accepted. Every key of the DeepSpeed vocabulary is known:",
         "",
         f"* **works**: {counts[Support.WORKS]} keys;",
+        f"* **{Support.AT_STAGE_3.value}**: {counts[Support.AT_STAGE_3]} keys; setting one at another stage is reported"
+        " at start;",
         f"* **{Support.INERT.value}**: {counts[Support.INERT]} keys; setting one is reported at start;",
         f"* **{Support.UNSUPPORTED.value}**: {counts[Support.UNSUPPORTED]} keys; setting one to anything but its"
         " default is an error that says what to use instead.",

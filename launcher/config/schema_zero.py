@@ -6,6 +6,7 @@ import sys
 from typing import Annotated
 
 from launcher.config.fields import (
+    AT_STAGE_3,
     AnyInt,
     Count,
     Flag,
@@ -22,8 +23,6 @@ from launcher.config.fields import (
     unsupported,
 )
 
-_STAGE_3 = unsupported("stage 3 is not in this release; use stage 2")
-_STAGE_3_TUNING = inert("it tunes stage 3")
 _OFFLOAD = unsupported("offload is not in this release; use a higher stage or a smaller micro-batch")
 _FLAT = inert("units are flat buffers: there is nothing to choose")
 _ZEROPP = unsupported("quantized communication is not in this release; remove the key")
@@ -89,7 +88,7 @@ class LocoParam(Section):
 class LeafModule(Section):
     """`leaf_module`: modules that are fetched whole, without hooks inside."""
 
-    status = _STAGE_3_TUNING
+    status = AT_STAGE_3
 
     classes: TextList = key([], "class names or paths")
     names: TextList = key([], "module names")
@@ -112,36 +111,36 @@ class ZeroOptimization(Section):
     offload_param: OffloadParam = key(OffloadParam, "parameters in host memory or on disk")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "optimizer states in host memory or on disk")
     zenflow: ZenFlow | None = key(None, "stall-free offload")
-    sub_group_size: PositiveInt = key(1_000_000_000, "elements updated at once at stage 3", _STAGE_3_TUNING)
+    sub_group_size: PositiveInt = key(1_000_000_000, "elements updated at once at stage 3", inert("nothing is offloaded"))
     stage3_prefetch_bucket_size: Count = key(
-        50_000_000, "elements fetched ahead", _STAGE_3_TUNING, alias=("prefetch_bucket_size",)
+        50_000_000, "elements fetched ahead", AT_STAGE_3, alias=("prefetch_bucket_size",)
     )
     stage3_param_persistence_threshold: Count = key(
-        100_000, "smaller parameters stay whole", _STAGE_3_TUNING, alias=("param_persistence_threshold",)
+        100_000, "smaller parameters stay whole", AT_STAGE_3, alias=("param_persistence_threshold",)
     )
     stage3_model_persistence_threshold: Count = key(
-        sys.maxsize, "elements that may stay whole", _STAGE_3_TUNING, alias=("model_persistence_threshold",)
+        sys.maxsize, "elements that may stay whole", AT_STAGE_3, alias=("model_persistence_threshold",)
     )
     stage3_max_live_parameters: Count = key(
-        1_000_000_000, "elements gathered at the same time", _STAGE_3_TUNING, alias=("max_live_parameters",)
+        1_000_000_000, "elements gathered at the same time", AT_STAGE_3, alias=("max_live_parameters",)
     )
     stage3_max_reuse_distance: Count = key(
-        1_000_000_000, "keep what is needed again so soon", _STAGE_3_TUNING, alias=("max_reuse_distance",)
+        1_000_000_000, "keep what is needed again so soon", AT_STAGE_3, alias=("max_reuse_distance",)
     )
     stage3_gather_16bit_weights_on_model_save: Flag = key(
         False,
         "gather whole weights to save them",
-        _STAGE_3_TUNING,
+        inert("whole weights come from engine.state_dict()"),
         alias=("gather_16bit_weights_on_model_save",),
     )
     stage3_module_granularity_threshold: Count = key(
-        0, "fetch modules with smaller parts whole", _STAGE_3_TUNING, alias=("module_granularity_threshold",)
+        0, "fetch modules with smaller parts whole", AT_STAGE_3, alias=("module_granularity_threshold",)
     )
     stage3_use_all_reduce_for_fetch_params: Flag = key(
-        False, "fetch with an all-reduce", _STAGE_3_TUNING, alias=("use_all_reduce_for_fetch_params",)
+        False, "fetch with an all-reduce", inert("units are gathered, which sends half as much"), alias=("use_all_reduce_for_fetch_params",)
     )
     stage3_allgather_sequential: Flag = key(
-        False, "gather one parameter at a time", _STAGE_3_TUNING, alias=("allgather_sequential",)
+        False, "gather one parameter at a time", inert("a unit is one collective already"), alias=("allgather_sequential",)
     )
     ignore_unused_parameters: Flag = key(True, "accept parameters without gradient", inert("they are always accepted"))
     legacy_stage1: Flag = key(False, "stage 1 of old versions", unsupported("use stage 1"))
@@ -153,10 +152,10 @@ class ZeroOptimization(Section):
     zeropp_loco_param: LocoParam | None = key(None, "error feedback of quantized gradients")
     mics_shard_size: AnyInt = key(-1, "ranks that share one set of shards", _ZEROPP)
     mics_hierarchical_params_gather: Flag = key(False, "gather within nodes first", _ZEROPP)
-    memory_efficient_linear: Flag = key(True, "linear layers that keep no gathered weight", _STAGE_3_TUNING)
-    pipeline_loading_checkpoint: Flag = key(False, "load a checkpoint in stages", _STAGE_3_TUNING)
-    override_module_apply: Flag = key(True, "gather inside Module.apply", _STAGE_3_TUNING)
-    log_trace_cache_warnings: Flag = key(False, "report changed execution order", _STAGE_3_TUNING)
+    memory_efficient_linear: Flag = key(True, "linear layers that keep no gathered weight", inert("no layer keeps one"))
+    pipeline_loading_checkpoint: Flag = key(False, "load a checkpoint in stages", inert("checkpoints come later"))
+    override_module_apply: Flag = key(True, "gather inside Module.apply", inert("zero.Init always does"))
+    log_trace_cache_warnings: Flag = key(False, "report changed execution order", AT_STAGE_3)
     enable_sanity_checks: Flag = key(False, "check more at run time", inert("the checks are always on"))
     save_muon_momentum_buffer_in_memory: Flag = key(False, "keep Muon's momentum off the disk", inert("no offload"))
     leaf_module: LeafModule = key(LeafModule, "modules that are fetched whole")
@@ -164,7 +163,7 @@ class ZeroOptimization(Section):
     cpu_offload_param: OptFlag = key(None, "old name of offload_param.device=cpu", _OFFLOAD)
     cpu_offload_use_pin_memory: OptFlag = key(None, "old name of pin_memory", inert("nothing is offloaded"))
     stage3_gather_fp16_weights_on_model_save: OptFlag = key(
-        None, "old name of stage3_gather_16bit_weights_on_model_save", _STAGE_3_TUNING
+        None, "old name of stage3_gather_16bit_weights_on_model_save", inert("whole weights come from engine.state_dict()")
     )
 
 

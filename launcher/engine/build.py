@@ -30,10 +30,13 @@ from launcher.optim.factory import (
     plan_from_config,
 )
 from launcher.optim.schedules import build_schedule
-from launcher.zero.grads import GradientReducer
 from launcher.zero.hooks import install_hooks
+from launcher.zero.leaves import mark_leaves
+from launcher.zero.parameters import home_of
 from launcher.zero.partition import build_units
-from launcher.zero.stages import STAGES, Precision, ZeroPolicy
+from launcher.zero.reducer import GradientReducer
+from launcher.zero.schedule import ParameterSchedule
+from launcher.zero.stages import STAGES, ParameterPolicy, Precision, ZeroPolicy
 from launcher.zero.unit import FlatUnit
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -83,11 +86,14 @@ def initialize(
     )
     policy = _policy(settings, group)
 
+    leaves = settings.zero_optimization.leaf_module
+    mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
     _place_model(model, policy.precision, group)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters)
     units = build_units(model, group_of_parameters(plan, model), policy, group)
-    reducer = GradientReducer(units, policy)
-    install_hooks(units, reducer)
+    reducer = GradientReducer([unit.grads for unit in units if unit.grads is not None], policy, group.world_size)
+    schedule = ParameterSchedule(units, policy.parameters)
+    install_hooks(model, units, reducer, schedule)
     zero_optimizer = ZeroOptimizer(plan.build(_shards(units)))
     scheduler = _scheduler(settings, lr_scheduler, zero_optimizer)
     loader = None
@@ -103,7 +109,7 @@ def initialize(
         )
     if group.rank == 0:
         _announce(settings, policy, batch, zero_optimizer, loaded, choices)
-    parts = EngineParts(group, policy, units, reducer, zero_optimizer, scheduler, batch, settings, loaded.raw, loader)
+    parts = EngineParts(group, policy, units, reducer, schedule, zero_optimizer, scheduler, batch, settings, loaded.raw, loader)
     return Engine(model, parts), zero_optimizer, loader, scheduler
 
 
@@ -137,13 +143,21 @@ def _policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
         max_unit_numel=max(1, int(zero.reduce_bucket_size)),
         overlap_comm=zero.overlap_comm is not False,
         max_grad_norm=float(settings.gradient_clipping),
+        parameters=ParameterPolicy(
+            persistence_threshold=int(zero.stage3_param_persistence_threshold),
+            model_persistence_threshold=int(zero.stage3_model_persistence_threshold),
+            prefetch_numel=int(zero.stage3_prefetch_bucket_size) if zero.overlap_comm is not False else 0,
+            max_live_numel=int(zero.stage3_max_live_parameters),
+            max_reuse_distance=int(zero.stage3_max_reuse_distance),
+            granularity_threshold=int(zero.stage3_module_granularity_threshold),
+        ),
     )
 
 
 def _place_model(model: nn.Module, precision: Precision, group: DataParallelGroup) -> None:
     model.to(device=group.device, dtype=precision.param_dtype)
-    tensors = [tensor.data for tensor in (*model.parameters(), *model.buffers())]
-    collectives.broadcast_from_first(group, tensors)
+    whole = [param for param in model.parameters() if home_of(param) is None]  # `zero.Init` has sharded the others
+    collectives.broadcast(group, [tensor.data for tensor in (*whole, *model.buffers())])
 
 
 def _optimizer_plan(
@@ -163,11 +177,12 @@ def _optimizer_plan(
 def _shards(units: list[FlatUnit]) -> list[FlatShard]:
     return [
         FlatShard(
-            unit.master[segment.start : segment.start + segment.numel],
-            unit.owned_grad[segment.start : segment.start + segment.numel],
+            unit.params.master[segment.start : segment.start + segment.numel],
+            unit.grads.owned_grad[segment.start : segment.start + segment.numel],
             segment.group,
         )
         for unit in units
+        if unit.grads is not None
         for segment in unit.layout.segments_in(unit.owned)
     ]
 

@@ -20,7 +20,9 @@ from launcher.config.schema import Config
 from launcher.engine.data import DistributedLoader
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.monitor.throughput import ThroughputTimer
-from launcher.zero.grads import GradientReducer
+from launcher.zero.gathered import GatheredParameters
+from launcher.zero.reducer import GradientReducer
+from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import first_bad_gradient, step_units
 from launcher.zero.unit import FlatUnit
@@ -34,6 +36,7 @@ class EngineParts:
     policy: ZeroPolicy
     units: list[FlatUnit]
     reducer: GradientReducer
+    schedule: ParameterSchedule
     optimizer: ZeroOptimizer
     lr_scheduler: Any
     batch: BatchPlan
@@ -134,9 +137,16 @@ class Engine(nn.Module):
         self._losses.append(loss.detach())
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
-        reducer = self._parts.reducer
+        reducer, schedule = self._parts.reducer, self._parts.schedule
         reducer.begin_backward(is_boundary=self.is_gradient_accumulation_boundary())
-        loss.backward(retain_graph=retain_graph)
+        schedule.begin_backward()
+        try:
+            loss.backward(retain_graph=retain_graph)
+        except BaseException:
+            reducer.abort_backward()
+            raise
+        finally:
+            schedule.end_backward()
         reducer.end_backward()
         self._backward_done = True
         return loss
@@ -163,7 +173,8 @@ class Engine(nn.Module):
         """Drop the gradients gathered since the last step."""
         self._parts.reducer.wait()
         for unit in self._parts.units:
-            unit.discard_gradients()
+            if unit.grads is not None:
+                unit.grads.discard()
 
     def _take_step(self) -> None:
         parts = self._parts
@@ -227,20 +238,22 @@ class Engine(nn.Module):
     def synchronize_parameters(self) -> None:
         """Wait until every parameter holds the last step's update; `state_dict()` and forward do it themselves."""
         for unit in self._parts.units:
-            unit.wait_for_parameters()
+            unit.params.wait()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # overloads
         """Return the model's state dict: plain tensors that do not share the flat buffers' storage."""
         self.synchronize_parameters()
-        state: Mapping[str, Any] = self.module.state_dict(*args, **kwargs)
-        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        with GatheredParameters(self.module.parameters()):
+            state: Mapping[str, Any] = self.module.state_dict(*args, **kwargs)
+            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights into the model and refresh the fp32 master copies from them."""
         self.synchronize_parameters()
-        result = self.module.load_state_dict(state_dict, strict=strict)
-        for unit in self._parts.units:
-            unit.refresh_master()
+        with GatheredParameters(self.module.parameters()):
+            result = self.module.load_state_dict(state_dict, strict=strict)
+            for unit in self._parts.units:
+                unit.params.refresh()
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -5,34 +5,115 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from launcher.zero.grads import GradientReducer
+from launcher.zero.gradients import UnitGradients
+from launcher.zero.reducer import GradientReducer
+from launcher.zero.schedule import ParameterSchedule
+from launcher.zero.tensors import tensors_in
 from launcher.zero.unit import FlatUnit
 
 
-def install_hooks(units: list[FlatUnit], reducer: GradientReducer) -> list[RemovableHandle]:
-    """Let gradients flow into the units, and let each unit's first reader wait for its parameters."""
+def install_hooks(
+    model: nn.Module, units: list[FlatUnit], reducer: GradientReducer | None, schedule: ParameterSchedule
+) -> list[RemovableHandle]:
+    """Let gradients flow into the units, and let the modules that read a unit's parameters find them there.
+
+    reducer: None for a model that is not trained. Returns handles that undo the hooks of modules and gradients.
+    """
     handles: list[RemovableHandle] = []
+    readers: dict[nn.Module, list[FlatUnit]] = {model: []}
     for unit in units:
-        for index, param in enumerate(unit.members.params):
-            hook = _gradient_hook(reducer, unit, index)
-            handles.append(param.register_post_accumulate_grad_hook(hook))
         for anchor in unit.members.anchors:
-            handles.append(anchor.register_forward_pre_hook(_forward_hook(unit)))
+            readers.setdefault(anchor, []).append(unit)
+        if unit.grads is not None and reducer is not None:
+            for index, param in enumerate(unit.members.params):
+                hook = _gradient_hook(reducer, schedule, unit, unit.grads, index)
+                handles.append(param.register_post_accumulate_grad_hook(hook))
+    for module, read in readers.items():
+        reader = _Reader(schedule, read)
+        handles.append(module.register_forward_pre_hook(reader.before_forward, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(reader.after_forward, always_call=True))
+    _watch_accesses(model, units, schedule, readers[model])
     return handles
 
 
-def _gradient_hook(reducer: GradientReducer, unit: FlatUnit, index: int) -> Callable[[Tensor], None]:
+def _gradient_hook(
+    reducer: GradientReducer, schedule: ParameterSchedule, unit: FlatUnit, gradients: UnitGradients, index: int
+) -> Callable[[Tensor], None]:
     def on_gradient(_param: Tensor) -> None:
-        reducer.take_gradient(unit, index)
+        reducer.take_gradient(gradients, index)
+        if gradients.is_complete:
+            schedule.after_gradients(unit)
 
     return on_gradient
 
 
-def _forward_hook(unit: FlatUnit) -> Callable[[nn.Module, Any], None]:
-    def before_forward(_module: nn.Module, _inputs: Any) -> None:
-        unit.wait_for_parameters()
+class _Reader:
+    """The hooks of one module whose forward reads units."""
 
-    return before_forward
+    def __init__(self, schedule: ParameterSchedule, units: list[FlatUnit]) -> None:
+        self._schedule = schedule
+        self._units = units
+
+    def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._schedule.before_forward(self._units)
+        frozen = [unit for unit in self._units if unit.is_sharded and unit.grads is None]
+        if frozen and torch.is_grad_enabled():
+            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+            if inputs:  # no gradient arrives in a frozen unit: those of the module's inputs say that it is done
+                register_multi_grad_hook(inputs, lambda _grads: self._after_backward(frozen))
+
+    def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        read = [unit for unit in self._schedule.after_forward(self._units) if unit.is_sharded]
+        if not read or not torch.is_grad_enabled():
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _grad: self._schedule.before_backward(read))
+
+    def _after_backward(self, frozen: list[FlatUnit]) -> None:
+        for unit in frozen:
+            self._schedule.after_gradients(unit)
+
+
+# ---- parameters read outside of their modules' forward ----
+
+
+class _WatchedParameters(dict[str, nn.Parameter | None]):
+    """A module's `_parameters` that sees to it that what a running forward asks for is there.
+
+    Code such as `F.linear(x, self.embedding.weight)` reads a parameter without calling its module.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter | None], on_access: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(params)
+        self._on_access = on_access
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._on_access(param)
+        return param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (dict(self),))  # a copy of the model belongs to no engine
+
+
+def _watch_accesses(
+    model: nn.Module, units: list[FlatUnit], schedule: ParameterSchedule, read_by_root: list[FlatUnit]
+) -> None:
+    unit_of = {param: unit for unit in units for param in unit.members.params}
+
+    def on_access(param: nn.Parameter) -> None:
+        unit = unit_of.get(param)
+        # From the next pass on the whole model's forward holds what was read outside of its module.
+        if unit is not None and schedule.on_access(unit) and unit not in read_by_root:
+            read_by_root.append(unit)
+
+    for module in model.modules():
+        if any(param in unit_of for param in module._parameters.values() if param is not None):
+            module._parameters = _WatchedParameters(module._parameters, on_access)

@@ -1,19 +1,24 @@
-"""Form units from a model: repeated blocks first, everything else beside them."""
+"""Form units from a model: repeated blocks first, everything else module by module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from launcher.comm.groups import DataParallelGroup
-from launcher.zero.layout import layout_unit, split_by_size
-from launcher.zero.stages import ZeroPolicy
+from launcher.zero.layout import UnitLayout, layout_unit, split_by_size
+from launcher.zero.leaves import external_parameters, is_leaf
+from launcher.zero.parameters import home_of
+from launcher.zero.stages import ParameterPolicy, ZeroPolicy
 from launcher.zero.unit import FlatUnit, UnitMembers
 
-# Neighbouring blocks are joined up to this size: a collective has a fixed cost of about 0.3 ms on gloo.
+# Neighbouring units are joined up to this size: a collective has a fixed cost of about 0.3 ms on gloo. Sharded units
+# are not: small parameters stay whole, and what is joined is also gathered together.
 MIN_UNIT_NUMEL = 2**18
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass
@@ -21,50 +26,21 @@ class _Run:
     """Parameters in registration order that are read by the same modules."""
 
     anchors: list[nn.Module]
-    named: list[tuple[str, nn.Parameter]]
+    named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    is_persistent: bool = False
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.named[0][1].requires_grad
 
     @property
     def numel(self) -> int:
-        return sum(param.numel() for _, param in self.named)
+        return sum(full_numel(param) for _, param in self.named)
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the items of the outermost lists of modules."""
-    if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
-        yield from module
-        return
-    for child in module.children():
-        yield from _blocks(child)
-
-
-def _runs(model: nn.Module) -> list[_Run]:
-    names = {param: name for name, param in model.named_parameters() if param.requires_grad}
-    owners: dict[nn.Parameter, set[int]] = {param: set() for param in names}
-    blocks = list(_blocks(model))
-    for number, block in enumerate(blocks):
-        for param in block.parameters():
-            if param in owners:
-                owners[param].add(number)
-    # A parameter that two blocks share, or a block and the rest (tied weights), must be there for both.
-    inside_one = {param: next(iter(found)) for param, found in owners.items() if len(found) == 1}
-    for module in model.modules():
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        for param in module.parameters(recurse=False):
-            owner = inside_one.get(param)
-            if owner is not None and not any(module is inner for inner in blocks[owner].modules()):
-                del inside_one[param]
-    rest = _Run([model], [(name, param) for param, name in names.items() if param not in inside_one])
-    runs = [rest] if rest.named else []
-    for number, block in enumerate(blocks):
-        named = [(name, param) for param, name in names.items() if inside_one.get(param) == number]
-        last = runs[-1] if runs and runs[-1] is not rest else None
-        if last is not None and last.numel + sum(p.numel() for _, p in named) <= MIN_UNIT_NUMEL:
-            last.anchors.append(block)
-            last.named += named
-        elif named:
-            runs.append(_Run([block], named))
-    return runs
+def full_numel(param: nn.Parameter) -> int:
+    """Return the elements of a parameter, also of one that `zero.Init` has sharded."""
+    return int(getattr(param, "ds_numel", param.numel()))
 
 
 def build_units(
@@ -73,19 +49,145 @@ def build_units(
     policy: ZeroPolicy,
     group: DataParallelGroup,
 ) -> list[FlatUnit]:
-    """Move the trainable parameters of `model` into units, in forward order as registered.
+    """Move the parameters of `model` into units, in forward order as registered.
 
-    group_of: the optimizer group of each trainable parameter. Parameters must have the policy's dtype and the
-    group's device. Every rank must call it with the same model.
+    Trainable ones always; frozen ones where parameters are sharded. group_of: the optimizer group of each trainable
+    parameter; one that is missing is frozen. Parameters must have the policy's dtype and the group's device. Every
+    rank must call it with the same model.
     """
     units = []
-    for run in _runs(model):
-        numels = [param.numel() for _, param in run.named]
+    for run in _runs(model, policy):
+        numels = [full_numel(param) for _, param in run.named]
         for part in split_by_size(numels, policy.max_unit_numel):
             named = run.named[part.start : part.stop]
             params = [param for _, param in named]
-            groups = [group_of[param] for param in params]
-            members = UnitMembers([name for name, _ in named], params, run.anchors, groups)
-            layout = layout_unit([param.numel() for param in params], groups, group.world_size)
-            units.append(FlatUnit(members, layout, policy, group))
+            groups = [group_of[param] for param in params] if run.is_trainable else []
+            members = UnitMembers([name for name, _ in named], params, run.anchors, groups, run.is_persistent)
+            layout = layout_unit(numels[part.start : part.stop], groups or [0] * len(params), group.world_size)
+            unit = _adopt(members, layout, policy, group)
+            unit.index = len(units)
+            units.append(unit)
     return units
+
+
+def _adopt(members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, group: DataParallelGroup) -> FlatUnit:
+    """Build a unit; parameters that `zero.Init` has sharded are whole while it takes their values over."""
+    homes = [home for home in map(home_of, members.params) if home is not None]
+    for home in homes:
+        home.start_gather()
+    for home in homes:
+        home.wait()
+    unit = FlatUnit(members, layout, policy, group)
+    for home in homes:
+        home.abandon()
+    return unit
+
+
+def _runs(model: nn.Module, policy: ZeroPolicy) -> list[_Run]:
+    """Return the parameters that become units, by the modules that read them."""
+    shards_parameters = policy.stage.shards_parameters
+    names = {
+        param: name
+        for name, param in model.named_parameters()
+        if param.requires_grad or (shards_parameters and param.is_floating_point())
+    }
+    persistent = _persistent(names, policy.parameters) if shards_parameters else set()
+    readers: dict[nn.Parameter, list[nn.Module]] = {param: [] for param in names}
+    for home, modules in _homes(model, policy):
+        for module in modules:
+            for param in (*module.parameters(recurse=False), *external_parameters(module)):
+                if param in readers and home not in readers[param]:
+                    readers[param].append(home)
+    runs: dict[tuple[object, ...], _Run] = {}
+    for param, name in names.items():
+        anchors = [model] if param in persistent else readers[param]
+        key = (param in persistent, param.requires_grad, *map(id, anchors))
+        run = runs.setdefault(key, _Run(anchors, is_persistent=param in persistent))
+        run.named.append((name, param))
+    found = list(runs.values())
+    return found if shards_parameters else _joined(found)
+
+
+def _persistent(names: dict[nn.Parameter, str], policy: ParameterPolicy) -> set[nn.Parameter]:
+    """Return the parameters small enough to stay whole."""
+    chosen, total = set(), 0
+    for param in names:
+        numel = full_numel(param)
+        if numel < policy.persistence_threshold and total + numel <= policy.model_persistence_threshold:
+            chosen.add(param)
+            total += numel
+    return chosen
+
+
+def _joined(runs: list[_Run]) -> list[_Run]:
+    """Join neighbours as long as they are small together."""
+    joined: list[_Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if last is not None and last.numel + run.numel <= MIN_UNIT_NUMEL:
+            last.anchors = list(dict.fromkeys([*last.anchors, *run.anchors]))
+            last.named += run.named
+        else:
+            joined.append(run)
+    return joined
+
+
+# ---- which module's forward reads which modules' parameters ----
+
+
+def _homes(model: nn.Module, policy: ZeroPolicy) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Yield modules whose forward a unit is tied to, each with the modules whose own parameters it covers."""
+    blocks = dict.fromkeys(_blocks(model))
+    inside = {module for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if module in blocks:
+            yield from _split(module, policy)
+        elif module not in inside:
+            yield module, [module]
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the items of the outermost lists of modules, and modules that are marked as leaves."""
+    if is_leaf(module):
+        yield module
+    elif isinstance(module, _LISTS) and len(module) > 1:
+        yield from _items(module)
+    else:
+        for child in module.children():
+            yield from _blocks(child)
+
+
+def _items(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the items of a list, those of lists in lists too: a list has no forward of its own to hook."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _items(child)
+        else:
+            yield child
+
+
+def _split(module: nn.Module, policy: ZeroPolicy) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Yield a module whole, or where it is too large its parts."""
+    numel = sum(full_numel(param) for param in module.parameters())
+    children = list(module.children())
+    if not children or numel <= _largest_block(policy) or is_leaf(module) or _is_fine_grained(module, policy):
+        yield module, list(module.modules())
+        return
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield module, [module]
+    for child in children:
+        yield from _split(child, policy)
+
+
+def _largest_block(policy: ZeroPolicy) -> int:
+    """Return how many elements may be gathered at once; less than a fetch ahead would leave nothing to overlap."""
+    if not policy.stage.shards_parameters or policy.parameters.prefetch_numel == 0:
+        return policy.max_unit_numel
+    return min(policy.max_unit_numel, policy.parameters.prefetch_numel)
+
+
+def _is_fine_grained(module: nn.Module, policy: ZeroPolicy) -> bool:
+    """Say whether a module has so many small parts that fetching each would cost more than fetching all."""
+    num_parts = sum(1 for part in module.modules() if any(True for _ in part.parameters(recurse=False)))
+    numel = sum(full_numel(param) for param in module.parameters())
+    return num_parts > 1 and numel / num_parts < policy.parameters.granularity_threshold

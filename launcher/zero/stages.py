@@ -17,12 +17,14 @@ class Stage:
     number: int
     shards_optimizer: bool  # optimizer states and fp32 master weights; gradients are reduced to their owner
     shards_gradients: bool  # each micro-batch is reduced during backward, only the owner keeps the sum
+    shards_parameters: bool  # parameters rest as shards and are gathered around their use
 
 
 STAGES = {
-    0: Stage(0, shards_optimizer=False, shards_gradients=False),
-    1: Stage(1, shards_optimizer=True, shards_gradients=False),
-    2: Stage(2, shards_optimizer=True, shards_gradients=True),
+    0: Stage(0, shards_optimizer=False, shards_gradients=False, shards_parameters=False),
+    1: Stage(1, shards_optimizer=True, shards_gradients=False, shards_parameters=False),
+    2: Stage(2, shards_optimizer=True, shards_gradients=True, shards_parameters=False),
+    3: Stage(3, shards_optimizer=True, shards_gradients=True, shards_parameters=True),
 }
 
 
@@ -39,6 +41,18 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class ParameterPolicy:
+    """When sharded parameters are gathered and released; counts are elements. Names follow the config's."""
+
+    persistence_threshold: int = 0  # smaller parameters stay whole ...
+    model_persistence_threshold: int = 0  # ... up to this many elements of them
+    prefetch_numel: int = 0  # gathered ahead of their use
+    max_live_numel: int = 0  # whole at the same time: above it nothing is fetched ahead or kept
+    max_reuse_distance: int = 0  # kept when used again within so many elements
+    granularity_threshold: int = 0  # modules whose parts are smaller on average are gathered as one
+
+
+@dataclass(frozen=True)
 class ZeroPolicy:
     """Everything that shapes the sharded machinery."""
 
@@ -47,6 +61,19 @@ class ZeroPolicy:
     max_unit_numel: int  # upper bound of a unit, `reduce_bucket_size`
     overlap_comm: bool  # reduce while backward runs, gather while the next forward runs
     max_grad_norm: float  # 0: no clipping
+    parameters: ParameterPolicy = ParameterPolicy()
+
+
+class ParameterState(Enum):
+    """Where the parameters of a unit are on this rank.
+
+    SHARDED -> GATHERING (fetch) -> WHOLE (wait) -> SHARDED (release). Below stage 3 a unit is WHOLE, or GATHERING while
+    the other ranks' updates are on their way.
+    """
+
+    SHARDED = auto()  # only this rank's chunk; the parameters are empty
+    GATHERING = auto()  # the whole buffer belongs to a collective
+    WHOLE = auto()  # every element stands in the buffer, the parameters are views of it
 
 
 class UnitState(Enum):

@@ -112,7 +112,7 @@ def test_scalars(world_size: int) -> None:
 
 def _broadcast(rank: int, world_size: int) -> list[Any]:
     tensors = [torch.full((3,), rank, dtype=torch.float32), torch.full((2, 2), rank, dtype=torch.int64)]
-    collectives.broadcast_from_first(data_parallel_group(), tensors)
+    collectives.broadcast(data_parallel_group(), tensors)
     return tensors
 
 

@@ -41,7 +41,7 @@ def train(world_size: int, case: Case) -> Trajectory:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_equals_the_plain_loop(stage: int, accumulation: int, world_size: int) -> None:
     case = Case(stage, bf16=False, accumulation=accumulation)
     found, expected = train(world_size, case), train_fp32(case)
@@ -52,7 +52,7 @@ def test_fp32_equals_the_plain_loop(stage: int, accumulation: int, world_size: i
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_equals_the_mixed_precision_loop(stage: int, accumulation: int, world_size: int) -> None:
     case = Case(stage, bf16=True, accumulation=accumulation)
     found = train(world_size, case)
@@ -62,7 +62,7 @@ def test_bf16_equals_the_mixed_precision_loop(stage: int, accumulation: int, wor
     assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_neither_unit_size_nor_overlap_changes_the_result(stage: int) -> None:
     case = Case(stage, bf16=False, accumulation=2)
     whole = train(2, case)

@@ -7,7 +7,7 @@ the same micro-batches: the mean over ranks is the mean over the parts of the ba
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Case:
     clipping: float = 0.5
     unit_numel: int = 500_000_000
     overlap: bool = True
+    zero: dict[str, Any] = field(default_factory=lambda: {"stage3_param_persistence_threshold": 0})
 
     def config(self, world_size: int) -> dict[str, Any]:
         """Return the engine config of this run."""
@@ -64,6 +65,7 @@ class Case:
                 "stage": self.stage,
                 "reduce_bucket_size": self.unit_numel,
                 "overlap_comm": self.overlap,
+                **self.zero,
             },
             "optimizer": {"type": "AdamW", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},

@@ -7,8 +7,8 @@ first, which is about the order in which backward completes them; a unit that is
 from __future__ import annotations
 
 from launcher.base.errors import EngineError
+from launcher.zero.gradients import UnitGradients
 from launcher.zero.stages import ZeroPolicy
-from launcher.zero.unit import FlatUnit
 
 # Reductions in flight at once. Each holds a whole gradient buffer, which stage 2 exists to avoid; two keep the
 # network busy while the sum of the one before is taken.
@@ -18,33 +18,43 @@ MAX_IN_FLIGHT = 2
 class GradientReducer:
     """Starts reductions as units complete and bounds how many are on their way."""
 
-    def __init__(self, units: list[FlatUnit], policy: ZeroPolicy) -> None:
-        self._units = units
+    def __init__(self, gradients: list[UnitGradients], policy: ZeroPolicy, world_size: int) -> None:
+        """gradients: those of all units that have any, in forward order."""
+        self._gradients = gradients
         self._policy = policy
+        self._scale = 1.0 / world_size
         self._in_backward = False
         self._reduces = False
-        self._next = -1  # index of the next unit to reduce, counting down
-        self._in_flight: list[FlatUnit] = []
+        self._is_boundary = False
+        self._next = -1  # the next unit to reduce, counting down
+        self._in_flight: list[UnitGradients] = []
+        self._advanced: list[UnitGradients] = []  # in the last phase of their reduction
+
+    @property
+    def in_backward(self) -> bool:
+        """Say whether a backward pass is running."""
+        return self._in_backward
 
     def begin_backward(self, *, is_boundary: bool) -> None:
         """Prepare for one backward pass; `is_boundary` says that a step follows it."""
         self.wait()  # sums of the micro-batch before may have been on their way through this forward
         self._in_backward = True
+        self._is_boundary = is_boundary
         self._reduces = is_boundary or self._policy.stage.shards_gradients
-        self._next = len(self._units) - 1
-        for unit in self._units:
-            unit.begin_backward()
+        self._next = len(self._gradients) - 1
+        for gradients in self._gradients:
+            gradients.begin_backward()
 
-    def take_gradient(self, unit: FlatUnit, index: int) -> None:
+    def take_gradient(self, gradients: UnitGradients, index: int) -> None:
         """Take the gradient of one parameter over from autograd."""
         if not self._in_backward:
             raise EngineError(
                 "a backward pass ran outside of engine.backward(loss)",
                 hint="call engine.backward(loss) instead of loss.backward()",
             )
-        unit.take_gradient(index)
+        gradients.take(index)
         if self._reduces and self._policy.overlap_comm:
-            while self._next >= 0 and self._units[self._next].is_complete:
+            while self._next >= 0 and self._gradients[self._next].is_complete:
                 self._reduce_next()
 
     def end_backward(self) -> None:
@@ -53,16 +63,30 @@ class GradientReducer:
         while self._reduces and self._next >= 0:
             self._reduce_next()
 
+    def abort_backward(self) -> None:
+        """Leave a backward pass that an exception ended."""
+        self._in_backward = False
+
     def wait(self) -> None:
         """Block until every reduction that was started has finished."""
-        for unit in self._in_flight:
-            unit.finish_reduction()
-        self._in_flight.clear()
+        while self._in_flight:
+            self._advance_oldest()
+        for gradients in self._advanced:
+            gradients.finish_reduction(measure=self._is_boundary)
+        self._advanced.clear()
+
+    def _advance_oldest(self) -> None:
+        oldest = self._in_flight.pop(0)
+        if self._policy.stage.shards_optimizer:
+            oldest.finish_reduction(measure=self._is_boundary)
+        else:  # the sum is there, its way back to every rank begins
+            oldest.advance_reduction()
+            self._advanced.append(oldest)
 
     def _reduce_next(self) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._in_flight.pop(0).finish_reduction()
-        unit = self._units[self._next]
-        unit.start_reduction()
-        self._in_flight.append(unit)
+            self._advance_oldest()
+        gradients = self._gradients[self._next]
+        gradients.start_reduction(self._scale)
+        self._in_flight.append(gradients)
         self._next -= 1

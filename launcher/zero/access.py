@@ -1,0 +1,188 @@
+"""Read and write single parameters, their gradients and optimizer states, wherever they are sharded.
+
+The `full` functions return or take whole values in the parameter's own shape, in fp32: every rank must call them, in
+the same order. The `local` functions act on the part of a parameter that this rank updates, 1-D, which may be empty.
+Names and meaning are those of DeepSpeed's `deepspeed.utils.safe_get_full_fp32_param` and its siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from launcher.base.errors import EngineError
+from launcher.zero.layout import ParamSlot
+from launcher.zero.stages import ParameterState, UnitState
+from launcher.zero.unit import FlatUnit, unit_of
+
+# Returns the tensor of the owned range of a unit, 1-D [owned], or None when there is none (yet).
+_Owned = Callable[[FlatUnit], Tensor | None]
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return a copy of a parameter's master value; None when no engine trains it. Collective."""
+    return _full(param, lambda unit: unit.params.master)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """Return a copy of the gradient the next step will see, the mean over all ranks; None when there is none.
+
+    Collective. Call it between `engine.backward` of the last micro-batch and `engine.step`.
+    """
+    return _full(param, _owned_grad)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """Return a copy of an optimizer state, such as `exp_avg`; None before the first step. Collective."""
+    return _full(param, lambda unit: unit.optimizer_state(optim_state_key))
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite a parameter's master value and the parameter. `value` must be the same on every rank."""
+    unit, slot = _trained(param)
+    unit.params.wait()
+    _write(unit, slot, unit.params.master, value)
+    if unit.params.state is ParameterState.WHOLE:
+        unit.params.flat[slot.offset : slot.end].copy_(value.reshape(-1))
+    _write(unit, slot, unit.params.shard, value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite the gradient the next step will see. `value` must be the same on every rank."""
+    unit, slot = _trained(param)
+    gradient = _owned_grad(unit)
+    if gradient is None or unit.grads is None:
+        raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
+    _write(unit, slot, gradient, value)
+    unit.grads.norm = None
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Overwrite an optimizer state. `value` must be the same on every rank."""
+    unit, slot = _trained(param)
+    state = unit.optimizer_state(optim_state_key)
+    if state is None:
+        raise _nothing(unit, slot, f"optimizer state {optim_state_key}", "states exist after the first step")
+    _write(unit, slot, state, value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return a copy of this rank's part of a parameter's master value; None when no engine trains it."""
+    return _local(param, lambda unit: unit.params.master)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """Return a copy of this rank's part of the gradient the next step will see; None when there is none."""
+    return _local(param, _owned_grad)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """Return a copy of this rank's part of an optimizer state; None before the first step."""
+    return _local(param, lambda unit: unit.optimizer_state(optim_state_key))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite this rank's part of a parameter's master value and of its shard. Only where parameters are sharded."""
+    unit, slot = _trained(param)
+    if not unit.is_sharded:
+        raise EngineError(
+            f"{unit.members.names[slot.index]} is whole on every rank",
+            hint="use safe_set_full_fp32_param, or stage 3 with stage3_param_persistence_threshold 0",
+        )
+    _set_local(unit, slot, unit.params.master, value)
+    _set_local(unit, slot, unit.params.shard, value)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite this rank's part of the gradient the next step will see."""
+    unit, slot = _trained(param)
+    gradient = _owned_grad(unit)
+    if gradient is None or unit.grads is None:
+        raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
+    _set_local(unit, slot, gradient, value)
+    unit.grads.norm = None
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Overwrite this rank's part of an optimizer state."""
+    unit, slot = _trained(param)
+    state = unit.optimizer_state(optim_state_key)
+    if state is None:
+        raise _nothing(unit, slot, f"optimizer state {optim_state_key}", "states exist after the first step")
+    _set_local(unit, slot, state, value)
+
+
+# ---- where things are ----
+
+
+def _owned_grad(unit: FlatUnit) -> Tensor | None:
+    if unit.grads is None:
+        return None
+    unit.grads.finish_reduction()
+    return unit.grads.owned_grad if unit.grads.state is UnitState.REDUCED else None
+
+
+def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:
+    unit = unit_of(param)
+    return None if unit is None or unit.grads is None else (unit, unit.params.slot_of(param))
+
+
+def _trained(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot]:
+    found = _find(param)
+    if found is None:
+        raise EngineError(
+            f"a parameter of shape {tuple(param.shape)} is not trained by an engine",
+            hint="pass a trainable parameter of the model given to launcher.initialize",
+        )
+    return found
+
+
+def _nothing(unit: FlatUnit, slot: ParamSlot, what: str, hint: str) -> EngineError:
+    return EngineError(f"{unit.members.names[slot.index]} has no {what} now", hint=hint)
+
+
+def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
+    found = _find(param)
+    if found is None:
+        return None
+    unit, slot = found
+    owned = owned_of(unit)
+    if owned is None:
+        return None
+    return unit.whole(owned)[slot.offset : slot.end].float().view(unit.params.shape_of(slot))
+
+
+def _part(unit: FlatUnit, slot: ParamSlot) -> tuple[slice, slice]:
+    """Return where the rank's part of a parameter stands in its owned range, and in the parameter."""
+    start, end = max(slot.offset, unit.owned.start), min(slot.end, unit.owned.stop)
+    end = max(start, end)
+    first = min(start - unit.owned.start, len(unit.owned))
+    return slice(first, first + end - start), slice(start - slot.offset, end - slot.offset)
+
+
+def _local(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
+    found = _find(param)
+    owned = owned_of(found[0]) if found is not None else None
+    return None if found is None or owned is None else owned[_part(*found)[0]].float().clone()
+
+
+def _write(unit: FlatUnit, slot: ParamSlot, owned: Tensor, value: Tensor) -> None:
+    if value.numel() != slot.numel:
+        shape = tuple(unit.params.shape_of(slot))
+        raise EngineError(f"{unit.members.names[slot.index]} has shape {shape}, the value {tuple(value.shape)}")
+    here, there = _part(unit, slot)
+    with torch.no_grad():
+        owned[here].copy_(value.reshape(-1)[there])
+
+
+def _set_local(unit: FlatUnit, slot: ParamSlot, owned: Tensor, value: Tensor) -> None:
+    here, _ = _part(unit, slot)
+    if value.numel() != owned[here].numel():
+        raise EngineError(
+            f"this rank's part of {unit.members.names[slot.index]} has {owned[here].numel()} elements, "
+            f"the value {value.numel()}"
+        )
+    with torch.no_grad():
+        owned[here].copy_(value.reshape(-1))

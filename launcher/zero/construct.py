@@ -1,0 +1,170 @@
+"""`Init`: build a model whose parameters are sharded as soon as they exist."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.base.errors import EngineError
+from launcher.comm.groups import DataParallelGroup, init_distributed
+from launcher.comm.groups import data_parallel_group as all_ranks
+from launcher.config.load import read_raw
+from launcher.zero.gathered import GatheredParameters
+from launcher.zero.layout import layout_unit
+from launcher.zero.parameters import UnitParameters, home_of
+
+_INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
+_active: list[Init] = []
+
+
+class Init:
+    """Within this `with` block every module's parameters are sharded once the module has been built.
+
+    A model larger than one rank's memory can be built: what is whole at a time is one module. Rank 0's initial values
+    count. Functions of `torch.nn.init` and `Module.apply` see whole parameters; other changes need
+    `GatheredParameters(params, modifier_rank=0)`. Every rank must build the same modules in the same order. With a
+    single rank, or `enabled=False`, nothing is sharded. A block within a block does nothing of its own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+    ) -> None:
+        """module: an existing model to shard at once. dtype: of the parameters; None: what the config's `bf16` and
+        `fp16` sections say, and without them as the parameters are built.
+
+        The other arguments are those of DeepSpeed's signature. Raises: EngineError for one that would change what is
+        built and is not supported; ConfigError for a config that cannot be read.
+        """
+        if data_parallel_group is not None or mpu is not None:
+            raise EngineError("zero.Init shards over all ranks", hint="leave data_parallel_group and mpu out")
+        if remote_device not in (None, "cpu", "none"):
+            raise EngineError(f'zero.Init(remote_device="{remote_device}") is not supported', hint="leave it out")
+        given = config if config is not None else config_dict_or_path
+        self._dtype = dtype if dtype is not None or given is None else _configured_dtype(given)
+        self._enabled = enabled
+        if enabled:
+            init_distributed()
+        self._group = all_ranks()
+        self._stack = contextlib.ExitStack()
+        self._built: list[weakref.ref[nn.Module]] = []
+        if module is not None and enabled:
+            self._shard_all(module)
+
+    def __enter__(self) -> Init:
+        if self._enabled and not _active:
+            _active.append(self)
+            self._stack.callback(_active.clear)
+            self._stack.enter_context(self._group.device)
+            self._stack.enter_context(_patched(nn.Module, "__init__", self._remember))
+            self._stack.enter_context(_patched(nn.Module, "__setattr__", self._shard_assigned))
+            self._stack.enter_context(_patched(nn.Module, "add_module", self._shard_assigned))
+            self._stack.enter_context(_patched(nn.Module, "apply", _apply_gathered))
+            for name in _INITIALIZERS:
+                self._stack.enter_context(_patched(nn.init, name, _initialize_gathered))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if kind is None:
+            for reference in self._built:
+                module = reference()
+                if module is not None:
+                    self._shard_own(module)
+        self._built.clear()
+
+    def _remember(self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        self._built.append(weakref.ref(module))
+
+    def _shard_assigned(self, original: Callable[..., None], module: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):  # it has become part of another one: it has been built
+            self._shard_all(value)
+        original(module, name, value)
+
+    def _shard_all(self, module: nn.Module) -> None:
+        for part in module.modules():
+            self._shard_own(part)
+
+    def _shard_own(self, module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            if home_of(param) is None and not param.is_meta:
+                shard_parameter(param, self._group, self._dtype)
+
+
+def _configured_dtype(config: Any) -> torch.dtype:
+    raw = read_raw(config)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        section = raw.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            return dtype
+    return torch.float32
+
+
+def shard_parameter(param: nn.Parameter, group: DataParallelGroup, dtype: torch.dtype | None = None) -> None:
+    """Keep only this rank's chunk of a parameter, of rank 0's values. Every rank must call it.
+
+    dtype: to convert floating-point parameters to. With a single rank only device and dtype change.
+    """
+    converted = dtype if dtype is not None and param.is_floating_point() else param.dtype
+    param.data = param.data.to(device=group.device, dtype=converted)
+    if group.process_group is None:
+        return
+    layout = layout_unit([param.numel()], [0], group.world_size)
+    owned = layout.chunk_range(group.rank)
+    home = UnitParameters([param], layout, group, dtype=converted, owned=owned, is_sharded=True)
+    home.claim()
+    home.describe()
+    home.broadcast([param], 0)
+    home.release()
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Have `owner.name(...)` call `replacement(original, ...)`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(owner, name, patched)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _apply_gathered(
+    _original: Callable[..., nn.Module], module: nn.Module, function: Callable[[nn.Module], None]
+) -> nn.Module:
+    for child in module.children():
+        child.apply(function)
+    with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
+        function(module)
+    return module
+
+
+def _initialize_gathered(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(tensor, nn.Parameter) or home_of(tensor) is None:
+        return original(tensor, *args, **kwargs)
+    with GatheredParameters(tensor, modifier_rank=0):
+        return original(tensor, *args, **kwargs)

@@ -1,0 +1,56 @@
+"""Look at, or change, sharded parameters: `GatheredParameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from launcher.zero.parameters import UnitParameters, home_of
+from launcher.zero.stages import ParameterState
+
+
+class GatheredParameters:
+    """Make parameters whole within a `with` block; they are sharded again at its end.
+
+    params: a parameter or any iterable of them; None and parameters that were never sharded are left alone.
+    modifier_rank: the rank whose changes all ranks take over at the end; None: changes are forgotten. Every rank must
+    enter and leave with the same parameters. Blocks may be nested: the outermost one shards again.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter | None] | None,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        """fwd_module: part of the signature scripts use; what a module reads is found when it runs."""
+        given: list[Any] = [params] if isinstance(params, nn.Parameter) else list(params or ())
+        self._modifier_rank = modifier_rank
+        self._homes: dict[UnitParameters, list[nn.Parameter]] = {}
+        for param in dict.fromkeys(given) if enabled else ():
+            home = home_of(param) if param is not None else None
+            if home is not None:
+                self._homes.setdefault(home, []).append(param)
+        self._fetched: list[UnitParameters] = []
+
+    def __enter__(self) -> None:
+        for home in self._homes:
+            if home.state is ParameterState.SHARDED:
+                home.start_gather()
+                self._fetched.append(home)
+        for home in self._homes:
+            home.wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None and self._modifier_rank is not None:
+            for home, params in self._homes.items():
+                home.broadcast(params, self._modifier_rank)
+        for home in self._fetched:
+            home.release()
+        self._fetched.clear()

@@ -1,0 +1,106 @@
+"""What users say about their modules before an engine is built: gathered as one, or read by another module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from launcher.base.errors import EngineError
+
+_LEAF_MARK = "_launch_is_leaf"
+_EXTERNAL_MARK = "_launch_external_parameters"
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_modules: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Have modules gathered whole, with everything inside, when their forward begins. Call it before `initialize`.
+
+    leaf_modules: classes, or their names. For modules whose parts run in an order that differs between ranks, such as
+    mixtures of experts. Returns the modules found. Raises: EngineError when there are none.
+    """
+    kinds = list(leaf_modules)
+    classes = tuple(kind for kind in kinds if isinstance(kind, type))
+    names = {kind for kind in kinds if isinstance(kind, str)}
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, classes) or type(module).__name__ in names or _path(type(module)) in names
+    ]
+    if not found and raise_if_not_found:
+        wanted = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
+        raise EngineError(f"the model has no module of class {wanted}", hint="give the class of one of its modules")
+    for module in found:
+        set_z3_leaf_module(module, True)
+    return found
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_modules: Iterable[type[nn.Module]]) -> list[nn.Module]:
+    """Undo `set_z3_leaf_modules` for modules of the given classes; return them."""
+    classes = tuple(leaf_modules)
+    found = [module for module in model.modules() if isinstance(module, classes)]
+    for module in found:
+        set_z3_leaf_module(module, False)
+    return found
+
+
+def set_z3_leaf_module(module: nn.Module, is_leaf: bool) -> None:
+    """Mark one module as gathered whole, or not."""
+    setattr(module, _LEAF_MARK, is_leaf)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules marked as gathered whole."""
+    return [module for module in model.modules() if is_leaf(module)]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Say whether a module is marked as gathered whole."""
+    return bool(module.__dict__.get(_LEAF_MARK, False))
+
+
+z3_leaf_module = is_leaf
+
+
+def mark_leaves(model: nn.Module, classes: Sequence[str], names: Sequence[str], suffixes: Sequence[str]) -> None:
+    """Mark the leaves the config names: by class name or path, by module name, by the end of a module name."""
+    for name, module in model.named_modules():
+        if (
+            type(module).__name__ in classes
+            or _path(type(module)) in classes
+            or name in names
+            or any(name.endswith(suffix) for suffix in suffixes)
+        ):
+            set_z3_leaf_module(module, True)
+
+
+def _path(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that the forward of `module` reads `parameter`, which belongs to another module.
+
+    Not needed for correctness: such reads are found when they happen. Said before `initialize`, the parameter is
+    fetched in time.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise EngineError(
+            "register_external_parameter takes a module and a parameter, got "
+            f"{type(module).__name__} and {type(parameter).__name__}"
+        )
+    module.__dict__.setdefault(_EXTERNAL_MARK, []).append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`."""
+    known = external_parameters(module)
+    known[:] = [param for param in known if param is not parameter]
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of other modules that the forward of `module` reads."""
+    found: list[nn.Parameter] = module.__dict__.get(_EXTERNAL_MARK, [])
+    return found

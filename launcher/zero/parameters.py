@@ -1,0 +1,186 @@
+"""The parameters of a unit on one rank: whole in a flat buffer, or a chunk that is made whole around its use.
+
+Users keep their `nn.Parameter`s; only the storage under them is replaced by views into the flat buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm import collectives
+from launcher.comm.collectives import Pending
+from launcher.comm.groups import DataParallelGroup
+from launcher.zero.layout import ParamSlot, UnitLayout
+from launcher.zero.stages import ParameterState, Precision
+
+_ids = itertools.count()
+_HOME = "_launch_home"
+
+
+class ZeroParamStatus(Enum):
+    """`param.ds_status` of a sharded parameter, by the names scripts for DeepSpeed know."""
+
+    AVAILABLE = auto()
+    NOT_AVAILABLE = auto()
+    INFLIGHT = auto()
+
+
+class UnitParameters:
+    """Values and master weights of one unit. `owned` is the part this rank updates.
+
+    The storage of `flat` never changes its identity: what autograd saved for backward sees the values again
+    once they have been gathered again.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        layout: UnitLayout,
+        group: DataParallelGroup,
+        *,
+        dtype: torch.dtype,
+        owned: range,
+        is_sharded: bool,
+    ) -> None:
+        """Take the values over from `params`, which must be whole on every rank, as `dtype`."""
+        self._params = params
+        self._layout = layout
+        self._group = group
+        self.owned = owned
+        self.is_sharded = is_sharded
+        self.state = ParameterState.WHOLE
+        self._gather: Pending | None = None
+        self._num_bytes = layout.padded_numel * dtype.itemsize
+        if is_sharded:
+            self.flat = group.buffers.borrow(layout.padded_numel, dtype)  # 1-D [padded], model precision
+            self.flat.zero_()
+        else:
+            self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=group.device)
+        self._own_flat = self.flat[owned.start : owned.stop]
+        self._views = [self._view_of(index) for index in range(len(params))]
+        self._absent = torch.empty(0, dtype=dtype, device=group.device)
+        self._adopt()
+        # 1-D [owned], model precision; a view of `flat` unless sharded.
+        self.shard = self._own_flat.clone() if is_sharded else self._own_flat
+        self.master = self.shard  # 1-D [owned]; in fp32 the parameters are their own master
+
+    def _view_of(self, index: int) -> Tensor:
+        slot = self._layout.slots[index]
+        return self.flat[slot.offset : slot.end].view(self._params[index].shape)
+
+    def _adopt(self) -> None:
+        with torch.no_grad():
+            for param, view in zip(self._params, self._views, strict=True):
+                view.copy_(param.data)
+                param.data = view
+                param.grad = None
+
+    def claim(self) -> None:
+        """Have `home_of` find this unit for its parameters."""
+        for param in self._params:
+            setattr(param, _HOME, self)
+
+    def describe(self) -> None:
+        """Give parameters the attributes scripts for DeepSpeed read at stage 3: `ds_id`, `ds_shape`, ..."""
+        for slot, param in zip(self._layout.slots, self._params, strict=True):
+            shared = range(max(slot.offset, self.owned.start), max(slot.offset, min(slot.end, self.owned.stop)))
+            start = shared.start - self.owned.start if shared else 0
+            if not hasattr(param, "ds_id"):
+                param.ds_id = next(_ids)  # type: ignore[attr-defined]
+            param.ds_shape = self._views[slot.index].shape  # type: ignore[attr-defined]
+            param.ds_numel = slot.numel  # type: ignore[attr-defined]
+            param.ds_tensor = self.shard[start : start + len(shared)]  # type: ignore[attr-defined]
+            param.ds_persist = not self.is_sharded  # type: ignore[attr-defined]
+            param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+
+    def keep_fp32_master(self, precision: Precision) -> None:
+        """Make an fp32 copy of the owned range for the optimizer, where the model's precision needs one."""
+        if precision.has_master:
+            self.master = self.shard.float().clone()
+
+    def abandon(self) -> None:
+        """Give the memory back: the parameters have moved to another unit."""
+        if self.is_sharded and self.state is not ParameterState.SHARDED:
+            self._group.buffers.take_back(self.flat.untyped_storage())
+            self.state = ParameterState.SHARDED
+
+    def slot_of(self, param: nn.Parameter) -> ParamSlot:
+        """Return the place of one of the unit's parameters."""
+        return next(slot for slot in self._layout.slots if self._params[slot.index] is param)
+
+    def shape_of(self, slot: ParamSlot) -> torch.Size:
+        """Return the shape of the whole parameter in a place."""
+        return self._views[slot.index].shape
+
+    def broadcast(self, params: list[nn.Parameter], source: int) -> None:
+        """Overwrite parameters of this whole unit by rank `source`'s, and take them as the new values. Collective."""
+        views = [self._views[self.slot_of(param).index] for param in params]
+        collectives.broadcast(self._group, views, source)
+        self.refresh()
+
+    # ---- whole and sharded ----
+
+    def start_gather(self) -> None:
+        """Start making a sharded unit whole. Every rank must call it in the same order."""
+        if self.state is not ParameterState.SHARDED:
+            return
+        self._group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
+        self._own_flat.copy_(self.shard)
+        self._gather = collectives.all_gather(self._group, self.flat)
+        self.state = ParameterState.GATHERING
+        self._mark(ZeroParamStatus.INFLIGHT)
+
+    def wait(self) -> None:
+        """Block until what is on its way has arrived: the values are those of the last step. Cheap when nothing is."""
+        if self._gather is None:
+            return
+        self._gather.wait()
+        self._gather = None
+        self.state = ParameterState.WHOLE
+        if self.is_sharded:
+            for param, view in zip(self._params, self._views, strict=True):
+                param.data = view
+            self._mark(ZeroParamStatus.AVAILABLE)
+
+    def release(self) -> None:
+        """Keep only this rank's chunk of a sharded unit. What was written into the parameters is forgotten."""
+        if not self.is_sharded or self.state is ParameterState.SHARDED:
+            return
+        self.wait()
+        for param in self._params:
+            param.data = self._absent
+        self._group.buffers.take_back(self.flat.untyped_storage())
+        self.state = ParameterState.SHARDED
+        self._mark(ZeroParamStatus.NOT_AVAILABLE)
+
+    def _mark(self, status: ZeroParamStatus) -> None:
+        if self.is_sharded:
+            for param in self._params:
+                param.ds_status = status  # type: ignore[attr-defined]
+
+    # ---- updates ----
+
+    def publish_update(self) -> None:
+        """Write the updated master range into the parameters; unless sharded, start gathering the others' ranges."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        if not self.is_sharded and len(self.owned) != self._layout.padded_numel:
+            self._gather = collectives.all_gather(self._group, self.flat)
+            self.state = ParameterState.GATHERING
+
+    def refresh(self) -> None:
+        """Take the values of the whole parameters, which were written from elsewhere, as the new ones."""
+        if self.is_sharded:
+            self.shard.copy_(self._own_flat)
+        if self.master is not self.shard:
+            self.master.copy_(self.shard)
+
+
+def home_of(param: nn.Parameter) -> UnitParameters | None:
+    """Return where the values of a parameter are kept; None for one that no engine and no `zero.Init` has taken."""
+    home: UnitParameters | None = getattr(param, _HOME, None)
+    return home
