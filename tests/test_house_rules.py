@@ -23,6 +23,7 @@ WIDE_SIGNATURES = {
     "initialize": "DeepSpeed's signature, which scripts call by position and by name",
     "init_distributed": "DeepSpeed's signature",
     "run": "click passes every option of a command as one argument",
+    "one_cycle": "keyword-only, the parameters of DeepSpeed's OneCycle",
     "build_loader": "keyword-only, the names of torch's DataLoader",
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -16,6 +16,10 @@ from torch import Tensor
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
+def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # private: see `_CAN_SWAP`
+
+
 class BufferPool:
     """Lends memory to storages of one device. One pool serves one engine; not thread-safe."""
 
@@ -36,7 +40,7 @@ class BufferPool:
         self.lent_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
         if self._pools and self._free[num_bytes]:
-            storage._swap_data_ptr_(self._free[num_bytes].pop())
+            _swap(storage, self._free[num_bytes].pop())
         else:
             storage.resize_(num_bytes)
 
@@ -48,14 +52,17 @@ class BufferPool:
             storage.resize_(0)
             return
         kept = torch.UntypedStorage(0, device=self.device)
-        kept._swap_data_ptr_(storage)
+        _swap(kept, storage)
         self._free[num_bytes].append(kept)
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor with undefined content; give it back with `give_back`."""
         tensor = torch.empty(0, dtype=dtype, device=self.device)
-        self.lend(tensor.untyped_storage(), numel * dtype.itemsize)
-        return tensor.set_(tensor.untyped_storage(), 0, (numel,))  # type: ignore[call-overload]  # stub wants a stride
+        storage = tensor.untyped_storage()
+        self.lend(storage, numel * dtype.itemsize)
+        with torch.no_grad():
+            tensor.set_(storage, 0, (numel,), (1,))
+        return tensor
 
     def give_back(self, tensor: Tensor) -> None:
         """Take the memory of a tensor from `borrow` back."""

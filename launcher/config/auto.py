@@ -11,7 +11,8 @@ from launcher.config.check import section_of
 from launcher.config.elastic import elastic_batch_of
 from launcher.config.fields import AUTO, Section
 from launcher.config.schema import Config
-from launcher.config.schema_training import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
+from launcher.config.schema_schedules import SCHEDULER_PARAMS
 
 
 @dataclass(frozen=True)

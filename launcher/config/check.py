@@ -15,12 +15,8 @@ from launcher.config.elastic import elastic_batch_of
 from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
 from launcher.config.positions import Path
 from launcher.config.schema import Config
-from launcher.config.schema_training import (
-    OPTIMIZER_PARAMS,
-    SCHEDULER_PARAMS,
-    WORKING_OPTIMIZERS,
-    WORKING_SCHEDULERS,
-)
+from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
+from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,20 @@ class Checked:
     notices: list[Finding]
 
 
+@dataclass(frozen=True)
+class _Types:
+    """What a section's `type` may be."""
+
+    name: str  # of the section
+    known: Mapping[str, type[Section]]
+    working: tuple[str, ...]
+    refused: Mapping[str, str]  # type -> why, and what to do
+
+
+_OPTIMIZERS = _Types("optimizer", OPTIMIZER_PARAMS, WORKING_OPTIMIZERS, REFUSED_OPTIMIZERS)
+_SCHEDULERS = _Types("scheduler", SCHEDULER_PARAMS, WORKING_SCHEDULERS, REFUSED_SCHEDULERS)
+
+
 def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
     """Check plain data against the schema and the rules between keys.
 
@@ -60,8 +70,8 @@ def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
     except ValidationError as error:
         errors += [_from_pydantic(item) for item in error.errors(include_url=False)]
     _check_support(Config, renamed, (), _Support(_stage_of(renamed), errors, notices))
-    _check_typed_params(renamed, "optimizer", OPTIMIZER_PARAMS, WORKING_OPTIMIZERS, errors, notices)
-    _check_typed_params(renamed, "scheduler", SCHEDULER_PARAMS, WORKING_SCHEDULERS, errors, notices)
+    for types in (_OPTIMIZERS, _SCHEDULERS):
+        _check_typed_params(renamed, types, errors, notices)
     if config is not None:
         config = _fill_params(config)
         errors += _between_keys(config, world_size)
@@ -164,33 +174,30 @@ def _check_support(section: type[Section], data: Mapping[str, Any], path: Path, 
         findings.report(status_of(section, name), (*path, name), value)
 
 
-def _check_typed_params(
-    data: Mapping[str, Any],
-    name: str,
-    known: dict[str, type[Section]],
-    working: tuple[str, ...],
-    errors: list[Finding],
-    notices: list[Finding],
-) -> None:
+def _check_typed_params(data: Mapping[str, Any], types: _Types, errors: list[Finding], notices: list[Finding]) -> None:
     """Check `optimizer` or `scheduler`: its type, and its params against that type."""
+    name, working = types.name, types.working
     part = data.get(name)
     if not isinstance(part, Mapping) or not isinstance(part.get("type", ""), str):
         return
     if "type" not in part:
         errors.append(Finding((name,), f'{name}: "type" is missing', f"one of {', '.join(working)}"))
         return
-    type_name = canonical_type(str(part["type"]), known)
+    type_name = canonical_type(str(part["type"]), {**types.known, **types.refused})
     params = part.get("params") or {}
     if type_name is None:
-        hint = did_you_mean(str(part["type"]), known) or f"one of {', '.join(working)}"
+        hint = did_you_mean(str(part["type"]), types.known) or f"one of {', '.join(working)}"
         errors.append(Finding((name, "type"), f'unknown {name} type "{part["type"]}"', hint))
         return
-    if type_name not in working:
-        hint = f"use one of {', '.join(working)}"
-        errors.append(Finding((name, "type"), f"{name} type {type_name} is not supported", hint))
+    if type_name in types.refused:
+        why, _, remedy = types.refused[type_name].partition("; ")
+        message = f"{name} type {type_name} is not supported" + (f": {why}" if remedy else "")
+        errors.append(Finding((name, "type"), message, remedy or why))
+    if type_name not in types.known:
+        return
     if not isinstance(params, Mapping):
         return
-    section = known[type_name]
+    section = types.known[type_name]
     try:
         section.model_validate(dict(params))
     except ValidationError as error:

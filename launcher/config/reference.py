@@ -10,7 +10,8 @@ from typing import Any
 from launcher.config.check import section_of
 from launcher.config.fields import Section, Support, aliases_of, shown, status_of
 from launcher.config.schema import Config
-from launcher.config.schema_training import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
+from launcher.config.schema_schedules import SCHEDULER_PARAMS
 
 _TYPES = {"bool": "true or false", "int": "integer", "float": "number", "str": "string", "dict": "object"}
 

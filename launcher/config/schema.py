@@ -55,9 +55,7 @@ class Config(Section):
     sparse_gradients: Flag = key(False, "send embedding gradients as sparse tensors", inert("they are sent dense"))
     disable_allgather: Flag = key(False, "broadcast instead of gathering", inert("it is obsolete"))
     graph_harvesting: Flag = key(False, "record CUDA graphs", inert("no graphs are recorded"))
-    zero_allow_untested_optimizer: Flag = key(
-        False, "accept any optimizer", inert("supported ones are checked by type")
-    )
+    zero_allow_untested_optimizer: Flag = key(False, "under stages 1 to 3, accept optimizer objects nobody has tested")
     zero_force_ds_cpu_optimizer: Flag = key(True, "refuse other CPU optimizers", inert("nothing is offloaded"))
     wall_clock_breakdown: Flag = key(False, "time forward, backward and step", unsupported("use torch.profiler"))
     memory_breakdown: Flag = key(False, "log memory", unsupported("use torch.cuda.memory_summary()"))

@@ -25,6 +25,7 @@ from launcher.config.fields import (
 
 _OFFLOAD = unsupported("offload is not in this release; use a higher stage or a smaller micro-batch")
 _FLAT = inert("units are flat buffers: there is nothing to choose")
+_WHOLE = inert("whole weights come from engine.state_dict()")
 _ZEROPP = unsupported("quantized communication is not in this release; remove the key")
 
 
@@ -111,7 +112,7 @@ class ZeroOptimization(Section):
     offload_param: OffloadParam = key(OffloadParam, "parameters in host memory or on disk")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "optimizer states in host memory or on disk")
     zenflow: ZenFlow | None = key(None, "stall-free offload")
-    sub_group_size: PositiveInt = key(1_000_000_000, "elements updated at once at stage 3", inert("nothing is offloaded"))
+    sub_group_size: PositiveInt = key(1_000_000_000, "elements updated at once", inert("nothing is offloaded"))
     stage3_prefetch_bucket_size: Count = key(
         50_000_000, "elements fetched ahead", AT_STAGE_3, alias=("prefetch_bucket_size",)
     )
@@ -130,17 +131,23 @@ class ZeroOptimization(Section):
     stage3_gather_16bit_weights_on_model_save: Flag = key(
         False,
         "gather whole weights to save them",
-        inert("whole weights come from engine.state_dict()"),
+        _WHOLE,
         alias=("gather_16bit_weights_on_model_save",),
     )
     stage3_module_granularity_threshold: Count = key(
         0, "fetch modules with smaller parts whole", AT_STAGE_3, alias=("module_granularity_threshold",)
     )
     stage3_use_all_reduce_for_fetch_params: Flag = key(
-        False, "fetch with an all-reduce", inert("units are gathered, which sends half as much"), alias=("use_all_reduce_for_fetch_params",)
+        False,
+        "fetch with an all-reduce",
+        inert("gathering sends half as much"),
+        alias=("use_all_reduce_for_fetch_params",),
     )
     stage3_allgather_sequential: Flag = key(
-        False, "gather one parameter at a time", inert("a unit is one collective already"), alias=("allgather_sequential",)
+        False,
+        "gather one parameter at a time",
+        inert("a unit is one collective"),
+        alias=("allgather_sequential",),
     )
     ignore_unused_parameters: Flag = key(True, "accept parameters without gradient", inert("they are always accepted"))
     legacy_stage1: Flag = key(False, "stage 1 of old versions", unsupported("use stage 1"))
@@ -163,7 +170,9 @@ class ZeroOptimization(Section):
     cpu_offload_param: OptFlag = key(None, "old name of offload_param.device=cpu", _OFFLOAD)
     cpu_offload_use_pin_memory: OptFlag = key(None, "old name of pin_memory", inert("nothing is offloaded"))
     stage3_gather_fp16_weights_on_model_save: OptFlag = key(
-        None, "old name of stage3_gather_16bit_weights_on_model_save", inert("whole weights come from engine.state_dict()")
+        None,
+        "old name of stage3_gather_16bit_weights_on_model_save",
+        _WHOLE,
     )
 
 

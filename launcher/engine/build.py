@@ -22,14 +22,15 @@ from launcher.config.schema import Config
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.engine import Engine, EngineParts
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.optim.api import FlatShard
+from launcher.engine.shards import let_units_find_states, owned_shards
 from launcher.optim.factory import (
     OptimizerPlan,
+    ZeroRules,
     group_of_parameters,
     plan_from_client,
     plan_from_config,
 )
-from launcher.optim.schedules import build_schedule
+from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
 from launcher.zero.parameters import home_of
@@ -37,7 +38,6 @@ from launcher.zero.partition import build_units
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import STAGES, ParameterPolicy, Precision, ZeroPolicy
-from launcher.zero.unit import FlatUnit
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -60,7 +60,7 @@ def initialize(
     """Build an engine around `model`. Every rank must call it with the same model and config.
 
     config: a path, JSON text or dict; or `args.deepspeed` / `args.deepspeed_config` holds the path.
-    optimizer: a torch Adam or AdamW, or a function from parameters to one; else the config names it.
+    optimizer: a torch optimizer, or a function from parameters to one; else the config names it.
     lr_scheduler: an object with `step()`, or a function from the optimizer to one; else the config names it.
     The model's parameters move to this rank's device and the configured precision, rank 0's values go to all
     ranks, and their storage becomes part of flat buffers; the parameter objects stay the same.
@@ -94,7 +94,10 @@ def initialize(
     reducer = GradientReducer([unit.grads for unit in units if unit.grads is not None], policy, group.world_size)
     schedule = ParameterSchedule(units, policy.parameters)
     install_hooks(model, units, reducer, schedule)
-    zero_optimizer = ZeroOptimizer(plan.build(_shards(units)))
+    shards = owned_shards(units, whole_parameters=plan.whole_parameters)
+    flat_optimizer = plan.build(shards)
+    let_units_find_states(units, shards, flat_optimizer)
+    zero_optimizer = ZeroOptimizer(flat_optimizer, plan)
     scheduler = _scheduler(settings, lr_scheduler, zero_optimizer)
     loader = None
     if training_data is not None:
@@ -109,7 +112,21 @@ def initialize(
         )
     if group.rank == 0:
         _announce(settings, policy, batch, zero_optimizer, loaded, choices)
-    parts = EngineParts(group, policy, units, reducer, schedule, zero_optimizer, scheduler, batch, settings, loaded.raw, loader)
+        if plan.notice is not None:
+            get_logger().warning(plan.notice)
+    parts = EngineParts(
+        group=group,
+        policy=policy,
+        units=units,
+        reducer=reducer,
+        schedule=schedule,
+        optimizer=zero_optimizer,
+        lr_scheduler=scheduler,
+        batch=batch,
+        settings=settings,
+        raw_config=loaded.raw,
+        loader=loader,
+    )
     return Engine(model, parts), zero_optimizer, loader, scheduler
 
 
@@ -167,34 +184,19 @@ def _optimizer_plan(
     model_parameters: Iterable[Any] | None,
 ) -> OptimizerPlan:
     if optimizer is not None:
-        return plan_from_client(optimizer, model, model_parameters)
+        rules = ZeroRules(int(settings.zero_optimization.stage), settings.zero_allow_untested_optimizer)
+        return plan_from_client(optimizer, model, model_parameters, rules)
     section = settings.optimizer
     if section is None:
         raise ConfigError("no optimizer was given", hint='add an "optimizer" section or initialize(optimizer=...)')
     return plan_from_config(section.type, section.params, model, model_parameters)
 
 
-def _shards(units: list[FlatUnit]) -> list[FlatShard]:
-    return [
-        FlatShard(
-            unit.params.master[segment.start : segment.start + segment.numel],
-            unit.grads.owned_grad[segment.start : segment.start + segment.numel],
-            segment.group,
-        )
-        for unit in units
-        if unit.grads is not None
-        for segment in unit.layout.segments_in(unit.owned)
-    ]
-
-
 def _scheduler(settings: Config, client: Any, optimizer: ZeroOptimizer) -> Any:
     if client is not None:
-        return client(optimizer) if callable(client) and not hasattr(client, "step") else client
+        return schedule_from_client(client, optimizer)
     section = settings.scheduler
-    if section is None:
-        return None
-    groups = optimizer.param_groups
-    return build_schedule(section.type, section.params, groups, float(groups[0]["lr"]))
+    return None if section is None else schedule_from_config(section.type, section.params, optimizer)
 
 
 def _announce(

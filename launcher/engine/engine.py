@@ -20,6 +20,7 @@ from launcher.config.schema import Config
 from launcher.engine.data import DistributedLoader
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.monitor.throughput import ThroughputTimer
+from launcher.optim.torch_schedules import steps_by_itself
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
@@ -183,11 +184,11 @@ class Engine(nn.Module):
         self._grad_norm = norm
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        parts.optimizer.overflow = not math.isfinite(norm)
+        parts.optimizer.note_step(overflow=not math.isfinite(norm))
         if parts.optimizer.overflow:
             self.skipped_steps += 1
             self._explain_skip(norm)
-        elif self.lr_scheduler is not None:
+        elif steps_by_itself(self.lr_scheduler):
             self.lr_scheduler.step()
 
     def _explain_skip(self, norm: float) -> None:

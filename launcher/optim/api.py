@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,9 +13,24 @@ from torch import Tensor
 class FlatShard:
     """A run of owned elements that belong to one optimizer group."""
 
-    master: Tensor  # 1-D fp32, updated in place
-    grad: Tensor  # 1-D fp32, same numel; read by the step
+    master: Tensor  # 1-D fp32, updated in place; a whole parameter in its own shape for optimizers that need shapes
+    grad: Tensor  # fp32, same shape; read by the step
     group: int
+    unit: int = 0  # index of the unit it is part of
+    start: int = 0  # of its first element, within the owned range of that unit
+
+
+# Elements of units whose parameters got no gradient on any rank: unit index -> ranges within its owned range.
+Unused = Mapping[int, Sequence[range]]
+
+
+@dataclass(frozen=True)
+class StateRun:
+    """Optimizer state of consecutive elements of one shard that have taken the same steps."""
+
+    start: int  # within the shard
+    stop: int
+    state: dict[str, Any]  # name -> tensor of `stop - start` elements, or one value of the whole run such as `step`
 
 
 class FlatOptimizer(Protocol):
@@ -30,10 +46,26 @@ class FlatOptimizer(Protocol):
         """Live hyper-parameters, one dict a group; what is written here holds from the next step on."""
         ...
 
-    def step(self) -> None:
-        """Update every shard from its gradient."""
+    def step(self, unused: Unused | None = None) -> None:
+        """Update every shard from its gradient, except the `unused` elements.
+
+        Those keep their values and states, weight decay and step counters included, as a parameter without
+        gradient does in torch.
+        """
         ...
 
     def state_numel(self) -> int:
         """Return how many elements of optimizer state this rank holds."""
+        ...
+
+    def states(self, shard: int) -> list[StateRun]:
+        """Return the live states of one shard, in element order; runs that have not taken a step have none."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return hyper-parameters by group and states by shard; tensors are live, not copies."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,22 +12,45 @@ from torch import nn
 
 from launcher.base.errors import ConfigError, EngineError
 from launcher.base.suggest import did_you_mean
-from launcher.optim.adam import OPTIONS, FusedAdam
+from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.optim.api import FlatOptimizer, FlatShard
+from launcher.optim.catalog import (
+    ELEMENTWISE,
+    NEVER,
+    WHOLE_PARAMETERS,
+    construct,
+    has_stepped,
+    is_known,
+    retarget,
+)
+from launcher.optim.flat import TorchFlat
 
-SUPPORTED_TYPES = ("Adam", "AdamW")
+SUPPORTED_TYPES = tuple(ELEMENTWISE)
+
+
+@dataclass(frozen=True)
+class ZeroRules:
+    """What the config says about the optimizers a client may bring."""
+
+    stage: int  # the configured one, whatever the world size: a run must not fail only once it gets a second rank
+    allow_untested: bool = False  # zero_allow_untested_optimizer
 
 
 @dataclass(frozen=True)
 class OptimizerPlan:
     """Which optimizer to build, over which groups of the user's parameters."""
 
-    param_groups: list[dict[str, Any]]  # "params" and every option of the optimizer
-    decoupled_weight_decay: bool
+    name: str
+    param_groups: list[dict[str, Any]]  # live: "params" and every option of the optimizer
+    defaults: dict[str, Any]
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups of shards
+    client: torch.optim.Optimizer | None = None
+    whole_parameters: bool = False  # each shard must be a whole parameter in its own shape (stage 0 only)
+    notice: str | None = None  # what to say at start
 
     def build(self, shards: list[FlatShard]) -> FlatOptimizer:
         """Build the optimizer over this rank's shards."""
-        return FusedAdam(shards, self.param_groups, decoupled_weight_decay=self.decoupled_weight_decay)
+        return TorchFlat(self.name, shards, self.param_groups, self.make)
 
 
 def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
@@ -47,40 +71,91 @@ def plan_from_config(
     model_parameters: parameters or groups of them (each may set its own lr, weight_decay, ...); None: all
     trainable parameters of `model`. Raises: ConfigError for a type this release does not have.
     """
-    by_lower = {name.lower(): name for name in SUPPORTED_TYPES}
+    by_lower = {name.lower(): name for name in ELEMENTWISE}
     name = by_lower.get(type_name.lower())
     if name is None:
         hint = did_you_mean(type_name, SUPPORTED_TYPES) or f"use one of {', '.join(SUPPORTED_TYPES)}"
         raise ConfigError(f'optimizer type "{type_name}" is not supported', where="optimizer.type", hint=hint)
+    options = dict(OPTIMIZER_PARAMS[name].model_validate(dict(params)))
     # DeepSpeed's "Adam" means AdamW unless adam_w_mode is false; configs in the wild rely on it.
-    decoupled = name == "AdamW" or bool(params.get("adam_w_mode", True))
-    defaults: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
-    defaults |= {key: value for key, value in params.items() if key in OPTIONS}
-    defaults["betas"] = tuple(defaults["betas"])
+    if name == "Adam" and options["adam_w_mode"]:
+        name = "AdamW"
     groups = _as_groups(model.parameters() if model_parameters is None else model_parameters)
-    return OptimizerPlan([defaults | group for group in groups], decoupled)
+    # Through the class's own constructor, over stand-ins: it knows its options and completes every group.
+    kind = ELEMENTWISE[name]
+    stand_ins = [{**group, "params": [torch.zeros(1)]} for group in groups]
+    probe = construct(kind, _tuples(options), stand_ins)
+    unset: dict[str, Any] = {key: None for key in ("fused", "foreach") if key in probe.defaults}
+    defaults = {**probe.defaults, **unset}
+    live = [{**full, **unset, **group} for full, group in zip(probe.param_groups, groups, strict=True)]
+    return OptimizerPlan(name, live, defaults, functools.partial(construct, kind, defaults))
+
+
+def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with lists, as JSON has them, as the tuples torch expects."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 
 def plan_from_client(
     optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer],
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
+    rules: ZeroRules,
 ) -> OptimizerPlan:
-    """Take hyper-parameters and groups over from a torch Adam or AdamW, or a function that builds one.
+    """Take over a torch optimizer, or what a function from parameters to one builds.
 
-    Raises: EngineError for another class, or one that has state already.
+    Its `param_groups` stay the live ones, so that a schedule built on it goes on working.
+    Raises: EngineError for one that cannot be sharded or may not be (`zero_allow_untested_optimizer`), or that has
+    taken steps.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters() if model_parameters is None else model_parameters))
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise EngineError(
-            f"optimizer {type(optimizer).__name__} cannot be sharded by this release",
-            hint="give torch.optim.AdamW or torch.optim.Adam, or name one in the config",
+            f"the optimizer is a {type(optimizer).__name__}",
+            hint="give a torch.optim.Optimizer, or a function from parameters to one",
         )
-    if optimizer.state:
-        raise EngineError("the optimizer has taken steps already", hint="call launcher.initialize before training")
-    groups = [dict(group) for group in optimizer.param_groups]
-    return OptimizerPlan(groups, isinstance(optimizer, torch.optim.AdamW))
+    name = type(optimizer).__name__
+    if has_stepped(optimizer):
+        raise EngineError(
+            f"the optimizer {name} holds state already", hint="call launcher.initialize before the first step"
+        )
+    _check_client(name, is_known(optimizer), rules)
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    if is_known(optimizer):
+        make = functools.partial(construct, type(optimizer), dict(optimizer.defaults))
+    else:
+        make = functools.partial(retarget, optimizer)
+    untested = not is_known(optimizer)
+    notice = f"optimizer {name} is untested: its update must treat each element by itself"
+    return OptimizerPlan(
+        name,
+        optimizer.param_groups,
+        optimizer.defaults,
+        make,
+        client=optimizer,
+        whole_parameters=untested and rules.stage == 0,
+        notice=notice if untested and rules.stage > 0 else None,
+    )
+
+
+def _check_client(name: str, is_tested: bool, rules: ZeroRules) -> None:
+    if name in NEVER:
+        why, remedy = NEVER[name]
+        raise EngineError(f"optimizer {name} cannot be used: it {why}", hint=remedy)
+    if is_tested or rules.stage == 0:
+        return
+    if name.lower() in WHOLE_PARAMETERS:
+        why = WHOLE_PARAMETERS[name.lower()]
+        raise EngineError(
+            f"optimizer {name} cannot be sharded by ZeRO stage {rules.stage}: it {why}, and shards are flat",
+            hint="use stage 0, or an elementwise optimizer such as AdamW or Lion",
+        )
+    if not rules.allow_untested:
+        raise EngineError(
+            f"optimizer {name} is untested with ZeRO stage {rules.stage}",
+            hint='if its update treats each element by itself, add "zero_allow_untested_optimizer": true to the config',
+        )
 
 
 def group_of_parameters(plan: OptimizerPlan, model: nn.Module) -> dict[nn.Parameter, int]:

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.base.errors import ConfigError
+from launcher.base.log import get_logger
 from launcher.base.suggest import did_you_mean
 
 # (t, base learning rate of the group, index of the group) -> learning rate
 LearningRate = Callable[[int, float, int], float]
+# t -> momentum, or first beta
+Momentum = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -111,27 +114,129 @@ def warmup_cosine_lr(
     return lambda t, base_lr, index: base_lr * ratio(t)
 
 
-SCHEDULES: dict[str, Callable[..., LearningRate]] = {
+def lr_range_test(
+    *,
+    lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> LearningRate:
+    """Rise without end from `lr_range_test_min_lr`, by `step_rate` times it in each interval of `step_size` steps."""
+
+    def learning_rate(t: int, base_lr: float, index: int) -> float:
+        num_intervals = (t + 1) / lr_range_test_step_size
+        if lr_range_test_staircase:
+            num_intervals = math.floor(num_intervals)
+        return _per_group(lr_range_test_min_lr, index) * (1.0 + lr_range_test_step_rate * num_intervals)
+
+    return learning_rate
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The shape of OneCycle: up in `first` steps, down in `second`, then decay."""
+
+    first: int
+    second: int
+    first_stairs: int  # 0: no stairs
+    second_stairs: int
+    decay_step_size: int  # 0: no decay
+
+    @property
+    def total(self) -> int:
+        return self.first + self.second
+
+    def height(self, t: int) -> float:
+        """Return 0 at the ends of the cycle, 1 at its top; for t < total."""
+        position = (t + 1) % self.total
+        is_rising = position <= self.first
+        stairs = self.first_stairs if is_rising else self.second_stairs
+        done, size = (position, self.first) if is_rising else (self.total - position, self.second)
+        return done * stairs // size / stairs if stairs else done / size
+
+    def num_decays(self, t: int) -> float:
+        """Return how many decay intervals have passed; for t >= total."""
+        return (t - self.total + 1) / self.decay_step_size if self.decay_step_size else 0.0
+
+
+def one_cycle(
+    *,
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+) -> tuple[LearningRate, Momentum | None]:
+    """Cycle the rate once from low to high and back, the momentum the other way, then let both decay."""
+    cycle = Cycle(
+        cycle_first_step_size,
+        cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size,
+        cycle_first_stair_count,
+        cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
+        decay_step_size,
+    )
+
+    def learning_rate(t: int, base_lr: float, index: int) -> float:
+        if t >= cycle.total:
+            return cycle_min_lr / (1.0 + decay_lr_rate * cycle.num_decays(t))
+        return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * cycle.height(t)
+
+    def momentum(t: int) -> float:
+        if t < 0:
+            return cycle_min_mom  # DeepSpeed's first step runs at the lower end, against the direction of the cycle
+        if t >= cycle.total:
+            return cycle_max_mom * (1.0 + decay_mom_rate * cycle.num_decays(t))
+        return cycle_max_mom - (cycle_max_mom - cycle_min_mom) * cycle.height(t)
+
+    return learning_rate, momentum if cycle_momentum else None
+
+
+SCHEDULES: dict[str, Callable[..., LearningRate | tuple[LearningRate, Momentum | None]]] = {
     "WarmupLR": warmup_lr,
     "WarmupDecayLR": warmup_decay_lr,
     "WarmupCosineLR": warmup_cosine_lr,
+    "LRRangeTest": lr_range_test,
+    "OneCycle": one_cycle,
 }
+CYCLED_SECOND_BETA = 0.99  # OneCycle's, while it cycles the first one
 
 
 class LRSchedule:
-    """Writes `lr` into every parameter group, at construction and after each optimizer step."""
+    """Writes `lr`, and the momentum where one is cycled, into every parameter group.
 
-    def __init__(self, learning_rate: LearningRate, param_groups: list[dict[str, Any]], base_lr: float) -> None:
+    It does so at construction and after each optimizer step.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        param_groups: list[dict[str, Any]],
+        base_lr: float,
+        momentum: Momentum | None = None,
+        last_batch_iteration: int = -1,
+    ) -> None:
         self._learning_rate = learning_rate
+        self._momentum = momentum
         self._param_groups = param_groups
         self._base_lrs = [float(group.get("lr", base_lr)) for group in param_groups]
-        self.last_batch_iteration = -1
+        self.last_batch_iteration = last_batch_iteration
         self._apply()
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group at the current step."""
         t = self.last_batch_iteration
         return [self._learning_rate(t, base, index) for index, base in enumerate(self._base_lrs)]
+
+    def get_mom(self) -> float | None:
+        """Return the momentum at the current step; None when it is not cycled."""
+        return None if self._momentum is None else self._momentum(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rates last written into the groups."""
@@ -153,8 +258,15 @@ class LRSchedule:
 
     def _apply(self) -> None:
         self._last_lrs = self.get_lr()
+        momentum = self.get_mom()
         for group, rate in zip(self._param_groups, self._last_lrs, strict=True):
             group["lr"] = rate
+            if momentum is None:
+                continue
+            if "betas" in group:
+                group["betas"] = (momentum, CYCLED_SECOND_BETA)
+            elif group.get("momentum"):
+                group["momentum"] = momentum
 
 
 def build_schedule(
@@ -170,9 +282,15 @@ def build_schedule(
     if factory is None:
         hint = did_you_mean(type_name, SCHEDULES) or f"expected one of {', '.join(SCHEDULES)}"
         raise ConfigError(f'unknown scheduler type "{type_name}"', where="scheduler.type", hint=hint)
+    options = dict(params)
+    last_batch_iteration = options.pop("last_batch_iteration", -1)
     try:
-        learning_rate = factory(**params)
+        built = factory(**options)
     except TypeError as error:
         message = str(error).split("() ", 1)[-1]
         raise ConfigError(f"{type_name}: {message}", where="scheduler.params") from error
-    return LRSchedule(learning_rate, param_groups, base_lr)
+    learning_rate, momentum = built if isinstance(built, tuple) else (built, None)
+    if momentum is not None and not any("betas" in group or group.get("momentum") for group in param_groups):
+        get_logger().warning("scheduler.params.cycle_momentum has no effect: the optimizer has no momentum")
+        momentum = None
+    return LRSchedule(learning_rate, param_groups, base_lr, momentum, last_batch_iteration)

@@ -66,6 +66,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     if state is None:
         raise _nothing(unit, slot, f"optimizer state {optim_state_key}", "states exist after the first step")
     _write(unit, slot, state, value)
+    unit.write_optimizer_state(optim_state_key, state)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -112,6 +113,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     if state is None:
         raise _nothing(unit, slot, f"optimizer state {optim_state_key}", "states exist after the first step")
     _set_local(unit, slot, state, value)
+    unit.write_optimizer_state(optim_state_key, state)
 
 
 # ---- where things are ----

@@ -55,7 +55,7 @@ def build_units(
     parameter; one that is missing is frozen. Parameters must have the policy's dtype and the group's device. Every
     rank must call it with the same model.
     """
-    units = []
+    units: list[FlatUnit] = []
     for run in _runs(model, policy):
         numels = [full_numel(param) for _, param in run.named]
         for part in split_by_size(numels, policy.max_unit_numel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor, nn
 
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
+from launcher.optim.api import StateRun
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.layout import UnitLayout
 from launcher.zero.parameters import UnitParameters
 from launcher.zero.stages import ZeroPolicy
-
 
 _UNIT = "_launch_unit"
 
@@ -39,9 +40,7 @@ class FlatUnit:
         self.group = group
         alone = group.process_group is None
         owned = (
-            range(layout.padded_numel)
-            if alone or not policy.stage.shards_optimizer
-            else layout.chunk_range(group.rank)
+            range(layout.padded_numel) if alone or not policy.stage.shards_optimizer else layout.chunk_range(group.rank)
         )
         self.owned = owned
         is_sharded = policy.stage.shards_parameters and not members.is_persistent and not alone
@@ -53,6 +52,7 @@ class FlatUnit:
         if policy.stage.shards_parameters:
             self.params.describe()
         self.params.release()
+        self.find_states: Callable[[FlatUnit], list[StateRun]] = lambda _unit: []
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         if members.groups:
             self.params.keep_fp32_master(policy.precision)
@@ -67,6 +67,30 @@ class FlatUnit:
     def is_sharded(self) -> bool:
         """Say whether the parameters rest as shards."""
         return self.params.is_sharded
+
+    def optimizer_state(self, name: str) -> Tensor | None:
+        """Return a copy of a state of the owned range, 1-D [owned]; zeros where no step was taken. None: nowhere."""
+        runs = [run for run in self.find_states(self) if isinstance(run.state.get(name), Tensor)]
+        if not runs:
+            return None
+        state = torch.zeros(len(self.owned), dtype=runs[0].state[name].dtype, device=self.group.device)
+        for run in runs:
+            state[run.start : run.stop] = run.state[name].reshape(-1)
+        return state
+
+    def write_optimizer_state(self, name: str, state: Tensor) -> None:
+        """Overwrite a state of the owned range by 1-D [owned]."""
+        for run in self.find_states(self):
+            if isinstance(run.state.get(name), Tensor):
+                run.state[name].view(-1).copy_(state[run.start : run.stop])
+
+    def unused_ranges(self, used: list[bool]) -> list[range]:
+        """Return the runs of the owned range whose parameters are not `used`, by slot."""
+        ranges = []
+        for slot, shared in self.layout.slots_in(self.owned):
+            if not used[slot.index]:
+                ranges.append(range(shared.start - self.owned.start, shared.stop - self.owned.start))
+        return ranges
 
     def whole(self, owned: Tensor) -> Tensor:
         """Return the whole of something of which each rank holds its owned range. Collective.

@@ -12,6 +12,7 @@ import pytest
 from launcher.base.errors import ConfigError
 from launcher.config.fields import AUTO, Auto
 from launcher.config.load import load_config
+from launcher.config.schema_optimizers import WORKING_OPTIMIZERS
 
 GOOD: dict[str, Any] = {
     "train_batch_size": 32,
@@ -80,7 +81,10 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
             '{"scheduler": {"type": "WarmupDecayLR", "params": {}}}',
             '1:51: WarmupDecayLR needs "total_num_steps"; add "total_num_steps" to scheduler.params',
         ),
-        ('{"optimizer": {"params": {}}}', '1:15: optimizer: "type" is missing; one of Adam, AdamW'),
+        (
+            '{"optimizer": {"params": {}}}',
+            '1:15: optimizer: "type" is missing; one of ' + ", ".join(WORKING_OPTIMIZERS),
+        ),
         (
             '{"train_batch_size": 1,\n "train_batch_size": 2}',
             '2:2: duplicate key "train_batch_size"; the first one is on line 1; remove one of them',
@@ -104,7 +108,8 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
         ),
         (
             '{"optimizer": {"type": "Lamb"}}',
-            "1:24: optimizer type Lamb is not supported; use one of Adam, AdamW",
+            "1:24: optimizer type Lamb is not supported: its trust ratio needs whole parameters; "
+            "pass it as an object under stage 0, or use an elementwise one such as AdamW or Lion",
         ),
         (
             '{"bf16": {}, "bfloat16": {}}',

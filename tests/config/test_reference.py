@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.check import section_of
@@ -14,8 +16,11 @@ from launcher.config.fields import Section, Support, status_of
 from launcher.config.load import load_config
 from launcher.config.reference import all_keys, markdown
 from launcher.config.schema import Config
-from launcher.config.schema_training import SCHEDULER_PARAMS, WORKING_SCHEDULERS
-from launcher.optim.schedules import SCHEDULES, build_schedule
+from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
+from launcher.config.schema_schedules import SCHEDULER_PARAMS, WORKING_SCHEDULERS
+from launcher.optim.catalog import ELEMENTWISE
+from launcher.optim.schedules import SCHEDULES
+from launcher.optim.torch_schedules import schedule_from_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_SOURCES = "".join(path.read_text() for path in (ROOT / "launcher" / "engine").glob("*.py"))
@@ -64,12 +69,22 @@ def test_every_key_that_works_is_read_by_the_engine() -> None:
 
 
 def test_schedules_that_work_exist_and_take_their_parameters() -> None:
-    assert set(WORKING_SCHEDULERS) == set(SCHEDULES)
+    assert set(SCHEDULES) < set(WORKING_SCHEDULERS)
     for name in WORKING_SCHEDULERS:
         section = SCHEDULER_PARAMS[name]
-        given = {key: 10 for key, field in section.model_fields.items() if field.is_required()}
-        params = section.model_validate(given).model_dump()
-        build_schedule(name, params, [{"lr": 0.1}], 0.1)
+        given: dict[str, Any] = {key: 10 for key, field in section.model_fields.items() if field.is_required()}
+        given |= {"milestones": [3, 5]} if "milestones" in given else {}
+        given |= {"total_steps": 20} if "total_steps" in section.model_fields else {}
+        params = dict(section.model_validate(given))
+        optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
+        schedule_from_config(name, params, optimizer).step()
+
+
+def test_optimizers_that_work_exist_and_every_other_one_is_refused_with_a_reason() -> None:
+    assert set(WORKING_OPTIMIZERS) == set(ELEMENTWISE)
+    assert set(OPTIMIZER_PARAMS) <= set(WORKING_OPTIMIZERS) | set(REFUSED_OPTIMIZERS)
+    classes = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)} - {"Optimizer"}
+    assert classes <= set(WORKING_OPTIMIZERS) | set(REFUSED_OPTIMIZERS)
 
 
 def test_auto_becomes_facts_or_defaults_and_says_so() -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from launcher.base.errors import ConfigError
 from launcher.optim.schedules import LRSchedule, build_schedule
@@ -65,6 +66,73 @@ def test_warmup_cosine() -> None:
         progress = min(1.0, (t - 3) / 8)
         assert used[t + 1] == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2))
     assert used[-1] == pytest.approx(0.2)
+
+
+def test_lr_range_test_by_hand() -> None:
+    params = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0}
+    assert rates(make("LRRangeTest", params), 6) == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3, 0.35])
+    stairs = rates(make("LRRangeTest", {**params, "lr_range_test_staircase": True}), 10)
+    assert stairs == pytest.approx([0.1] * 4 + [0.3] * 4 + [0.5] * 2)
+
+
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4, "cycle_second_step_size": 2}
+
+
+def test_one_cycle_by_hand() -> None:
+    used = rates(make("OneCycle", CYCLE), 10)
+    assert used == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1])
+
+
+def test_one_cycle_is_torchs_triangle() -> None:
+    """Torch's CyclicLR is the same triangle, for ever; ours is compared within its first cycle."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    plain = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.02, 0.3, 7, 5, cycle_momentum=False)
+    params = {
+        "cycle_min_lr": 0.02,
+        "cycle_max_lr": 0.3,
+        "cycle_first_step_size": 7,
+        "cycle_second_step_size": 5,
+        "cycle_momentum": False,
+    }
+    expected = []
+    for _ in range(12):
+        expected.append(plain.get_last_lr()[0])
+        optimizer.step()
+        plain.step()
+    assert rates(make("OneCycle", params), 12) == pytest.approx(expected)
+
+
+def test_one_cycle_decays_after_the_cycle() -> None:
+    """The published formula, written out: t counts from -1, S = 6, decay intervals of 2 steps."""
+    schedule = make("OneCycle", {**CYCLE, "decay_step_size": 2, "decay_lr_rate": 0.5})
+    used = rates(schedule, 12)
+    for t in range(6, 11):
+        assert used[t + 1] == pytest.approx(0.1 / (1 + 0.5 * (t - 6 + 1) / 2))
+
+
+def test_one_cycle_stairs() -> None:
+    used = rates(make("OneCycle", {**CYCLE, "cycle_first_stair_count": 2, "cycle_second_stair_count": 1}), 7)
+    assert used == pytest.approx([0.1, 0.1, 0.3, 0.3, 0.5, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("has_betas", [True, False])
+def test_one_cycle_moves_the_momentum_against_the_rate(has_betas: bool) -> None:
+    group: dict[str, Any] = {"lr": 0.1, **({"betas": (0.9, 0.999)} if has_betas else {"momentum": 0.9})}
+    params = {**CYCLE, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_step_size": 1, "decay_mom_rate": 0.01}
+    schedule = build_schedule("OneCycle", params, [group], 0.1)
+    used = []
+    for _ in range(9):
+        used.append(group["betas"][0] if has_betas else group["momentum"])
+        schedule.step()
+    assert used == pytest.approx([0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.9 * 1.01, 0.9 * 1.02])
+    if has_betas:
+        assert group["betas"][1] == 0.99
+
+
+def test_an_optimizer_without_momentum_keeps_none() -> None:
+    groups: list[dict[str, Any]] = [{"lr": 0.1, "momentum": 0.0}]
+    build_schedule("OneCycle", CYCLE, groups, 0.1).step()
+    assert groups[0]["momentum"] == 0.0
 
 
 def test_groups_keep_their_own_rates() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from harness.parity import weight_distance, worst_relative
 from harness.ranks import run_on_ranks
-from harness.zoo import LR, MODELS, SAMPLES, WEIGHT_DECAY, WIDTH, batches, build, train_plain
-from torch import Tensor, nn
+from harness.zoo import LR, MODELS, SAMPLES, WEIGHT_DECAY, batches, build, train_plain
+from torch import Tensor
 
 STEPS = 6
 SETTINGS: dict[str, dict[str, Any]] = {

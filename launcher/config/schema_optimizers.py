@@ -1,0 +1,229 @@
+"""Parameters of optimizer types: names and defaults are DeepSpeed's, torch's for the types it takes from torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from launcher.config.fields import (
+    Betas,
+    Count,
+    Flag,
+    Fraction,
+    NonNegative,
+    Number,
+    NumberOrList,
+    OptNumber,
+    PositiveInt,
+    Section,
+    Text,
+    choice,
+    inert,
+    key,
+    unsupported,
+)
+
+
+class AdamParams(Section):
+    """Parameters of Adam and AdamW."""
+
+    lr: NonNegative = key(1e-3, "learning rate")
+    betas: Betas = key([0.9, 0.999], "decay of the first and second moment")
+    eps: NonNegative = key(1e-8, "added to the denominator")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+    bias_correction: Flag = key(True, "correct the moments' start", unsupported("it is always on; remove the key"))
+    amsgrad: Flag = key(False, "use the largest second moment so far")
+    adam_w_mode: Flag = key(True, 'decouple weight decay: "Adam" means AdamW unless this is false')
+    torch_adam: Flag = key(False, "use torch's kernel", inert("torch's fused kernel is always used"))
+    set_grad_none: Flag = key(True, "drop gradients after a step", inert("they always are"))
+    fp32_optimizer_states: Flag = key(True, "keep states in fp32", inert("they always are"))
+
+
+class AdagradParams(Section):
+    """Parameters of Adagrad."""
+
+    lr: NonNegative = key(1e-2, "learning rate")
+    eps: NonNegative = key(1e-10, "added to the denominator")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+    lr_decay: NonNegative = key(0.0, "the rate is divided by 1 + this times the steps taken")
+    initial_accumulator_value: NonNegative = key(0.0, "first sum of squares")
+
+
+class LionParams(Section):
+    """Parameters of Lion."""
+
+    lr: NonNegative = key(1e-3, "learning rate")
+    betas: Betas = key([0.9, 0.999], "interpolation of the update and of the momentum")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+
+
+class LambParams(AdamParams):
+    """Parameters of Lamb."""
+
+    eps_inside_sqrt: Flag = key(False, "add eps under the root")
+    max_coeff: Number = key(10.0, "largest trust ratio")
+    min_coeff: Number = key(0.01, "smallest trust ratio")
+
+
+class OneBitAdamParams(AdamParams):
+    """Parameters of OneBitAdam."""
+
+    freeze_step: Count = key(100_000, "first compressed step")
+    cuda_aware: Flag = key(False, "MPI sends from device memory")
+    comm_backend_name: Text = key("nccl", "backend of the compressed collective")
+
+
+class ZeroOneAdamParams(AdamParams):
+    """Parameters of ZeroOneAdam."""
+
+    var_freeze_step: Count = key(100_000, "step that freezes the variance")
+    var_update_scaler: PositiveInt = key(16, "interval of variance updates")
+    local_step_scaler: PositiveInt = key(32_678, "growth of the local steps")
+    local_step_clipper: PositiveInt = key(16, "most local steps")
+    cuda_aware: Flag = key(False, "MPI sends from device memory")
+    comm_backend_name: Text = key("nccl", "backend of the compressed collective")
+
+
+class OneBitLambParams(LambParams):
+    """Parameters of OneBitLamb."""
+
+    freeze_step: Count = key(100_000, "first compressed step")
+    cuda_aware: Flag = key(False, "MPI sends from device memory")
+    comm_backend_name: Text = key("nccl", "backend of the compressed collective")
+    coeff_beta: Fraction = key(0.9, "decay of the trust ratio")
+    factor_max: Number = key(4.0, "largest change of the trust ratio")
+    factor_min: Number = key(0.5, "smallest change of the trust ratio")
+    factor_threshold: Number = key(0.1, "largest change in one step")
+
+
+class MuonParams(Section):
+    """Parameters of Muon."""
+
+    lr: NonNegative = key(0.02, "learning rate")
+    momentum: Fraction = key(0.95, "momentum")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+    muon_lr: OptNumber = key(None, "learning rate of matrices")
+    adam_lr: OptNumber = key(None, "learning rate of everything else")
+    betas: Betas = key([0.9, 0.95], "betas of everything else")
+    eps: NonNegative = key(1e-10, "eps of everything else")
+    ns_method: Annotated[str, choice("gram", "standard")] = key("gram", "orthogonalisation")
+
+
+class SgdParams(Section):
+    """Parameters of SGD."""
+
+    lr: NonNegative = key(1e-3, "learning rate")
+    momentum: Fraction = key(0.0, "momentum")
+    dampening: Number = key(0.0, "dampening of the momentum")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+    nesterov: Flag = key(False, "Nesterov momentum")
+
+
+class RmspropParams(Section):
+    """Parameters of RMSprop."""
+
+    lr: NonNegative = key(1e-2, "learning rate")
+    alpha: Fraction = key(0.99, "decay of the mean square")
+    eps: NonNegative = key(1e-8, "added to the denominator")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+    momentum: Fraction = key(0.0, "momentum")
+    centered: Flag = key(False, "subtract the square of the mean gradient")
+
+
+class NAdamParams(Section):
+    """Parameters of NAdam."""
+
+    lr: NonNegative = key(2e-3, "learning rate")
+    betas: Betas = key([0.9, 0.999], "decay of the first and second moment")
+    eps: NonNegative = key(1e-8, "added to the denominator")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+    momentum_decay: NonNegative = key(4e-3, "decay of the Nesterov momentum")
+    decoupled_weight_decay: Flag = key(False, "decay weights as AdamW does")
+
+
+class RAdamParams(Section):
+    """Parameters of RAdam."""
+
+    lr: NonNegative = key(1e-3, "learning rate")
+    betas: Betas = key([0.9, 0.999], "decay of the first and second moment")
+    eps: NonNegative = key(1e-8, "added to the denominator")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+    decoupled_weight_decay: Flag = key(False, "decay weights as AdamW does")
+
+
+class AdamaxParams(Section):
+    """Parameters of Adamax."""
+
+    lr: NonNegative = key(2e-3, "learning rate")
+    betas: Betas = key([0.9, 0.999], "decay of the first moment and of the largest gradient")
+    eps: NonNegative = key(1e-8, "added to the denominator")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+
+
+class AsgdParams(Section):
+    """Parameters of ASGD."""
+
+    lr: NonNegative = key(1e-2, "learning rate")
+    lambd: NonNegative = key(1e-4, "decay")
+    alpha: NonNegative = key(0.75, "power of the rate's fall")
+    t0: NonNegative = key(1e6, "step at which averaging starts")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+
+
+class AdadeltaParams(Section):
+    """Parameters of Adadelta."""
+
+    lr: NonNegative = key(1.0, "learning rate")
+    rho: Fraction = key(0.9, "decay of the mean squares")
+    eps: NonNegative = key(1e-6, "added under the roots")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+
+
+class RpropParams(Section):
+    """Parameters of Rprop."""
+
+    lr: NonNegative = key(1e-2, "first step size")
+    etas: NumberOrList = key([0.5, 1.2], "shrinking and growth of step sizes")
+    step_sizes: NumberOrList = key([1e-6, 50.0], "smallest and largest step size")
+
+
+OPTIMIZER_PARAMS: dict[str, type[Section]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "Adagrad": AdagradParams,
+    "Lamb": LambParams,
+    "Lion": LionParams,
+    "OneBitAdam": OneBitAdamParams,
+    "ZeroOneAdam": ZeroOneAdamParams,
+    "OneBitLamb": OneBitLambParams,
+    "Muon": MuonParams,
+    "MuAdam": AdamParams,
+    "MuAdamW": AdamParams,
+    "MuSGD": SgdParams,
+    "SGD": SgdParams,
+    "RMSprop": RmspropParams,
+    "NAdam": NAdamParams,
+    "RAdam": RAdamParams,
+    "Adamax": AdamaxParams,
+    "ASGD": AsgdParams,
+    "Adadelta": AdadeltaParams,
+    "Rprop": RpropParams,
+}
+WORKING_OPTIMIZERS = (
+    "Adam", "AdamW", "Adagrad", "Lion", "SGD",
+    "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "Rprop",
+)  # fmt: skip
+_WHOLE = "; pass it as an object under stage 0, or use an elementwise one such as AdamW or Lion"
+# Why a type is refused, and what to do.
+REFUSED_OPTIMIZERS = {
+    "Lamb": "its trust ratio needs whole parameters" + _WHOLE,
+    "Muon": "it orthogonalises whole matrices" + _WHOLE,
+    "Adafactor": "it keeps sums of whole rows and columns" + _WHOLE,
+    "LBFGS": "it evaluates the loss again inside its step; use AdamW",
+    "SparseAdam": "gradients are summed dense; use Adam",
+    "OneBitAdam": "compressed gradients are not in this release; use AdamW",
+    "ZeroOneAdam": "compressed gradients are not in this release; use AdamW",
+    "OneBitLamb": "compressed gradients are not in this release; use AdamW",
+    "MuAdam": "pass the mup package's optimizer as an object",
+    "MuAdamW": "pass the mup package's optimizer as an object",
+    "MuSGD": "pass the mup package's optimizer as an object",
+}
