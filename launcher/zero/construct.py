@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from launcher.base.errors import EngineError
+from launcher.base.suggest import did_you_mean
 from launcher.comm.groups import DataParallelGroup, init_distributed
 from launcher.comm.groups import data_parallel_group as all_ranks
 from launcher.config.load import read_raw
@@ -22,6 +23,11 @@ from launcher.zero.parameters import UnitParameters, home_of
 
 _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
 _active: list[Init] = []
+# Arguments of DeepSpeed's signature: those that say how, and those that say what.
+_HARMLESS = frozenset({"mem_efficient_linear", "pin_memory"})
+_REFUSED = frozenset(
+    {"data_parallel_group", "sequence_data_parallel_group", "mpu", "param_swapper", "zero_param_parallel_group"}
+)
 
 
 class Init:
@@ -36,24 +42,26 @@ class Init:
     def __init__(
         self,
         module: nn.Module | None = None,
-        data_parallel_group: Any = None,
-        mem_efficient_linear: bool = True,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
+        *,
         config_dict_or_path: Any = None,
         config: Any = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
-        mpu: Any = None,
+        remote_device: str | None = None,
+        **other: Any,
     ) -> None:
         """module: an existing model to shard at once. dtype: of the parameters; None: what the config's `bf16` and
         `fp16` sections say, and without them as the parameters are built.
 
-        The other arguments are those of DeepSpeed's signature. Raises: EngineError for one that would change what is
-        built and is not supported; ConfigError for a config that cannot be read.
+        other: further arguments of DeepSpeed's signature. Raises: EngineError for one that would change what is built;
+        ConfigError for a config that cannot be read.
         """
-        if data_parallel_group is not None or mpu is not None:
-            raise EngineError("zero.Init shards over all ranks", hint="leave data_parallel_group and mpu out")
+        unknown = sorted(set(other) - _HARMLESS - _REFUSED)
+        refused = sorted(name for name in _REFUSED if other.get(name) is not None)
+        if unknown:
+            raise EngineError(f"zero.Init has no argument {unknown[0]}", hint=did_you_mean(unknown[0], _HARMLESS))
+        if refused:
+            raise EngineError(f"zero.Init({refused[0]}=...) is not supported", hint="it shards over all ranks")
         if remote_device not in (None, "cpu", "none"):
             raise EngineError(f'zero.Init(remote_device="{remote_device}") is not supported', hint="leave it out")
         given = config if config is not None else config_dict_or_path
