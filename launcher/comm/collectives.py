@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.comm import observe
 from launcher.comm.groups import DataParallelGroup
 
 
@@ -27,6 +28,7 @@ class Pending:
 
     works: list[dist.Work] = field(default_factory=list)
     finish: Callable[[], None] | None = None  # local work left after the last byte has arrived
+    kind: str = ""  # of the collective; "" inside of another one
 
     def __post_init__(self) -> None:
         if self.works:
@@ -34,6 +36,14 @@ class Pending:
 
     def wait(self) -> None:
         """Block until the result stands in its buffer."""
+        span = observe.wait_span()
+        if span is None or not self.kind or not (self.works or self.finish):
+            self._complete()
+        else:
+            with span(self.kind):
+                self._complete()
+
+    def _complete(self) -> None:
         for work in self.works:
             work.wait()
         self.works = []
@@ -72,6 +82,15 @@ def _exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tens
     return list(dist.batch_isend_irecv(operations))
 
 
+def _observed(kind: str, group: DataParallelGroup, flat: Tensor, begun_s: float | None, pending: Pending) -> Pending:
+    """Give a collective its name; when calls are measured, wait for it."""
+    pending.kind = kind
+    if begun_s is not None:
+        pending.wait()
+        observe.end(begun_s, kind, group, [flat])
+    return pending
+
+
 def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor) -> Pending:
     """Sum `flat` over all ranks and leave this rank's chunk of the sum in `output`.
 
@@ -82,6 +101,11 @@ def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor) -> Pe
         if output.data_ptr() != flat.data_ptr():
             output.copy_(flat)
         return Pending()
+    begun_s = observe.begin(group)
+    return _observed("reduce_scatter", group, flat, begun_s, _reduce_scatter(group, flat, output))
+
+
+def _reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor) -> Pending:
     if _is_nccl(group):
         work = dist.reduce_scatter_tensor(output, flat, group=group.process_group, async_op=True)
         return Pending([work])
@@ -109,6 +133,11 @@ def all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
     """
     if group.process_group is None:
         return Pending()
+    begun_s = observe.begin(group)
+    return _observed("all_gather", group, flat, begun_s, _all_gather(group, flat))
+
+
+def _all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
     chunks = list(flat.chunk(group.world_size))
     if _is_nccl(group):
         own = chunks[group.rank]
@@ -124,14 +153,19 @@ def all_reduce(group: DataParallelGroup, flat: Tensor) -> Pending:
     """
     if group.process_group is None:
         return Pending()
+    begun_s = observe.begin(group)
+    return _observed("all_reduce", group, flat, begun_s, _all_reduce(group, flat))
+
+
+def _all_reduce(group: DataParallelGroup, flat: Tensor) -> Pending:
     if _is_nccl(group):
         return Pending([dist.all_reduce(flat, group=group.process_group, async_op=True)])
     own = flat.chunk(group.world_size)[group.rank]
-    scattered = reduce_scatter(group, flat, own)
+    scattered = _reduce_scatter(group, flat, own)
 
     def gather() -> None:
         scattered.wait()
-        all_gather(group, flat).wait()
+        _all_gather(group, flat).wait()
 
     return Pending([], gather)
 
@@ -140,9 +174,16 @@ def sum_scalars(group: DataParallelGroup, values: Tensor) -> Tensor:
     """Return the sum of a small float64 tensor over all ranks, added in rank order on each of them."""
     if group.process_group is None:
         return values
-    parts = [torch.empty_like(values) for _ in range(group.world_size)]
-    dist.all_gather(parts, values, group=group.process_group)
-    return torch.stack(parts).sum(dim=0)
+    return torch.stack(_gather_small(group, values)).sum(dim=0)
+
+
+def _gather_small(group: DataParallelGroup, own: Tensor) -> list[Tensor]:
+    begun_s = observe.begin(group)
+    parts = [torch.empty_like(own) for _ in range(group.world_size)]
+    dist.all_gather(parts, own, group=group.process_group)
+    if begun_s is not None:
+        observe.end(begun_s, "all_gather", group, parts)
+    return parts
 
 
 def gather_scalars(group: DataParallelGroup, value: float) -> list[float]:
@@ -150,15 +191,16 @@ def gather_scalars(group: DataParallelGroup, value: float) -> list[float]:
     if group.process_group is None:
         return [value]
     own = torch.tensor([value], dtype=torch.float64, device=group.device)
-    parts = [torch.empty_like(own) for _ in range(group.world_size)]
-    dist.all_gather(parts, own, group=group.process_group)
-    return [part.item() for part in parts]
+    return [part.item() for part in _gather_small(group, own)]
 
 
 def broadcast_from_first(group: DataParallelGroup, tensors: list[Tensor]) -> None:
     """Overwrite every rank's tensors with rank 0's. Every rank must call it with equal shapes."""
     if group.process_group is None:
         return
+    begun_s = observe.begin(group)
     works = [dist.broadcast(t, src=0, group=group.process_group, async_op=True) for t in tensors]
     for work in works:
         work.wait()
+    if begun_s is not None:
+        observe.end(begun_s, "broadcast", group, tensors)

@@ -20,6 +20,7 @@ from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import LoadedConfig, load_config
 from launcher.config.schema import Config
 from launcher.engine.data import DistributedLoader, build_loader
+from launcher.engine.dump import state_text
 from launcher.engine.engine import Engine, EngineParts
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.shards import owned_shards
@@ -106,6 +107,8 @@ def initialize(
         _announce(settings, policy, batch, zero_optimizer, loaded, choices)
         if plan.notice is not None:
             get_logger().warning(plan.notice)
+        if settings.dump_state:
+            get_logger().info("%s", state_text(settings, policy, units))
     parts = EngineParts(group, policy, units, reducer, zero_optimizer, scheduler, batch, settings, loaded.raw, loader)
     return Engine(model, parts), zero_optimizer, loader, scheduler
 

@@ -19,6 +19,7 @@ from launcher.config.batch import BatchPlan
 from launcher.config.schema import Config
 from launcher.engine.data import DistributedLoader
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.optim.torch_schedules import steps_by_itself
 from launcher.zero.grads import GradientReducer
@@ -69,6 +70,7 @@ class Engine(nn.Module):
         self._grad_norm: float | None = None
         self._losses: list[Tensor] = []  # of this accumulation, for the printed line
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
+        self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.param_dtype)
 
     # ---- facts ----
 
@@ -120,9 +122,11 @@ class Engine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; its parameters are waited for unit by unit."""
-        if self.training:
-            self._timer.start()
-        return self.module(*inputs, **kwargs)
+        if not self.training:
+            return self.module(*inputs, **kwargs)
+        self._timer.start()
+        with self._watch.phase("forward"):
+            return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss` and start reducing them. Every rank must call it.
@@ -136,9 +140,10 @@ class Engine(nn.Module):
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
         reducer = self._parts.reducer
-        reducer.begin_backward(is_boundary=self.is_gradient_accumulation_boundary())
-        loss.backward(retain_graph=retain_graph)
-        reducer.end_backward()
+        with self._watch.phase("backward"):
+            reducer.begin_backward(is_boundary=self.is_gradient_accumulation_boundary())
+            loss.backward(retain_graph=retain_graph)
+            reducer.end_backward()
         self._backward_done = True
         return loss
 
@@ -154,7 +159,8 @@ class Engine(nn.Module):
         self._backward_done = False
         self.micro_steps += 1
         if boundary:
-            self._take_step()
+            with self._watch.phase("step"):
+                self._take_step()
         self._timer.stop(boundary)
         if boundary:
             tell(step=self.global_steps)  # heartbeats count micro-batches
@@ -208,6 +214,8 @@ class Engine(nn.Module):
     def _report(self) -> None:
         """Print a line every `steps_per_print` steps, from rank 0; its loss is rank 0's own."""
         losses, self._losses = self._losses, []
+        scale = self.optimizer.loss_scale
+        self._watch.after_step(StepFacts(self.global_steps, self.global_samples, losses, self.get_lr()[0], scale))
         every = self._steps_per_print
         if not every or self.global_steps % every or self.global_rank != 0:
             return
