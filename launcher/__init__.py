@@ -22,13 +22,14 @@ _LAZY_NAMES = {
     "preempted": "launcher.base.preemption",
 }
 # Public modules that are loaded the same way.
-_LAZY_MODULES = {"notebook", "zero"}
+_LAZY_MODULES = {"comm", "notebook", "zero"}
 
 __all__ = [
     "EXIT_REQUEUE",
     "Engine",
     "__version__",
     "add_config_arguments",
+    "comm",
     "heartbeat",
     "init_distributed",
     "initialize",
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from launcher import notebook, zero
+    from launcher import comm, notebook, zero
     from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat
     from launcher.comm.groups import init_distributed

@@ -1,1 +1,5 @@
 """Floor 1: process groups and collectives on flat buffers."""
+
+from launcher.comm.log import log_summary
+
+__all__ = ["log_summary"]

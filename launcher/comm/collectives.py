@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.comm import observe
 from launcher.comm.groups import DataParallelGroup
 
 
@@ -30,6 +31,7 @@ class Pending:
 
     works: list[dist.Work] = field(default_factory=list)
     finish: Callable[[], Pending | None] | None = None  # local work left after the last byte has arrived
+    kind: str = ""  # of the collective; "" inside of another one
 
     def __post_init__(self) -> None:
         if self.works:
@@ -37,12 +39,22 @@ class Pending:
 
     def advance(self) -> Pending:
         """Block until this phase has ended; return the next one, or a finished collective."""
+        span = observe.wait_span()
+        if span is None or not self.kind:
+            return self._complete()
+        with span(self.kind):
+            return self._complete()
+
+    def _complete(self) -> Pending:
         for work in self.works:
             work.wait()
         self.works = []
         finish, self.finish = self.finish, None
         following = finish() if finish is not None else None
-        return following if following is not None else self
+        if following is None:
+            return self
+        following.kind = self.kind
+        return following
 
     def wait(self) -> None:
         """Block until the result stands in its buffer."""
@@ -81,6 +93,15 @@ def _exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tens
     return list(dist.batch_isend_irecv(operations))
 
 
+def _observed(kind: str, group: DataParallelGroup, flat: Tensor, begun_s: float | None, pending: Pending) -> Pending:
+    """Give a collective its name; when calls are measured, wait for it."""
+    pending.kind = kind
+    if begun_s is not None:
+        pending.wait()
+        observe.end(begun_s, kind, group, [flat])
+    return pending
+
+
 def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale: float = 1.0) -> Pending:
     """Sum `flat` over all ranks and leave this rank's chunk of the sum, times `scale`, in `output`.
 
@@ -92,6 +113,11 @@ def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale
         if output.data_ptr() != flat.data_ptr():
             output.copy_(flat)
         return Pending([], lambda: _scaled(output, scale))
+    begun_s = observe.begin(group)
+    return _observed("reduce_scatter", group, flat, begun_s, _reduce_scatter(group, flat, output, scale))
+
+
+def _reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale: float) -> Pending:
     if _is_nccl(group) and flat.dtype == output.dtype:
         work = dist.reduce_scatter_tensor(output, flat, group=group.process_group, async_op=True)
         return Pending([work], lambda: _scaled(output, scale))
@@ -133,6 +159,11 @@ def all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
     """
     if group.process_group is None:
         return Pending()
+    begun_s = observe.begin(group)
+    return _observed("all_gather", group, flat, begun_s, _all_gather(group, flat))
+
+
+def _all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
     chunks = list(flat.chunk(group.world_size))
     if _is_nccl(group):
         own = chunks[group.rank]
@@ -149,17 +180,22 @@ def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0) -> Pe
     """
     if group.process_group is None:
         return Pending([], lambda: _scaled(flat, scale))
+    begun_s = observe.begin(group)
+    return _observed("all_reduce", group, flat, begun_s, _all_reduce(group, flat, scale))
+
+
+def _all_reduce(group: DataParallelGroup, flat: Tensor, scale: float) -> Pending:
     if _is_nccl(group):
         work = dist.all_reduce(flat, group=group.process_group, async_op=True)
         return Pending([work], lambda: _scaled(flat, scale))
     own = flat.chunk(group.world_size)[group.rank]
-    scattered = reduce_scatter(group, flat, own, scale)
+    scattered = _reduce_scatter(group, flat, own, scale)
     add = scattered.finish
 
     def gather() -> Pending:
         if add is not None:
             add()
-        return all_gather(group, flat)
+        return _all_gather(group, flat)
 
     return Pending(scattered.works, gather)
 
@@ -168,9 +204,16 @@ def sum_scalars(group: DataParallelGroup, values: Tensor) -> Tensor:
     """Return the sum of a small float64 tensor over all ranks, added in rank order on each of them."""
     if group.process_group is None:
         return values
-    parts = [torch.empty_like(values) for _ in range(group.world_size)]
-    dist.all_gather(parts, values, group=group.process_group)
-    return torch.stack(parts).sum(dim=0)
+    return torch.stack(_gather_small(group, values)).sum(dim=0)
+
+
+def _gather_small(group: DataParallelGroup, own: Tensor) -> list[Tensor]:
+    begun_s = observe.begin(group)
+    parts = [torch.empty_like(own) for _ in range(group.world_size)]
+    dist.all_gather(parts, own, group=group.process_group)
+    if begun_s is not None:
+        observe.end(begun_s, "all_gather", group, parts)
+    return parts
 
 
 def gather_scalars(group: DataParallelGroup, value: float) -> list[float]:
@@ -178,15 +221,16 @@ def gather_scalars(group: DataParallelGroup, value: float) -> list[float]:
     if group.process_group is None:
         return [value]
     own = torch.tensor([value], dtype=torch.float64, device=group.device)
-    parts = [torch.empty_like(own) for _ in range(group.world_size)]
-    dist.all_gather(parts, own, group=group.process_group)
-    return [part.item() for part in parts]
+    return [part.item() for part in _gather_small(group, own)]
 
 
 def broadcast(group: DataParallelGroup, tensors: list[Tensor], source: int = 0) -> None:
     """Overwrite every rank's tensors with those of rank `source`. Every rank must call it with equal shapes."""
     if group.process_group is None:
         return
+    begun_s = observe.begin(group)
     works = [dist.broadcast(t, src=source, group=group.process_group, async_op=True) for t in tensors]
     for work in works:
         work.wait()
+    if begun_s is not None:
+        observe.end(begun_s, "broadcast", group, tensors)

@@ -39,7 +39,7 @@ class Config(Section):
         unsupported("call set_gradient_accumulation_boundary()"),
     )
     steps_per_print: OptCount = key(10, "steps between progress lines; 0: none")
-    dump_state: Flag = key(False, "print the engine's state", inert("the start lines say it"))
+    dump_state: Flag = key(False, "print the config in force and the units at start")
     gradient_clipping: NonNegative = key(1.0, "largest norm of all gradients together; 0: no clipping")
     communication_data_type: Annotated[str | None, choice(*_DTYPES, null=True)] = key(
         None, "precision of gradients on their way; null: fp32 here", _FP32_REDUCTION
@@ -57,8 +57,10 @@ class Config(Section):
     graph_harvesting: Flag = key(False, "record CUDA graphs", inert("no graphs are recorded"))
     zero_allow_untested_optimizer: Flag = key(False, "under stages 1 to 3, accept optimizer objects nobody has tested")
     zero_force_ds_cpu_optimizer: Flag = key(True, "refuse other CPU optimizers", inert("nothing is offloaded"))
-    wall_clock_breakdown: Flag = key(False, "time forward, backward and step", unsupported("use torch.profiler"))
-    memory_breakdown: Flag = key(False, "log memory", unsupported("use torch.cuda.memory_summary()"))
+    wall_clock_breakdown: Flag = key(
+        False, "print times of forward, backward, step and waits every steps_per_print steps"
+    )
+    memory_breakdown: Flag = key(False, "print memory after forward, backward and step every steps_per_print steps")
     dataloader_drop_last: Flag = key(False, "drop the last, smaller batch")
     vocabulary_size: OptInt = key(None, "warn if no multiple of 8", inert("nothing depends on it"))
     log_level: OptText = key(None, "level of the log", inert('use logging.getLogger("launcher").setLevel'))

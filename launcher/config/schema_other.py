@@ -106,14 +106,13 @@ class ActivationCheckpointing(Section):
 class FlopsProfiler(Section):
     """`flops_profiler`."""
 
-    status = inert("flops_profiler is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "count floating-point operations", unsupported("use torch.utils.flop_counter"))
-    recompute_fwd_factor: Number = key(0.0, "cost of recomputation")
-    profile_step: PositiveInt = key(1, "step to profile")
+    enabled: Flag = key(False, "count floating-point operations")
+    recompute_fwd_factor: Number = key(0.0, "cost of recomputation", inert("recomputation is counted as it runs"))
+    profile_step: PositiveInt = key(1, "optimizer step to count; the one after it is timed")
     module_depth: AnyInt = key(-1, "depth to print; -1: all")
-    top_modules: PositiveInt = key(1, "modules to print")
+    top_modules: PositiveInt = key(1, "modules to print of each depth")
     detailed: Flag = key(True, "print every module")
     output_file: OptText = key(None, "file to print to")
 
@@ -121,10 +120,9 @@ class FlopsProfiler(Section):
 class CommsLogger(Section):
     """`comms_logger`."""
 
-    status = inert("comms_logger is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "log collectives", unsupported("use torch.profiler"))
+    enabled: Flag = key(False, "measure collectives, for launcher.comm.log_summary(); they block meanwhile")
     verbose: Flag = key(False, "log each of them")
     prof_all: Flag = key(True, "log all kinds")
     debug: Flag = key(False, "log where they were called")
@@ -134,10 +132,9 @@ class CommsLogger(Section):
 class Monitor(Section):
     """`tensorboard` and `csv_monitor`."""
 
-    status = inert("the monitor is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "write events", unsupported("write events in the training script"))
+    enabled: Flag = key(False, "write events")
     output_path: Text = key("", "folder")
     job_name: Text = key("DeepSpeedJobName", "name of the run")
 
@@ -145,10 +142,9 @@ class Monitor(Section):
 class Wandb(Section):
     """`wandb`."""
 
-    status = inert("the monitor is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "write events to W&B", unsupported("call wandb in the training script"))
+    enabled: Flag = key(False, "write events to W&B")
     group: OptText = key(None, "group of the run")
     team: OptText = key(None, "team of the run")
     project: Text = key("deepspeed", "project of the run")
@@ -157,10 +153,9 @@ class Wandb(Section):
 class Comet(Section):
     """`comet`."""
 
-    status = inert("the monitor is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "write events to Comet", unsupported("call comet_ml in the training script"))
+    enabled: Flag = key(False, "write events to Comet")
     samples_log_interval: PositiveInt = key(100, "samples between events")
     project: OptText = key(None, "project")
     workspace: OptText = key(None, "workspace")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,16 +10,16 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from launcher.base.errors import ConfigError, EngineError
-from launcher.base.log import get_logger
 from launcher.comm import collectives
 from launcher.comm.exit import leave_in_order
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
-from launcher.config.auto import AutoChoice, AutoFacts, resolve_auto
-from launcher.config.batch import BatchPlan, solve_batch
-from launcher.config.load import LoadedConfig, load_config
+from launcher.config.auto import AutoFacts, resolve_auto
+from launcher.config.batch import solve_batch
+from launcher.config.load import load_config
 from launcher.config.schema import Config
+from launcher.engine.announce import announce
 from launcher.engine.data import DistributedLoader, build_loader
-from launcher.engine.engine import Engine, EngineParts
+from launcher.engine.engine import Engine, EngineParts, ShardedModel
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.shards import let_units_find_states, owned_shards
 from launcher.optim.factory import (
@@ -56,16 +55,17 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[Engine, ZeroOptimizer, DistributedLoader | None, Any]:
+) -> tuple[Engine, ZeroOptimizer | None, DistributedLoader | None, Any]:
     """Build an engine around `model`. Every rank must call it with the same model and config.
 
     config: a path, JSON text or dict; or `args.deepspeed` / `args.deepspeed_config` holds the path.
-    optimizer: a torch optimizer, or a function from parameters to one; else the config names it.
+    optimizer: a torch optimizer, or a function from parameters to one; else the config names it. Without any the
+    engine is for inference: its parameters are sharded at stage 3, and `backward` is refused.
     lr_scheduler: an object with `step()`, or a function from the optimizer to one; else the config names it.
     The model's parameters move to this rank's device and the configured precision, rank 0's values go to all
     ranks, and their storage becomes part of flat buffers; the parameter objects stay the same.
 
-    Returns (engine, optimizer, training loader or None, scheduler or None).
+    Returns (engine, optimizer or None, training loader or None, scheduler or None).
     Raises: ConfigError, EngineError.
     """
     if model is None:
@@ -85,20 +85,10 @@ def initialize(
         group.world_size,
     )
     policy = _policy(settings, group)
-
-    leaves = settings.zero_optimization.leaf_module
-    mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
-    _place_model(model, policy.precision, group)
+    _place_model(model, settings, policy.precision, group)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters)
-    units = build_units(model, group_of_parameters(plan, model), policy, group)
-    reducer = GradientReducer([unit.grads for unit in units if unit.grads is not None], policy, group.world_size)
-    schedule = ParameterSchedule(units, policy.parameters)
-    install_hooks(model, units, reducer, schedule)
-    shards = owned_shards(units, whole_parameters=plan.whole_parameters)
-    flat_optimizer = plan.build(shards)
-    let_units_find_states(units, shards, flat_optimizer)
-    zero_optimizer = ZeroOptimizer(flat_optimizer, plan)
-    scheduler = _scheduler(settings, lr_scheduler, zero_optimizer)
+    built = _shard(model, plan, policy, group)
+    scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None
     if training_data is not None:
         loader = build_loader(
@@ -110,24 +100,10 @@ def initialize(
             drop_last=settings.dataloader_drop_last,
             pin_memory=group.device.type == "cuda",
         )
+    parts = EngineParts(group, policy, built, scheduler, batch, settings, loaded.raw, loader)
     if group.rank == 0:
-        _announce(settings, policy, batch, zero_optimizer, loaded, choices)
-        if plan.notice is not None:
-            get_logger().warning(plan.notice)
-    parts = EngineParts(
-        group=group,
-        policy=policy,
-        units=units,
-        reducer=reducer,
-        schedule=schedule,
-        optimizer=zero_optimizer,
-        lr_scheduler=scheduler,
-        batch=batch,
-        settings=settings,
-        raw_config=loaded.raw,
-        loader=loader,
-    )
-    return Engine(model, parts), zero_optimizer, loader, scheduler
+        announce(parts, loaded.notices, choices, None if plan is None else plan.notice)
+    return Engine(model, parts), built.optimizer, loader, scheduler
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
@@ -171,10 +147,26 @@ def _policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
     )
 
 
-def _place_model(model: nn.Module, precision: Precision, group: DataParallelGroup) -> None:
+def _place_model(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> None:
+    leaves = settings.zero_optimization.leaf_module
+    mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
     model.to(device=group.device, dtype=precision.param_dtype)
     whole = [param for param in model.parameters() if home_of(param) is None]  # `zero.Init` has sharded the others
     collectives.broadcast(group, [tensor.data for tensor in (*whole, *model.buffers())])
+
+
+def _shard(model: nn.Module, plan: OptimizerPlan | None, policy: ZeroPolicy, group: DataParallelGroup) -> ShardedModel:
+    """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
+    units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, group)
+    reducer = GradientReducer([unit.grads for unit in units if unit.grads is not None], policy, group.world_size)
+    schedule = ParameterSchedule(units, policy.parameters)
+    install_hooks(model, units, reducer, schedule)
+    if plan is None:
+        return ShardedModel(units, reducer, schedule, None)
+    shards = owned_shards(units, whole_parameters=plan.whole_parameters)
+    flat_optimizer = plan.build(shards)
+    let_units_find_states(units, shards, flat_optimizer)
+    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan))
 
 
 def _optimizer_plan(
@@ -182,46 +174,19 @@ def _optimizer_plan(
     optimizer: ClientOptimizer | None,
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
-) -> OptimizerPlan:
+) -> OptimizerPlan | None:
+    """Return what trains the model; None when nothing was given that could: the engine is for inference."""
     if optimizer is not None:
         rules = ZeroRules(int(settings.zero_optimization.stage), settings.zero_allow_untested_optimizer)
         return plan_from_client(optimizer, model, model_parameters, rules)
     section = settings.optimizer
-    if section is None:
-        raise ConfigError("no optimizer was given", hint='add an "optimizer" section or initialize(optimizer=...)')
-    return plan_from_config(section.type, section.params, model, model_parameters)
+    return None if section is None else plan_from_config(section.type, section.params, model, model_parameters)
 
 
-def _scheduler(settings: Config, client: Any, optimizer: ZeroOptimizer) -> Any:
+def _scheduler(settings: Config, client: Any, optimizer: ZeroOptimizer | None) -> Any:
+    if optimizer is None:
+        return None
     if client is not None:
         return schedule_from_client(client, optimizer)
     section = settings.scheduler
     return None if section is None else schedule_from_config(section.type, section.params, optimizer)
-
-
-def _announce(
-    settings: Config,
-    policy: ZeroPolicy,
-    batch: BatchPlan,
-    optimizer: ZeroOptimizer,
-    loaded: LoadedConfig,
-    choices: tuple[AutoChoice, ...],
-) -> None:
-    """Say in a few lines what this run will do."""
-    log = get_logger()
-    precision = "bf16 (fp32 master)" if policy.precision.has_master else "fp32"
-    log.info(
-        "zero stage %s · %s · %s · %s · micro %d × accumulation %d × dp %d = batch %d",
-        int(settings.zero_optimization.stage),
-        precision,
-        optimizer.optimizer.label,
-        f"clip {policy.max_grad_norm:g}" if policy.max_grad_norm else "no clipping",
-        batch.micro_batch_size,
-        batch.accumulation_steps,
-        batch.world_size,
-        batch.train_batch_size,
-    )
-    for reason, together in itertools.groupby(sorted(choices, key=lambda c: c.reason), key=lambda c: c.reason):
-        log.info("auto: %s (%s)", " · ".join(f"{choice.key} = {choice.value}" for choice in together), reason)
-    for notice in loaded.notices:
-        log.info("note: %s", notice)

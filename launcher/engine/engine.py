@@ -19,6 +19,7 @@ from launcher.config.batch import BatchPlan
 from launcher.config.schema import Config
 from launcher.engine.data import DistributedLoader
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.optim.torch_schedules import steps_by_itself
 from launcher.zero.gathered import GatheredParameters
@@ -30,15 +31,22 @@ from launcher.zero.unit import FlatUnit
 
 
 @dataclass(frozen=True)
+class ShardedModel:
+    """A model laid out in units, with what moves them."""
+
+    units: list[FlatUnit]
+    reducer: GradientReducer
+    schedule: ParameterSchedule
+    optimizer: ZeroOptimizer | None  # None: inference only
+
+
+@dataclass(frozen=True)
 class EngineParts:
     """What `initialize()` has built."""
 
     group: DataParallelGroup
     policy: ZeroPolicy
-    units: list[FlatUnit]
-    reducer: GradientReducer
-    schedule: ParameterSchedule
-    optimizer: ZeroOptimizer
+    sharded: ShardedModel
     lr_scheduler: Any
     batch: BatchPlan
     settings: Config
@@ -57,7 +65,8 @@ class Engine(nn.Module):
         super().__init__()
         self.module = model
         self._parts = parts
-        self.optimizer = parts.optimizer
+        self._sharded = parts.sharded
+        self.optimizer = parts.sharded.optimizer
         self.lr_scheduler = parts.lr_scheduler
         self.training_dataloader = parts.loader
         self.device = parts.group.device
@@ -72,6 +81,7 @@ class Engine(nn.Module):
         self._grad_norm: float | None = None
         self._losses: list[Tensor] = []  # of this accumulation, for the printed line
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
+        self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.param_dtype)
 
     # ---- facts ----
 
@@ -107,7 +117,7 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Say whether the current micro-batch is the last one before the optimizer step."""
@@ -123,9 +133,11 @@ class Engine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; its parameters are waited for unit by unit."""
-        if self.training:
-            self._timer.start()
-        return self.module(*inputs, **kwargs)
+        if not self.training:
+            return self.module(*inputs, **kwargs)
+        self._timer.start()
+        with self._watch.phase("forward"):
+            return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss` and start reducing them. Every rank must call it.
@@ -134,11 +146,18 @@ class Engine(nn.Module):
         accumulation steps, so that the step sees the mean over the whole batch. Returns the loss used.
         Raises: EngineError for a loss that is no scalar or has no graph.
         """
+        self._trained()
         self._check_loss(loss)
         self._losses.append(loss.detach())
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
-        reducer, schedule = self._parts.reducer, self._parts.schedule
+        with self._watch.phase("backward"):
+            self._run_backward(loss, retain_graph=retain_graph)
+        self._backward_done = True
+        return loss
+
+    def _run_backward(self, loss: Tensor, *, retain_graph: bool) -> None:
+        reducer, schedule = self._sharded.reducer, self._sharded.schedule
         reducer.begin_backward(is_boundary=self.is_gradient_accumulation_boundary())
         schedule.begin_backward()
         try:
@@ -149,8 +168,6 @@ class Engine(nn.Module):
         finally:
             schedule.end_backward()
         reducer.end_backward()
-        self._backward_done = True
-        return loss
 
     def step(self) -> None:
         """End the micro-batch; at the boundary take the optimizer step. Every rank must call it.
@@ -164,7 +181,8 @@ class Engine(nn.Module):
         self._backward_done = False
         self.micro_steps += 1
         if boundary:
-            self._take_step()
+            with self._watch.phase("step"):
+                self._take_step()
         self._timer.stop(boundary)
         if boundary:
             tell(step=self.global_steps)  # heartbeats count micro-batches
@@ -172,24 +190,33 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step."""
-        self._parts.reducer.wait()
-        for unit in self._parts.units:
+        self._sharded.reducer.wait()
+        for unit in self._sharded.units:
             if unit.grads is not None:
                 unit.grads.discard()
 
     def _take_step(self) -> None:
-        parts = self._parts
-        parts.reducer.wait()
-        norm = step_units(parts.units, parts.optimizer.optimizer, parts.policy, parts.group)
+        parts, sharded, optimizer = self._parts, self._sharded, self._trained()
+        sharded.reducer.wait()
+        norm = step_units(sharded.units, optimizer.optimizer, parts.policy, parts.group)
         self._grad_norm = norm
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        parts.optimizer.note_step(overflow=not math.isfinite(norm))
-        if parts.optimizer.overflow:
+        optimizer.note_step(overflow=not math.isfinite(norm))
+        if optimizer.overflow:
             self.skipped_steps += 1
             self._explain_skip(norm)
         elif steps_by_itself(self.lr_scheduler):
             self.lr_scheduler.step()
+
+    def _trained(self) -> ZeroOptimizer:
+        """Return the optimizer. Raises: EngineError when there is none."""
+        if self.optimizer is None:
+            raise EngineError(
+                "this engine has no optimizer: it is for inference only",
+                hint='add an "optimizer" section to the config, or call initialize(optimizer=...)',
+            )
+        return self.optimizer
 
     def _explain_skip(self, norm: float) -> None:
         """Name the rank whose loss is not finite, or else the parameter whose gradient is not. Collective."""
@@ -197,7 +224,7 @@ class Engine(nn.Module):
         losses = torch.stack([loss.float() for loss in self._losses]).mean().item()
         by_rank = collectives.gather_scalars(parts.group, losses)
         bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(by_rank) if not math.isfinite(loss)]
-        first = None if bad else first_bad_gradient(parts.units, parts.group)
+        first = None if bad else first_bad_gradient(self._sharded.units, parts.group)
         if self.global_rank != 0:
             return
         if bad:
@@ -219,6 +246,8 @@ class Engine(nn.Module):
     def _report(self) -> None:
         """Print a line every `steps_per_print` steps, from rank 0; its loss is rank 0's own."""
         losses, self._losses = self._losses, []
+        scale = self._trained().loss_scale
+        self._watch.after_step(StepFacts(self.global_steps, self.global_samples, losses, self.get_lr()[0], scale))
         every = self._steps_per_print
         if not every or self.global_steps % every or self.global_rank != 0:
             return
@@ -238,7 +267,7 @@ class Engine(nn.Module):
 
     def synchronize_parameters(self) -> None:
         """Wait until every parameter holds the last step's update; `state_dict()` and forward do it themselves."""
-        for unit in self._parts.units:
+        for unit in self._sharded.units:
             unit.params.wait()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # overloads
@@ -253,7 +282,7 @@ class Engine(nn.Module):
         self.synchronize_parameters()
         with GatheredParameters(self.module.parameters()):
             result = self.module.load_state_dict(state_dict, strict=strict)
-            for unit in self._parts.units:
+            for unit in self._sharded.units:
                 unit.params.refresh()
         return result
 

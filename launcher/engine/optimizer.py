@@ -23,6 +23,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = flat.param_groups  # the client's own list, where a client brought the optimizer
         self.optimizer = flat
         self._client = plan.client
+        self.loss_scale = 1.0  # what the loss is multiplied by before backward
         self.overflow = False  # the last step was skipped because the gradient norm was not finite
 
     def note_step(self, *, overflow: bool) -> None:

@@ -26,12 +26,9 @@ class _Run:
     """Parameters in registration order that are read by the same modules."""
 
     anchors: list[nn.Module]
+    is_trained: bool
+    is_persistent: bool
     named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
-    is_persistent: bool = False
-
-    @property
-    def is_trainable(self) -> bool:
-        return self.named[0][1].requires_grad
 
     @property
     def numel(self) -> int:
@@ -51,17 +48,17 @@ def build_units(
 ) -> list[FlatUnit]:
     """Move the parameters of `model` into units, in forward order as registered.
 
-    Trainable ones always; frozen ones where parameters are sharded. group_of: the optimizer group of each trainable
-    parameter; one that is missing is frozen. Parameters must have the policy's dtype and the group's device. Every
+    Trained ones always; others where parameters are sharded. group_of: the optimizer group of each parameter that is
+    trained. Parameters must have the policy's dtype and the group's device. Every
     rank must call it with the same model.
     """
     units: list[FlatUnit] = []
-    for run in _runs(model, policy):
+    for run in _runs(model, set(group_of), policy):
         numels = [full_numel(param) for _, param in run.named]
         for part in split_by_size(numels, policy.max_unit_numel):
             named = run.named[part.start : part.stop]
             params = [param for _, param in named]
-            groups = [group_of[param] for param in params] if run.is_trainable else []
+            groups = [group_of[param] for param in params] if run.is_trained else []
             members = UnitMembers([name for name, _ in named], params, run.anchors, groups, run.is_persistent)
             layout = layout_unit(numels[part.start : part.stop], groups or [0] * len(params), group.world_size)
             unit = _adopt(members, layout, policy, group)
@@ -83,13 +80,13 @@ def _adopt(members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, group: 
     return unit
 
 
-def _runs(model: nn.Module, policy: ZeroPolicy) -> list[_Run]:
+def _runs(model: nn.Module, trained: set[nn.Parameter], policy: ZeroPolicy) -> list[_Run]:
     """Return the parameters that become units, by the modules that read them."""
     shards_parameters = policy.stage.shards_parameters
     names = {
         param: name
         for name, param in model.named_parameters()
-        if param.requires_grad or (shards_parameters and param.is_floating_point())
+        if param in trained or (shards_parameters and param.is_floating_point())
     }
     persistent = _persistent(names, policy.parameters) if shards_parameters else set()
     readers: dict[nn.Parameter, list[nn.Module]] = {param: [] for param in names}
@@ -101,8 +98,8 @@ def _runs(model: nn.Module, policy: ZeroPolicy) -> list[_Run]:
     runs: dict[tuple[object, ...], _Run] = {}
     for param, name in names.items():
         anchors = [model] if param in persistent else readers[param]
-        key = (param in persistent, param.requires_grad, *map(id, anchors))
-        run = runs.setdefault(key, _Run(anchors, is_persistent=param in persistent))
+        key = (param in persistent, param in trained, *map(id, anchors))
+        run = runs.setdefault(key, _Run(anchors, param in trained, param in persistent))
         run.named.append((name, param))
     found = list(runs.values())
     return found if shards_parameters else _joined(found)

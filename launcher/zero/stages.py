@@ -39,6 +39,12 @@ class Precision:
         """Say whether the optimizer updates fp32 copies; in fp32 the parameters are their own master."""
         return self.param_dtype != torch.float32
 
+    @property
+    def label(self) -> str:
+        """Name for the start line."""
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        return names[self.param_dtype] + (" (fp32 master)" if self.has_master else "")
+
 
 @dataclass(frozen=True)
 class ParameterPolicy:

@@ -23,12 +23,16 @@ from launcher.optim.schedules import SCHEDULES
 from launcher.optim.torch_schedules import schedule_from_config
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINE_SOURCES = "".join(path.read_text() for path in (ROOT / "launcher" / "engine").glob("*.py"))
+ENGINE_SOURCES = "".join(
+    path.read_text() for room in ("engine", "monitor") for path in (ROOT / "launcher" / room).glob("*.py")
+)
+COMET_NAMES = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 # Keys that act without the engine reading them by name.
 READ_ELSEWHERE = {
     "data_types.grad_accum_dtype": "checked: fp32 is what is done",
     "optimizer.type": "build._optimizer_plan reads section.type",
     "optimizer.params": "and section.params",
+    **{f"comet.{name}": "monitor.curves passes it to comet_ml by name" for name in COMET_NAMES},
     "scheduler.type": "build._scheduler reads section.type",
     "scheduler.params": "and section.params",
 } | {
@@ -77,7 +81,9 @@ def test_schedules_that_work_exist_and_take_their_parameters() -> None:
         given |= {"total_steps": 20} if "total_steps" in section.model_fields else {}
         params = dict(section.model_validate(given))
         optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
-        schedule_from_config(name, params, optimizer).step()
+        schedule = schedule_from_config(name, params, optimizer)
+        optimizer.step()
+        schedule.step()
 
 
 def test_optimizers_that_work_exist_and_every_other_one_is_refused_with_a_reason() -> None:

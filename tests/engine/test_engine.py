@@ -413,7 +413,6 @@ def test_an_optimizer_that_has_state() -> None:
     ("arguments", "message"),
     [
         ({}, "no config was given"),
-        ({"config": {"train_batch_size": 1}}, "no optimizer was given"),
         ({"config": {"train_batch_size": 1}, "config_params": {"train_batch_size": 2}}, "two different configs"),
         ({"config": {"train_batchsize": 1}}, 'did you mean "train_batch_size"'),
         ({"config": "no/such/file.json"}, "cannot be read"),

@@ -47,7 +47,7 @@ def train(rank: int, world_size: int, name: str, zero: dict[str, Any]) -> tuple[
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / world_size)
-        for unit in engine._parts.units:
+        for unit in engine._sharded.units:
             assert not unit.is_sharded or all(param.numel() == 0 for param in unit.members.params)
     return losses, engine.state_dict()
 

@@ -105,7 +105,7 @@ def _model_state_bytes(rank: int, world_size: int, stage: int, bf16: bool) -> tu
         engine.backward(engine(torch.ones(2, 8, dtype=next(model.parameters()).dtype)).float().mean())
         engine.step()
     tensors: list[torch.Tensor] = []
-    for unit in engine._parts.units:
+    for unit in engine._sharded.units:
         for part in (unit.params, unit.grads):
             tensors += [value for value in vars(part).values() if isinstance(value, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,0 +1,78 @@
+"""Who watches the collectives: nobody, unless a config asks; then calls are measured here.
+
+`collectives` asks twice a call whether anybody listens, and does nothing else when nobody does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from launcher.comm.groups import DataParallelGroup
+
+
+@dataclass(frozen=True)
+class Call:
+    """One finished collective."""
+
+    kind: str  # as torch.distributed names it
+    num_bytes: int  # of the whole buffer: what a rank has after a gather, or before a reduction
+    world_size: int
+    duration_s: float
+
+
+class Meter(Protocol):
+    """Takes the measure of every collective. While there is one, each call is waited for before it returns."""
+
+    def record(self, call: Call) -> None:
+        """Take note of a finished call."""
+        ...
+
+
+WaitSpan = Callable[[str], contextlib.AbstractContextManager[None]]  # kind of collective -> context of the wait
+
+_meters: list[Meter] = []
+_wait_spans: list[WaitSpan] = []
+
+
+def set_meter(meter: Meter | None) -> None:
+    """Measure every collective of this process from now on; None: no more."""
+    _meters[:] = [] if meter is None else [meter]
+
+
+def set_wait_span(span: WaitSpan | None) -> None:
+    """Enter `span(kind)` around every wait for a collective; None: no more. The last one set holds."""
+    _wait_spans[:] = [] if span is None else [span]
+
+
+def wait_span() -> WaitSpan | None:
+    """Return what is to be entered around a wait."""
+    return _wait_spans[0] if _wait_spans else None
+
+
+def begin(group: DataParallelGroup) -> float | None:
+    """Return the time at which a call begins; None when nobody measures."""
+    if not _meters:
+        return None
+    _synchronize(group)
+    return time.perf_counter()
+
+
+def end(begun_s: float, kind: str, group: DataParallelGroup, tensors: list[Tensor]) -> None:
+    """Report a call that has finished on this rank."""
+    _synchronize(group)
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    call = Call(kind, num_bytes, group.world_size, time.perf_counter() - begun_s)
+    for meter in _meters:
+        meter.record(call)
+
+
+def _synchronize(group: DataParallelGroup) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)

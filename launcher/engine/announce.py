@@ -1,0 +1,39 @@
+"""What rank 0 says when an engine starts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from launcher.base.errors import Diagnostic
+from launcher.base.log import get_logger
+from launcher.config.auto import AutoChoice
+from launcher.engine.dump import state_text
+from launcher.engine.engine import EngineParts
+
+
+def announce(
+    parts: EngineParts, notices: Sequence[Diagnostic], choices: Sequence[AutoChoice], warning: str | None
+) -> None:
+    """Say in a few lines what this run will do. notices: keys without effect; choices: what "auto" became."""
+    log = get_logger()
+    policy, batch, optimizer = parts.policy, parts.batch, parts.sharded.optimizer
+    log.info(
+        "zero stage %s · %s · %s · %s · micro %d × accumulation %d × dp %d = batch %d",
+        int(parts.settings.zero_optimization.stage),
+        policy.precision.label,
+        "no optimizer: inference only" if optimizer is None else optimizer.optimizer.label,
+        f"clip {policy.max_grad_norm:g}" if policy.max_grad_norm else "no clipping",
+        batch.micro_batch_size,
+        batch.accumulation_steps,
+        batch.world_size,
+        batch.train_batch_size,
+    )
+    for reason, together in itertools.groupby(sorted(choices, key=lambda c: c.reason), key=lambda c: c.reason):
+        log.info("auto: %s (%s)", " · ".join(f"{choice.key} = {choice.value}" for choice in together), reason)
+    for notice in notices:
+        log.info("note: %s", notice)
+    if warning is not None:
+        log.warning(warning)
+    if parts.settings.dump_state:
+        log.info("%s", state_text(parts.settings, policy, parts.sharded.units))

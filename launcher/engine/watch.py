@@ -1,0 +1,177 @@
+"""Everything that looks at a training and takes no part in it: curves, times, memory, FLOPs, the log of collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from launcher.base.log import get_logger
+from launcher.comm import observe
+from launcher.comm.groups import DataParallelGroup
+from launcher.comm.log import LogRules, start_log
+from launcher.config.schema import Config
+from launcher.monitor.curves import open_curves
+from launcher.monitor.flops import FlopCounter, ProfileForm, ProfileTimes, peak_flops, profile_text
+from launcher.monitor.memory import GIB, MemoryUse, memory_use
+from launcher.monitor.phases import PhaseTimer
+
+DEFAULT_WINDOW = 10  # steps between lines when `steps_per_print` is off
+_NOTHING = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known after an optimizer step."""
+
+    step: int
+    num_samples: int
+    losses: list[Tensor]  # of the micro-batches of this rank
+    lr: float
+    loss_scale: float
+
+
+class Watch:
+    """Follows an engine through the phases forward, backward and step. Every rank must make one, rank 0 reports."""
+
+    def __init__(self, settings: Config, group: DataParallelGroup, model: nn.Module, dtype: torch.dtype) -> None:
+        """Raises: EngineError when the library of an enabled monitor is missing."""
+        self._settings = settings
+        self._device = group.device
+        self._window = int(settings.steps_per_print or DEFAULT_WINDOW)
+        self._num_done = 0  # optimizer steps
+        self._curves = open_curves(settings, group.rank)
+        reports = group.rank == 0
+        self._timer = PhaseTimer(group.device) if reports and settings.wall_clock_breakdown else None
+        if self._timer is not None:
+            observe.set_wait_span(self._wait_span)
+        self._memory: dict[str, MemoryUse] | None = {} if reports and settings.memory_breakdown else None
+        profiles = reports and settings.flops_profiler.enabled
+        self._profile = _Profile(settings, group.device, model, dtype) if profiles else None
+        logger = settings.comms_logger
+        if logger.enabled:
+            start_log(LogRules(logger.verbose, logger.prof_all, logger.debug, logger.prof_ops))
+        self._is_idle = self._timer is None and self._memory is None and self._profile is None
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return the context of `forward`, `backward` or `step`."""
+        return _NOTHING if self._is_idle else self._phase(name)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._profile is not None:
+                stack.enter_context(self._profile.phase(name))
+            if self._timer is not None:
+                stack.enter_context(self._timer.span(name))
+            yield
+        if self._memory is not None and (self._num_done + 1) % self._window == 0:
+            self._memory[name] = memory_use(self._device)
+
+    def after_step(self, facts: StepFacts) -> None:
+        """Write curves and whatever report is due."""
+        self._num_done += 1
+        is_due = self._num_done % self._window == 0
+        values: dict[str, float] = {}
+        if self._curves:
+            if facts.losses:
+                values["train_loss"] = torch.stack([loss.float() for loss in facts.losses]).mean().item()
+            values["lr"] = facts.lr
+            if self._settings.fp16.enabled:
+                values["loss_scale"] = facts.loss_scale
+        if self._timer is not None and is_due:
+            values |= self._report_times(facts.step, self._timer)
+        if self._curves:
+            self._curves.write(values, facts.num_samples)
+        if self._memory:
+            self._report_memory(facts.step, self._memory)
+            self._memory.clear()
+        if self._profile is not None:
+            self._profile.after_step()
+            if self._profile.is_finished:
+                self._profile = None
+
+    def _wait_span(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        assert self._timer is not None
+        return self._timer.span("gather" if kind == "all_gather" else "reduce")
+
+    def _report_times(self, step: int, timer: PhaseTimer) -> dict[str, float]:
+        """Log the mean time of each phase, and return it as curves in milliseconds."""
+        means_ms = {name: seconds * 1e3 / self._window for name, seconds in timer.take().items()}
+        own = " · ".join(f"{name} {means_ms.get(name, 0.0):.2f} ms" for name in ("forward", "backward", "step"))
+        waits = " · ".join(f"{name} {means_ms.get(name, 0.0):.2f} ms" for name in ("reduce", "gather"))
+        get_logger().info("time at step %d: %s, of which waiting for %s (means of %d)", step, own, waits, self._window)
+        return {f"elapsed_time_ms_{name}": value for name, value in means_ms.items()}
+
+    def _report_memory(self, step: int, uses: dict[str, MemoryUse]) -> None:
+        after = " · ".join(f"after {name} {use}" for name, use in uses.items())
+        kind = "GPU, allocated" if self._device.type == "cuda" else "host, resident"
+        peak_gib = max(use.peak_bytes for use in uses.values()) / GIB
+        get_logger().info("memory at step %d: %s · peak %.2f GiB (%s)", step, after, peak_gib, kind)
+
+
+class _Profile:
+    """`flops_profiler`: counts in step `profile_step`, takes the times in the step after it, and reports."""
+
+    def __init__(self, settings: Config, device: torch.device, model: nn.Module, dtype: torch.dtype) -> None:
+        self._section = settings.flops_profiler
+        self._model = model
+        self._peak = peak_flops(device, dtype)
+        self._counter = FlopCounter(model)
+        self._timer = PhaseTimer(device)
+        self._step = 1  # the one that runs
+        self._num_backwards = 0
+        self.is_finished = False
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count or time what runs inside, if it is this step's turn."""
+        counter = self._counter
+        if self._step == self._section.profile_step + 1:
+            self._num_backwards += name == "backward"
+            with self._timer.span(name):
+                yield
+            return
+        is_turn = self._step == self._section.profile_step and counter.count is None
+        if is_turn and name == "forward" and not counter.is_counting:
+            counter.start()
+        try:
+            yield
+        except BaseException:
+            counter.stop()
+            raise
+        if name == "forward":
+            counter.mark_forward()
+        else:
+            counter.stop()
+
+    def after_step(self) -> None:
+        """Report after the step that was timed."""
+        if self._step > self._section.profile_step:
+            self.is_finished = True
+            if self._counter.count is not None:
+                self._report()
+        self._step += 1
+
+    def _report(self) -> None:
+        section, count = self._section, self._counter.count
+        assert count is not None
+        seconds = self._timer.take()
+        num_micro = max(1, self._num_backwards)
+        times = ProfileTimes(
+            seconds.get("forward", 0.0) / num_micro, seconds.get("backward", 0.0) / num_micro, seconds.get("step", 0.0)
+        )
+        form = ProfileForm(section.module_depth, section.top_modules, section.detailed)
+        title = f"FLOPs of step {section.profile_step}, rank 0, one micro-batch:"
+        text = f"{title}\n{profile_text(self._model, count, times, form, self._peak)}"
+        if section.output_file is None:
+            get_logger().info("%s", text)
+            return
+        path = Path(section.output_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+        get_logger().info("FLOPs of step %d are in %s", section.profile_step, path)

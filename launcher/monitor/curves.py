@@ -1,0 +1,68 @@
+"""The curves of a training: which writers a config asks for, and what they are given."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Sequence
+
+from launcher.config.schema import Config
+from launcher.monitor.writers import (
+    CometWriter,
+    CsvWriter,
+    Event,
+    TensorBoardWriter,
+    WandbWriter,
+    Writer,
+    log_folder,
+    require,
+)
+
+PREFIX = "Train/Samples/"
+
+
+class Curves:
+    """Gives every point to all writers, and closes them when the process ends."""
+
+    def __init__(self, writers: Sequence[Writer]) -> None:
+        self._writers = writers
+        if writers:
+            atexit.register(self.close)
+
+    def __bool__(self) -> bool:
+        return bool(self._writers)
+
+    def write(self, values: dict[str, float], num_samples: int) -> None:
+        """Add a point to each of the named curves."""
+        events = [Event(PREFIX + name, value, num_samples) for name, value in values.items()]
+        for writer in self._writers:
+            writer.write(events)
+
+    def close(self) -> None:
+        """Bring all points home."""
+        writers, self._writers = self._writers, ()
+        for writer in writers:
+            writer.close()
+        atexit.unregister(self.close)
+
+
+def open_curves(settings: Config, rank: int) -> Curves:
+    """Open the writers of `tensorboard`, `csv_monitor`, `wandb` and `comet`, on rank 0. Every rank must call it.
+
+    Raises: EngineError, on every rank, when a library is missing.
+    """
+    openers: list[Callable[[], Writer]] = []
+    board, tables, wandb, comet = settings.tensorboard, settings.csv_monitor, settings.wandb, settings.comet
+    if board.enabled:
+        require("tensorboard", "tensorboard", "tensorboard")
+        openers.append(lambda: TensorBoardWriter(log_folder(board.output_path, board.job_name)))
+    if tables.enabled:
+        openers.append(lambda: CsvWriter(log_folder(tables.output_path, tables.job_name)))
+    if wandb.enabled:
+        require("wandb", "wandb", "wandb")
+        openers.append(lambda: WandbWriter(wandb.project, wandb.group, wandb.team))
+    if comet.enabled:
+        require("comet_ml", "comet", "comet_ml")
+        names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+        options = {name: getattr(comet, name) for name in names}
+        openers.append(lambda: CometWriter(options, comet.experiment_name, comet.samples_log_interval))
+    return Curves([opener() for opener in openers] if rank == 0 else [])

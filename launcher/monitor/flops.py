@@ -1,0 +1,187 @@
+"""The FLOPs of a model by module, counted by torch while one micro-batch runs.
+
+Counting slows the step down, so the times come from the step after it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+# Dense peak of 16-bit matrix products, FLOP/s, from the vendors' data sheets; the first name that is part of the
+# device's counts.
+PEAK_FLOPS_16BIT = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "V100": 125e12,
+    "RTX 4090": 165e12,
+    "T4": 65e12,
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak of a device in this precision; None where it is not known."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS_16BIT.items() if part in name), None)
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of one micro-batch on one rank. Module names are as in `named_modules()`, "" for the model."""
+
+    forward: dict[str, int]
+    backward_total: int
+
+    @property
+    def forward_total(self) -> int:
+        return self.forward.get("", 0)
+
+
+class FlopCounter:
+    """Counts from `start()`, before a forward, until `stop()`, after its backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._root = type(model).__name__
+        self._mode: FlopCounterMode | None = None
+        self._forward: dict[str, int] = {}
+        self.count: FlopCount | None = None  # once it has counted
+
+    @property
+    def is_counting(self) -> bool:
+        return self._mode is not None
+
+    def start(self) -> None:
+        """Count from here on."""
+        self._mode = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
+        self._mode.__enter__()
+
+    def mark_forward(self) -> None:
+        """Note that the forward has run; what follows counts as backward."""
+        if self._mode is not None:
+            self._forward = self._by_module(self._mode)
+
+    def stop(self) -> None:
+        """Count no more."""
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        mode.__exit__(None, None, None)
+        self.count = FlopCount(self._forward, mode.get_total_flops() - self._forward.get("", 0))
+
+    def _by_module(self, mode: FlopCounterMode) -> dict[str, int]:
+        flops: dict[str, int] = {"": mode.get_total_flops()}
+        for name, by_operation in mode.get_flop_counts().items():
+            if name.startswith(self._root + "."):
+                flops[name.removeprefix(self._root + ".")] = sum(by_operation.values())
+        return flops
+
+
+def _cpu_attention() -> dict[Any, Any]:
+    """Return formulas for the CPU's attention kernel, which torch's registry leaves out; they are the GPU's."""
+
+    def forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return int(sdpa_backward_flop_count(grad, query, key, value))
+
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+
+
+@dataclass(frozen=True)
+class ProfileTimes:
+    """Seconds of one micro-batch's forward and backward, and of the optimizer step."""
+
+    forward_s: float
+    backward_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class ProfileForm:
+    """How much of a profile is printed; names are those of the config's `flops_profiler`."""
+
+    module_depth: int = -1  # -1: all
+    top_modules: int = 1
+    detailed: bool = True
+
+
+def profile_text(
+    model: nn.Module, count: FlopCount, times: ProfileTimes, form: ProfileForm, peak_flops_per_s: float | None
+) -> str:
+    """Return a profile as text."""
+    total = count.forward_total + count.backward_total
+    compute_s = times.forward_s + times.backward_s
+    rows = [
+        ("parameters", _short(sum(parameter.numel() for parameter in model.parameters())).strip()),
+        ("forward", f"{_short(count.forward_total)}FLOP in {times.forward_s * 1e3:.2f} ms"),
+        ("backward", f"{_short(count.backward_total)}FLOP in {times.backward_s * 1e3:.2f} ms"),
+        ("optimizer step", f"{times.step_s * 1e3:.2f} ms"),
+        ("rate of forward and backward", f"{_short(total / max(compute_s, 1e-9))}FLOP/s"),
+    ]
+    if peak_flops_per_s is not None:
+        share = total / max(compute_s, 1e-9) / peak_flops_per_s
+        rows.append(("model FLOPs utilization", f"{share:.1%} of {_short(peak_flops_per_s)}FLOP/s"))
+    lines = [f"  {name:<30}{value}" for name, value in rows]
+    lines += ["  by depth, forward:", *_by_depth(count, form)]
+    if form.detailed:
+        lines += ["  by module, forward:", *_by_module(model, count, form)]
+    return "\n".join(lines)
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0
+
+
+def _by_depth(count: FlopCount, form: ProfileForm) -> list[str]:
+    levels: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for name, flops in count.forward.items():
+        if name and (form.module_depth < 0 or _depth(name) <= form.module_depth):
+            levels[_depth(name)].append((flops, name))
+    lines = []
+    for depth, entries in sorted(levels.items()):
+        top = sorted(entries, key=lambda entry: (-entry[0], entry[1]))[: form.top_modules]
+        shown = " · ".join(f"{name} {_short(flops)}FLOP" for flops, name in top)
+        lines.append(f"    depth {depth}: {shown}")
+    return lines
+
+
+def _by_module(model: nn.Module, count: FlopCount, form: ProfileForm) -> list[str]:
+    lines = []
+    whole = max(1, count.forward_total)
+    for name, module in model.named_modules():
+        if form.module_depth >= 0 and _depth(name) > form.module_depth:
+            continue
+        flops = count.forward.get(name, 0)
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        indent = "  " * _depth(name)
+        title = f"{indent}{name.rpartition('.')[2] or '(model)'} {type(module).__name__}"
+        lines.append(f"    {title:<48}{_short(numel).strip():>10} params {_short(flops):>10}FLOP {flops / whole:>7.1%}")
+    return lines
+
+
+def _short(value: float) -> str:
+    """Return a number with a prefix of the decimal system and a space: 1234 -> "1.23 k"."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 1000:
+            return f"{value:.0f} {prefix}" if prefix == "" else f"{value:.2f} {prefix}"
+        value /= 1000
+    return f"{value:.2f} P"

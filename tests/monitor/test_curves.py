@@ -1,0 +1,147 @@
+"""Curves arrive where the config says: real event files and tables, and the calls other libraries get."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import run_on_ranks
+from torch import nn
+
+import launcher
+from launcher.base.errors import EngineError
+from launcher.monitor.curves import Curves
+from launcher.monitor.writers import CometWriter, CsvWriter, Event, TensorBoardWriter, WandbWriter
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "scheduler": {"type": "ExponentialLR", "params": {"gamma": 0.5}},
+        **more,
+    }
+
+
+def train(settings: dict[str, Any], num_steps: int = 4) -> list[float]:
+    torch.manual_seed(0)
+    engine, *_ = launcher.initialize(model=nn.Linear(3, 1), config=settings)
+    losses = []
+    for _ in range(num_steps):
+        loss = engine(torch.ones(2, 3)).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+def rows(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_csv_files_have_deepspeeds_names(tmp_path: Path) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    losses = train(config(csv_monitor=section, wall_clock_breakdown=True))
+    found = rows(tmp_path / "job" / "Train_Samples_train_loss.csv")
+    assert found[0] == ["step", "train_loss"]
+    assert [int(step) for step, _ in found[1:]] == [2, 4, 6, 8]
+    assert [float(value) for _, value in found[1:]] == pytest.approx(losses)
+    rates = [float(value) for _, value in rows(tmp_path / "job" / "Train_Samples_lr.csv")[1:]]
+    assert rates == pytest.approx([0.05, 0.025, 0.0125, 0.00625])
+    times = rows(tmp_path / "job" / "Train_Samples_elapsed_time_ms_backward.csv")
+    assert [int(step) for step, _ in times[1:]] == [4, 8]
+    assert all(0 < float(value) < 10_000 for _, value in times[1:])
+
+
+def test_a_restarted_run_goes_on_in_its_table(tmp_path: Path) -> None:
+    for start in (0, 10):
+        writer = CsvWriter(tmp_path)
+        writer.write([Event("a/b", 1.0, start)])
+        writer.close()
+    assert rows(tmp_path / "a_b.csv") == [["step", "b"], ["0", "1.0"], ["10", "1.0"]]
+
+
+def _train_rank(rank: int, world_size: int, folder: str) -> list[float]:
+    section = {"enabled": True, "output_path": f"{folder}/{rank}"}
+    return train(config(csv_monitor=section, zero_optimization={"stage": 2}))
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    run_on_ranks(2, _train_rank, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    writers = []
+    original = TensorBoardWriter.__init__
+
+    def remember(self: TensorBoardWriter, *args: Any, **kwargs: Any) -> None:
+        writers.append(self)
+        original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorBoardWriter, "__init__", remember)
+        losses = train(config(tensorboard=section))
+    writers[0].close()
+    events = accumulator.EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    found = events.Scalars("Train/Samples/train_loss")
+    assert [event.step for event in found] == [2, 4, 6, 8]
+    assert [event.value for event in found] == pytest.approx(losses)
+    assert len(events.Scalars("Train/Samples/lr")) == 4
+
+
+def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineError, match="wandb is enabled, but wandb is not installed") as caught:
+        train(config(wandb={"enabled": True}))
+    assert caught.value.diagnostics[0].hint == "pip install wandb"
+
+
+class Recorder:
+    """Remembers every call of itself or its attributes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Recorder:
+            self.calls.append((name, args, kwargs))
+            return self
+
+        return call
+
+
+def test_wandb_gets_one_call_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B drops points of a step that it has left behind."""
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=recorder.init))
+    curves = Curves([WandbWriter("project", "group", "team")])
+    curves.write({"train_loss": 2.0, "lr": 0.1}, 8)
+    curves.close()
+    assert recorder.calls == [
+        ("init", (), {"project": "project", "group": "group", "entity": "team"}),
+        ("log", ({"Train/Samples/train_loss": 2.0, "Train/Samples/lr": 0.1},), {"step": 8}),
+        ("finish", (), {}),
+    ]
+
+
+def test_comet_gets_points_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "comet_ml", types.SimpleNamespace(start=recorder.start))
+    writer = CometWriter({"project": "p"}, "name", 100)
+    for num_samples in (8, 60, 108, 150, 300):
+        writer.write([Event("loss", 1.0, num_samples)])
+    writer.close()
+    assert recorder.calls[:2] == [("start", (), {"project": "p"}), ("set_name", ("name",), {})]
+    assert [call[2]["step"] for call in recorder.calls if call[0] == "log_metric"] == [8, 108, 300]
+    assert recorder.calls[-1][0] == "end"

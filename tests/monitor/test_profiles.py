@@ -1,0 +1,229 @@
+"""What a run reports about itself: times, memory, FLOPs, state, collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import launcher
+from launcher.base.errors import EngineError
+from launcher.base.log import get_logger
+from launcher.comm import log, observe
+from launcher.comm.groups import data_parallel_group
+from launcher.comm.log import bandwidths_gbps
+from launcher.monitor.curves import Curves
+from launcher.monitor.memory import memory_use
+
+WIDTH, BATCH, TIME = 16, 4, 8
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(x).unsqueeze(1).chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(query, key, value).squeeze(1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Attending(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x)).square().mean()
+
+
+# 2 FLOP a multiply-add; attention has two products of [TIME, WIDTH] by [WIDTH, TIME].
+MIX = 2 * BATCH * TIME * WIDTH * 3 * WIDTH
+ATTENTION = 2 * 2 * BATCH * TIME * TIME * WIDTH
+LINEAR = 2 * BATCH * TIME * WIDTH * WIDTH
+HEAD = 2 * BATCH * TIME * WIDTH * 2
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    try:
+        yield lines
+    finally:
+        get_logger().removeHandler(handler)
+
+
+def train(num_steps: int = 4, **more: Any) -> tuple[Any, list[str]]:
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "steps_per_print": 2,
+        "optimizer": {"type": "SGD", "params": {}},
+        **more,
+    }
+    torch.manual_seed(0)
+    with logged() as lines:
+        engine, *_ = launcher.initialize(model=Net(), config=config)
+        for _ in range(num_steps * config.get("gradient_accumulation_steps", 1)):
+            engine.backward(engine(torch.ones(BATCH, TIME, WIDTH)))
+            engine.step()
+    return engine, lines
+
+
+def test_nothing_is_said_unless_asked() -> None:
+    _, lines = train()
+    assert [line for line in lines if line.startswith(("time", "memory", "FLOPs", "config"))] == []
+    assert observe.begin(data_parallel_group()) is None
+
+
+def test_times_of_the_phases() -> None:
+    _, lines = train(wall_clock_breakdown=True)
+    found = [line for line in lines if line.startswith("time at step")]
+    assert [line.split()[3] for line in found] == ["2:", "4:"]
+    for name in ("forward", "backward", "step"):
+        match = re.search(rf"\b{name} ([\d.]+) ms", found[-1])
+        assert match is not None
+        assert 0 < float(match[1]) < 10_000
+    observe.set_wait_span(None)
+
+
+def test_memory_of_the_phases() -> None:
+    _, lines = train(memory_breakdown=True)
+    found = [line for line in lines if line.startswith("memory at step")]
+    assert len(found) == 2
+    assert re.search(r"after forward [\d.]+ GiB · after backward .* · after step .* · peak [\d.]+ GiB", found[0])
+
+
+def test_memory_in_use_is_what_was_allocated() -> None:
+    device = torch.device("cpu")
+    before = memory_use(device)
+    block = torch.ones(32 * 2**20)  # 128 MiB
+    after = memory_use(device)
+    assert after.used_bytes - before.used_bytes == pytest.approx(block.nbytes, rel=0.1)
+    assert after.peak_bytes >= after.used_bytes
+
+
+def test_flops_are_those_of_the_formulas(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "flops.txt"
+    section = {"enabled": True, "profile_step": 2, "output_file": str(path), "top_modules": 2}
+    _, lines = train(flops_profiler=section, gradient_accumulation_steps=2)
+    assert any("FLOPs of step 2 are in" in line for line in lines)
+    text = path.read_text()
+    forward = MIX + ATTENTION + LINEAR + HEAD
+    assert flops_of(text, "forward") == pytest.approx(forward, rel=1e-2)
+    # Backward: twice the products, less the input's gradient of the first; attention is recomputed: 5 products for 2.
+    assert flops_of(text, "backward") == pytest.approx(MIX + 2.5 * ATTENTION + 2 * LINEAR + 2 * HEAD, rel=1e-2)
+    assert flops_of(text, "0 Attending") == pytest.approx(MIX + ATTENTION, rel=1e-2)
+    assert "depth 2: blocks.0 " in text
+    assert re.search(r"head Linear +34 params +2.05 kFLOP", text)
+
+
+def test_a_short_profile(tmp_path: Path) -> None:
+    section = {"enabled": True, "module_depth": 1, "detailed": False}
+    _, lines = train(flops_profiler=section)
+    text = next(line for line in lines if line.startswith("FLOPs of step 1"))
+    assert "depth 1: blocks " in text
+    assert "depth 2" not in text
+    assert "by module" not in text
+
+
+def flops_of(text: str, title: str) -> float:
+    match = re.search(rf"^ +{title}\b.*? ([\d.]+) (k?|M)FLOP", text, re.MULTILINE)
+    assert match is not None, text
+    return float(match[1]) * {"": 1.0, "k": 1e3, "M": 1e6}[match[2]]
+
+
+def test_the_state_is_dumped_without_secrets() -> None:
+    comet = {"api_key": "hidden", "enabled": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launcher.engine.watch.open_curves", lambda settings, rank: Curves([]))
+        _, lines = train(dump_state=True, comet=comet, gradient_clipping=0.5)
+    text = next(line for line in lines if line.startswith("config in force"))
+    assert "gradient_clipping = 0.5" in text
+    assert 'comet.api_key = "***"' in text
+    assert "hidden" not in text
+    assert "optimizer.params.lr = 0.001" in text
+    assert "csv_monitor" not in text
+    assert "unit 1: 3 parameters from blocks.0.mix.weight to blocks.1.bias" in text
+
+
+# ---- collectives ----
+
+
+def _train_logged(rank: int, world_size: int, stage: int, rules: dict[str, Any]) -> tuple[str, list[str], Any]:
+    try:
+        _, lines = train(3, zero_optimization={"stage": stage}, comms_logger={"enabled": True, **rules})
+        with logged() as said:
+            table = launcher.comm.log_summary(show_straggler=True)
+        return table, lines + said, log._logs[0].totals()
+    finally:
+        log.stop_log()
+
+
+def padded_bytes() -> int:
+    """Bytes of the two units of the model over two ranks."""
+    numels = [WIDTH * 3 * WIDTH, WIDTH * WIDTH + WIDTH, 2 * WIDTH + 2]
+    return sum(-(-numel // 128) * 128 for numel in numels) * 4
+
+
+@pytest.mark.parametrize(("stage", "kinds"), [(0, {"all_reduce"}), (2, {"reduce_scatter", "all_gather"})])
+def test_collectives_are_counted(stage: int, kinds: set[str]) -> None:
+    results = run_on_ranks(2, _train_logged, stage, {})
+    table, lines, totals = results[0]
+    large = {key: value for key, value in totals.items() if key[1] > 64 and key[0] != "broadcast"}
+    assert {kind for kind, _ in large} == kinds
+    for kind in kinds:
+        sent = sum(num_bytes * count for (name, num_bytes), (count, _) in large.items() if name == kind)
+        assert sent == 3 * padded_bytes()
+    assert all(total_s > 0 for _, total_s in totals.values())
+    assert "straggler ms" in table
+    assert sum(line.startswith("collectives of rank 0") for line in lines) == 1
+    assert not any(line.startswith("collectives") for line in results[1][1])
+
+
+def test_only_the_named_collectives_with_their_callers() -> None:
+    rules = {"prof_all": False, "prof_ops": ["all_gather"], "debug": True, "verbose": True}
+    _, lines, totals = run_on_ranks(2, _train_logged, 2, rules)[0]
+    assert {kind for kind, _ in totals} == {"all_gather (publish_update)", "all_gather (global_grad_norm)"}
+    assert any(re.match(r"comm op: all_gather .* \| time: [\d.]+ ms \| message: \d+ bytes", line) for line in lines)
+
+
+def _train_waited(rank: int, world_size: int) -> list[str]:
+    try:
+        return train(4, zero_optimization={"stage": 2}, wall_clock_breakdown=True)[1]
+    finally:
+        observe.set_wait_span(None)
+
+
+def test_waits_for_collectives_are_part_of_the_times() -> None:
+    reporting, silent = run_on_ranks(2, _train_waited)
+    line = [line for line in reporting if line.startswith("time at step")][-1]
+    for name in ("reduce", "gather"):
+        match = re.search(rf"{name} ([\d.]+) ms", line)
+        assert match is not None
+        assert float(match[1]) > 0
+    assert not any(line.startswith("time") for line in silent)
+
+
+def test_bandwidths() -> None:
+    """1 GB in 1 s over 4 ranks: 8 Gbit/s; an all-reduce sends 2 · 3/4 of it over each link."""
+    assert bandwidths_gbps("all_reduce", 10**9, 4, 1.0) == pytest.approx((8.0, 12.0))
+    assert bandwidths_gbps("all_gather", 10**9, 4, 1.0) == pytest.approx((8.0, 6.0))
+    assert bandwidths_gbps("broadcast", 10**9, 4, 1.0) == pytest.approx((8.0, 8.0))
+
+
+def test_a_summary_of_nothing_is_an_error() -> None:
+    with pytest.raises(EngineError, match="no collectives are logged"):
+        launcher.comm.log_summary()
