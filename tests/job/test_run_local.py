@@ -144,6 +144,7 @@ def test_a_killed_agent_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     assert result.code == 69
     assert "localhost was lost" in result.err
     assert not members_of_job(result.job_id)
+    assert not list(Path(tempfile.gettempdir()).glob(f"launch-agent-{result.job_id}-*"))
 
 
 def test_output_of_any_bytes_is_complete_in_the_log(tmp_path: Path) -> None:
@@ -261,6 +262,7 @@ def test_a_hook_of_the_script_still_sees_the_error(tmp_path: Path) -> None:
         tmp_path,
         """
         import sys
+import tempfile
         sys.excepthook = lambda kind, error, trace: print("HOOK", kind.__name__, error)
         raise ValueError("seen")
         """,
