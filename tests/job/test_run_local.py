@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -262,7 +263,6 @@ def test_a_hook_of_the_script_still_sees_the_error(tmp_path: Path) -> None:
         tmp_path,
         """
         import sys
-import tempfile
         sys.excepthook = lambda kind, error, trace: print("HOOK", kind.__name__, error)
         raise ValueError("seen")
         """,
