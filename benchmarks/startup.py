@@ -1,6 +1,6 @@
 """How long a command line takes, and how long until all ranks run: beside torchrun, DeepSpeed, mpirun and a shell loop.
 
-python benchmarks/startup.py [--rounds 10] [--ranks 2] >> docs/benchmarks.md
+python benchmarks/startup.py [--rounds 10] [--ranks 2 4] >> docs/benchmarks.md
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def main() -> None:
     """Measure and print the section."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     options = parser.parse_args()
 
     print("## Start-up\n")
@@ -165,16 +165,24 @@ def main() -> None:
     base = 'python -c "import click"'
     print(table(["command", "median", "quartiles", "ratio"], _rows(samples, base)))
 
+    for num_ranks in options.ranks:
+        _print_launchers(num_ranks, options.rounds)
+
+
+def _print_launchers(num_ranks: int, rounds: int) -> None:
     titles = {
         "process": "the last rank's process exists",
         "script": "the last rank runs the first line of its script",
         "command ends": "the command has ended, ranks that do nothing else",
         "CPU": "CPU seconds of the command and all it waited for",
+        "CPU over the loop": "the same, less the shell loop's median",
         "barrier": "all ranks are past their first barrier (torch imported, gloo)",
     }
-    marks = measure_launchers(options.ranks, options.rounds, with_barrier=False)
-    marks["barrier"] = measure_launchers(options.ranks, options.rounds, with_barrier=True)["barrier"]
-    print(f"\nFrom the command until ..., {options.ranks} ranks on this machine:\n")
+    marks = measure_launchers(num_ranks, rounds, with_barrier=False)
+    base = median(marks["CPU"]["shell loop"])
+    marks["CPU over the loop"] = {name: [value - base for value in values] for name, values in marks["CPU"].items()}
+    marks["barrier"] = measure_launchers(num_ranks, rounds, with_barrier=True)["barrier"]
+    print(f"\nFrom the command until ..., {num_ranks} ranks on this machine:\n")
     rows = [
         [titles[mark], *(f"{median(marks[mark][name]):.3f} s ({spread(marks[mark][name])})" for name in launchers())]
         for mark in titles

@@ -6,8 +6,7 @@ milliseconds. Engine names (`launcher.initialize`, ...) load torch the first tim
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # type checkers know the name; `typing` itself would cost every rank 5 ms
 
 __version__ = "0.1.0"
 
@@ -39,6 +38,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from launcher import comm, notebook, zero
     from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name in _LAZY_MODULES:
         return importlib.import_module(f"launcher.{name}")
     module_name = _LAZY_NAMES.get(name)

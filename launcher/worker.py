@@ -4,11 +4,12 @@
     python -u -m launcher.worker module  package.train
     python -u -m launcher.worker program ./train.sh
 
-The arguments come as a JSON list through the descriptor named by LAUNCH_ARGUMENTS_FD: a command line is open to every
-user of the machine, and arguments may hold a token. (A program is started with them; there is no other way.)
+The arguments come through the descriptor named by LAUNCH_ARGUMENTS_FD: a command line is open to every user of the
+machine, and arguments may hold a token. (A program is started with them; there is no other way.)
 
 The script runs as `python train.py` would run it: it is `__main__`, its folder is `sys.path[0]`, its exit code is the
-process's. Standard library only: torch is the script's business.
+process's. Standard library only: torch is the script's business. Every rank of every job imports this file: what is
+needed for one kind of command or for a failure only is imported there.
 """
 
 from __future__ import annotations
@@ -17,35 +18,29 @@ import builtins
 import contextlib
 import faulthandler
 import io
-import json
+import marshal
 import os
-import runpy
-import signal
-import socket
 import sys
 import time
-import traceback
 import types
-from types import TracebackType
 
-from launcher.base import env
-from launcher.base.preemption import NOTICE_SIGNAL, listen
-from launcher.base.processes import STACKS_SIGNAL, die_with_parent
+from launcher.base import env, preemption
+from launcher.base.signals import STACKS_SIGNAL
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
 
 _MAX_TRACEBACK_CHARS = 64_000
 _NOTEBOOK_RANK = os.path.join(os.path.dirname(__file__), "notebook", "rank.py")
-_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>", _NOTEBOOK_RANK)
 
 
 def main() -> None:
     """Run the command in `sys.argv`; does not return when it fails."""
-    agent_pid = os.environ.pop(env.AGENT_PID.name, None)
-    if agent_pid is not None:
-        die_with_parent(int(agent_pid))
     with contextlib.suppress(ValueError, io.UnsupportedOperation):
         faulthandler.enable()  # a crash in native code leaves the Python stack in the log
     _dump_stacks_on_demand()
-    listen()
+    preemption.listen()
     kind, target = sys.argv[1:3]
     sys.argv[:] = [target, *_take_arguments()]
     if kind == "program":
@@ -54,8 +49,7 @@ def main() -> None:
         if kind == "script":
             _run_script(target)
         else:
-            _set_first_path(os.getcwd())
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
+            _run_module(target)
     except SystemExit as error:
         if _exit_code(error) != 0:
             _leave_record(error, None)
@@ -94,9 +88,16 @@ def _take_arguments() -> list[str]:
     descriptor = os.environ.pop(env.ARGUMENTS_FD.name, None)
     if descriptor is None:
         return sys.argv[3:]
-    with open(int(descriptor), encoding="ascii") as file:
-        arguments: list[str] = json.load(file)
+    with open(int(descriptor), "rb") as file:
+        arguments: list[str] = marshal.load(file)  # from the agent, which runs the same interpreter
     return arguments
+
+
+def _run_module(name: str) -> None:
+    import runpy
+
+    _set_first_path(os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _run_script(path: str) -> None:
@@ -113,7 +114,7 @@ def _run_script(path: str) -> None:
 
 
 def _exec_program(path: str) -> None:
-    signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)  # a program that does not know the notice must not die of it
+    preemption.ignore()
     try:
         os.execvp(path, sys.argv)
     except OSError as error:
@@ -131,8 +132,11 @@ def _set_first_path(folder: str) -> None:
 
 def _user_traceback(error: BaseException) -> TracebackType | None:
     """Return the traceback without the frames of the launcher's own files and of runpy."""
+    import runpy
+
+    own_files = (__file__, runpy.__file__, "<frozen runpy>", _NOTEBOOK_RANK)
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+    while trace is not None and trace.tb_frame.f_code.co_filename in own_files:
         trace = trace.tb_next
     return trace
 
@@ -147,6 +151,8 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
         return False
     temporary = f"{path}.part"
     try:
+        import json
+
         with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(_record(error, trace), file)
         os.replace(temporary, path)
@@ -156,11 +162,13 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _record(error: BaseException, trace: TracebackType | None) -> dict[str, object]:
+    import traceback
+
     # SystemExit has no traceback to show. Others may have one without frames: a syntax error of the script itself.
     is_exit = isinstance(error, SystemExit)
     lines = [] if is_exit else traceback.format_exception(type(error), error, trace)
     return {
-        "host": socket.gethostname(),
+        "host": os.uname().nodename,
         "rank": int(os.environ.get(env.RANK.name, "-1")),
         "pid": os.getpid(),
         "time_s": time.time(),

@@ -11,8 +11,8 @@ import signal
 import sys
 
 from launcher.agent.supervisor import Supervisor
-from launcher.base.preemption import NOTICE_SIGNAL
 from launcher.base.processes import adopt_orphans
+from launcher.base.signals import NOTICE_SIGNAL
 
 
 def main() -> int:
@@ -21,12 +21,12 @@ def main() -> int:
     output = os.dup(1)
     os.dup2(2, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    # Ranks inherit this until their worker listens: an early notice, or Slurm's to the whole step, kills none.
-    signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
+    # Ranks inherit this until their worker listens: an early notice, Slurm's to the whole step too, waits for that.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [NOTICE_SIGNAL])
     adopt_orphans()
     try:
         supervisor = Supervisor(sys.stdin.fileno(), output)
-    except OSError as error:  # no folder for temporary files, or too few descriptors: the launcher shows these words
+    except OSError as error:  # too few descriptors: the launcher shows these words
         sys.stderr.write(f"the agent cannot work on this host: {error.strerror or error}\n")
         return 1
     supervisor.run()

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from pathlib import Path
+import os
 
+from launcher.base.record import Record
 from launcher.base.units import format_bytes
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    _Path = str | os.PathLike[str]
 
-@dataclass(frozen=True)
-class _Counter:
+
+class _Counter(Record):
     """A line `oom_kill N` in a file of the kernel."""
 
-    file: Path
+    file: str
     whose: str  # says what a rise of the counter means
 
     def read(self) -> int:
         """Return the count, 0 where it cannot be read."""
         with contextlib.suppress(OSError, ValueError):
-            for line in self.file.read_text().splitlines():
+            for line in _lines(self.file):
                 name, _, value = line.partition(" ")
                 if name == "oom_kill":
                     return int(value)
@@ -29,7 +32,7 @@ class _Counter:
 class OomWatch:
     """Compares the kernel's counters of out-of-memory kills with those at the start."""
 
-    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(self, proc: _Path = "/proc", cgroups: _Path = "/sys/fs/cgroup") -> None:
         self._counters = _counters(proc, cgroups)
         self._before = [counter.read() for counter in self._counters]
 
@@ -44,22 +47,27 @@ class OomWatch:
         return found
 
 
-def _counters(proc: Path, cgroups: Path) -> list[_Counter]:
+def _counters(proc: _Path, cgroups: _Path) -> list[_Counter]:
     counters = []
     with contextlib.suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
+        for line in _lines(f"{proc}/self/cgroup"):
             _, controllers, path = line.split(":", 2)
             if controllers == "":  # version 2
-                folder = cgroups / path.lstrip("/")
-                counters.append(_Counter(folder / "memory.events", _whose(folder / "memory.max")))
+                folder = os.path.join(cgroups, path.lstrip("/"))
+                counters.append(_Counter(f"{folder}/memory.events", _whose(f"{folder}/memory.max")))
             elif "memory" in controllers.split(","):
-                folder = cgroups / "memory" / path.lstrip("/")
-                counters.append(_Counter(folder / "memory.oom_control", _whose(folder / "memory.limit_in_bytes")))
-    return [*counters, _Counter(proc / "vmstat", "the kernel's out-of-memory killer struck on this host")]
+                folder = os.path.join(cgroups, "memory", path.lstrip("/"))
+                counters.append(_Counter(f"{folder}/memory.oom_control", _whose(f"{folder}/memory.limit_in_bytes")))
+    return [*counters, _Counter(f"{proc}/vmstat", "the kernel's out-of-memory killer struck on this host")]
 
 
-def _whose(limit: Path) -> str:
+def _whose(limit: str) -> str:
     size = ""
-    with contextlib.suppress(OSError, ValueError):
-        size = f", limit {format_bytes(int(limit.read_text()))}"
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        size = f", limit {format_bytes(int(_lines(limit)[0]))}"
     return f"the memory limit of the control group was reached{size}"
+
+
+def _lines(path: str) -> list[str]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read().splitlines()

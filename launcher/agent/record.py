@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _MAX_BYTES = 4 << 20
 _TEXTS = ("type", "message", "traceback")

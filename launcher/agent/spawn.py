@@ -3,40 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import json
+import marshal
 import os
 import subprocess
-from dataclasses import dataclass
-from typing import Any
 
 from launcher.agent.wire import Spawn
 from launcher.base import env
-from launcher.base.progress import NOTHING, Told, make_counter
+from launcher.base.processes import die_with_parent
+from launcher.base.progress import NOTHING, make_counter
+from launcher.base.units import format_bytes
 from launcher.cluster.devices import local_device_tokens
 from launcher.transport.command import agent_argv
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from launcher.base.progress import Told
+
 WORKER_MODULE = "launcher.worker"
+_MAX_VARIABLE_BYTES = 128 << 10  # MAX_ARG_STRLEN of Linux, for a variable or an argument; all together: ulimit -s
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
 
 
-@dataclass
 class Rank:
-    """One rank's process and its pipes."""
+    """One rank's process, its pipes and files, and what is known of its end."""
 
-    number: int
-    process: subprocess.Popen[bytes]
-    streams: dict[int, str]  # open descriptors -> "stdout" or "stderr"
-    error_file: str
-    stacks_file: str
-    progress_fd: int
-    progress: Told = NOTHING  # as last sent
-    status: int | None = None  # exit code or minus the signal, None while it runs
-    record: dict[str, Any] | None = None  # the error record its worker left
-    ended_s: float = 0.0  # monotonic clock, set together with `status`
-    died_s: float = 0.0  # wall clock, likewise
-    max_rss_bytes: int = 0
-    oom: str | None = None  # evidence of the kernel's out-of-memory killer
+    def __init__(
+        self,
+        number: int,
+        process: subprocess.Popen[bytes],
+        streams: dict[int, str],
+        error_file: str,
+        stacks_file: str,
+        progress_fd: int,
+    ) -> None:
+        """streams: open descriptors -> "stdout" or "stderr"."""
+        self.number, self.process, self.streams = number, process, streams
+        self.error_file, self.stacks_file, self.progress_fd = error_file, stacks_file, progress_fd
+        self.progress: Told = NOTHING  # as last sent
+        self.status: int | None = None  # exit code or minus the signal, None while it runs
+        self.record: dict[str, Any] | None = None  # the error record its worker left
+        self.ended_s = 0.0  # monotonic clock, set together with `status`
+        self.died_s = 0.0  # wall clock, likewise
+        self.max_rss_bytes = 0
+        self.oom: str | None = None  # evidence of the kernel's out-of-memory killer
 
     @property
     def pid(self) -> int:
@@ -71,7 +84,6 @@ def rank_environment(
         num_threads = max(1, len(os.sched_getaffinity(0)) // len(spec.rank_envs))
         environment[env.OMP_NUM_THREADS.name] = str(num_threads)
     environment[env.JOB_ID.name] = spec.job_id
-    environment[env.AGENT_PID.name] = str(os.getpid())
     environment["PYTHONUNBUFFERED"] = "1"
     return environment | own
 
@@ -84,14 +96,14 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
         os.path.join(scratch, f"{name}_{number}") for name in ("error", "stacks", "progress")
     )
     kind, target, *arguments = spec.commands[local_rank if len(spec.commands) > 1 else 0]
-    arguments_fd = _memory_file(json.dumps(arguments).encode())
+    arguments_fd = _memory_file(marshal.dumps(arguments))
     own = {
         env.ERROR_FILE.name: error_file,
         env.STACKS_FILE.name: stacks_file,
         env.PROGRESS_FILE.name: progress_file,
         env.ARGUMENTS_FD.name: str(arguments_fd),
     }
-    own_cores = os.sched_getaffinity(0)
+    own_cores, agent_pid = os.sched_getaffinity(0), os.getpid()
     try:
         if cores is not None:
             os.sched_setaffinity(0, cores)  # a child starts with its parent's
@@ -104,6 +116,8 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
             env=rank_environment(spec, rank_env, own, cores),
             pass_fds=(arguments_fd,),
             start_new_session=True,
+            # Runs in the child, and exec keeps it. The agent has one thread: no lock can be held for ever there.
+            preexec_fn=lambda: die_with_parent(agent_pid),
             bufsize=0,
         )
     finally:
@@ -118,6 +132,21 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
             fcntl.fcntl(stream.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         streams[stream.fileno()] = name
     return Rank(number, process, streams, error_file, stacks_file, make_counter(progress_file))
+
+
+def why_not_started(error: OSError | ValueError, spec: Spawn) -> str:
+    """Say why the ranks could not be started, and what helps where the kernel's own words do not."""
+    if isinstance(error, OSError) and error.errno == errno.E2BIG:
+        variables = {**os.environ, **spec.env, **spec.rank_envs[0]}
+        name, size = max(((n, len(os.fsencode(v))) for n, v in variables.items()), key=lambda pair: pair[1])
+        return (
+            f"environment and arguments are larger than the kernel passes on (its largest variable is {name},"
+            f" {format_bytes(size)}; one may have {format_bytes(_MAX_VARIABLE_BYTES)}): put long values into a file"
+            " that the script reads"
+        )
+    reason = getattr(error, "strerror", None) or str(error)
+    filename = getattr(error, "filename", None)
+    return f"{filename}: {reason}" if filename else reason
 
 
 def _memory_file(data: bytes) -> int:

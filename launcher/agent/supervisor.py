@@ -10,17 +10,16 @@ import contextlib
 import fcntl
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import termios
 import time
 
+from launcher.agent import scratch
 from launcher.agent.oom import OomWatch
 from launcher.agent.record import read_record
-from launcher.agent.spawn import Rank, missing_devices, spawn_rank
+from launcher.agent.spawn import Rank, missing_devices, spawn_rank, why_not_started
 from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
     MAGIC,
@@ -46,10 +45,9 @@ from launcher.agent.wire import (
     Sweep,
     encode,
 )
-from launcher.base.preemption import NOTICE_SIGNAL
-from launcher.base.processes import STACKS_SIGNAL, descendants, send, sweep_job
+from launcher.base.processes import descendants, send, sweep_job
 from launcher.base.progress import read_counter
-from launcher.cluster.cores import shares
+from launcher.base.signals import NOTICE_SIGNAL, STACKS_SIGNAL
 from launcher.cluster.devices import given_devices
 
 _READ_BYTES = 1 << 16
@@ -81,7 +79,7 @@ class Supervisor:
         self._give_up_at_s: float | None = None
         self._tell_progress_at_s = 0.0
         self._stacks_at_s: float | None = None  # when the stacks that were asked for are read
-        self._scratch = tempfile.mkdtemp(prefix="launch-agent-")  # mode 0700: error records hold user data
+        self._scratch: str | None = None  # there as soon as ranks are
         self._wake_read, self._wake_write = os.pipe()
         self._oom_watch = OomWatch()
 
@@ -101,7 +99,8 @@ class Supervisor:
                 self._turn()
             self._flush_before_leaving()
         finally:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            if self._scratch is not None:
+                scratch.remove(self._scratch)
 
     # ---- the loop ----
 
@@ -193,6 +192,7 @@ class Supervisor:
             send([rank.pid for rank in self._ranks.values() if rank.status is None], NOTICE_SIGNAL)
         elif isinstance(message, Sweep):
             sweep_job(message.job_id)
+            scratch.remove_left(message.job_id)
             self._state = move(self._state, AgentState.GONE)
             self._send(Bye())
 
@@ -202,21 +202,20 @@ class Supervisor:
         self._spec = spec
         self._state = move(self._state, AgentState.RUNNING)
         problem = missing_devices(spec)
-        cores = shares(spec.bound_cores, len(spec.rank_envs)) if spec.bound_cores is not None else []
+        cores = _shares_of_cores(spec)
         if problem or isinstance(cores, str):
             self._send(SpawnFailed(problem or str(cores)))
             self._stop(0.0)
             return
         try:
+            self._scratch = scratch.make(spec.job_id)
             for local_rank in range(len(spec.rank_envs)):
                 rank = spawn_rank(spec, local_rank, self._scratch, cores[local_rank] if cores else None)
                 self._ranks[rank.pid] = rank
                 self._send(Started(rank.number, rank.pid))
         except (OSError, ValueError) as error:  # ValueError: what the kernel takes in no argument or variable
-            reason = getattr(error, "strerror", None) or str(error)
-            filename = getattr(error, "filename", None)
             self._forget_ranks()  # they are ended like all descendants, and are not to be taken for the cause
-            self._send(SpawnFailed(f"{filename}: {reason}" if filename else reason))
+            self._send(SpawnFailed(why_not_started(error, spec)))
             self._stop(0.0)
 
     def _forget_ranks(self) -> None:
@@ -296,7 +295,7 @@ class Supervisor:
                 told = read_counter(rank.progress_fd)
                 if told != rank.progress:
                     rank.progress = told
-                    self._send(Progress(rank.number, *told))
+                    self._send(Progress(rank.number, told.heartbeats, told.step, told.loss))
         if self._stacks_at_s is not None and now_s >= self._stacks_at_s:
             self._stacks_at_s = None
             for rank in self._ranks.values():
@@ -343,6 +342,15 @@ class Supervisor:
         with contextlib.suppress(OSError):
             while self._unsent and self._connected:
                 del self._unsent[: os.write(self._output_fd, memoryview(self._unsent)[: 1 << 20])]
+
+
+def _shares_of_cores(spec: Spawn) -> list[list[int]] | str:
+    """Return the cores of each rank, [] where none is bound, or what is wrong with the wish."""
+    if spec.bound_cores is None:
+        return []
+    from launcher.cluster.cores import shares
+
+    return shares(spec.bound_cores, len(spec.rank_envs))
 
 
 def _free_port() -> int:

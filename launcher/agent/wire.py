@@ -1,4 +1,4 @@
-"""The agent protocol: messages as frozen dataclasses, frames as bytes.
+"""The agent protocol: messages as immutable records, frames as bytes.
 
 A stream starts with `MAGIC`; what stands before it (a login banner, the output of a shell's start-up file) is skipped.
 A frame is two big-endian 32-bit lengths, a JSON header and a raw payload. Output of ranks is payload, so that
@@ -7,14 +7,16 @@ any bytes pass unchanged and unquoted.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from launcher.base.errors import ProtocolError
+from launcher.base.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
 
 PROTOCOL_VERSION = 3
 MAGIC = b"\x00\x01launch-agent\x01\x00"
@@ -24,20 +26,17 @@ MAX_PAYLOAD_BYTES = 16 << 20
 _LENGTHS = struct.Struct(">II")
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(Record):
     """Base of all messages."""
 
 
 # ---- controller to agent ----
 
 
-@dataclass(frozen=True)
 class PickPort(Message):
     """Ask for a TCP port that is free on the agent's node."""
 
 
-@dataclass(frozen=True)
 class Spawn(Message):
     """Start the ranks of this node."""
 
@@ -53,31 +52,26 @@ class Spawn(Message):
     bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
 
 
-@dataclass(frozen=True)
 class Stop(Message):
     """End all ranks: SIGTERM, one grace for all, SIGKILL."""
 
     grace_s: float
 
 
-@dataclass(frozen=True)
 class Notify(Message):
     """Tell every rank that the job will soon be taken off its nodes."""
 
 
-@dataclass(frozen=True)
 class DumpStacks(Message):
     """Let every rank write its Python stacks, and send them."""
 
 
-@dataclass(frozen=True)
 class Sweep(Message):
     """Kill every process of a job whose agent was lost; the job id in their environment tells which."""
 
     job_id: str
 
 
-@dataclass(frozen=True)
 class Ping(Message):
     """Renew the lease."""
 
@@ -85,7 +79,6 @@ class Ping(Message):
 # ---- agent to controller ----
 
 
-@dataclass(frozen=True)
 class Hello(Message):
     """The first message of an agent. It is read across versions: fields may be missing, or be new."""
 
@@ -96,19 +89,16 @@ class Hello(Message):
     devices: list[str] | None = None  # entries of the agent's CUDA_VISIBLE_DEVICES; None: it is not set
 
 
-@dataclass(frozen=True)
 class Pong(Message):
     """The answer to Ping: the node and the way to it are alive."""
 
 
-@dataclass(frozen=True)
 class PortPicked(Message):
     """The answer to PickPort."""
 
     port: int
 
 
-@dataclass(frozen=True)
 class Started(Message):
     """A rank's process exists."""
 
@@ -116,14 +106,12 @@ class Started(Message):
     pid: int
 
 
-@dataclass(frozen=True)
 class SpawnFailed(Message):
     """No rank was started on this node."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class Output(Message):
     """Bytes a rank wrote."""
 
@@ -132,7 +120,6 @@ class Output(Message):
     data: bytes
 
 
-@dataclass(frozen=True)
 class Progress(Message):
     """A rank has made heartbeats, or told more, since the last such message; at most one a second."""
 
@@ -142,7 +129,6 @@ class Progress(Message):
     loss: float | None = None
 
 
-@dataclass(frozen=True)
 class Stacks(Message):
     """The answer to DumpStacks, one for each rank that runs."""
 
@@ -150,7 +136,6 @@ class Stacks(Message):
     text: str  # "" for a rank that is no Python script
 
 
-@dataclass(frozen=True)
 class Exited(Message):
     """A rank's process has ended, and all it had written has been sent."""
 
@@ -162,7 +147,6 @@ class Exited(Message):
     oom: str | None  # evidence that the kernel ended it for lack of memory
 
 
-@dataclass(frozen=True)
 class Bye(Message):
     """All ranks and all their descendants are gone; the agent leaves."""
 
@@ -189,12 +173,11 @@ _TYPES: dict[str, type[Message]] = {
         Bye,
     )
 }
-_M = TypeVar("_M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
     """Return the frame of one message. Raises: ProtocolError when it is too large for the other side."""
-    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
+    fields = message.as_dict()
     payload: bytes = fields.pop("data", b"")
     # Surrogates stand for bytes that are no UTF-8 (file names, arguments); JSON's ASCII escapes keep them.
     header = json.dumps({"type": type(message).__name__, **fields}).encode("ascii")
@@ -251,7 +234,7 @@ def _decode(header: bytes, payload: bytes) -> Message:
         if kind is Output:
             fields["data"] = payload
         elif kind is Hello:
-            fields = {name: fields[name] for name in Hello.__dataclass_fields__ if name in fields}
+            fields = {name: fields[name] for name in Hello.field_names if name in fields}
         return kind(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(f"the agent's stream is damaged: {error!r}") from None

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from launcher.base.record import Record
 
 
-@dataclass(frozen=True)
-class EnvVar:
+class EnvVar(Record):
     """One environment variable."""
 
     name: str
@@ -32,7 +31,6 @@ CUDA_VISIBLE_DEVICES = EnvVar("CUDA_VISIBLE_DEVICES", "the node's slots, as devi
 OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", "CPU threads of a rank; a value already set is kept", "set")
 JOB_ID = EnvVar("LAUNCH_JOB_ID", "id of the job; every process of the job carries it", "set")
 ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (JSON)", "set")
-AGENT_PID = EnvVar("LAUNCH_AGENT_PID", "pid of the agent; the worker takes it out before the script runs", "set")
 ARGUMENTS_FD = EnvVar(
     "LAUNCH_ARGUMENTS_FD", "where the worker reads the script's arguments; taken out before the script runs", "set"
 )

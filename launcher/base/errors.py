@@ -6,25 +6,15 @@ into text and an exit code; libraries raise these and never print.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from launcher.base.exit_codes import ExitCode
+from launcher.base.record import Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
-class ExitCode(IntEnum):
-    """Exit codes of `launch` itself; a failed rank's own code passes through unchanged."""
-
-    OK = 0
-    FAILURE = 1  # a rank failed without a code of its own, or an internal error
-    USAGE = 2  # wrong options, hostfile or config: nothing was started
-    HANG = 124  # a rank made no progress for --hang-timeout (the code of `timeout`)
-    REQUEUE = 75  # the ranks saved and ended because the job is to be started again (EX_TEMPFAIL)
-    UNREACHABLE = 69  # a host could not be reached or its agent could not start (EX_UNAVAILABLE)
-    INTERRUPTED = 130  # Ctrl-C
-
-
-@dataclass(frozen=True)
-class Diagnostic:
+class Diagnostic(Record):
     """One finding about user input."""
 
     message: str

@@ -7,15 +7,19 @@ only: the worker imports this before the script runs.
 
 from __future__ import annotations
 
+import contextlib
 import signal
-import threading
 
-from launcher.base.errors import ExitCode
+from launcher.base.exit_codes import ExitCode
+from launcher.base.signals import NOTICE_SIGNAL
 
-NOTICE_SIGNAL = signal.SIGUSR1
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+
 EXIT_REQUEUE = int(ExitCode.REQUEUE)
 
-_was_told = threading.Event()
+_was_told = False
 
 
 def preempted() -> bool:
@@ -25,12 +29,28 @@ def preempted() -> bool:
     maximum, before the ranks act on it together.
     """
     listen()
-    return _was_told.is_set()
+    return _was_told
 
 
 def listen() -> None:
-    """Take the notice from now on. A script's own handler is left alone; does nothing outside the main thread."""
-    is_free = signal.getsignal(NOTICE_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)
-    if is_free and threading.current_thread() is threading.main_thread():
-        signal.signal(NOTICE_SIGNAL, lambda _number, _frame: _was_told.set())
+    """Take the notice from now on. A script's own handler is left alone; does nothing outside the main thread.
+
+    Agents start ranks with the notice blocked: one that came before now waits, and is taken now.
+    """
+    if signal.getsignal(NOTICE_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
+        return
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(NOTICE_SIGNAL, _remember)
         signal.siginterrupt(NOTICE_SIGNAL, False)  # libraries that do not expect EINTR must not fail of it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE_SIGNAL])
+
+
+def ignore() -> None:
+    """Ignore the notice, one that waits included: for a program that does not know it and would die of it."""
+    signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE_SIGNAL])
+
+
+def _remember(_number: int, _frame: FrameType | None) -> None:
+    global _was_told
+    _was_told = True

@@ -11,21 +11,21 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
 
 from launcher.base import env
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 SWEEP_INTERVAL_S = 0.05
-# Asks a rank for its stacks. The default action of this signal is to be ignored, so a rank that is no Python script,
-# or not yet one, is not hurt.
-STACKS_SIGNAL = signal.SIGURG
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

@@ -10,9 +10,9 @@ import math
 import mmap
 import os
 import struct
-from typing import NamedTuple
 
 from launcher.base import env
+from launcher.base.record import Record
 
 # Heartbeats, step, loss. Native order: each field is then stored by one copy of eight bytes, which no reader sees half.
 _RECORD = struct.Struct("@Qqd")
@@ -20,7 +20,7 @@ _NO_STEP = -1
 _shared: mmap.mmap | None = None
 
 
-class Told(NamedTuple):
+class Told(Record):
     """What a rank has told about its progress."""
 
     heartbeats: int = 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
 def nearest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the choice most like `name` (case ignored), or None when none is near."""
+    import difflib
+
     by_lower = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
     return by_lower[matches[0]] if matches else None

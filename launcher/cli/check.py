@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from launcher.base.errors import ExitCode
+from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
 from launcher.cli.hosts import HostOptions, host_options

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 COMPLETE_VARIABLE = "_LAUNCH_COMPLETE"  # the name click derives from "launch"; the shell sets it for one call
 _EPILOG = """\b
@@ -16,6 +20,8 @@ put this into your shell's start-up file:
 
 def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Let the shell complete the names of files: for arguments that are another program's."""
+    from click.shell_completion import CompletionItem
+
     return [CompletionItem(incomplete, type="file")]
 
 
@@ -23,6 +29,8 @@ def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the script that completes options, commands and job ids in SHELL."""
+    from click.shell_completion import get_completion_class
+
     from launcher.cli.main import cli  # it knows this command, so that the import must wait
 
     kind = get_completion_class(shell)

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from launcher.base.errors import ConfigError, ExitCode
+from launcher.base.errors import ConfigError
+from launcher.base.exit_codes import ExitCode
 from launcher.base.suggest import did_you_mean, nearest
 
 
-@click.group("config")
+@click.group("config", short_help="Check an engine config, or explain a key.")
 def config_group() -> None:
     """Check an engine config, show its elastic batch, or explain a key."""
 

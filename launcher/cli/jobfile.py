@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from launcher.base.errors import Diagnostic, UsageError
 from launcher.base.suggest import did_you_mean
@@ -28,7 +29,20 @@ _SECTIONS = ("cluster", "resources", "options")
 _KEYS = (*_SECTIONS, "environment", "script", "args", "config")
 _NOT_IN_A_FILE = ("script", "script_args", "env", "dry_run", "as_json")
 _MAX_VALUES = 100_000  # a few lines of aliases can stand for more than fits into any memory
-SUFFIXES = (".yaml", ".yml")
+
+
+def with_job_file(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the job file `script` under those given on the command line. Raises: UsageError."""
+    from_file = read_job_file(Path(values["script"]), ctx.command)
+    if values["script_args"]:
+        from_file["script_args"] = (*from_file["script_args"], *values["script_args"])
+    from_file["env"] = (*from_file["env"], *values["env"])
+    merged = dict(values)
+    for name, value in from_file.items():
+        is_ours = name in ("script", "script_args", "env")
+        if is_ours or ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
+            merged[name] = value
+    return merged
 
 
 def read_job_file(path: Path, command: click.Command) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import BinaryIO
 
@@ -51,9 +50,3 @@ class LiveView:
         from launcher.cli.panel import draw  # rich: in the drawing thread, while the ranks start
 
         return draw(self.facts.view(), columns, rows)
-
-
-def live_view(plan: JobPlan) -> LiveView | None:
-    """Return a panel for a run whose stdout is a terminal that can hold one, else None."""
-    is_capable = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-    return LiveView(plan) if is_capable and sys.stdout.isatty() else None

@@ -5,28 +5,39 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
-from click.shell_completion import CompletionItem
 
 from launcher import __version__
-from launcher.base.errors import ExitCode, LauncherError
-from launcher.cli import render, streams
+from launcher.base.errors import LauncherError
+from launcher.base.exit_codes import ExitCode
+from launcher.cli import streams
 
-# Subcommand -> where it is defined. Loaded when used, so that none pays for another's imports.
-_COMMANDS = {
-    "run": "launcher.cli.run:run",
-    "stacks": "launcher.cli.stacks:stacks",
-    "config": "launcher.cli.config:config_group",
-    "sbatch": "launcher.cli.sbatch:sbatch",
-    "check": "launcher.cli.check:check",
-    "exec": "launcher.cli.exec:exec_command",
-    "ps": "launcher.cli.jobs:ps",
-    "logs": "launcher.cli.jobs:logs",
-    "kill": "launcher.cli.jobs:kill",
-    "report": "launcher.cli.report:report",
-    "completion": "launcher.cli.completion:completion",
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+class _Lazy(NamedTuple):
+    """A subcommand that is loaded when it is used, so that none pays for another's imports."""
+
+    module: str
+    attribute: str
+    short_help: str  # what the command itself says; here as well, so that `launch --help` loads none
+
+
+COMMANDS = {
+    "run": _Lazy("launcher.cli.run", "run", "Start SCRIPT as ranks."),
+    "stacks": _Lazy("launcher.cli.stacks", "stacks", "Show where every rank of a job stands."),
+    "config": _Lazy("launcher.cli.config", "config_group", "Check an engine config, or explain a key."),
+    "sbatch": _Lazy("launcher.cli.sbatch", "sbatch", "Write, check or submit a batch script for Slurm."),
+    "check": _Lazy("launcher.cli.check", "check", "Say whether a job could run on the hosts."),
+    "exec": _Lazy("launcher.cli.exec", "exec_command", "Run a command on all hosts."),
+    "ps": _Lazy("launcher.cli.jobs", "ps", "Show jobs that run, or ended today."),
+    "logs": _Lazy("launcher.cli.jobs", "logs", "Show what the ranks of a job wrote."),
+    "kill": _Lazy("launcher.cli.jobs", "kill", "End a job on all its hosts."),
+    "report": _Lazy("launcher.cli.report", "report", "Show versions, devices, compilers, kernels."),
+    "completion": _Lazy("launcher.cli.completion", "completion", "Print the completion script of a shell."),
 }
 
 _EPILOG = """\
@@ -47,24 +58,27 @@ class LaunchGroup(click.Group):
     """`launch SCRIPT` is `launch run SCRIPT`; a subcommand's name wins over a script of the same name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in _COMMANDS and args[0] not in ("--help", "-h", "--version"):
+        if args and args[0] not in COMMANDS and args[0] not in ("--help", "-h", "--version"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        target = _COMMANDS.get(cmd_name)
-        if target is None:
+        known = COMMANDS.get(cmd_name)
+        if known is None:
             return None
-        module_name, _, attribute = target.partition(":")
-        command: Any = getattr(importlib.import_module(module_name), attribute)
+        command: Any = getattr(importlib.import_module(known.module), known.attribute)
         return command if isinstance(command, click.Command) else None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Offer commands, and what may stand behind `launch` because it may stand behind `launch run`."""
-        found = super().shell_complete(ctx, incomplete)
+        from click.shell_completion import CompletionItem
+
+        found = [CompletionItem(name, help=known.short_help) for name, known in COMMANDS.items()]
+        found = [item for item in found if item.value.startswith(incomplete)]
+        found += click.Command.shell_complete(self, ctx, incomplete)
         run = self.get_command(ctx, "run")
         if run is not None:
             run_context = click.Context(run, info_name="run", parent=ctx)
@@ -79,7 +93,8 @@ class LaunchGroup(click.Group):
             run_context = click.Context(run, info_name="run", parent=ctx)
             run.format_help_text(run_context, formatter)
             run.format_options(run_context, formatter)
-        self.format_commands(ctx, formatter)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.short_help) for name, command in COMMANDS.items()])
         formatter.write("\n" + _EPILOG)
 
 
@@ -91,6 +106,12 @@ class LaunchGroup(click.Group):
 @click.version_option(__version__, prog_name="launch", message="%(prog)s %(version)s")
 def cli() -> None:
     """Start PyTorch jobs on one machine or on many."""
+
+
+def _show_error(error: LauncherError) -> None:
+    from launcher.cli import render
+
+    render.show_error(error)
 
 
 def main() -> None:
@@ -106,7 +127,7 @@ def main() -> None:
     except click.Abort:
         code = ExitCode.INTERRUPTED
     except LauncherError as error:
-        render.show_error(error)
+        _show_error(error)
         code = error.exit_code
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
@@ -115,7 +136,7 @@ def main() -> None:
         code = 128 + 13
     except OSError as error:
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
-        render.show_error(LauncherError(error.strerror or str(error), where=where))
+        _show_error(LauncherError(error.strerror or str(error), where=where))
         streams.silence_all()  # it may be standard output that failed
         code = ExitCode.FAILURE
     sys.exit(int(code) if isinstance(code, int) else 0)

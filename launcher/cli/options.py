@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ import click
 from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean
 from launcher.cli.completion import files
-from launcher.cli.render import LOG_LEVELS
-from launcher.cluster.hostfile import MAX_SLOTS
-from launcher.cluster.nodeset import MAX_EXPANSION
-from launcher.cluster.slurm import in_allocation
+from launcher.cli.host_options import HOST_CHOICE, REACHING, Reaching, both
+from launcher.cluster.allocation import in_allocation
+from launcher.cluster.limits import MAX_SLOTS
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
-from launcher.transport.ssh_config import SshOptions
 
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _LONGEST_S = 10 * 366 * 24 * 3600.0  # ten years
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -40,85 +38,43 @@ class Seconds(click.FloatRange):
         return seconds
 
 
-def _both(name: str, *more: str) -> tuple[str, ...]:
-    """Return `--a_b`, `--a-b` and the further spellings of one option."""
-    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *more)))
-
-
 _OPTIONS = (
     click.option(
-        *_both("standalone"), "standalone", is_flag=True, help="This machine only; the default without --hostfile."
+        *both("standalone"), "standalone", is_flag=True, help="This machine only; the default without --hostfile."
     ),
-    click.option("-H", *_both("hostfile"), "hostfile", type=click.Path(), help="File of `host slots=N` lines."),
+    *HOST_CHOICE,
     click.option(
-        "-i",
-        *_both("include"),
-        default="",
-        metavar="HOST[:SLOT,..]@..",
-        help="Use these hosts and slots only.",
-    ),
-    click.option(
-        "-e",
-        *_both("exclude"),
-        default="",
-        metavar="HOST[:SLOT,..]@..",
-        help="Leave these hosts or slots out.",
-    ),
-    click.option(
-        *_both("num_nodes", "--nnodes"),
-        "num_nodes",
-        type=click.IntRange(1, MAX_EXPANSION),
-        help="Use the first N hosts.",
-    ),
-    click.option(
-        *_both("num_gpus", "--num_accelerators", "--nproc_per_node", "--nproc-per-node"),
+        *both("num_gpus", "--num_accelerators", "--nproc_per_node", "--nproc-per-node"),
         "num_gpus",
         type=click.IntRange(1, MAX_SLOTS),
         help="Ranks on each host. Default: all slots; without GPUs 1.",
     ),
-    click.option(*_both("master_addr"), "master_addr", help="Address of node 0. Default: the one the hostfile names."),
+    click.option(*both("master_addr"), "master_addr", help="Address of node 0. Default: the one the hostfile names."),
     click.option(
-        *_both("master_port"),
+        *both("master_port"),
         "master_port",
         type=click.IntRange(1, 65535),
         help="Default: a free port on node 0.",
     ),
-    click.option("-m", *_both("module"), "module", is_flag=True, help="SCRIPT is a module, as in python -m."),
-    click.option(*_both("no_python"), "no_python", is_flag=True, help="SCRIPT is a program, run as it is."),
+    click.option("-m", *both("module"), "module", is_flag=True, help="SCRIPT is a module, as in python -m."),
+    click.option(*both("no_python"), "no_python", is_flag=True, help="SCRIPT is a program, run as it is."),
     click.option(
-        *_both("pass_local_rank"),
+        *both("pass_local_rank"),
         "pass_local_rank",
         is_flag=True,
         help="Pass --local_rank=N to the script. Default: LOCAL_RANK in the environment only.",
     ),
-    click.option(*_both("no_local_rank"), "no_local_rank", is_flag=True, help="The default; for old scripts."),
-    click.option(*_both("ssh_port"), "ssh_port", type=click.IntRange(1, 65535), help="Default: ~/.ssh/config, 22."),
-    click.option("-F", *_both("ssh_config"), "ssh_config", type=click.Path(), help="Instead of ~/.ssh/config."),
-    click.option(*_both("remote_python"), "remote_python", help="Python on the other hosts. Default: this one's path."),
+    click.option(*both("no_local_rank"), "no_local_rank", is_flag=True, help="The default; for old scripts."),
+    *REACHING,
     click.option(
-        *_both("accept_new_host_keys"),
-        "accept_new_host_keys",
-        is_flag=True,
-        help="Record the SSH keys of hosts never seen before instead of refusing them.",
-    ),
-    click.option(
-        *_both("setup"), "setup", default="", metavar="CMD", help="Shell text to run on a host before python."
-    ),
-    click.option(
-        *_both("venv_script"), "venv_script", metavar="FILE", help="Source FILE on a host before python starts."
-    ),
-    click.option(
-        *_both("no_ssh"),
+        *both("no_ssh"),
         "no_ssh",
         is_flag=True,
         help="Start one node's ranks, here; each node runs its own command. See --node_rank.",
     ),
+    click.option(*both("node_rank"), "node_rank", type=click.IntRange(0), help="Which node this is; implies --no_ssh."),
     click.option(
-        *_both("node_rank"), "node_rank", type=click.IntRange(0), help="Which node this is; implies --no_ssh."
-    ),
-    click.option(*_both("force_multi"), "force_multi", is_flag=True, help="Use SSH for this machine's name too."),
-    click.option(
-        *_both("log_dir", "--enable_each_rank_log"),
+        *both("log_dir", "--enable_each_rank_log"),
         "log_dir",
         type=click.Path(file_okay=False, path_type=Path),
         envvar="LAUNCH_LOG_DIR",
@@ -127,7 +83,7 @@ _OPTIONS = (
     ),
     click.option(
         "--grace",
-        *_both("shutdown_timeout"),
+        *both("shutdown_timeout"),
         "grace_s",
         type=Seconds(0),
         default=DEFAULT_GRACE_S,
@@ -143,58 +99,58 @@ _OPTIONS = (
         help=f"Over a network: after a silence of this length the other side is gone. Default: {DEFAULT_LEASE_S:g}.",
     ),
     click.option(
-        *_both("max_restarts"),
+        *both("max_restarts"),
         "max_restarts",
         type=click.IntRange(0),
         default=0,
         help="Start the job again after a failure, up to N times. Default: 0.",
     ),
     click.option(
-        *_both("min_nodes"),
+        *both("min_nodes"),
         "min_nodes",
         type=click.IntRange(1),
         help="At a restart go on without lost hosts, with at least N. Default: all are needed.",
     ),
     click.option(
-        *_both("hang_timeout"),
+        *both("hang_timeout"),
         "hang_timeout_s",
         type=Seconds(0, min_open=True),
         metavar="SECONDS",
         help="End the job when a rank makes no progress for so long. Default: never.",
     ),
     click.option(
-        *_both("env"),
+        *both("env"),
         "env",
         multiple=True,
         metavar="KEY[=VALUE]",
         help="Set a variable for every rank, or pass this shell's own value on. Repeatable.",
     ),
     click.option(
-        *_both("env_file"),
+        *both("env_file"),
         "env_files",
         multiple=True,
         type=click.Path(path_type=Path),
         help="File of KEY=VALUE lines for every rank. Repeatable. .deepspeed_env and .launch_env are always read.",
     ),
-    click.option(*_both("bind_cores_to_rank"), "bind_cores", is_flag=True, help="Give each rank CPU cores of its own."),
+    click.option(*both("bind_cores_to_rank"), "bind_cores", is_flag=True, help="Give each rank CPU cores of its own."),
     click.option(
-        *_both("bind_core_list"),
+        *both("bind_core_list"),
         "bind_core_list",
         metavar="LIST",
         help="The cores to share out, such as 0-15,32. Default: all physical cores. Implies --bind_cores_to_rank.",
     ),
     click.option(
-        *_both("save_pid"), "save_pid", is_flag=True, help="Write the launcher's pid to launch.pid of the run."
+        *both("save_pid"), "save_pid", is_flag=True, help="Write the launcher's pid to launch.pid of the run."
     ),
     click.option(
-        *_both("signals_to_handle"),
+        *both("signals_to_handle"),
         "signals_to_handle",
         default="SIGINT,SIGTERM,SIGHUP",
         metavar="LIST",
         help="Signals that end the job in order. Default: SIGINT,SIGTERM,SIGHUP.",
     ),
     click.option(
-        *_both("log_level"),
+        *both("log_level"),
         "log_level",
         type=click.Choice(LOG_LEVELS),
         default="info",
@@ -207,17 +163,13 @@ _OPTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class RunOptions:
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Reaching):
     """The options of one `launch run`, by name."""
 
     script: str
     script_args: tuple[str, ...]
     standalone: bool
-    hostfile: str | None
-    include: str
-    exclude: str
-    num_nodes: int | None
     num_gpus: int | None
     master_addr: str | None
     master_port: int | None
@@ -225,15 +177,8 @@ class RunOptions:
     no_python: bool
     pass_local_rank: bool
     no_local_rank: bool
-    ssh_port: int | None
-    ssh_config: str | None
-    remote_python: str | None
-    accept_new_host_keys: bool
-    setup: str
-    venv_script: str | None
     no_ssh: bool
     node_rank: int | None
-    force_multi: bool
     log_dir: Path
     grace_s: float
     lease_s: float
@@ -285,21 +230,10 @@ class RunOptions:
         return self.no_ssh or self.node_rank is not None
 
     @property
-    def shell_setup(self) -> str:
-        """Shell text that runs on a host before python."""
-        source = [f". {shlex.quote(self.venv_script)}"] if self.venv_script else []
-        return " && ".join([*source, *([self.setup] if self.setup else [])])
-
-    @property
-    def ssh_options(self) -> SshOptions:
-        """How hosts are reached over SSH."""
-        return SshOptions(
-            port=self.ssh_port,
-            config_file=Path(self.ssh_config) if self.ssh_config else None,
-            python=self.remote_python,
-            setup=self.shell_setup,
-            accept_new_host_keys=self.accept_new_host_keys,
-        )
+    def is_here_only(self) -> bool:
+        """Say whether the one host is this machine, so that its agent may start before the run is planned."""
+        is_one_host = self.is_by_hand or (self.hostfile is None and not self.force_multi)
+        return is_one_host and not self.in_slurm
 
     @property
     def wants_panel(self) -> bool:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.base.folders import home_folder, working_folder
-from launcher.cli.options import RunOptions
-from launcher.cli.slurm import allocation
 from launcher.cluster.cluster import Cluster, Host, Placement, place
-from launcher.cluster.cores import parse_core_list
 from launcher.cluster.devices import local_device_tokens
-from launcher.cluster.filters import select
-from launcher.cluster.hostfile import read_hostfile
 from launcher.job.envfile import job_environment
 from launcher.job.environment import forwarded
 from launcher.job.plan import Command, JobPlan
-from launcher.transport.api import Transport
 from launcher.transport.fanout import is_local
 from launcher.transport.local import LocalTransport
-from launcher.transport.ssh import SshOptions, SshTransport
+
+if TYPE_CHECKING:
+    from launcher.cli.host_options import Reaching
+    from launcher.cli.options import RunOptions
+    from launcher.transport.api import Transport
+    from launcher.transport.ssh import SshTransport
 
 
 class Reach(Protocol):
@@ -50,12 +48,28 @@ class Reach(Protocol):
 class Transports:
     """The transport of each host: this machine's own, or one SSH transport for all others."""
 
-    def __init__(self, ssh: SshOptions, *, only_local: bool = False, only_ssh: bool = False) -> None:
-        """only_local: every host is this machine. only_ssh: not even `localhost` is."""
+    def __init__(
+        self,
+        options: Reaching,
+        *,
+        only_local: bool = False,
+        only_ssh: bool = False,
+        local: LocalTransport | None = None,
+    ) -> None:
+        """only_local: every host is this machine. only_ssh: not even `localhost` is. local: reaches this machine."""
+        self._options = options
         self._only_local = only_local
         self._only_ssh = only_ssh
-        self._local = LocalTransport()
-        self._ssh = SshTransport(ssh)
+        self._local = local or LocalTransport()
+        self._opened_ssh: SshTransport | None = None
+
+    @property
+    def _ssh(self) -> SshTransport:
+        if self._opened_ssh is None:
+            from launcher.transport.ssh import SshTransport  # 20 ms that a job on this machine does not pay
+
+            self._opened_ssh = SshTransport(self._options.ssh_options)
+        return self._opened_ssh
 
     def prepare(self, hosts: Sequence[Host]) -> None:
         """Nothing: each host is reached for itself."""
@@ -72,7 +86,8 @@ class Transports:
 
     def close(self) -> None:
         """Close every connection."""
-        self._ssh.close()
+        if self._opened_ssh is not None:
+            self._opened_ssh.close()
         self._local.close()
 
 
@@ -88,6 +103,10 @@ class Choice:
 def choose_hosts(options: RunOptions) -> Choice:
     """Return the hosts and slots the options ask for. Raises: HostfileError, UsageError."""
     if options.hostfile is not None or options.in_slurm:
+        from launcher.cli.slurm import allocation
+        from launcher.cluster.filters import select
+        from launcher.cluster.hostfile import read_hostfile
+
         offered = read_hostfile(options.hostfile) if options.hostfile is not None else allocation(options.num_gpus)
         cluster = select(
             offered,
@@ -107,6 +126,8 @@ def choose_hosts(options: RunOptions) -> Choice:
             )
         slots = tuple(range(options.num_gpus or 1))
         return Choice(_like_this(slots, options), notes=("no GPU here: the ranks run on the CPU",))
+    from launcher.cluster.filters import select
+
     offered = Cluster((Host("localhost", tuple(range(num_devices))),))
     cluster = select(offered, include=options.include, exclude=options.exclude, num_gpus=options.num_gpus)
     return Choice(_like_this(cluster.hosts[0].slots, options))
@@ -132,7 +153,6 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
     standard = (*([home] if home is not None else []), Path(cwd))
     tokens = local_device_tokens(os.environ)
     _check_local_slots(placement, names, len(tokens))
-    cores = parse_core_list(options.bind_core_list) if options.bind_core_list else ()
     return JobPlan(
         job_id=job_id,
         placement=placement,
@@ -151,9 +171,18 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
         hang_timeout_s=options.hang_timeout_s,
         stop_signals=options.stop_signals,
         saves_pid=options.save_pid,
-        bound_cores=cores if options.bind_cores or options.bind_core_list else None,
+        bound_cores=_bound_cores(options),
         max_restarts=options.max_restarts,
     )
+
+
+def _bound_cores(options: RunOptions) -> tuple[int, ...] | None:
+    """Return the cores to share out, () for all, None for no binding. Raises: UsageError."""
+    if not options.bind_core_list:
+        return () if options.bind_cores else None
+    from launcher.cluster.cores import parse_core_list
+
+    return parse_core_list(options.bind_core_list)
 
 
 def _one_node(options: RunOptions, placement: Placement) -> Placement:
@@ -169,7 +198,7 @@ def _one_node(options: RunOptions, placement: Placement) -> Placement:
         own = [node.node_rank for node in placement.nodes if is_local(node.host.name)]
         if len(own) != 1:
             raise UsageError(
-                f"--no_ssh: {socket.gethostname()} is not a host of the hostfile", hint="say which with --node_rank N"
+                f"--no_ssh: {os.uname().nodename} is not a host of the hostfile", hint="say which with --node_rank N"
             )
         node_rank = own[0]
     if node_rank >= placement.num_nodes:

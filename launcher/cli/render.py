@@ -14,13 +14,13 @@ from launcher.base.errors import LauncherError
 from launcher.base.secrets import MASK, mask_arguments
 from launcher.base.units import format_bytes, format_duration
 from launcher.cli import streams
-from launcher.job.plan import JobPlan
-from launcher.job.report import Failure, RunReport
+from launcher.cli.options import LOG_LEVELS
 
 if TYPE_CHECKING:
     from launcher.cli.live import LiveView
+    from launcher.job.plan import JobPlan
+    from launcher.job.report import Failure, RunReport
 
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _MAX_STACK_LINES = 200
 _MAX_PENDING_BYTES = 1 << 16  # a line longer than this is shown in parts
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from launcher.base.errors import ExitCode, LauncherError, UsageError
+from launcher.base.errors import LauncherError, UsageError
+from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.job.sbatch import BatchOptions, render_script
 from launcher.job.sbatch_lint import lint_script
@@ -49,7 +50,11 @@ def _batch_option_decorators(function: Any) -> Any:
     return function
 
 
-@click.command("sbatch", context_settings={"allow_interspersed_args": False})
+@click.command(
+    "sbatch",
+    context_settings={"allow_interspersed_args": False},
+    short_help="Write, check or submit a batch script for Slurm.",
+)
 @_batch_option_decorators
 @click.option("--launch-args", default="", metavar="TEXT", help='Options of `launch run`, such as "--grace 30".')
 @click.option("--template", type=click.Path(path_type=Path), metavar="FILE", help="A Jinja2 template of your own.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,6 +14,7 @@ from click.core import ParameterSource
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, TransportError, UsageError
+from launcher.base.signals import NOTICE_SIGNAL
 from launcher.cli.options import RunOptions
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.slurm import SlurmTask, parse_job_detail, read_allocation, read_task
@@ -117,6 +119,7 @@ def run_task(ctx: click.Context, options: RunOptions, task: SlurmTask) -> None:
         if _hides_gpus(task):
             click.echo("! one rank for each task of srun, a task here has several GPUs; see docs/slurm.md", err=True)
     sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [NOTICE_SIGNAL])  # until the worker listens: it would kill the rank
     argv = [*agent_argv(module=_WORKER_MODULE), *command.for_local_rank(task.local_rank)]
     os.execve(argv[0], argv, {**os.environ, **variables, "PYTHONUNBUFFERED": "1"})
 

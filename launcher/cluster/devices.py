@@ -7,13 +7,15 @@ is its i-th entry, which may be an index, a `GPU-<uuid>` or a `MIG-<uuid>`.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
 
 from launcher.base.env import CUDA_VISIBLE_DEVICES
 
-_DEVICE_FILE = re.compile(r"nvidia(\d+)")
-_INDEX = re.compile(r"\d{1,9}")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_DEVICE_FILE = "nvidia"  # and a number
+_MAX_INDEX_DIGITS = 9
 
 
 def local_device_tokens(environ: Mapping[str, str], *, device_dir: str = "/dev") -> tuple[str, ...]:
@@ -26,7 +28,7 @@ def local_device_tokens(environ: Mapping[str, str], *, device_dir: str = "/dev")
     except OSError:
         return ()
     # Device files may have gaps inside a container (nvidia3 alone); CUDA numbers what it finds from 0.
-    count = sum(1 for name in names if _DEVICE_FILE.fullmatch(name))
+    count = sum(1 for name in names if name.startswith(_DEVICE_FILE) and _is_number(name[len(_DEVICE_FILE) :]))
     return tuple(str(index) for index in range(count))
 
 
@@ -54,7 +56,12 @@ def _visible(value: str) -> tuple[str, ...]:
     tokens: list[str] = []
     for raw in value.split(","):
         token = raw.strip()
-        if not (_INDEX.fullmatch(token) or token.startswith(("GPU-", "MIG-"))) or token in tokens:
+        is_index = _is_number(token) and len(token) <= _MAX_INDEX_DIGITS
+        if not (is_index or token.startswith(("GPU-", "MIG-"))) or token in tokens:
             break
         tokens.append(token)
     return tuple(tokens)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()

@@ -14,9 +14,8 @@ from launcher.base.errors import Diagnostic, HostfileError
 from launcher.base.suggest import did_you_mean
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.hostname import Address, parse_address, parse_port
-from launcher.cluster.nodeset import MAX_EXPANSION
+from launcher.cluster.limits import MAX_EXPANSION, MAX_SLOTS
 
-MAX_SLOTS = 1_024  # of one host; no machine has more devices, so a larger number is a typo
 MAX_HOSTFILE_BYTES = 16 * 1024 * 1024  # of a whole file, which is read into memory at once
 _MAX_DIAGNOSTICS = 50  # a file that is no hostfile at all must not print a line for each of its lines
 _EXAMPLE = 'expected "host slots=N", for example "node-a slots=8"'

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 
 from launcher.base.errors import HostfileError
+from launcher.cluster.limits import MAX_EXPANSION
 
-MAX_EXPANSION = 65_536  # hosts of one expression; a typo such as [1-99999999] must not eat the memory
 _MAX_DIGITS = 9
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, UsageError
+from launcher.cluster.allocation import in_allocation
 from launcher.cluster.cluster import Cluster, Host
-from launcher.cluster.nodeset import MAX_EXPANSION, expand
+from launcher.cluster.limits import MAX_EXPANSION
+from launcher.cluster.nodeset import expand
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
@@ -59,16 +61,6 @@ class SlurmTask:
             env.MASTER_ADDR.name: master_addr or self.nodes[0],
             env.MASTER_PORT.name: str(master_port or self.master_port),
         }
-
-
-def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Tell whether this process runs inside a Slurm allocation whose hosts are its to use.
-
-    A rank that starts `launch` itself is not meant: its hosts already run the job it belongs to.
-    """
-    return (
-        env.SLURM_JOB_ID.name in environ and env.SLURM_JOB_NODELIST.name in environ and env.JOB_ID.name not in environ
-    )
 
 
 def read_task(environ: Mapping[str, str]) -> SlurmTask | None:

@@ -28,8 +28,9 @@ from launcher.agent.wire import (
     Stop,
     check_version,
 )
-from launcher.base.errors import ExitCode, LauncherError, TransportError
-from launcher.base.preemption import NOTICE_SIGNAL
+from launcher.base.errors import LauncherError, TransportError
+from launcher.base.exit_codes import ExitCode
+from launcher.base.signals import NOTICE_SIGNAL
 from launcher.cluster.cluster import Host
 from launcher.job.environment import device_tokens, job_variables, rank_variables
 from launcher.job.events import Watcher

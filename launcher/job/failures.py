@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from launcher.agent.wire import Exited
-from launcher.base.errors import ExitCode
+from launcher.base.exit_codes import ExitCode
 from launcher.job.logs import RankLog
 from launcher.job.node import Node
 from launcher.job.report import Failure, describe_status, shell_code, signal_name

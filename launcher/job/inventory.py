@@ -30,7 +30,7 @@ def gather() -> dict[str, Any]:
         compilers = {name: pool.submit(_program, name, option) for name, option in COMPILERS.items()}
         programs = {name: pool.submit(_program, name, option) for name, option in PROGRAMS.items()}
         return {
-            "machine": host_facts(os.getcwd()) | {"package": str(package_root() / "launcher")},
+            "machine": host_facts(os.getcwd()) | {"package": os.path.join(package_root(), "launcher")},
             "torch": torch.result(),
             "compilers": {name: future.result() for name, future in compilers.items()},
             "programs": {name: future.result() for name, future in programs.items()},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,4 +135,5 @@ class JobPlan:
 
 def new_job_id() -> str:
     """Return a fresh id a person can say: `calm-otter-4f2a`."""
-    return f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_ANIMALS)}-{secrets.token_hex(2)}"
+    adjective, animal, *rest = os.urandom(4)  # `secrets` would load OpenSSL for it
+    return f"{_ADJECTIVES[adjective % len(_ADJECTIVES)]}-{_ANIMALS[animal % len(_ANIMALS)]}-{bytes(rest).hex()}"

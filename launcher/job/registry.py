@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base import env
-from launcher.base.errors import ExitCode, LauncherError, UsageError
+from launcher.base.errors import LauncherError, UsageError
+from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import home_folder
 from launcher.base.secrets import mask_arguments
 from launcher.base.suggest import did_you_mean
@@ -53,7 +53,7 @@ class JobEntry:
         """One of "running", "ended", "lost" (the launcher has gone without a word), "elsewhere" (another machine)."""
         if self.ended_s is not None:
             return "ended"
-        if self.machine != socket.gethostname():
+        if self.machine != os.uname().nodename:
             return "elsewhere"
         return "running" if process_identity(self.pid) == self.process else "lost"
 
@@ -74,7 +74,7 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
     registration = Registration()
     entry = JobEntry(
         job_id=plan.job_id,
-        machine=socket.gethostname(),
+        machine=os.uname().nodename,
         pid=os.getpid(),
         process=process_identity(os.getpid()) or "",
         started_s=time.time(),

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from launcher.base.errors import ConfigError, ExitCode, LauncherError, TransportError
+from launcher.base.errors import ConfigError, LauncherError, TransportError
+from launcher.base.exit_codes import ExitCode
 from launcher.cluster.cluster import Cluster, Host
 from launcher.job.events import Watcher
-from launcher.job.fit import largest_fit
 from launcher.job.plan import JobPlan
 from launcher.job.report import RunReport
 
@@ -90,6 +90,8 @@ def _next_hosts(
     world_sizes = policy.world_sizes()
     if world_sizes is None:
         return tuple(hosts)
+    from launcher.job.fit import largest_fit
+
     chosen = largest_fit(tuple(hosts), world_sizes, min_nodes)
     if chosen is None:
         num_ranks = sum(len(host.slots) for host in hosts)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from launcher.base.preemption import NOTICE_SIGNAL
+from launcher.base.signals import NOTICE_SIGNAL
 
 STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show where every rank stands, and go on
 

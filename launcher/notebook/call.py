@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.base import env
-from launcher.base.errors import ExitCode, JobError, LauncherError, UsageError
+from launcher.base.errors import JobError, LauncherError, UsageError
+from launcher.base.exit_codes import ExitCode
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.cluster.devices import local_device_tokens

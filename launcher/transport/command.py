@@ -8,9 +8,12 @@ An installed package on the other machine still wins, because the path is append
 
 from __future__ import annotations
 
-import shlex
+import os
 import sys
-from pathlib import Path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    Root = str | os.PathLike[str]
 
 AGENT_MODULE = "launcher.agent"
 _SITE_FOLDERS = ("site-packages", "dist-packages")
@@ -22,20 +25,22 @@ _BOOTSTRAP = (
 )
 
 
-def package_root() -> Path:
+def package_root() -> str:
     """Return the folder that holds the `launcher` package on this machine."""
-    return Path(__file__).resolve().parents[2]
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
-def agent_argv(python: str | None = None, module: str = AGENT_MODULE, root: Path | None = None) -> list[str]:
+def agent_argv(python: str | None = None, module: str = AGENT_MODULE, root: Root | None = None) -> list[str]:
     """Return the argument list that starts `module` with `python` (this interpreter when None)."""
     interpreter = python or sys.executable
-    folder = root or package_root()
-    if folder.name in _SITE_FOLDERS:
+    folder = os.fspath(root or package_root())
+    if os.path.basename(folder) in _SITE_FOLDERS:
         return [interpreter, "-u", "-m", module]
-    return [interpreter, "-u", "-c", _BOOTSTRAP, str(folder), module]
+    return [interpreter, "-u", "-c", _BOOTSTRAP, folder, module]
 
 
-def agent_shell_command(python: str | None = None, module: str = AGENT_MODULE, root: Path | None = None) -> str:
+def agent_shell_command(python: str | None = None, module: str = AGENT_MODULE, root: Root | None = None) -> str:
     """Return `agent_argv` for a remote POSIX shell. `exec` leaves no shell between sshd and the agent."""
+    import shlex
+
     return "exec " + shlex.join(agent_argv(python, module, root))

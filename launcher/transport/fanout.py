@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import socket
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from launcher.base.errors import Diagnostic, TransportError
-from launcher.cluster.cluster import Host
-from launcher.transport.api import Channel, Transport
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from launcher.cluster.cluster import Host
+    from launcher.transport.api import Channel, Transport
 
 MAX_PARALLEL = 32  # 64 is no quicker, 8 is 1.3 times slower (250 sshd on one machine)
 
@@ -18,7 +22,7 @@ def is_local(host_name: str) -> bool:
 
     Addresses never do, 127.0.0.x included: a user who writes an address means the network.
     """
-    own = socket.gethostname().lower()
+    own = os.uname().nodename.lower()
     return host_name.lower() in {"localhost", own, own.partition(".")[0]}
 
 
@@ -31,6 +35,10 @@ def open_all(
     """
     if not hosts:
         return []
+    if len(hosts) == 1:  # no pool is needed, nor the 5 ms of its imports
+        return [transport_for_host(hosts[0]).open(hosts[0])]
+    from concurrent.futures import ThreadPoolExecutor
+
     channels: list[Channel] = []
     findings: list[Diagnostic] = []
     with ThreadPoolExecutor(min(max_parallel, len(hosts)), thread_name_prefix="connect") as pool:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shlex
 import signal
 import subprocess
 import threading
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.base.errors import TransportError
-from launcher.cluster.cluster import Host
 from launcher.transport.command import AGENT_MODULE, agent_argv
 from launcher.transport.tail import StderrTail
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from launcher.cluster.cluster import Host
 
 _TAIL_WAIT_S = 0.5
 
@@ -30,24 +33,37 @@ class LocalTransport:
         self._argv = agent_argv(None, module, root)
         self._lock = threading.Lock()
         self._channels: list[LocalChannel] = []
+        self._ahead: subprocess.Popen[bytes] | None = None
 
     @property
     def name(self) -> str:
         return "local"
 
     def command_for(self, host: Host) -> str:
+        import shlex
+
         return shlex.join(self._argv)
 
+    def start_ahead(self) -> None:
+        """Start the agent that the first `open` will hand out, whose interpreter needs a while. `close` ends it."""
+        with contextlib.suppress(OSError):  # `open` tries again, and says why it cannot be
+            self._ahead = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+
     def open(self, host: Host) -> LocalChannel:
+        with self._lock:
+            process, self._ahead = self._ahead, None
         try:
-            process = subprocess.Popen(
-                self._argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-            )
+            process = process or self._start()
         except OSError as error:
             raise TransportError(
                 f"the agent cannot be started: {error.strerror or error}",
@@ -67,6 +83,10 @@ class LocalTransport:
     def close(self) -> None:
         with self._lock:
             channels, self._channels = self._channels, []
+            unused, self._ahead = self._ahead, None
+        if unused is not None:
+            with unused:  # closes its pipes and waits
+                unused.kill()
         for channel in channels:
             channel.close()
 

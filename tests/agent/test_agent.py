@@ -14,6 +14,7 @@ import pytest
 from harness import scripts
 from harness.launching import ROOT, wait_until, wait_until_gone
 
+from launcher.agent import scratch
 from launcher.agent.state import TRANSITIONS, AgentState, move
 from launcher.agent.wire import (
     Bye,
@@ -78,12 +79,20 @@ def agent() -> Iterator[Agent]:
         started.process.kill()
 
 
-def spawn(script: Path, *, ranks: int = 1, lease_s: float | None = None, grace_s: float = 5.0) -> Spawn:
+def spawn(
+    script: Path,
+    *,
+    ranks: int = 1,
+    lease_s: float | None = None,
+    grace_s: float = 5.0,
+    job_id: str | None = None,
+    env: dict[str, str] | None = None,
+) -> Spawn:
     return Spawn(
-        job_id=new_job_id(),
+        job_id=job_id or new_job_id(),
         commands=[["script", str(script)]] * ranks,
         cwd=str(script.parent),
-        env={},
+        env=env or {},
         rank_envs=[{"RANK": str(rank)} for rank in range(ranks)],
         lease_s=lease_s,
         grace_s=grace_s,
@@ -267,9 +276,51 @@ def test_a_drained_pipe_that_is_filled_as_fast_as_it_is_read_does_not_hold_the_a
         os.close(descriptor)
 
 
-def test_an_agent_without_a_temporary_folder_says_so(tmp_path: Path) -> None:
-    code = "import tempfile, sys\ndef f(**_): raise FileNotFoundError(2, 'No usable temporary directory')\n"
-    code += "tempfile.mkdtemp = f\nfrom launcher.agent.main import main\nsys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "the agent cannot work on this host: No usable temporary directory\n"
+def test_an_agent_without_a_temporary_folder_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(scratch, "_places", lambda: [str(tmp_path / "missing")])
+    with pytest.raises(FileNotFoundError, match="no folder for temporary files can be written: set TMPDIR"):
+        scratch.make("calm-otter-0000")
+
+
+def test_what_a_killed_agent_has_left_goes_with_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    job_id = new_job_id()
+    killed = Agent()
+    assert isinstance(killed.receive(), Hello)
+    with killed.process:
+        killed.send(spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), job_id=job_id))
+        assert isinstance(killed.receive(), Started)
+        (left,) = tmp_path.glob("launch-agent-*")
+        killed.process.kill()
+    bystander = tmp_path / "launch-agent-other-job-0000-1"
+    bystander.mkdir()
+    (tmp_path / f"launch-agent-{job_id}-link").symlink_to(bystander)
+    (bystander / "error_0").write_text("")
+    sweeper = Agent()
+    with sweeper.process:
+        sweeper.send(Sweep(job_id))
+        assert sweeper.receive_all()[-1] == Bye()
+    assert not left.exists()
+    assert (bystander / "error_0").exists()
+
+
+def test_an_environment_that_is_too_large_is_named(agent: Agent, tmp_path: Path) -> None:
+    spec = spawn(scripts.write(tmp_path, ""), env={"HUGE": "x" * (200 << 10)})
+    agent.send(spec)
+    (failed,) = [m for m in agent.receive_all() if isinstance(m, SpawnFailed)]
+    assert "its largest variable is HUGE, 200.0 KiB; one may have 128.0 KiB" in failed.reason
+    assert "into a file" in failed.reason
+
+
+def test_a_notice_before_a_rank_listens_waits_for_it(tmp_path: Path) -> None:
+    """The rank is stopped in its first moment, and told: it must neither die nor miss it."""
+    hold = scripts.write(tmp_path, "import launcher, sys; sys.exit(75 if launcher.preempted() else 3)")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\nif 'launcher.worker' in sys.orig_argv: os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    agent = Agent()
+    assert isinstance(agent.receive(), Hello)
+    with agent.process:
+        agent.send(spawn(hold, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
+        (exited,) = [m for m in agent.receive_all() if isinstance(m, Exited)]
+    assert exited.status == 75

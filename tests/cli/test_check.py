@@ -28,7 +28,7 @@ def hosts(sshd: LoopbackSshd, folder: Path, *lines: str) -> list[str]:
 
 
 def run_checker(cluster: Cluster, sshd: LoopbackSshd, address: str | None, folder: Path) -> CheckReport:
-    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)).ssh_options)
+    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)))
     if address is not None:
         transports.address_of = lambda _: address  # type: ignore[method-assign]
     try:
@@ -122,7 +122,7 @@ def test_a_folder_that_other_hosts_do_not_share_is_found(
 
 def test_a_folder_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
-    transports = Transports(HostOptions().ssh_options)
+    transports = Transports(HostOptions())
     report = Checker(Cluster((Host("localhost", (0,)),)), transports).run(str(missing))
     transports.close()
     assert "whether all hosts share it was not checked" in report.notes[0]

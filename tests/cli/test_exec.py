@@ -96,7 +96,7 @@ def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_p
 @pytest.mark.cluster
 def test_a_host_that_falls_silent_is_given_up(sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(everywhere, "DEFAULT_LEASE_S", 2.5)
-    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)).ssh_options)
+    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)))
     # It stops its own agent, whose ranks do not hear of it.
     commands = [("program", "sleep", "1"), ("program", "sh", "-c", "kill -STOP $PPID; exec sleep 76.25")]
     tasks = [everywhere.Task(Host(f"127.0.0.{i + 1}", (0,)), command, "/") for i, command in enumerate(commands)]

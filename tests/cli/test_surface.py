@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from harness.launching import ROOT, run_launch
 
-from launcher.cli.main import cli
+from launcher.cli.main import COMMANDS, cli
 from launcher.cli.render import LineAssembler
 from launcher.cli.run import run
 
@@ -66,10 +66,10 @@ SURFACE = {
 HOSTS_SURFACE = {
     name: SURFACE[name]
     for name in (
-        "hostfile", "include", "exclude", "ssh_port", "ssh_config", "remote_python", "force_multi",
+        "hostfile", "include", "exclude", "num_nodes", "ssh_port", "ssh_config", "remote_python", "force_multi",
         "accept_new_host_keys", "setup", "venv_script",
     )
-} | {"num_nodes": ("--num_nodes", "--num-nodes")}  # fmt: skip
+}  # fmt: skip
 TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "check": HOSTS_SURFACE | {"as_json": ("--json",)},
     "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},
@@ -142,6 +142,13 @@ def test_help_names_every_option_and_example() -> None:
         assert spellings[-1] in text or spellings[0] in text
     assert "exit codes" in text
     assert "launch config check" in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_short_help_in_the_table_is_the_command_s_own(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert COMMANDS[name].short_help == command.short_help
 
 
 def test_a_subcommand_and_a_script_are_told_apart(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from launcher.base.errors import HostfileError
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.hostfile import parse_hostfile, read_hostfile
-from launcher.cluster.nodeset import MAX_EXPANSION, expand
+from launcher.cluster.limits import MAX_EXPANSION
+from launcher.cluster.nodeset import expand
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS_2 = (0, 1)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from launcher.base.errors import ConfigError, TransportError
 from launcher.base.processes import members_of_job
-from launcher.cli.run import check_config, world_sizes_of
+from launcher.cli.launching import check_config, world_sizes_of
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.job.fit import largest_fit
 from launcher.job.plan import Command, JobPlan

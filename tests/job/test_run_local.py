@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,7 @@ def test_a_killed_agent_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     assert result.code == 69
     assert "localhost was lost" in result.err
     assert not members_of_job(result.job_id)
+    assert not list(Path(tempfile.gettempdir()).glob(f"launch-agent-{result.job_id}-*"))
 
 
 def test_output_of_any_bytes_is_complete_in_the_log(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""The options that say which hosts a command works on and how they are reached: of `launch run` and of the tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cluster.limits import MAX_EXPANSION
+
+if TYPE_CHECKING:
+    from launcher.transport.ssh_config import SshOptions
+
+
+def both(name: str, *more: str) -> tuple[str, ...]:
+    """Return `--a_b`, `--a-b` and the further spellings of one option."""
+    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *more)))
+
+
+# Which hosts.
+HOST_CHOICE = (
+    click.option(
+        "-H",
+        *both("hostfile"),
+        "hostfile",
+        type=click.Path(),
+        help="File of `host slots=N` lines. Default: the Slurm job, else this machine.",
+    ),
+    click.option(
+        "-i",
+        *both("include"),
+        "include",
+        default="",
+        metavar="HOST[:SLOT,..]@..",
+        help="Use these hosts and slots only.",
+    ),
+    click.option(
+        "-e",
+        *both("exclude"),
+        "exclude",
+        default="",
+        metavar="HOST[:SLOT,..]@..",
+        help="Leave these hosts or slots out.",
+    ),
+    click.option(
+        *both("num_nodes", "--nnodes"),
+        "num_nodes",
+        type=click.IntRange(1, MAX_EXPANSION),
+        help="Use the first N hosts.",
+    ),
+)
+# How they are reached.
+REACHING = (
+    click.option(*both("ssh_port"), "ssh_port", type=click.IntRange(1, 65535), help="Default: ~/.ssh/config, 22."),
+    click.option("-F", *both("ssh_config"), "ssh_config", type=click.Path(), help="Instead of ~/.ssh/config."),
+    click.option(*both("remote_python"), "remote_python", help="Python on the other hosts. Default: this one's path."),
+    click.option(*both("force_multi"), "force_multi", is_flag=True, help="Use SSH for this machine's name too."),
+    click.option(
+        *both("accept_new_host_keys"),
+        "accept_new_host_keys",
+        is_flag=True,
+        help="Record the SSH keys of hosts never seen before instead of refusing them.",
+    ),
+    click.option(*both("setup"), "setup", default="", metavar="CMD", help="Shell text to run on a host before python."),
+    click.option(
+        *both("venv_script"), "venv_script", metavar="FILE", help="Source FILE on a host before python starts."
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reaching:
+    """The values of these options, by name."""
+
+    hostfile: str | None = None
+    include: str = ""
+    exclude: str = ""
+    num_nodes: int | None = None
+    ssh_port: int | None = None
+    ssh_config: str | None = None
+    remote_python: str | None = None
+    force_multi: bool = False
+    accept_new_host_keys: bool = False
+    setup: str = ""
+    venv_script: str | None = None
+
+    @property
+    def shell_setup(self) -> str:
+        """Shell text that runs on a host before python."""
+        import shlex
+
+        source = [f". {shlex.quote(self.venv_script)}"] if self.venv_script else []
+        return " && ".join([*source, *([self.setup] if self.setup else [])])
+
+    @property
+    def ssh_options(self) -> SshOptions:
+        """How hosts are reached over SSH."""
+        from pathlib import Path
+
+        from launcher.transport.ssh_config import SshOptions
+
+        return SshOptions(
+            port=self.ssh_port,
+            config_file=Path(self.ssh_config) if self.ssh_config else None,
+            python=self.remote_python,
+            setup=self.shell_setup,
+            accept_new_host_keys=self.accept_new_host_keys,
+        )

@@ -1,0 +1,124 @@
+"""From the options of `launch run` to a plan, from a plan to an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli import render
+from launcher.cli.planning import Transports, choose_hosts, config_argument, make_plan
+from launcher.job.controller import Controller
+from launcher.job.plan import new_job_id
+from launcher.job.registry import registered
+from launcher.job.restart import RestartPolicy, run_with_restarts
+
+if TYPE_CHECKING:
+    from launcher.cli.live import LiveView
+    from launcher.cli.options import RunOptions
+    from launcher.cli.planning import Reach
+    from launcher.cluster.cluster import Cluster
+    from launcher.config.schema import Config
+    from launcher.job.plan import JobPlan
+    from launcher.job.report import RunReport
+    from launcher.transport.local import LocalTransport
+
+
+def launch(options: RunOptions, local: LocalTransport) -> int:
+    """Plan the run, run it to its end and return its exit code. local: reaches this machine; the caller closes it.
+
+    Raises: LauncherError when nothing could be started.
+    """
+    chosen = choose_hosts(options)
+    transports = _reach(options, chosen.cluster, local)
+    job_id = new_job_id()
+
+    def plan_for(cluster: Cluster) -> JobPlan:
+        return make_plan(options, cluster, transports, job_id)
+
+    plan = plan_for(chosen.cluster)
+    if options.dry_run:
+        render.show_plan(plan, as_json=options.as_json)
+        if not options.as_json:
+            click.echo("nothing was started (--dry-run)")
+        return 0
+    console = render.Console(
+        plan, log_level="error" if options.quiet else options.log_level, live=_live_view(options, plan)
+    )
+    for note in chosen.notes:
+        console.note(note)
+
+    def run_plan(plan: JobPlan) -> RunReport:
+        transports.prepare([node.host for node in plan.placement.nodes])
+        return Controller(plan, transports.for_host, console).run(
+            lambda: check_config(options.script_args, plan.placement.world_size)
+        )
+
+    policy = RestartPolicy(
+        options.max_restarts, options.min_nodes, chosen.spares, lambda: world_sizes_of(options.script_args)
+    )
+    try:
+        with registered(plan, console.warning) as registration:
+            report = run_with_restarts(plan, policy, run_plan, plan_for, console)
+            registration.exit_code = report.exit_code
+    finally:
+        transports.close()
+        console.close()
+    console.finish(report)
+    return report.exit_code
+
+
+def _reach(options: RunOptions, cluster: Cluster, local: LocalTransport) -> Reach:
+    if options.in_slurm:
+        from launcher.cli.slurm import AllocationTransports
+
+        return AllocationTransports(options, cluster)
+    return Transports(options, only_local=options.is_by_hand, only_ssh=options.force_multi, local=local)
+
+
+def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:
+    """Return a panel for a run whose stdout is a terminal that can hold one, else None."""
+    is_capable = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    if not (options.wants_panel and is_capable and sys.stdout.isatty()):
+        return None
+    from launcher.cli.live import LiveView
+
+    return LiveView(plan)
+
+
+def check_config(script_args: Sequence[str], world_size: int) -> None:
+    """Check the engine config among the script's arguments, so that a typo costs no start of all ranks.
+
+    The world size is checked against `elasticity` alone: the script may still change the batch keys.
+    Raises: ConfigError.
+    """
+    config = _config_of(script_args)
+    if config is not None and config.elasticity.enabled is True:
+        _config_of(script_args, world_size)
+
+
+def world_sizes_of(script_args: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the world sizes that the config among the script's arguments fits, None when it fits any.
+
+    Raises: ConfigError.
+    """
+    config = _config_of(script_args)
+    if config is None:
+        return None
+    from launcher.config.elastic import elastic_batch_of
+
+    batch = elastic_batch_of(config)
+    return None if batch is None else batch.world_sizes
+
+
+def _config_of(script_args: Sequence[str], world_size: int | None = None) -> Config | None:
+    """Load the config among the script's arguments; None when there is none, or it is on other hosts only."""
+    source = config_argument(script_args)
+    if source is None:
+        return None
+    from launcher.config.load import is_readable_here, load_config  # pydantic: not for runs without a config
+
+    return load_config(source, world_size=world_size).config if is_readable_here(source) else None

@@ -1,0 +1,17 @@
+"""Is this process inside a Slurm allocation? Asked at every start, so that it costs no more than this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from launcher.base import env
+
+
+def in_allocation(environ: Mapping[str, str]) -> bool:
+    """Tell whether this process runs inside a Slurm allocation whose hosts are its to use.
+
+    A rank that starts `launch` itself is not meant: its hosts already run the job it belongs to.
+    """
+    return (
+        env.SLURM_JOB_ID.name in environ and env.SLURM_JOB_NODELIST.name in environ and env.JOB_ID.name not in environ
+    )

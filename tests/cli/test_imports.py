@@ -1,0 +1,72 @@
+"""What a job on this machine imports: each process of it loads what it uses, and nothing for the other ways to start.
+
+A module that comes back here costs every start of every user: `python -X importtime -m launcher ...` shows what for.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from harness import scripts
+from harness.launching import ROOT, run_launch
+
+# Leaves what each process had imported when it ended, under a name that says which it was.
+RECORDER = """
+import atexit, os, sys
+def leave():
+    names = sorted(sys.modules)
+    words = [word for word in sys.orig_argv if word in ("launcher", "launcher.agent", "launcher.worker")]
+    import json
+    with open(os.path.join(os.environ["IMPORTS_FOLDER"], words[-1] if words else "other"), "w") as file:
+        json.dump(names, file)
+atexit.register(leave)
+"""
+ANY_PROCESS = {"torch", "numpy", "paramiko", "pydantic", "yaml", "jinja2", "rich", "tempfile", "random", "asyncio"}
+UNWANTED = {
+    "launcher": ANY_PROCESS
+    | {"hmac", "hashlib", "difflib", "logging", "socket", "concurrent.futures", "shutil", "click.shell_completion"}
+    | {"launcher.cli.slurm", "launcher.cli.jobfile", "launcher.cli.live", "launcher.cli.screen", "launcher.config"}
+    | {"launcher.transport.ssh", "launcher.transport.ssh_config", "launcher.transport.srun", "launcher.job.fit"}
+    | {"launcher.cluster.hostfile", "launcher.cluster.filters", "launcher.cluster.slurm", "launcher.cluster.cores"},
+    "launcher.agent": ANY_PROCESS
+    | {"typing", "dataclasses", "inspect", "pathlib", "shutil", "logging", "click", "launcher.cluster.cores"},
+    "launcher.worker": ANY_PROCESS
+    | {"typing", "dataclasses", "inspect", "pathlib", "json", "re", "socket", "threading", "subprocess", "ctypes"}
+    | {"traceback", "logging", "click", "launcher.base.errors", "launcher.base.processes"},
+}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The modules of each process of one job, those of an interpreter that does nothing left out."""
+    folder = tmp_path_factory.mktemp("imports")
+    scripts.write(folder, RECORDER, "sitecustomize.py")
+    found = folder / "found"
+    found.mkdir()
+    env = {"PYTHONPATH": f"{folder}:{ROOT}", "IMPORTS_FOLDER": str(found)}
+    subprocess.run([sys.executable, "-c", ""], env=env, check=True)
+    result = run_launch(folder, "--num_gpus", "1", scripts.write(folder, ""), env=env)
+    assert result.code == 0, result.err
+    modules = {path.name: set(json.loads(path.read_text())) for path in found.iterdir()}
+    return {name: names - modules["other"] for name, names in modules.items()}
+
+
+@pytest.mark.parametrize("process", UNWANTED)
+def test_a_job_on_this_machine_imports_nothing_it_does_not_use(imported: dict[str, set[str]], process: str) -> None:
+    assert imported[process] & UNWANTED[process] == set()
+
+
+def test_help_loads_the_options_of_run_and_no_other_command() -> None:
+    code = (
+        "import sys; from launcher.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = {name for name in done.stderr.split() if name.startswith("launcher.cli.")}
+    assert loaded == {
+        f"launcher.cli.{name}" for name in ("completion", "host_options", "main", "options", "run", "streams")
+    }
