@@ -96,7 +96,6 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
         ('{"bf16": {"enabled": 1}}', "1:22: enabled: expected true or false, got 1"),
         ('{"bf16": 3}', "1:10: expected an object with keys, got 3"),
         ('{"zero_optimization": {"stage": 4}}', "1:33: stage: expected a stage: 0, 1, 2 or 3, got 4"),
-        ('{"zero_optimization": {"stage": 4}}', "1:33: stage: expected a stage: 0, 1, 2 or 3, got 4"),
         (
             '{"fp16": {"enabled": true}}',
             "1:11: fp16.enabled true is not supported; fp16 is not in this release; use bf16",
