@@ -19,6 +19,7 @@ _COMMANDS = {
     "run": "launcher.cli.run:run",
     "stacks": "launcher.cli.stacks:stacks",
     "config": "launcher.cli.config:config_group",
+    "estimate": "launcher.cli.estimate:estimate",
     "sbatch": "launcher.cli.sbatch:sbatch",
     "check": "launcher.cli.check:check",
     "exec": "launcher.cli.exec:exec_command",
@@ -35,6 +36,7 @@ examples:
   launch --hostfile hosts --include node-a@node-b:0,2 train.py
   launch --hostfile hosts --dry-run train.py
   launch config check ds_config.json
+  launch estimate 7B --num_gpus 8 --gpu-memory 80GB
   launch sbatch --nodes 2 --gpus-per-node 8 --time 20:00:00 --submit train.py
   launch check --hostfile hosts
 

@@ -31,6 +31,7 @@ class Finding:
     message: str
     hint: str | None = None
     at_key: bool = False  # it is about the key itself, not its value
+    is_refusal: bool = False  # the config is sound, this release does not do what it asks for
 
     @property
     def dotted(self) -> str:
@@ -46,10 +47,11 @@ class Checked:
     notices: list[Finding]
 
 
-def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
+def check(data: Mapping[str, Any], world_size: int | None, *, for_planning: bool = False) -> Checked:
     """Check plain data against the schema and the rules between keys.
 
     world_size: data-parallel ranks, where known; the batch equation is checked with it.
+    for_planning: what this release does not do is a notice, because nothing is going to run.
     """
     errors: list[Finding] = []
     notices: list[Finding] = []
@@ -68,6 +70,9 @@ def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
         notices += _elastic_notices(config)
     errors = list({finding.path: finding for finding in reversed(errors)}.values())  # the first of each key: its type
     errors.sort(key=lambda finding: finding.dotted)
+    if for_planning:
+        notices += [finding for finding in errors if finding.is_refusal]
+        errors = [finding for finding in errors if not finding.is_refusal]
     return Checked(None if errors else config, errors, notices)
 
 
@@ -146,7 +151,7 @@ def _check_support(
 def _report(status: Status, path: Path, value: Any, errors: list[Finding], notices: list[Finding]) -> None:
     name = ".".join(str(part) for part in path)
     if status.support is Support.UNSUPPORTED:
-        errors.append(Finding(path, f"{name} {shown(value)} is not supported", status.note, True))
+        errors.append(Finding(path, f"{name} {shown(value)} is not supported", status.note, True, True))
     elif status.support is Support.INERT:
         notices.append(Finding(path, f"{name} {shown(value)} has no effect: {status.note}", None, True))
 
@@ -174,7 +179,8 @@ def _check_typed_params(
         return
     if type_name not in working:
         hint = f"use one of {', '.join(working)}"
-        errors.append(Finding((name, "type"), f"{name} type {type_name} is not supported", hint))
+        message = f"{name} type {type_name} is not supported"
+        errors.append(Finding((name, "type"), message, hint, is_refusal=True))
     if not isinstance(params, Mapping):
         return
     section = known[type_name]
@@ -226,10 +232,11 @@ def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
         findings.append(Finding(("bf16", "enabled"), "fp16 and bf16 are both enabled", "enable one of them"))
     stage: Any = config.zero_optimization.stage  # may still be "auto"
     if stage != AUTO and stage > 2:
-        findings.append(Finding(("zero_optimization", "stage"), "stage 3 is not supported", "use stage 2"))
+        path: Path = ("zero_optimization", "stage")
+        findings.append(Finding(path, "stage 3 is not supported", "use stage 2", is_refusal=True))
     if config.data_types.grad_accum_dtype in ("fp16", "bf16"):
         path = ("data_types", "grad_accum_dtype")
-        findings.append(Finding(path, "gradients are summed in fp32 only", "remove the key"))
+        findings.append(Finding(path, "gradients are summed in fp32 only", "remove the key", is_refusal=True))
     if config.elasticity.enabled is True:
         return findings + _elastic_findings(config, world_size)
     return findings + _batch_findings(config, world_size)
