@@ -14,7 +14,8 @@ def parse_bytes(text: str) -> int | None:
     if match is None:
         return None
     step = 1024 if match[3] else 1000
-    return round(float(match[1]) * step ** (" kmgt".index(match[2].lower()) if match[2] else 0))
+    power = " kmgt".index(match[2].lower()) if match[2] else 0
+    return round(float(match[1]) * float(step**power))
 
 
 def format_bytes(num_bytes: float) -> str:

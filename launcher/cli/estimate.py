@@ -33,30 +33,22 @@ examples:
 """
 
 
-class Size(click.ParamType):
-    """A number of bytes: 80GB, 80GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = value if isinstance(value, int) else parse_bytes(str(value))
-        if found is None or not 2**20 <= found <= 2**60:
-            self.fail(f"{value!r} is no size of a memory; write 80GB or 80GiB.", param, ctx)
-        return found
+def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """Read a size of memory: 80GB, 80GiB."""
+    found = None if value is None else parse_bytes(value)
+    if value is not None and (found is None or not 2**20 <= found <= 2**60):
+        raise click.BadParameter(f"{value!r} is no size of a memory; write 80GB or 80GiB.")
+    return found
 
 
-class Count(click.ParamType):
-    """A number of parameters: 7B, 65M, 6_700_000_000."""
+def _count(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """Read a number of parameters: 7B, 65M, 6_700_000_000."""
+    from launcher.planner.model import parse_count
 
-    name = "count"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from launcher.planner.model import parse_count
-
-        found = value if isinstance(value, int) else parse_count(str(value))
-        if found is None:
-            self.fail(f"{value!r} is no number of parameters; write 65M or 65_000_000.", param, ctx)
-        return found
+    found = None if value is None else parse_count(value)
+    if value is not None and found is None:
+        raise click.BadParameter(f"{value!r} is no number of parameters; write 65M or 65_000_000.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -98,16 +90,25 @@ class EstimateOptions:
         if self.hidden and self.heads and self.hidden % self.heads:
             message = f"--hidden {self.hidden} is not divisible by --heads {self.heads}"
             raise UsageError(message, hint="heads share the hidden size equally")
-        if self.deepspeed_tables and self.as_json:
-            raise UsageError("--deepspeed-tables and --json exclude each other", hint="give one of them")
-        if self.config is not None:
-            named = {
-                "--stage": self.stage, "--offload-optimizer": self.offload_optimizer,
-                "--offload-param": self.offload_param,
-            }  # fmt: skip
-            clash = [name for name, value in named.items() if value is not None]
-            if clash:
-                raise UsageError(f"{clash[0]} and --config exclude each other", hint="change the config, or leave it out")
+        fixed_by_config = {
+            "--stage": self.stage, "--offload-optimizer": self.offload_optimizer, "--offload-param": self.offload_param,
+            "--16bit-master": self.has_16bit_master or None, "--16bit-states": self.has_16bit_states or None,
+        }  # fmt: skip
+        clash = [name for name, value in fixed_by_config.items() if value is not None]
+        if self.config is not None and clash:
+            raise UsageError(f"{clash[0]} and --config exclude each other", hint="change the config, or leave it out")
+        not_in_tables = fixed_by_config | {
+            "--config": self.config, "--precision": self.precision, "--batch": self.batch, "--seq": self.seq,
+            "--checkpointing": self.checkpointing or None, "--dropout": self.dropout or None,
+            "--gpu-memory": self.gpu_memory, "--cpu-memory": self.cpu_memory, "--cuda-context": self.cuda_context,
+            "--json": self.as_json or None,
+        }  # fmt: skip
+        extra = [name for name, value in not_in_tables.items() if value is not None]
+        if self.deepspeed_tables and extra:
+            raise UsageError(
+                f"{extra[0]} and --deepspeed-tables exclude each other",
+                hint="DeepSpeed's tables are about model states, for ranks and nodes: --num_gpus, --num_nodes",
+            )
 
     @property
     def shape(self) -> TransformerShape | None:
@@ -162,7 +163,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--16bit-states", "has_16bit_states", is_flag=True, help="Optimizer states in 16 bit."),
     click.option("--batch", "--micro-batch", type=click.IntRange(1, 10**6), help="Sequences of a rank. Default: 1."),
     click.option(
-        "--seq", type=click.IntRange(1, 10**8), help=f"Tokens of a sequence. Default: {_DEFAULT_LENGTH}, or the model's."
+        "--seq", type=click.IntRange(1, 10**8), help=f"Tokens of a sequence. Default: {_DEFAULT_LENGTH} or less."
     ),
     click.option("--checkpointing", "--activation-checkpointing", is_flag=True, help="Blocks recompute activations."),
     click.option(
@@ -174,11 +175,11 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--hidden", type=click.IntRange(1, 10**6), help="Hidden size, likewise."),
     click.option("--heads", type=click.IntRange(1, 10**5), help="Attention heads, likewise."),
     click.option("--vocab", type=click.IntRange(1, 10**8), help="Vocabulary, likewise."),
-    click.option("--largest", type=Count(), help="Parameters of the largest layer, for a plain count."),
-    click.option("--gpu-memory", "--gpu_memory", type=Size(), help="Of one GPU, such as 80GB: says what fits."),
-    click.option("--cpu-memory", "--cpu_memory", type=Size(), help="Of one node, such as 512GB."),
+    click.option("--largest", callback=_count, metavar="COUNT", help="Of the largest layer, for a plain count."),
+    click.option("--gpu-memory", "--gpu_memory", callback=_size, metavar="SIZE", help="Of one GPU: says what fits."),
+    click.option("--cpu-memory", "--cpu_memory", callback=_size, metavar="SIZE", help="Of one node, likewise."),
     click.option(
-        "--cuda-context", "--cuda_context", type=Size(), help="What CUDA takes of each GPU. Default: 600MiB."
+        "--cuda-context", "--cuda_context", callback=_size, metavar="SIZE", help="CUDA's own share. Default: 600MiB."
     ),
     click.option(
         "--deepspeed-tables", is_flag=True, help="Print the tables of DeepSpeed's own estimators instead."
@@ -199,8 +200,9 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
 def estimate(**values: Any) -> None:
     """Say what memory MODEL needs on each GPU and host, for every ZeRO stage and offload.
 
-    MODEL is a count of parameters (7B, 350M), a Hugging Face config or its folder, a checkpoint folder, or module:function
-    that returns a model. Nothing is started or downloaded. Exit code 1: nothing fits --gpu-memory and --cpu-memory.
+    MODEL is a count of parameters (7B, 350M), a Hugging Face config or its folder, a checkpoint folder, or
+    module:function that returns a model. Nothing is started or downloaded. SIZE is 80GB or 80GiB. Exit code 1:
+    nothing fits --gpu-memory and --cpu-memory.
     """
     options = EstimateOptions(**values)
     model = _model(options)
@@ -241,8 +243,9 @@ def _estimate(options: EstimateOptions, model: ModelFacts) -> tuple[Estimate, tu
 
     machines = options.machines
     if options.config is None:
-        base, notices, batch = _base(options), (), None
-        chosen = _chosen(options, base)
+        base = _base(options)
+        chosen, batch = _chosen(options, base), None
+        notices: tuple[Diagnostic, ...] = ()
     else:
         from launcher.config.load import load_config
 
@@ -281,6 +284,6 @@ def _chosen(options: EstimateOptions, base: Setting) -> list[Setting]:
     ]
     if rungs:
         return rungs
-    offload = replace(base.offload, **{name: place for name, place in wanted.items() if place is not None})
+    offload = replace(base.offload, optimizer=wanted["optimizer"] or "none", param=wanted["param"] or "none")
     stage = options.stage if options.stage is not None else 3 if offload.param != "none" else 2
     return [replace(base, stage=stage, offload=offload)]

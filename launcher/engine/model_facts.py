@@ -56,7 +56,7 @@ def from_function(target: str) -> nn.Module:
                 built = built()
     except LauncherError:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is told to the user
+    except BaseException as error:  # whatever the user's code raises is told to the user
         raise UsageError(_said(error), where=_place(error) or target, hint=_hint(error)) from error
     if not isinstance(built, nn.Module):
         hint = "the function has to return a torch.nn.Module"
@@ -113,7 +113,7 @@ def from_transformers(target: str) -> nn.Module:
                 built: Any = found(config)
             else:
                 built = transformers.AutoModel.from_config(config)
-    except Exception as error:  # noqa: BLE001 - the library raises all kinds for a config it does not know
+    except Exception as error:  # the library raises all kinds for a config it does not know
         raise UsageError(f"transformers cannot build it: {_said(error)}", where=target) from error
     if not isinstance(built, nn.Module):
         raise UsageError("transformers built no torch module", where=target)

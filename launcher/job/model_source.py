@@ -35,24 +35,29 @@ def find_model(
         exists = bool(text) and path.exists()
     except (OSError, ValueError):  # too long or too odd for a file name
         exists = False
-    if not exists:
-        count = parse_count(text)
-        if count is not None:
-            return replace(typical_model(count, shape or typical_shape(count), largest_layer_numel), name=text)
-        if ":" in text and not text.startswith(":") and not text.endswith(":"):
-            return _from_child("function", text, waiting, name=text, source="built on the meta device")
-        raise UsageError(f"there is no model {_shown(text)}", hint=_hint_for(text))
+    count = None if exists else parse_count(text)
+    if count is not None:
+        return replace(typical_model(count, shape or typical_shape(count), largest_layer_numel), name=text)
+    if largest_layer_numel is not None:
+        raise UsageError("--largest is for a plain count", hint="leave it out: the model tells its layers")
+    if exists:
+        return _from_path(path, waiting)
+    if ":" in text and not text.startswith(":") and not text.endswith(":"):
+        return _from_child("function", text, waiting, name=text, source="built on the meta device")
+    raise UsageError(f"there is no model {_shown(text)}", hint=_hint_for(text))
+
+
+def _from_path(path: Path, waiting: _Waiting) -> ModelFacts:
     if path.is_dir():
         return _from_folder(path, waiting)
-    if weights.is_torch_file(path):
-        return _from_weights([path], path, None, waiting)
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" or weights.is_torch_file(path):
         return _from_weights([path], path, None, waiting)
     if path.suffix == ".json":
         return _from_config(path, waiting)
     if path.suffix == ".py":
-        raise UsageError("a script is no model", where=text, hint=f"name the function that builds it: {text}:build_model")
-    raise UsageError("this is no kind of file that describes a model", where=text, hint=f"give {FORMS}")
+        hint = f"name the function that builds it: {path}:build_model"
+        raise UsageError("a script is no model", where=str(path), hint=hint)
+    raise UsageError("this is no kind of file that describes a model", where=str(path), hint=f"give {FORMS}")
 
 
 def _shown(text: str) -> str:
@@ -115,7 +120,8 @@ def _from_config(path: Path, waiting: _Waiting) -> ModelFacts:
     if params is None:
         known = ", ".join(architectures.known_types())
         problem = notes[0] if notes else f"no formula for model_type {config.model_type}"
-        hint = f"install transformers, or give module:function; formulas are here for {known}"
+        remedy = "give module:function" if notes else "install transformers, or give module:function"
+        hint = f"{remedy}; formulas are here for {known}"
         raise UsageError(problem, where=str(path), hint=hint)
     source = f"formula of {config.model_type}"
     return _checked(ModelFacts(str(path), source, params, architectures.shape_of(config), notes))

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.config.auto import AutoFacts, resolve_auto
+from launcher.config.batch import BATCH_KEYS
 from launcher.config.check import check
-from launcher.config.fields import AUTO
+from launcher.config.fields import AUTO, Auto
 from launcher.config.schema import Config
 from launcher.planner.memory import Offload, Precision, Setting
 
@@ -70,8 +71,9 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> Config:
         warmup_num_steps=0,
         total_num_steps=1,
     )
-    if AUTO in (config.train_batch_size, config.train_micro_batch_size_per_gpu):
-        facts = replace(facts, micro_batch_size=1, accumulation_steps=1)
+    sizes = [getattr(config, name) for name in BATCH_KEYS]
+    if any(isinstance(size, Auto) for size in sizes) and not any(isinstance(size, int) for size in sizes[:2]):
+        facts = replace(facts, micro_batch_size=1)
     return resolve_auto(config, facts)[0]
 
 

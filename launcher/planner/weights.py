@@ -56,7 +56,9 @@ def _of_index(index: Path) -> list[Path]:
     files = [index.parent / name for name in sorted(set(table.values()))]
     for path in files:
         if path.parent != index.parent:
-            raise UsageError(f"{path.name} is not beside its index", where=str(index), hint="shards stand in one folder")
+            raise UsageError(
+                f"{path.name} is not beside its index", where=str(index), hint="shards stand in one folder"
+            )
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -74,10 +75,8 @@ def test_any_bytes_are_a_file_or_one_error(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "x.safetensors"
     for text in (data, len(data).to_bytes(8, "little") + data):
         path.write_bytes(text)
-        try:
+        with contextlib.suppress(UsageError):  # any other exception fails
             safetensors_parameters([path])
-        except UsageError as error:
-            assert "no safetensors file" in str(error)
 
 
 @pytest.mark.parametrize("header", ["[]", "3", '{"x": 1}', '{"x": {"shape": [-1]}}', '{"x": {"shape": 3}}'])
