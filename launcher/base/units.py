@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _BINARY_STEPS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -15,7 +16,8 @@ def parse_bytes(text: str) -> int | None:
         return None
     step = 1024 if match[3] else 1000
     power = " kmgt".index(match[2].lower()) if match[2] else 0
-    return round(float(match[1]) * float(step**power))
+    size = float(match[1]) * float(step**power)
+    return round(size) if math.isfinite(size) else None
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -221,8 +221,7 @@ def estimate(**values: Any) -> None:
         from launcher.cli.estimate_view import show
 
         show(found, notices)
-    is_bounded = options.gpu_memory is not None or options.cpu_memory is not None
-    if is_bounded and found.first_fit() is None:
+    if found.machines.are_bounded and found.first_fit() is None:
         sys.exit(ExitCode.FAILURE)
 
 

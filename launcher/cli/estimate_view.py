@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import click
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +18,7 @@ from launcher.planner.estimate import Estimate, Row, advice, tightest
 from launcher.planner.memory import RankMemory, Setting
 from launcher.planner.settings import as_config
 
-_PLAIN_WIDTH = 160  # where there is no terminal: no row is cut
+_NO_LIMIT = 1000
 _USUAL_GPUS_GB = (8, 16, 24, 40, 80)
 _Parts = dict[str, Callable[[RankMemory], int]]
 _ALL_PARTS: _Parts = {
@@ -41,11 +42,10 @@ def show(found: Estimate, notices: Sequence[Diagnostic]) -> None:
         click.echo(line)
     click.echo()
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
     table = _table(found, _ALL_PARTS)
-    if console.measure(table).maximum > console.width:
+    if console.is_terminal and _width(console, table) > console.width:
         table = _table(found, _FEW_PARTS)
+    console.width = max(console.width, _width(console, table))  # a terminal folds a line that is too long; none is cut
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().splitlines():
@@ -54,6 +54,10 @@ def show(found: Estimate, notices: Sequence[Diagnostic]) -> None:
     click.echo()
     for line in (*_recommendation(found), *_remarks(found), *map(str, notices)):
         click.echo(line)
+
+
+def _width(console: Console, table: Table) -> int:
+    return Measurement.get(console, console.options.update(max_width=_NO_LIMIT), table).maximum
 
 
 def _headline(found: Estimate) -> list[str]:
@@ -76,19 +80,18 @@ def _headline(found: Estimate) -> list[str]:
 
 
 def _table(found: Estimate, parts: _Parts) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("stage", no_wrap=True)
     table.add_column("offload", no_wrap=True)
     shown = {name: part for name, part in parts.items() if name != "activations" or found.workload is not None}
     for name in shown:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     has_disk = any(row.disk_per_node for row in found.rows)
-    places = ("per GPU", "per host", *(("disk per host",) if has_disk else ()))
-    for name in places:
-        table.add_column(name, justify="right", style="bold")
+    places = ("per GPU", "per host", "disk per host") if parts is _ALL_PARTS else ("GPU", "host", "disk")
+    for name in places if has_disk else places[:2]:
+        table.add_column(name, justify="right", style="bold", no_wrap=True)
     machines = found.machines
-    judges = machines.gpu_memory_bytes is not None or machines.cpu_memory_bytes is not None
-    if judges:
+    if machines.are_bounded:
         table.add_column("fits")
     for row in found.rows:
         mark = "*" if row.refusals else ""
@@ -96,14 +99,14 @@ def _table(found: Estimate, parts: _Parts) -> Table:
         cells += [_size(part(row.memory)) for part in shown.values()]
         cells += [_size(row.memory.device), _size(row.host_per_node)]
         cells += [_size(row.disk_per_node)] if has_disk else []
-        fits = [Text("yes", "green") if row.fits(machines) else Text("no", "red")] if judges else []
+        fits = [Text("yes", "green") if row.fits(machines) else Text("no", "red")] if machines.are_bounded else []
         table.add_row(*cells, *fits)
     return table
 
 
 def _recommendation(found: Estimate) -> list[str]:
     machines = found.machines
-    if machines.gpu_memory_bytes is None and machines.cpu_memory_bytes is None:
+    if not machines.are_bounded:
         return ["first setting that fits a GPU of", *_usual_gpus(found)]
     first = found.first_fit()
     if first is not None:
@@ -112,9 +115,13 @@ def _recommendation(found: Estimate) -> list[str]:
         if first.refusals and runnable is not None:
             lines += _fitting("first that this release runs", runnable)
         return lines + [f"* not in this release: {refusal}" for refusal in first.refusals[:1]]
-    least = tightest(found)
+    least = tightest(found.ladder)
     lines = [f"nothing fits: {_words(least.setting)} is the smallest and needs {_needs(least)}"]
-    return lines + [f"  with {option}: {format_bytes(need)} per GPU" for option, need in advice(found)]
+    for item in advice(found):
+        does = "fits" if item.fits else "is the smallest"
+        mark = " *" if item.row.refusals else ""
+        lines.append(f"  with {item.option}: {_words(item.row.setting)} {does} ({_needs(item.row)}){mark}")
+    return lines
 
 
 def _fitting(what: str, row: Row) -> list[str]:

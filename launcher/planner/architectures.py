@@ -26,6 +26,7 @@ _SPELLINGS = {  # one meaning -> the names that configs use for it
     "vocab": ("vocab_size",),
     "length": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len"),
 }
+_MAX_SIZE, _MAX_LAYERS = 10**9, 10**4
 _Layers = Iterator[Parameter]
 
 
@@ -48,8 +49,10 @@ class ArchitectureConfig:
             value = self.data.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= 10**9:
-                raise UsageError(f"{name} {value!r} is no positive number", where=self._where, hint="correct it")
+            most = _MAX_LAYERS if "layer" in name else _MAX_SIZE
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+                message = f"{name} {str(value)[:50]!r} is no number from 1 to {most:,}"
+                raise UsageError(message, where=self._where, hint="copy the model's own config.json again")
             return value
         if default is None:
             names = " or ".join(_SPELLINGS.get(meaning, (meaning,)))

@@ -27,6 +27,11 @@ class Machines:
     def world_size(self) -> int:
         return self.num_nodes * self.gpus_per_node
 
+    @property
+    def are_bounded(self) -> bool:
+        """Say whether a memory is known, so that there is something to fit into."""
+        return self.gpu_memory_bytes is not None or self.cpu_memory_bytes is not None
+
 
 @dataclass(frozen=True)
 class Row:
@@ -70,7 +75,7 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain data; sizes in bytes."""
-        first = self.first_fit()
+        first = self.first_fit() if self.machines.are_bounded else None
         return {
             "model": {
                 "name": self.model.name,
@@ -133,25 +138,36 @@ def _row(model: ModelFacts, machines: Machines, setting: Setting, workload: Work
     return Row(setting, memory, memory.host * per_node, memory.disk * per_node, tuple(refusals(setting)))
 
 
-def tightest(found: Estimate) -> Row:
-    """Return the setting that needs the least device memory."""
-    return min(found.ladder, key=lambda row: row.memory.device)
+def tightest(rows: tuple[Row, ...]) -> Row:
+    """Return the setting that needs the least device memory, among equals the least host memory."""
+    return min(rows, key=lambda row: (row.memory.device, row.host_per_node))
 
 
-def advice(found: Estimate) -> list[tuple[str, int]]:
-    """Return options that would make the tightest setting smaller, each with the bytes it then needs; best first."""
-    row = tightest(found)
+@dataclass(frozen=True)
+class Advice:
+    """An option that makes everything smaller, and what it leads to."""
+
+    option: str
+    row: Row  # the first setting that fits then, or the tightest
+    fits: bool
+
+
+def advice(found: Estimate) -> list[Advice]:
+    """Return options that make the tightest setting smaller, the smallest result first."""
     work, machines = found.workload, found.machines
-    tries: dict[str, tuple[Machines, Workload | None]] = {}
+    tries: list[tuple[str, Machines, Workload | None]] = []
     if work is not None and not work.is_checkpointed:
-        tries["--checkpointing"] = (machines, replace(work, is_checkpointed=True))
+        tries.append(("--checkpointing", machines, replace(work, is_checkpointed=True)))
     if work is not None and work.batch_size > 1:
-        tries["--batch 1"] = (machines, replace(work, batch_size=1))
+        tries.append(("--batch 1", machines, replace(work, batch_size=1)))
     twice = replace(machines, num_nodes=2 * machines.num_nodes)
-    tries[f"--num_nodes {twice.num_nodes}"] = (twice, work)
-    needs = {
-        name: _row(found.model, machine, row.setting, workload).memory.device
-        for name, (machine, workload) in tries.items()
-    }
-    better = [(name, need) for name, need in needs.items() if need < row.memory.device]
-    return sorted(better, key=lambda item: item[1])
+    tries.append((f"--num_nodes {twice.num_nodes}", twice, work))
+    before = tightest(found.ladder).memory.device
+    better: list[tuple[int, Advice]] = []
+    for option, machine, workload in tries:
+        rows = tuple(_row(found.model, machine, row.setting, workload) for row in found.ladder)
+        least = tightest(rows)
+        first = next((row for row in rows if row.fits(machine)), None)
+        if first is not None or least.memory.device < before:
+            better.append((least.memory.device, Advice(option, first or least, first is not None)))
+    return [item for _, item in sorted(better, key=lambda pair: pair[0])]

@@ -136,7 +136,7 @@ def parse_count(text: str) -> int | None:
     count = float(match[1].replace("_", "").replace(",", "")) * _STEPS[match[2].lower()]
     if not 1 <= count <= _MAX_COUNT or count != round(count):
         hint = "a whole number up to 1e15, such as 7B, 350M or 6_700_000_000"
-        raise UsageError(f"{text} is no number of parameters", hint=hint)
+        raise UsageError(f"{text[:50]} is no number of parameters", hint=hint)
     return round(count)
 
 

@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from harness.launching import ROOT, run_launch
+from harness.terminal import TerminalLaunch
 
 from launcher.cli.estimate import estimate
 from launcher.cli.main import cli
@@ -155,11 +156,21 @@ def test_the_screen_says_what_fits_and_how_to_ask_for_it(tmp_path: Path) -> None
     assert "   8 GB  none" in result.out
 
 
+def test_a_narrow_terminal_gets_fewer_columns_and_no_row_is_cut(tmp_path: Path) -> None:
+    launch = TerminalLaunch(tmp_path, "estimate", "7B", "--gpu-memory", "24GB", size=(110, 40))
+    launch.wait()
+    text = "\n".join(launch.everything)
+    assert "states" in text
+    assert "in flight" not in text
+    assert "…" not in text
+    assert "optimizer + param nvme" in text
+
+
 def test_nothing_fits_is_exit_code_1_with_what_would_help(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "estimate", "70B", "--gpu-memory", "16GiB", "--cpu-memory", "64GB")
     assert result.code == 1
     assert "nothing fits: stage 3" in result.out
-    assert "with --checkpointing: " in result.out
+    assert "with --checkpointing: stage 3, offload optimizer + param nvme fits (" in result.out
     assert run_launch(tmp_path, "estimate", "70B", "--cpu-memory", "2GB").code == 0  # stage 0 asks for no host memory
 
 

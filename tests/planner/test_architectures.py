@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launcher.base.errors import UsageError
 from launcher.planner.architectures import ArchitectureConfig, known_types, parameters_of, shape_of
@@ -119,12 +122,25 @@ def test_the_shape_is_read_under_every_name() -> None:
     ("change", "expected"),
     [
         ({"hidden_size": None}, "no hidden_size or n_embd"),
-        ({"hidden_size": "4096"}, "hidden_size '4096' is no positive number"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0 is no positive number"),
-        ({"vocab_size": True}, "vocab_size True"),
+        ({"hidden_size": "4096x"}, "hidden_size '4096x' is no number from 1 to 1,000,000,000"),
+        ({"num_attention_heads": 0}, "num_attention_heads '0' is no number"),
+        ({"num_hidden_layers": 10**9}, "is no number from 1 to 10,000"),
+        ({"vocab_size": True}, "vocab_size 'True'"),
     ],
 )
 def test_a_config_without_its_sizes_is_an_error(change: dict[str, Any], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         parameters_of(read(LLAMA | change))
     assert parameters_of(read({"model_type": "unheard"})) is None
+
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.none(), max_size=2)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@given(changes=st.dictionaries(st.sampled_from(sorted({*LLAMA, *T0_3B, *GPT2, "text_config"})), values, max_size=4))
+def test_any_config_is_a_model_or_one_error(kind: str, changes: dict[str, Any]) -> None:
+    config = {**LLAMA, **T0_3B, **GPT2, "num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, **changes}
+    with contextlib.suppress(UsageError):
+        assert parameters_of(read(config | {"model_type": kind}))
+        shape_of(read(config))
