@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 _BINARY_STEPS = ("B", "KiB", "MiB", "GiB", "TiB")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes that `80GB` (decimal), `80GiB` (binary), `512M` or a plain number of bytes means, else None."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    step = 1024 if match[3] else 1000
+    power = " kmgt".index(match[2].lower()) if match[2] else 0
+    size = float(match[1]) * float(step**power)
+    return round(size) if math.isfinite(size) else None
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -27,6 +27,7 @@ class Finding:
     message: str
     hint: str | None = None
     at_key: bool = False  # it is about the key itself, not its value
+    is_refusal: bool = False  # the config is sound, this release does not do what it asks for
 
     @property
     def dotted(self) -> str:
@@ -56,10 +57,11 @@ _OPTIMIZERS = _Types("optimizer", OPTIMIZER_PARAMS, WORKING_OPTIMIZERS, REFUSED_
 _SCHEDULERS = _Types("scheduler", SCHEDULER_PARAMS, WORKING_SCHEDULERS, REFUSED_SCHEDULERS)
 
 
-def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
+def check(data: Mapping[str, Any], world_size: int | None, *, for_planning: bool = False) -> Checked:
     """Check plain data against the schema and the rules between keys.
 
     world_size: data-parallel ranks, where known; the batch equation is checked with it.
+    for_planning: what this release does not do is a notice, because nothing is going to run.
     """
     errors: list[Finding] = []
     notices: list[Finding] = []
@@ -78,6 +80,9 @@ def check(data: Mapping[str, Any], world_size: int | None) -> Checked:
         notices += _elastic_notices(config)
     errors = list({finding.path: finding for finding in reversed(errors)}.values())  # the first of each key: its type
     errors.sort(key=lambda finding: finding.dotted)
+    if for_planning:
+        notices += [finding for finding in errors if finding.is_refusal]
+        errors = [finding for finding in errors if not finding.is_refusal]
     return Checked(None if errors else config, errors, notices)
 
 
@@ -144,7 +149,7 @@ class _Support:
     def report(self, status: Status, path: Path, value: Any) -> None:
         name = ".".join(str(part) for part in path)
         if status.support is Support.UNSUPPORTED:
-            self.errors.append(Finding(path, f"{name} {shown(value)} is not supported", status.note, True))
+            self.errors.append(Finding(path, f"{name} {shown(value)} is not supported", status.note, True, True))
         elif status.support is Support.INERT:
             self.notices.append(Finding(path, f"{name} {shown(value)} has no effect: {status.note}", None, True))
         elif status.support is Support.AT_STAGE_3 and self.stage not in (3, AUTO):
@@ -192,7 +197,7 @@ def _check_typed_params(data: Mapping[str, Any], types: _Types, errors: list[Fin
     if type_name in types.refused:
         why, _, remedy = types.refused[type_name].partition("; ")
         message = f"{name} type {type_name} is not supported" + (f": {why}" if remedy else "")
-        errors.append(Finding((name, "type"), message, remedy or why))
+        errors.append(Finding((name, "type"), message, remedy or why, is_refusal=True))
     if type_name not in types.known:
         return
     if not isinstance(params, Mapping):
@@ -246,7 +251,7 @@ def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
         findings.append(Finding(("bf16", "enabled"), "fp16 and bf16 are both enabled", "enable one of them"))
     if config.data_types.grad_accum_dtype in ("fp16", "bf16"):
         path = ("data_types", "grad_accum_dtype")
-        findings.append(Finding(path, "gradients are summed in fp32 only", "remove the key"))
+        findings.append(Finding(path, "gradients are summed in fp32 only", "remove the key", is_refusal=True))
     if config.elasticity.enabled is True:
         return findings + _elastic_findings(config, world_size)
     return findings + _batch_findings(config, world_size)

@@ -29,10 +29,11 @@ class LoadedConfig:
     raw: dict[str, Any]  # the data as it was given
 
 
-def load_config(source: Source, *, world_size: int | None = None) -> LoadedConfig:
+def load_config(source: Source, *, world_size: int | None = None, for_planning: bool = False) -> LoadedConfig:
     """Load and check a config: a path (JSON or YAML), a dict, JSON text, or base64 of JSON text.
 
     world_size: data-parallel ranks, where known; the batch equation is checked with it.
+    for_planning: what this release does not do is a notice instead of an error.
     Raises: ConfigError with every finding, each with `file:line:column` or the key's path.
     """
     name, located = _read(source)
@@ -47,7 +48,7 @@ def load_config(source: Source, *, world_size: int | None = None) -> LoadedConfi
     if not isinstance(located.value, Mapping):
         raise ConfigError("a config is an object with keys", where=_place(name, (1, 1)), hint='such as {"bf16": ...}')
     raw = dict(located.value)
-    checked = check(raw, world_size)
+    checked = check(raw, world_size, for_planning=for_planning)
     errors = duplicates + [_locate(finding, located, name) for finding in checked.errors]
     if errors or checked.config is None:
         raise ConfigError.from_diagnostics(sorted(errors, key=_in_file_order))

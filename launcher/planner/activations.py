@@ -1,0 +1,58 @@
+"""Bytes of activations of a stack of transformer blocks: what forward keeps for backward.
+
+After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1: their
+34·s·b·h + 5·a·s²·b bytes of a 16-bit GPT block with dropout are these elements for `is_eager`, `has_dropout`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.planner.model import TransformerShape
+
+_FP32 = 4
+_MASK = 1  # bytes of an element of a dropout mask
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One micro-batch of one rank, and how the model computes it."""
+
+    batch_size: int  # sequences
+    length: int  # tokens of a sequence
+    is_checkpointed: bool = False  # only the input of each block is kept, its inside is computed again
+    is_eager: bool = False  # attention keeps its scores; torch's fused attention does not
+    has_dropout: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch_size * self.length
+
+
+def layer_bytes(shape: TransformerShape, work: Workload, element_bytes: int) -> int:
+    """Return the bytes that one block keeps for its backward."""
+    # Inputs of two norms, of the projections to query, key and value, and of the feed-forward part.
+    elements = 4 * shape.hidden_size
+    elements += 2 * shape.query_size + 2 * shape.key_size  # query, key, value, input of the output projection
+    # Around the activation function: its input and output; with a gate both factors and their product too.
+    elements += (4 if shape.is_gated else 2) * shape.ffn
+    per_token = elements * element_bytes
+    if work.has_dropout:
+        per_token += 2 * shape.hidden_size * _MASK  # behind attention and behind the feed-forward part
+    if work.is_eager:
+        scores = element_bytes + (element_bytes + _MASK if work.has_dropout else 0)
+        per_token += shape.num_heads * work.length * scores
+    else:
+        per_token += shape.num_heads * _FP32  # fused attention keeps the log of each row's sum
+    return work.num_tokens * per_token
+
+
+def activation_bytes(shape: TransformerShape, work: Workload, element_bytes: int) -> int:
+    """Return the bytes alive at the peak, which is at the end of forward or in the first block's recomputation."""
+    block = layer_bytes(shape, work, element_bytes)
+    block_input = work.num_tokens * shape.hidden_size * element_bytes
+    kept = shape.num_layers * (block_input if work.is_checkpointed else block)
+    # The logits, their log-softmax in fp32 and the gradient of it.
+    logits = work.num_tokens * shape.vocab_size * (element_bytes + 2 * _FP32)
+    head = 2 * block_input + logits  # with the input and output of the last norm
+    return kept + (max(head, block) if work.is_checkpointed else head)

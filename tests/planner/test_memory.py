@@ -1,0 +1,192 @@
+"""The formula of bytes per rank: what it is for round numbers, and what holds for any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.base.errors import UsageError
+from launcher.planner.memory import GRADIENT_UNITS, REDUCING_UNITS, Offload, Precision, Setting, rank_memory
+from launcher.planner.model import ModelFacts, Parameter, parse_count, typical_model, typical_shape
+from launcher.planner.settings import ladder
+
+P, N = 12_000_000, 4
+NUM_BLOCKS = 10
+MODEL = ModelFacts(
+    "m", "test", tuple(Parameter(f"blocks.{i}.weight", P // NUM_BLOCKS) for i in range(NUM_BLOCKS))
+)  # fmt: skip
+BLOCK = P // NUM_BLOCKS
+FP32, BF16 = Precision.of("fp32"), Precision.of("bf16")
+CPU = Offload("cpu", "cpu")
+
+precisions = st.builds(
+    lambda name, master, states, num: Precision.of(
+        name, has_16bit_master=master and name != "fp32", has_16bit_states=states and name != "fp32", num_states=num
+    ),
+    st.sampled_from(["fp32", "bf16", "fp16"]), st.booleans(), st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+models = st.builds(lambda count: typical_model(count, typical_shape(count)), st.integers(10**6, 10**12))
+worlds = st.integers(1, 4096)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "expected"),
+    [
+        (0, FP32, (4, 4, 8)),
+        (1, FP32, (4, 4, 8 / N)),
+        (2, FP32, (4, 4 / N, 8 / N)),
+        (3, FP32, (4 / N, 4 / N, 8 / N)),
+        (0, BF16, (2, 4, 12)),
+        (1, BF16, (2, 4, 12 / N)),
+        (2, BF16, (2, 4 / N, 12 / N)),
+        (3, BF16, (2 / N, 4 / N, 12 / N)),
+        (2, Precision.of("fp16", has_16bit_master=True), (2, 2 / N, 8 / N)),
+        (2, Precision.of("bf16", has_16bit_states=True), (2, 4 / N, 8 / N)),
+        (2, Precision.of("bf16", has_16bit_master=True, has_16bit_states=True), (2, 2 / N, 4 / N)),
+        (2, Precision.of("bf16", num_states=0), (2, 4 / N, 4 / N)),
+    ],
+)
+def test_bytes_per_parameter(stage: int, precision: Precision, expected: tuple[float, float, float]) -> None:
+    memory = rank_memory(MODEL, Setting(stage, precision), N)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(P * each for each in expected)
+    assert memory.host == memory.disk == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload", "device", "host"),
+    [
+        (1, BF16, Offload("cpu"), (2, 4, 0), 16 / N),
+        (2, BF16, Offload("cpu"), (2, 0, 0), 16 / N),
+        (3, BF16, Offload("cpu"), (2 / N, 0, 0), 16 / N),
+        (3, BF16, CPU, (0, 0, 0), 18 / N),
+        (3, BF16, Offload(param="cpu"), (0, 4 / N, 12 / N), 2 / N),
+        # fp32: the host needs parameters of its own to update, unless they rest there anyway.
+        (2, FP32, Offload("cpu"), (4, 0, 0), 16 / N),
+        (3, FP32, CPU, (0, 0, 0), 16 / N),
+        (3, FP32, Offload(param="cpu"), (0, 4 / N, 12 / N), 4 / N),
+        (2, BF16, Offload("cpu", optimizer_ratio=0.5), (2, 2 / N, 6 / N), 8 / N),
+    ],
+)
+def test_bytes_per_parameter_with_offload(
+    stage: int, precision: Precision, offload: Offload, device: tuple[float, float, float], host: float
+) -> None:
+    memory = rank_memory(MODEL, Setting(stage, precision, offload), N)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(P * each for each in device)
+    assert memory.host == P * host
+
+
+def test_disk_holds_what_the_host_would_and_the_host_holds_buffers() -> None:
+    buffers = {"param_numel_in_cpu": 0, "param_buffer_numel": 1000, "sub_group_numel": 500}
+    memory = rank_memory(MODEL, Setting(3, BF16, Offload("nvme", "nvme", **buffers)), N)
+    assert memory.disk == P * 18 // N
+    assert memory.host == 4 * 500 * 4 + 5 * 1000 * 2
+
+
+def test_units_in_flight() -> None:
+    autograd = 2 * BLOCK
+    received = REDUCING_UNITS * 2 * BLOCK * (N - 1) // N  # what the other ranks sent
+    assert rank_memory(MODEL, Setting(1, BF16), N).in_flight == autograd + REDUCING_UNITS * 2 * BLOCK + received
+    gradients = GRADIENT_UNITS * 2 * BLOCK + received
+    assert rank_memory(MODEL, Setting(2, BF16), N).in_flight == autograd + gradients
+    sharded = Setting(3, BF16, prefetch_numel=BLOCK, kept_numel=0)  # the unit in use and one ahead
+    assert rank_memory(MODEL, sharded, N).in_flight == autograd + gradients + 2 * 2 * BLOCK
+    assert rank_memory(MODEL, Setting(3, BF16), N).in_flight == autograd + gradients + 2 * P  # kept for backward
+    # Without overlap nothing is reduced before the end of backward.
+    assert rank_memory(MODEL, Setting(2, BF16, overlaps=False), N).in_flight == autograd + 2 * P + received
+    assert rank_memory(MODEL, Setting(3, BF16), 1).in_flight == autograd
+
+
+def test_small_parameters_stay_whole_at_stage_3() -> None:
+    model = replace(MODEL, params=(*MODEL.params, Parameter("norm.weight", 1000)))
+    assert rank_memory(model, Setting(3, BF16), N).parameters == 2 * (P // N + 1000)
+
+
+def test_frozen_parameters_have_neither_gradient_nor_states() -> None:
+    frozen = tuple(Parameter(f"frozen.{i}.weight", BLOCK, trainable=False) for i in range(NUM_BLOCKS))
+    memory = rank_memory(replace(MODEL, params=(*MODEL.params, *frozen)), Setting(2, BF16), N)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (4 * P, 4 * P // N, 12 * P // N)
+
+
+def test_units_are_blocks_and_the_rest_cut_by_the_bound() -> None:
+    names = ["wte.weight", "h.0.a.weight", "h.0.b.0.weight", "h.1.a.weight", "head.weight"]
+    model = ModelFacts("m", "test", tuple(Parameter(name, 10 * (i + 1)) for i, name in enumerate(names)))
+    assert sorted(model.unit_numels(10**9)) == [40, 50, 60]
+    assert sorted(model.unit_numels(30)) == [10, 20, 30, 40, 50]
+
+
+@given(models, precisions, worlds)
+def test_a_higher_stage_or_more_ranks_never_take_more_states(model: ModelFacts, precision: Precision, n: int) -> None:
+    states = [rank_memory(model, Setting(stage, precision), n).model_states for stage in range(4)]
+    assert states == sorted(states, reverse=True)
+    twice = [rank_memory(model, Setting(stage, precision), 2 * n).model_states for stage in range(4)]
+    assert all(more <= less for more, less in zip(twice, states, strict=True))
+
+
+@given(models, precisions)
+def test_alone_every_stage_keeps_the_same(model: ModelFacts, precision: Precision) -> None:
+    assert len({rank_memory(model, Setting(stage, precision), 1).device for stage in range(4)}) == 1
+
+
+@given(models, precisions, worlds)
+def test_shards_of_all_ranks_make_the_whole(model: ModelFacts, precision: Precision, n: int) -> None:
+    whole = rank_memory(model, Setting(0, precision), n)
+    sharded = rank_memory(model, Setting(3, precision, persistent_numel=0), n)
+    assert whole.model_states <= n * sharded.model_states <= whole.model_states + 3 * n
+
+
+@given(models, precisions.filter(lambda precision: precision.master_bytes), worlds)
+def test_offload_moves_bytes_and_loses_none(model: ModelFacts, precision: Precision, n: int) -> None:
+    for stage in (2, 3):
+        here = rank_memory(model, Setting(stage, precision), n)
+        for offload in (Offload("cpu"), *([CPU] if stage == 3 else [])):
+            away = rank_memory(model, Setting(stage, precision, offload), n)
+            assert abs(away.model_states + away.host - here.model_states) <= 4
+
+
+@given(models, precisions, worlds)
+def test_every_rung_of_the_ladder_has_a_size(model: ModelFacts, precision: Precision, n: int) -> None:
+    for setting in ladder(Setting(0, precision)):
+        memory = rank_memory(model, setting, n)
+        assert min(memory.parameters, memory.gradients, memory.optimizer, memory.host, memory.disk) >= 0
+        assert memory.device >= memory.in_flight > 0
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda: Setting(4, BF16), "no ZeRO stage 4"),
+        (lambda: Setting(2, BF16, CPU), "offloaded at stage 3 only"),
+        (lambda: Setting(0, BF16, Offload("cpu")), "stages 1, 2 and 3 only"),
+        (lambda: Setting(2, BF16, Offload("gpu")), "offloaded to gpu"),
+        (lambda: Precision.of("fp8"), "unknown precision fp8"),
+        (lambda: Precision.of("fp32", has_16bit_states=True), "need a 16-bit precision"),
+    ],
+)
+def test_what_does_not_exist_is_an_error_with_a_remedy(build: object, expected: str) -> None:
+    assert callable(build)
+    with pytest.raises(UsageError, match=expected) as caught:
+        build()
+    assert caught.value.diagnostics[0].hint
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("7B", 7 * 10**9), ("350M", 350 * 10**6), ("1.3b", 1_300_000_000), ("6_700_000_000", 6_700_000_000),
+        ("2,783,959,040", 2_783_959_040), ("1T", 10**12), ("125k", 125_000), ("7e9", 7 * 10**9), ("seven", None),
+        ("B", None), ("7BB", None), ("", None),
+    ],
+)  # fmt: skip
+def test_counts(text: str, count: int | None) -> None:
+    assert parse_count(text) == count
+
+
+@given(st.integers(1, 10**15))
+def test_a_count_is_spread_over_a_model_exactly(count: int) -> None:
+    assert parse_count(str(count)) == count
+    model = typical_model(count, typical_shape(count))
+    assert model.num_params == count
+    assert sum(model.unit_numels(10**18)) == count
