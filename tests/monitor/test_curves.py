@@ -107,6 +107,22 @@ def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     assert caught.value.diagnostics[0].hint == "pip install wandb"
 
 
+def test_a_full_disk_ends_a_curve_and_no_training() -> None:
+    class Failing:
+        def write(self, events: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            raise AssertionError("it was dropped")
+
+    recorder = Recorder()
+    curves = Curves([Failing(), recorder])  # type: ignore[list-item]
+    for num_samples in (1, 2):
+        curves.write({"lr": 0.1}, num_samples)
+    curves.close()
+    assert [name for name, _, _ in recorder.calls] == ["write", "write", "close"]
+
+
 class Recorder:
     """Remembers every call of itself or its attributes."""
 
