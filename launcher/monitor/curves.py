@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Sequence
 
+from launcher.base.log import get_logger
 from launcher.config.schema import Config
 from launcher.monitor.writers import (
     CometWriter,
@@ -21,7 +22,7 @@ PREFIX = "Train/Samples/"
 
 
 class Curves:
-    """Gives every point to all writers, and closes them when the process ends."""
+    """Gives every point to all writers, and closes them when the process ends. A writer whose disk fails is dropped."""
 
     def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers = writers
@@ -35,7 +36,11 @@ class Curves:
         """Add a point to each of the named curves."""
         events = [Event(PREFIX + name, value, num_samples) for name, value in values.items()]
         for writer in self._writers:
-            writer.write(events)
+            try:
+                writer.write(events)
+            except OSError as error:  # a full disk must not end a training
+                get_logger().warning("%s stopped: %s", type(writer).__name__, error)
+                self._writers = [other for other in self._writers if other is not writer]
 
     def close(self) -> None:
         """Bring all points home."""

@@ -55,7 +55,7 @@ class FlopCounter:
     """Counts from `start()`, before a forward, until `stop()`, after its backward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._root = type(model).__name__
+        self._model = model
         self._mode: FlopCounterMode | None = None
         self._forward: dict[str, int] = {}
         self.count: FlopCount | None = None  # once it has counted
@@ -83,10 +83,15 @@ class FlopCounter:
         self.count = FlopCount(self._forward, mode.get_total_flops() - self._forward.get("", 0))
 
     def _by_module(self, mode: FlopCounterMode) -> dict[str, int]:
+        prefix = type(self._model).__name__ + "."
         flops: dict[str, int] = {"": mode.get_total_flops()}
         for name, by_operation in mode.get_flop_counts().items():
-            if name.startswith(self._root + "."):
-                flops[name.removeprefix(self._root + ".")] = sum(by_operation.values())
+            if name.startswith(prefix):
+                flops[name.removeprefix(prefix)] = sum(by_operation.values())
+        # Containers that are never called, such as ModuleList, have what their items have.
+        for name, module in reversed(list(self._model.named_modules())):
+            if name not in flops:
+                flops[name] = sum(flops.get(f"{name}.{child}", 0) for child, _ in module.named_children())
         return flops
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,17 +88,23 @@ class TorchFlat:
             for absolute in unused.get(shard.unit, ()):
                 start, stop = max(0, absolute.start - shard.start), min(numel, absolute.stop - shard.start)
                 if start < stop:
-                    self._cut(number, start)
-                    self._cut(number, stop)
-                    found += [run for run in self._runs[number] if start <= run.start and run.stop <= stop]
+                    first, end = self._cut(number, start), self._cut(number, stop)
+                    found += self._runs[number][first:end]
         return found
 
-    def _cut(self, number: int, at: int) -> None:
-        """Make sure that a run of shard `number` ends at element `at`."""
+    def _cut(self, number: int, at: int) -> int:
+        """Make sure that a run of shard `number` begins at element `at`, or all end there; return its index."""
         runs = self._runs[number]
-        index = next((i for i, run in enumerate(runs) if run.start < at < run.stop), None)
-        if index is None:
-            return
+        index = bisect.bisect_right(runs, at, key=lambda run: run.start) - 1
+        if runs[index].start == at:
+            return index
+        if runs[index].stop == at:
+            return index + 1
+        self._cut_run(number, index, at)
+        return index + 1
+
+    def _cut_run(self, number: int, index: int, at: int) -> None:
+        runs = self._runs[number]
         old = runs[index]
         parts = [_run_of(self._shards[number], old.start, at), _run_of(self._shards[number], at, old.stop)]
         params = self._inner.param_groups[self._shards[number].group]["params"]
@@ -155,15 +162,13 @@ class TorchFlat:
                 self._load(number, entry)
 
     def _load(self, number: int, entry: StateRun) -> None:
-        self._cut(number, entry.start)
-        self._cut(number, entry.stop)
+        first, end = self._cut(number, entry.start), self._cut(number, entry.stop)
         group = self._inner.param_groups[self._shards[number].group]
-        for run in self._runs[number]:
-            if entry.start <= run.start and run.stop <= entry.stop:
-                piece = slice(run.start - entry.start, run.stop - entry.start)
-                part = _part_of(entry.state, entry.stop - entry.start, piece)
-                placed = {name: _placed(value, run.param, bool(group.get("fused"))) for name, value in part.items()}
-                self._inner.state[run.param] = placed
+        for run in self._runs[number][first:end]:
+            piece = slice(run.start - entry.start, run.stop - entry.start)
+            part = _part_of(entry.state, entry.stop - entry.start, piece)
+            placed = {name: _placed(value, run.param, bool(group.get("fused"))) for name, value in part.items()}
+            self._inner.state[run.param] = placed
 
 
 def _placed(value: Any, param: Tensor, fused: bool) -> Any:

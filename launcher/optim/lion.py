@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Parameters updated together. Each batch needs one temporary of its size; all at once would need a whole shard's.
-BATCH_NUMEL = 2**24
+# Elements updated together, by kind of device: all at once would need a temporary of a whole shard. On a CPU the
+# pieces also stay in the cache: 35 M elements on one thread took 117 ms in pieces of 16 M, 32 ms in these.
+BATCH_NUMEL = {"cpu": 2**18}
+DEFAULT_BATCH_NUMEL = 2**24
+Batch = tuple[list[Tensor], list[Tensor], list[Tensor]]  # parameters, gradients, momenta: pieces of equal shapes
 
 
 class Lion(torch.optim.Optimizer):
@@ -31,35 +34,49 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for params in _batches(param for param in group["params"] if param.grad is not None):
-                self._update(params, group)
+            for batch in _batches(self._with_momentum(group["params"])):
+                _update(*batch, group)
         return loss
 
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        grads = [param.grad for param in params if param.grad is not None]
+    def _with_momentum(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for param in params:
-            if "exp_avg" not in self.state[param]:
-                self.state[param]["exp_avg"] = torch.zeros_like(param)
-        averages = [self.state[param]["exp_avg"] for param in params]
-        directions = torch._foreach_mul(averages, beta1)
-        torch._foreach_add_(directions, grads, alpha=1 - beta1)
-        torch._foreach_sign_(directions)
-        if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(params, directions, alpha=-lr)
-        torch._foreach_mul_(averages, beta2)
-        torch._foreach_add_(averages, grads, alpha=1 - beta2)
+            if param.grad is not None:
+                state = self.state[param]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                yield param, param.grad, state["exp_avg"]
 
 
-def _batches(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    batch: list[Tensor] = []
+def _update(params: list[Tensor], grads: list[Tensor], averages: list[Tensor], group: dict[str, Any]) -> None:
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    directions = torch._foreach_mul(averages, beta1)
+    torch._foreach_add_(directions, grads, alpha=1 - beta1)
+    torch._foreach_sign_(directions)
+    if group["weight_decay"]:
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+    torch._foreach_add_(params, directions, alpha=-lr)
+    torch._foreach_mul_(averages, beta2)
+    torch._foreach_add_(averages, grads, alpha=1 - beta2)
+
+
+def _batches(triples: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Iterator[Batch]:
+    """Cut parameters into pieces and gather those into batches of bounded size."""
+    batch: Batch = ([], [], [])
     numel = 0
-    for param in params:
-        if batch and numel + param.numel() > BATCH_NUMEL:
-            yield batch
-            batch, numel = [], 0
-        batch.append(param)
-        numel += param.numel()
-    if batch:
+    for triple in triples:
+        bound = BATCH_NUMEL.get(triple[0].device.type, DEFAULT_BATCH_NUMEL)
+        for pieces in _pieces(triple, bound):
+            if batch[0] and numel + pieces[0].numel() > bound:
+                yield batch
+                batch, numel = ([], [], []), 0
+            for gathered, piece in zip(batch, pieces, strict=True):
+                gathered.append(piece)
+            numel += pieces[0].numel()
+    if batch[0]:
         yield batch
+
+
+def _pieces(triple: tuple[Tensor, ...], bound: int) -> Iterable[tuple[Tensor, ...]]:
+    if triple[0].numel() <= bound or not all(tensor.is_contiguous() for tensor in triple):
+        return [triple]
+    return zip(*(tensor.view(-1).split(bound) for tensor in triple), strict=True)

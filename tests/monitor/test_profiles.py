@@ -40,11 +40,13 @@ class Attending(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Attending(), nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList([Attending(), nn.Linear(WIDTH, WIDTH)])
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x)).square().mean()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
 
 
 # 2 FLOP a multiply-add; attention has two products of [TIME, WIDTH] by [WIDTH, TIME].
@@ -126,6 +128,7 @@ def test_flops_are_those_of_the_formulas(tmp_path: Path) -> None:
     # Backward: twice the products, less the input's gradient of the first; attention is recomputed: 5 products for 2.
     assert flops_of(text, "backward") == pytest.approx(MIX + 2.5 * ATTENTION + 2 * LINEAR + 2 * HEAD, rel=1e-2)
     assert flops_of(text, "0 Attending") == pytest.approx(MIX + ATTENTION, rel=1e-2)
+    assert flops_of(text, "blocks ModuleList") == pytest.approx(MIX + ATTENTION + LINEAR, rel=1e-2)
     assert "depth 2: blocks.0 " in text
     assert re.search(r"head Linear +34 params +2.05 kFLOP", text)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import launcher
+from launcher.optim import lion
 from launcher.optim.lion import Lion
 
 STEPS, SAMPLES, WIDTH = 6, 8, 10
@@ -242,9 +243,11 @@ def test_options_written_into_the_groups_hold_from_the_next_step(name: str, stag
     assert_equal(run_on_ranks(WORLD_SIZE, train_engine, stage, config, "live"), expected)
 
 
-def test_lion_is_the_papers() -> None:
-    """Also over its batches."""
-    params = [torch.randn(7), torch.randn(3, 4)]
+@pytest.mark.parametrize("batch_numel", [4, 2**18])
+def test_lion_is_the_papers(monkeypatch: pytest.MonkeyPatch, batch_numel: int) -> None:
+    """Whole and in pieces."""
+    monkeypatch.setitem(lion.BATCH_NUMEL, "cpu", batch_numel)
+    params = [torch.randn(7), torch.randn(3, 4), torch.randn(4, 3).t()]
     ours, plain = (copy.deepcopy(params) for _ in range(2))
     mine, theirs = Lion(ours, 0.01, (0.9, 0.98), 0.1), PlainLion(plain, 0.01, (0.9, 0.98), 0.1)
     for _ in range(5):
