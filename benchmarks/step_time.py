@@ -31,6 +31,7 @@ from train_gpt import GPT, GPTConfig
 
 LR, WEIGHT_DECAY = 1e-4, 0.01
 STEPS_A_TURN = 3
+STAGES = (0, 1, 2, 3)
 BASE = "DDP"
 Batch = tuple[Tensor, ...]
 
@@ -134,13 +135,13 @@ def contestants(name: str) -> dict[str, Any]:
     model = build_model(name).to(DEVICE)
     batch_size = len(make_batch(name, 0)[0])
     engines: dict[str, Any] = {BASE: _ddp(copy.deepcopy(model)), "FSDP2": _fsdp2(copy.deepcopy(model))}
-    for stage in (0, 1, 2):
+    for stage in STAGES:
         engines[f"launch stage {stage}"] = EngineLoop(launcher.initialize, copy.deepcopy(model), stage, batch_size)
     try:
         import deepspeed
     except ImportError:
         return engines
-    for stage in (0, 1, 2):
+    for stage in STAGES:
         copied = copy.deepcopy(model)
         engines[f"DeepSpeed stage {stage}"] = EngineLoop(deepspeed.initialize, copied, stage, batch_size)
     return engines
