@@ -91,8 +91,8 @@ def test_units_in_flight() -> None:
     assert rank_memory(MODEL, Setting(1, BF16), N).in_flight == autograd + REDUCING_UNITS * 2 * BLOCK + received
     gradients = GRADIENT_UNITS * 2 * BLOCK + received
     assert rank_memory(MODEL, Setting(2, BF16), N).in_flight == autograd + gradients
-    sharded = Setting(3, BF16, prefetch_numel=BLOCK, kept_numel=0)  # the unit in use and one ahead
-    assert rank_memory(MODEL, sharded, N).in_flight == autograd + gradients + 2 * 2 * BLOCK
+    sharded = Setting(3, BF16, prefetch_numel=1, kept_numel=0)  # the unit in use and one ahead
+    assert rank_memory(MODEL, sharded, N).in_flight == autograd + gradients + 2 * (2 * BLOCK + 1)
     assert rank_memory(MODEL, Setting(3, BF16), N).in_flight == autograd + gradients + 2 * P  # kept for backward
     # Without overlap nothing is reduced before the end of backward.
     assert rank_memory(MODEL, Setting(2, BF16, overlaps=False), N).in_flight == autograd + 2 * P + received
