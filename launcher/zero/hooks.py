@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
+from launcher.zero.stages import ParameterPolicy
 from launcher.zero.tensors import tensors_in
 from launcher.zero.unit import FlatUnit
 
@@ -59,6 +60,9 @@ class _Reader:
         self._schedule = schedule
         self._units = units
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_idle_reader, ())  # a copy of the model belongs to no engine
+
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._schedule.before_forward(self._units)
         frozen = [unit for unit in self._units if unit.is_sharded and unit.grads is None]
@@ -78,6 +82,10 @@ class _Reader:
     def _after_backward(self, frozen: list[FlatUnit]) -> None:
         for unit in frozen:
             self._schedule.after_gradients(unit)
+
+
+def _idle_reader() -> _Reader:
+    return _Reader(ParameterSchedule([], ParameterPolicy()), [])
 
 
 # ---- parameters read outside of their modules' forward ----
