@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +54,13 @@ class MLP(nn.Module):
 
 
 def build_model(name: str) -> nn.Module:
-    """Build one of the two models, the same on every rank."""
+    """Build one of the three models, the same on every rank."""
     torch.manual_seed(0)
-    return MLP() if name == "mlp" else GPT(GPTConfig(num_layers=12, hidden_size=384, num_heads=12, context=256))
+    if name == "mlp":
+        return MLP()
+    if name == "gpt":
+        return GPT(GPTConfig(num_layers=12, hidden_size=384, num_heads=12, context=256))
+    return GPT(GPTConfig(num_layers=14, hidden_size=768, num_heads=12, context=256))
 
 
 def make_batch(name: str, step: int) -> Batch:
@@ -63,7 +69,8 @@ def make_batch(name: str, step: int) -> Batch:
     if name == "mlp":
         x, y = torch.randn(32, 2048, generator=generator), torch.randn(32, 512, generator=generator)
         return x.to(DEVICE), y.to(DEVICE)
-    tokens = torch.randint(0, 256, (4, 257), generator=generator).to(DEVICE)
+    samples = 4 if name == "gpt" else 1
+    tokens = torch.randint(0, 256, (samples, 257), generator=generator).to(DEVICE)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -89,14 +96,14 @@ class TorchLoop:
 class EngineLoop:
     """A loop through an engine with DeepSpeed's interface: ours or DeepSpeed itself."""
 
-    def __init__(self, initialize: Callable[..., Any], model: nn.Module, stage: int, batch_size: int) -> None:
+    def __init__(self, initialize: Callable[..., Any], model: nn.Module, batch_size: int, zero: dict[str, Any]) -> None:
         config = {
             "train_micro_batch_size_per_gpu": batch_size,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
             "steps_per_print": 1_000_000,
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY, "torch_adam": True}},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": zero,
         }
         self.engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
@@ -118,7 +125,17 @@ def _ddp(model: nn.Module) -> TorchLoop:
     return TorchLoop(nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True))
 
 
-def _fsdp2(model: nn.Module) -> TorchLoop:
+def _zero_redundancy(model: nn.Module) -> TorchLoop:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    loop = _ddp(model)
+    loop.optimizer = ZeroRedundancyOptimizer(
+        loop.model.parameters(), torch.optim.AdamW, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    return loop
+
+
+def _fsdp2(model: nn.Module, *, reshard_after_forward: bool = True) -> TorchLoop:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -126,64 +143,99 @@ def _fsdp2(model: nn.Module) -> TorchLoop:
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for block in module:
-                fully_shard(block, mesh=mesh)
+                fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return TorchLoop(fully_shard(model, mesh=mesh))
 
 
 def contestants(name: str) -> dict[str, Any]:
-    """Build every engine around a copy of one model."""
+    """Build every engine around a copy of one model; of the large one only those whose memory allows it."""
     model = build_model(name).to(DEVICE)
     batch_size = len(make_batch(name, 0)[0])
+    is_large = name == "gpt100m"
+
+    def engine(initialize: Callable[..., Any], stage: int, **zero: Any) -> EngineLoop:
+        return EngineLoop(initialize, copy.deepcopy(model), batch_size, {"stage": stage, **zero})
+
     engines: dict[str, Any] = {BASE: _ddp(copy.deepcopy(model)), "FSDP2": _fsdp2(copy.deepcopy(model))}
-    for stage in STAGES:
-        engines[f"launch stage {stage}"] = EngineLoop(launcher.initialize, copy.deepcopy(model), stage, batch_size)
+    if not is_large:
+        engines["DDP + ZeroRedundancyOptimizer"] = _zero_redundancy(copy.deepcopy(model))
+        engines["FSDP2, no reshard"] = _fsdp2(copy.deepcopy(model), reshard_after_forward=False)
+    for stage in (1, 3) if is_large else STAGES:
+        engines[f"launch stage {stage}"] = engine(launcher.initialize, stage)
+    engines["launch stage 3, sharded after forward"] = engine(launcher.initialize, 3, stage3_max_reuse_distance=0)
     try:
         import deepspeed
     except ImportError:
         return engines
-    for stage in STAGES:
-        copied = copy.deepcopy(model)
-        engines[f"DeepSpeed stage {stage}"] = EngineLoop(deepspeed.initialize, copied, stage, batch_size)
+    for stage in (3,) if is_large else STAGES:
+        engines[f"DeepSpeed stage {stage}"] = engine(deepspeed.initialize, stage)
     return engines
 
 
-def measure(name: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return seconds a step and the last loss of each engine."""
+@dataclass
+class Turns:
+    """What one engine took in each of its turns, a step."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)  # of both ranks, all threads
+    sent_bytes: list[float] = field(default_factory=list)  # over the loopback interface, a rank
+    loss: float = math.nan
+
+
+def measure(name: str, rounds: int) -> dict[str, Turns]:
+    """Let every engine take its turns."""
     engines = contestants(name)
-    times: dict[str, list[float]] = {engine: [] for engine in engines}
-    losses: dict[str, float] = {}
+    turns = {engine: Turns() for engine in engines}
     for number in range(-2, rounds):  # two rounds of warming up
         batches = [make_batch(name, number * STEPS_A_TURN + i + 100) for i in range(STEPS_A_TURN)]
         for engine in engines if number % 2 else reversed(engines):
             loop = engines[engine]
             dist.barrier()
-            start_s = time.perf_counter()
+            start_s, start_cpu_s, start_bytes = time.perf_counter(), time.process_time(), _loopback_bytes()
             for batch in batches:
                 loss = loop.step(batch)
             loop.settle()
             if DEVICE.type == "cuda":
                 torch.cuda.synchronize()
+            cpu_s = torch.tensor(time.process_time() - start_cpu_s)
             dist.barrier()  # the step is over when the slowest rank has done it
+            wall_s, num_bytes = time.perf_counter() - start_s, _loopback_bytes() - start_bytes
+            cpu_s = cpu_s.to(DEVICE)
+            dist.all_reduce(cpu_s)
             if number >= 0:
-                times[engine].append((time.perf_counter() - start_s) / STEPS_A_TURN)
-            losses[engine] = loss.item()
-    return times, losses
+                turns[engine].wall_s.append(wall_s / STEPS_A_TURN)
+                turns[engine].cpu_s.append(cpu_s.item() / STEPS_A_TURN)
+                turns[engine].sent_bytes.append(num_bytes / STEPS_A_TURN / dist.get_world_size())
+            turns[engine].loss = loss.item()
+    return turns
+
+
+def _loopback_bytes() -> int:
+    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
 
 
 def section(name: str, rounds: int) -> str:
     """Measure one model and return its part of the page."""
-    times, losses = measure(name, rounds)
+    turns = measure(name, rounds)
     num_params = sum(p.numel() for p in build_model(name).parameters())
+    base = turns[BASE]
     rows = []
-    for engine, values in times.items():
+    for engine, own in turns.items():
         # Engines of one round met the same moment of the machine: the ratio is taken there.
-        ratios = [value / base for value, base in zip(values, times[BASE], strict=True)]
-        milliseconds = [1e3 * value for value in values]
-        drift = abs(losses[engine] - losses[BASE]) / abs(losses[BASE])
+        ratios = [value / other for value, other in zip(own.wall_s, base.wall_s, strict=True)]
+        milliseconds = [1e3 * value for value in own.wall_s]
         rows.append(
-            [engine, f"{median(milliseconds):.1f} ms", spread(milliseconds), f"{median(ratios):.2f}", f"{drift:.1e}"]
+            [
+                engine,
+                f"{median(milliseconds):.1f} ms",
+                spread(milliseconds),
+                f"{median(ratios):.2f}",
+                f"{median(own.cpu_s):.2f} s",
+                f"{median(own.sent_bytes) / (4 * num_params):.2f} Ψ",
+                f"{abs(own.loss - base.loss) / abs(base.loss):.1e}",
+            ]
         )
-    header = ["engine", "step", "quartiles", f"over {BASE}", f"last loss, relative to {BASE}'s"]
+    header = ["engine", "step", "quartiles", f"over {BASE}", "CPU", "sent by a rank", f"last loss against {BASE}'s"]
     return f"### {name.upper()}, {num_params / 1e6:.1f} M parameters\n\n{table(header, rows)}\n\n"
 
 
@@ -191,7 +243,7 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--models", default="mlp,gpt")
+    parser.add_argument("--models", default="mlp,gpt,gpt100m")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     parts = [section(name, options.rounds) for name in options.models.split(",")]
@@ -200,7 +252,8 @@ def main() -> None:
         setting = (
             f"{dist.get_world_size()} ranks on {DEVICE.type}, {dist.get_backend()}, fp32, OMP_NUM_THREADS={threads},"
             f" AdamW (fused), no clipping. Medians of {options.rounds} rounds of {STEPS_A_TURN} steps, engines in turns"
-            " in one job;\n`launch --num_gpus 2 benchmarks/step_time.py`."
+            " in one job.\nCPU: seconds of both ranks a step. Ψ: the bytes of the parameters."
+            " `launch --num_gpus 2 benchmarks/step_time.py`."
         )
         text = f"## Step times\n\n{machine_line('torch', 'deepspeed')}\n{setting}\n\n{''.join(parts)}"
         if options.output:

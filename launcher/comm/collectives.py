@@ -13,6 +13,7 @@ import datetime
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,11 @@ from torch import Tensor
 
 from launcher.comm import observe
 from launcher.comm.groups import DataParallelGroup
+
+
+# Since torch 2.13 the collectives on one flat buffer have other names, and the old ones warn.
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(eq=False)
@@ -78,8 +84,9 @@ def settle(timeout: datetime.timedelta) -> None:
         pending.works = []
 
 
-def _is_nccl(group: DataParallelGroup) -> bool:
-    return dist.get_backend(group.process_group) == "nccl"
+def _has_own(group: DataParallelGroup) -> bool:
+    """Say whether the backend's own collectives are the quickest: all but gloo's are."""
+    return dist.get_backend(group.process_group) != "gloo"
 
 
 def _exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tensor]) -> list[dist.Work]:
@@ -118,8 +125,8 @@ def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale
 
 
 def _reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale: float) -> Pending:
-    if _is_nccl(group) and flat.dtype == output.dtype:
-        work = dist.reduce_scatter_tensor(output, flat, group=group.process_group, async_op=True)
+    if _has_own(group) and flat.dtype == output.dtype:
+        work = _reduce_scatter_single(output, flat, group=group.process_group, async_op=True)
         return Pending([work], lambda: _scaled(output, scale))
     chunks = list(flat.chunk(group.world_size))
     own = chunks[group.rank]
@@ -164,10 +171,11 @@ def all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
 
 
 def _all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
+    if _has_own(group):
+        numel = flat.numel() // group.world_size
+        own = flat[group.rank * numel : (group.rank + 1) * numel]
+        return Pending([_all_gather_single(flat, own, group=group.process_group, async_op=True)])
     chunks = list(flat.chunk(group.world_size))
-    if _is_nccl(group):
-        own = chunks[group.rank]
-        return Pending([dist.all_gather_into_tensor(flat, own, group=group.process_group, async_op=True)])
     own_everywhere = [chunks[group.rank]] * group.world_size
     return Pending(_exchange(group, own_everywhere, chunks))
 
@@ -175,8 +183,8 @@ def _all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
 def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0) -> Pending:
     """Sum `flat` over all ranks in place and multiply it by `scale`.
 
-    On gloo a reduce-scatter, then as a second phase an all-gather. flat: 1-D, numel = world size * chunk. Every rank
-    must call it, and advance or wait, in the same order.
+    On gloo with more than two ranks a reduce-scatter, then as a second phase an all-gather.
+    flat: 1-D, numel = world size * chunk. Every rank must call it, and advance or wait, in the same order.
     """
     if group.process_group is None:
         return Pending([], lambda: _scaled(flat, scale))
@@ -185,7 +193,7 @@ def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0) -> Pe
 
 
 def _all_reduce(group: DataParallelGroup, flat: Tensor, scale: float) -> Pending:
-    if _is_nccl(group):
+    if _has_own(group) or group.world_size == 2:  # of two terms every order is rank order; gloo's own is quicker there
         work = dist.all_reduce(flat, group=group.process_group, async_op=True)
         return Pending([work], lambda: _scaled(flat, scale))
     own = flat.chunk(group.world_size)[group.rank]
