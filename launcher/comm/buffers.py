@@ -6,6 +6,8 @@ as sending it. The pool keeps what was given back; a step needs the same sizes a
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections import defaultdict
 
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 # Moves memory from one storage to another, so that tensors (and what autograd saved of them) keep their storage while
 # its memory comes and goes. torch has it since 2.12; before, and on GPUs, the allocator's own cache is used.
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+_LARGE_NUMEL = 2**18  # a freed tensor of this size is worth giving back to the system
 
 
 def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
@@ -67,6 +71,16 @@ class BufferPool:
     def give_back(self, tensor: Tensor) -> None:
         """Take the memory of a tensor from `borrow` back."""
         self.take_back(tensor.untyped_storage())
+
+    def note_freed(self, numel: int) -> None:
+        """Give freed memory inside this process's heap back to the system, when a large tensor has gone.
+
+        glibc cannot reuse the place of a freed buffer for one of the same size when alignment makes it a little larger:
+        a model built or sharded layer by layer would leave a hole for each layer.
+        """
+        if self.device.type == "cpu" and numel >= _LARGE_NUMEL:
+            with contextlib.suppress(OSError, AttributeError):  # another C library
+                ctypes.CDLL(None).malloc_trim(0)
 
     def release_idle(self) -> None:
         """Free what is not lent."""

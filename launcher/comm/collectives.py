@@ -22,7 +22,6 @@ from torch import Tensor
 from launcher.comm import observe
 from launcher.comm.groups import DataParallelGroup
 
-
 # Since torch 2.13 the collectives on one flat buffer have other names, and the old ones warn.
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

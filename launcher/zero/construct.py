@@ -143,6 +143,7 @@ def shard_parameter(param: nn.Parameter, group: DataParallelGroup, dtype: torch.
     home.describe()
     home.broadcast([param], 0)
     home.release()
+    group.buffers.note_freed(layout.slots[0].numel)
 
 
 @contextlib.contextmanager

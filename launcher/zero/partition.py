@@ -77,6 +77,8 @@ def _adopt(members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, group: 
     unit = FlatUnit(members, layout, policy, group)
     for home in homes:
         home.abandon()
+    del homes
+    group.buffers.note_freed(sum(slot.numel for slot in layout.slots))
     return unit
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness import scripts
+from harness.control_groups import memory_groups
 from harness.launching import ROOT
 
 _LIMIT_BYTES = 200 << 20
@@ -18,22 +18,11 @@ _LIMIT_BYTES = 200 << 20
 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
-    """A control group with a limit, of either version."""
-    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        group = Path(root) / f"launch-test-{uuid.uuid4().hex[:8]}"
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            (group / limit).write_text(str(_LIMIT_BYTES))
-        except OSError:
-            group.rmdir()
-            continue
-        yield group
-        group.rmdir()
-        return
-    pytest.skip("no control group with a memory limit can be made here")
+    """A control group with a limit."""
+    with memory_groups(1, _LIMIT_BYTES) as groups:
+        if not groups:
+            pytest.skip("no control group with a memory limit can be made here")
+        yield groups[0]
 
 
 def test_the_limit_and_what_was_held_are_told(memory_group: Path, tmp_path: Path) -> None:
