@@ -1,0 +1,59 @@
+"""Rules between the keys of precision and of how gradients travel."""
+
+from __future__ import annotations
+
+from launcher.config.findings import Finding
+from launcher.config.schema import Config
+
+
+def precision_findings(config: Config) -> list[Finding]:
+    """Return what contradicts itself among the keys of precision."""
+    return [*_one_precision(config), *_scale(config), *_kept_types(config), *_reduction(config)]
+
+
+def _one_precision(config: Config) -> list[Finding]:
+    names = ("fp16", "bf16", "torch_autocast", "amp")
+    first, *others = [name for name in names if getattr(config, name).enabled is True] or [""]
+    findings = [
+        Finding((other, "enabled"), f"{first} and {other} are both enabled", "enable one of them") for other in others
+    ]
+    if config.amp.enabled is True and config.amp.opt_level == "O3":
+        message = "amp.opt_level O3 keeps no fp32 weights, which does not train"
+        findings.append(Finding(("amp", "opt_level"), message, "use O1 or O2, or the fp16 section"))
+    return findings
+
+
+def _scale(config: Config) -> list[Finding]:
+    if config.fp16.enabled is True and config.fp16.loss_scale == 0 and config.fp16.min_loss_scale == 0:
+        path = ("fp16", "min_loss_scale")
+        return [Finding(path, "min_loss_scale 0 would end in a loss scale of 0", "use 1, the default")]
+    return []
+
+
+def _kept_types(config: Config) -> list[Finding]:
+    """Check what masters, gradient sums and states are kept in."""
+    findings = []
+    fp16, bf16, sums = config.fp16, config.bf16, config.data_types.grad_accum_dtype
+    model = "fp16" if fp16.enabled is True else "bf16" if bf16.enabled is True else "fp32"
+    if sums is not None and sums not in ("fp32", model):
+        path = ("data_types", "grad_accum_dtype")
+        findings.append(Finding(path, f"gradients of an {model} model cannot be summed in {sums}", "use fp32"))
+    if bf16.enabled is True and bf16.bf16_optimizer_states is True:
+        path = ("bf16", "bf16_optimizer_states")
+        if bf16.bf16_master_weights_and_grads is not True:
+            hint = 'add "bf16_master_weights_and_grads": true'
+            findings.append(Finding(path, "bf16_optimizer_states needs bf16 master weights", hint))
+        elif sums == "fp32":
+            message = "bf16_optimizer_states needs gradient sums in bf16"
+            findings.append(Finding(path, message, "remove data_types.grad_accum_dtype"))
+    return findings
+
+
+def _reduction(config: Config) -> list[Finding]:
+    factor = config.gradient_predivide_factor
+    path = ("gradient_predivide_factor",)
+    if factor == 0:
+        return [Finding(path, "gradient_predivide_factor 0 divides by zero", "use 1, the default")]
+    if factor != 1.0 and config.prescale_gradients is True:
+        return [Finding(path, "prescale_gradients divides before sending too", "use one of them")]
+    return []
