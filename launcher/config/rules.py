@@ -32,12 +32,17 @@ def _scale(config: Config) -> list[Finding]:
 
 def _kept_types(config: Config) -> list[Finding]:
     """Check what masters, gradient sums and states are kept in."""
-    findings = []
+    findings: list[Finding] = []
     fp16, bf16, sums = config.fp16, config.bf16, config.data_types.grad_accum_dtype
     model = "fp16" if fp16.enabled is True else "bf16" if bf16.enabled is True else "fp32"
+    given = config.data_types.param_dtype
+    if given is not None and given != model:
+        path = ("data_types", "param_dtype")
+        hint = f'enable the {given} section, or remove "param_dtype"' if given != "fp32" else 'remove "param_dtype"'
+        findings.append(Finding(path, f"param_dtype {given} contradicts the other keys: the model is {model}", hint))
     if sums is not None and sums not in ("fp32", model):
         path = ("data_types", "grad_accum_dtype")
-        findings.append(Finding(path, f"gradients of an {model} model cannot be summed in {sums}", "use fp32"))
+        findings.append(Finding(path, f"gradients of a model in {model} cannot be summed in {sums}", "use fp32"))
     if bf16.enabled is True and bf16.bf16_optimizer_states is True:
         path = ("bf16", "bf16_optimizer_states")
         if bf16.bf16_master_weights_and_grads is not True:

@@ -11,7 +11,6 @@ from launcher.config.fields import (
     LossScaleValue,
     Mapping_,
     NonNegative,
-    OptText,
     OptTextList,
     PositiveInt,
     Section,
@@ -19,7 +18,6 @@ from launcher.config.fields import (
     choice,
     inert,
     key,
-    unsupported,
 )
 
 
@@ -81,8 +79,12 @@ class DataTypes(Section):
     grad_accum_dtype: Annotated[str | None, choice("fp32", "fp16", "bf16", null=True)] = key(
         None, "precision of sums over micro-batches; null: fp32 here, unless gradients are kept in 16 bits"
     )
-    param_dtype: OptText = key(None, "must agree with fp16 or bf16", unsupported("use the fp16 or bf16 section"))
-    buffer_dtype: OptText = key(None, "precision of module buffers", unsupported("buffers follow the parameters"))
+    param_dtype: Annotated[str | None, choice("fp32", "fp16", "bf16", null=True)] = key(
+        None, "precision of the parameters; must agree with fp16 and bf16"
+    )
+    buffer_dtype: Annotated[str | None, choice("fp32", "fp16", "bf16", null=True)] = key(
+        None, "precision of module buffers; null: as the parameters"
+    )
 
 
 class Optimizer(Section):

@@ -22,7 +22,7 @@ from launcher.engine.casting import Casting, keep_autocast_to
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.engine import Engine, EngineParts, ShardedModel
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.policy import loss_scale_rules, zero_policy
+from launcher.engine.policy import DTYPES, loss_scale_rules, zero_policy
 from launcher.engine.shards import let_units_find_states, owned_shards
 from launcher.optim.api import FlatOptimizer
 from launcher.optim.factory import (
@@ -134,7 +134,16 @@ def _hidden_size(model: nn.Module) -> int | None:
 def _place_model(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> None:
     leaves = settings.zero_optimization.leaf_module
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
+    buffer_dtype = settings.data_types.buffer_dtype
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer_dtype is not None and buffer is not None and buffer.is_floating_point()
+    ]
     model.to(device=group.device, dtype=precision.param_dtype)
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer.to(device=group.device, dtype=DTYPES[buffer_dtype or "fp32"])
     whole = [param for param in model.parameters() if home_of(param) is None]  # `zero.Init` has sharded the others
     collectives.broadcast(group, [tensor.data for tensor in (*whole, *model.buffers())])
 

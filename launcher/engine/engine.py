@@ -169,6 +169,7 @@ class Engine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; its parameters are waited for unit by unit."""
+        self._pass.recover()
         casting = self._parts.casting
         inputs, kwargs = casting.inputs(inputs), casting.inputs(kwargs)
         if not self.training:
@@ -309,7 +310,8 @@ class Engine(nn.Module):
     def _report(self) -> None:
         """Print a line every `steps_per_print` steps, from rank 0; its loss is rank 0's own."""
         losses, self._losses = self._losses, []
-        scale = self._trained().loss_scale
+        optimizer = self._trained()
+        scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
         self._watch.after_step(StepFacts(self.global_steps, self.global_samples, losses, self.get_lr()[0], scale))
         every = self._steps_per_print
         if not every or self.global_steps % every or self.global_rank != 0:

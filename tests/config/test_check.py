@@ -233,3 +233,45 @@ def test_files_that_hold_no_config(tmp_path: Path, content: bytes | None, messag
         load_config(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '{"amp": {"enabled": true, "opt_level": "O3"}}',
+            "amp.opt_level O3 keeps no fp32 weights, which does not train; use O1 or O2, or the fp16 section",
+        ),
+        (
+            '{"fp16": {"enabled": true, "min_loss_scale": 0}}',
+            "min_loss_scale 0 would end in a loss scale of 0; use 1, the default",
+        ),
+        (
+            '{"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}}',
+            "gradients of a model in bf16 cannot be summed in fp16; use fp32",
+        ),
+        (
+            '{"bf16": {"enabled": true, "bf16_optimizer_states": true}}',
+            'bf16_optimizer_states needs bf16 master weights; add "bf16_master_weights_and_grads": true',
+        ),
+        (
+            '{"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},'
+            ' "data_types": {"grad_accum_dtype": "fp32"}}',
+            "bf16_optimizer_states needs gradient sums in bf16; remove data_types.grad_accum_dtype",
+        ),
+        (
+            '{"data_types": {"param_dtype": "bf16"}}',
+            "param_dtype bf16 contradicts the other keys: the model is fp32; "
+            'enable the bf16 section, or remove "param_dtype"',
+        ),
+        ('{"gradient_predivide_factor": 0}', "gradient_predivide_factor 0 divides by zero; use 1, the default"),
+        (
+            '{"gradient_predivide_factor": 2, "prescale_gradients": true}',
+            "prescale_gradients divides before sending too; use one of them",
+        ),
+        ('{"amp": {"loss_scale": 0}}', 'loss_scale: expected "dynamic" or a number above 0, got 0'),
+    ],
+)
+def test_precisions_that_contradict_each_other(text: str, expected: str) -> None:
+    (found,) = findings(text)
+    assert found.split(": ", 1)[1] == expected

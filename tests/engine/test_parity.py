@@ -55,6 +55,7 @@ def test_fp32_equals_the_plain_loop(stage: int, accumulation: int, world_size: i
     found, expected = train(world_size, case), train_fp32(case)
     assert worst_relative(found.losses, expected.losses) <= 1e-6
     assert weight_distance(found.weights, expected.weights) <= 1e-6
+    assert_same_bits(found, train_mixed(case, world_size, found.grad_norms))  # the same sums in the same order
     assert expected.losses[-1] < 0.9 * expected.losses[0], "a run that learns nothing proves nothing"
 
 

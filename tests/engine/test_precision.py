@@ -192,6 +192,22 @@ def test_what_is_kept_in_16_bits(name: str, stage: int) -> None:
             assert torch.equal(weights[key], weight), key
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, torch.bfloat16), ("fp32", torch.float32)])
+def test_buffers_are_of_the_type_asked_for(given: str | None, expected: torch.dtype) -> None:
+    model = nn.BatchNorm1d(4)
+    model.running_mean.fill_(1 / 3)  # type: ignore[union-attr, operator]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "data_types": {"param_dtype": "bf16", "buffer_dtype": given},
+        "optimizer": {"type": "SGD"},
+    }
+    launcher.initialize(model=model, config=config)
+    assert model.weight.dtype == torch.bfloat16
+    assert torch.equal(model.running_mean, torch.full((4,), 1 / 3).to(expected))  # type: ignore[arg-type]
+    assert model.num_batches_tracked.dtype == torch.int64  # type: ignore[union-attr]
+
+
 # ---- what is sent ----
 
 
