@@ -13,12 +13,25 @@ from launcher.base.suggest import did_you_mean
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
 from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
-from launcher.config.findings import Finding
 from launcher.config.positions import Path
-from launcher.config.rules import precision_findings
+from launcher.config.rules import precision_problems
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to say about the key at `path`."""
+
+    path: Path
+    message: str
+    hint: str | None = None
+    at_key: bool = False  # it is about the key itself, not its value
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(str(part) for part in self.path)
 
 
 @dataclass
@@ -229,7 +242,7 @@ def _fill_params(config: Config) -> Config:
 
 def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
     """Check the rules that hold between keys."""
-    findings = precision_findings(config)
+    findings = [Finding(*problem) for problem in precision_problems(config)]
     if config.elasticity.enabled is True:
         return findings + _elastic_findings(config, world_size)
     return findings + _batch_findings(config, world_size)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import ConfigError, Diagnostic
-from launcher.config.check import check
-from launcher.config.findings import Finding
+from launcher.config.check import Finding, check
 from launcher.config.positions import Located, read_json, read_yaml
 from launcher.config.schema import Config
 
