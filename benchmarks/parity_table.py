@@ -3,11 +3,11 @@
     PYTHONPATH=tests python benchmarks/parity_table.py [--steps 30] [--worlds 1,2,4] [--stages 0,1,2,3] [--worst]
         [--output FILE]
 
-The model has tied and frozen parameters, and in every other row parameters that its forward does not read. Runs are held
-against the loop of tests/harness/parity.py, which trains on one process and adds in the order in which ranks and
+The model has tied and frozen parameters, and in every other row parameters that its forward does not read. Runs are
+held against the loop of tests/harness/parity.py, which trains on one process and adds in the order in which ranks and
 micro-batches do: every bit should agree. fp32 runs also stand beside a loop that takes the whole batch at once, whose
-sums round differently. fp16 runs use a loss scale that overflows several times. --worst prints one row for each precision,
-stage and world size. Exits with 1 when a row is worse than its bound.
+sums round differently. fp16 runs use a loss scale that overflows several times. --worst prints one row for each
+precision, stage and world size. Exits with 1 when a row is worse than its bound.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ def report(rows: list[Row], num_steps: int, took_s: float, *, worst: bool) -> st
     texts = [
         "## Parity with a plain loop",
         machine_line("torch"),
-        "Largest relative difference of any loss and of any final weight (2-norm) from a plain loop on one process that "
-        "adds in the same order (bound: the same bits) and, in fp32, from one that takes the whole batch at once "
+        "Largest relative difference of any loss and of any final weight (2-norm) from a plain loop on one process "
+        "that adds in the same order (bound: the same bits) and, in fp32, from one that takes the whole batch at once "
         f"(bound: {WHOLE_BATCH_BOUND:g}).",
-        "Each row is the worst of accumulation 1 and 3, clipping at 0.5 and off, a model with tied and frozen parameters "
-        "and one with unused ones too."
+        "Each row is the worst of accumulation 1 and 3, clipping at 0.5 and off, a model with tied and frozen "
+        "parameters and one with unused ones too."
         if worst
         else "",
         table(names, [row.cells(worst=worst) for row in shown]),
