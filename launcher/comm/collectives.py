@@ -112,8 +112,8 @@ def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale
     """Sum `flat` over all ranks and leave this rank's chunk of the sum, times `scale`, in `output`.
 
     flat: 1-D, numel = world size * chunk. output: 1-D, numel = chunk; may be this rank's chunk of `flat` itself.
-    The sum is taken in the dtype of `output`, in rank order: 16-bit gradients are sent as they are and summed in
-    fp32 without loss. Every rank must call it, in the same order among all collectives.
+    The sum is taken in fp32, in rank order: 16-bit gradients are sent as they are and summed without
+    loss. Every rank must call it, in the same order among all collectives.
     """
     if group.process_group is None:
         if output.data_ptr() != flat.data_ptr():
@@ -124,7 +124,8 @@ def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale
 
 
 def _reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale: float) -> Pending:
-    if _has_own(group) and flat.dtype == output.dtype:
+    wide = torch.promote_types(output.dtype, torch.float32)  # sums and their scale are never 16-bit
+    if _has_own(group) and flat.dtype == output.dtype == wide:
         work = _reduce_scatter_single(output, flat, group=group.process_group, async_op=True)
         return Pending([work], lambda: _scaled(output, scale))
     chunks = list(flat.chunk(group.world_size))
@@ -134,21 +135,23 @@ def _reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scal
     ]
 
     def add_in_rank_order() -> None:
-        if group.world_size == 2 and flat.dtype == output.dtype:  # a + b = b + a: one pass, no temporary
+        if group.world_size == 2 and flat.dtype == output.dtype == wide:  # a + b = b + a: one pass, no temporary
             torch.add(received[0], received[1], out=output)
-        elif group.rank == 0:  # the first term may stand in `output` already
+            _scaled(output, scale)
+        elif group.rank == 0 and output.dtype == wide:  # the first term may stand in `output` already
             output.copy_(own)
             for term in received[1:]:
                 output.add_(term)
+            _scaled(output, scale)
         else:
-            total = received[0].to(output.dtype, copy=True)
+            total = received[0].to(wide, copy=True)
             for term in received[1:]:
                 total.add_(term)
+            _scaled(total, scale)
             output.copy_(total)
         for peer, term in enumerate(received):
             if peer != group.rank:
                 group.buffers.give_back(term)
-        _scaled(output, scale)
 
     return Pending(_exchange(group, chunks, received), add_in_rank_order)
 
@@ -179,24 +182,29 @@ def _all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
     return Pending(_exchange(group, own_everywhere, chunks))
 
 
-def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0) -> Pending:
+def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0, *, sent: Tensor | None = None) -> Pending:
     """Sum `flat` over all ranks in place and multiply it by `scale`.
 
-    On gloo with more than two ranks a reduce-scatter, then as a second phase an all-gather.
-    flat: 1-D, numel = world size * chunk. Every rank must call it, and advance or wait, in the same order.
+    On gloo with more than two ranks a reduce-scatter, then as a second phase an all-gather. flat: 1-D,
+    numel = world size * chunk. sent: what is summed into `flat` instead of its own content, perhaps of another dtype.
+    Every rank must call it, and advance or wait, in the same order.
     """
     if group.process_group is None:
+        if sent is not None and sent.data_ptr() != flat.data_ptr():
+            flat.copy_(sent)
         return Pending([], lambda: _scaled(flat, scale))
     begun_s = observe.begin(group)
-    return _observed("all_reduce", group, flat, begun_s, _all_reduce(group, flat, scale))
+    pending = _all_reduce(group, flat, flat if sent is None else sent, scale)
+    return _observed("all_reduce", group, flat, begun_s, pending)
 
 
-def _all_reduce(group: DataParallelGroup, flat: Tensor, scale: float) -> Pending:
-    if _has_own(group) or group.world_size == 2:  # of two terms every order is rank order; gloo's own is quicker there
+def _all_reduce(group: DataParallelGroup, flat: Tensor, sent: Tensor, scale: float) -> Pending:
+    # Of two terms every order is rank order, and gloo's own is quicker there.
+    if (_has_own(group) or group.world_size == 2) and sent is flat and flat.dtype == torch.float32:
         work = dist.all_reduce(flat, group=group.process_group, async_op=True)
         return Pending([work], lambda: _scaled(flat, scale))
     own = flat.chunk(group.world_size)[group.rank]
-    scattered = _reduce_scatter(group, flat, own, scale)
+    scattered = _reduce_scatter(group, sent, own, scale)
     add = scattered.finish
 
     def gather() -> Pending:

@@ -14,6 +14,7 @@ from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
 from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
 from launcher.config.positions import Path
+from launcher.config.rules import precision_problems
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
@@ -246,12 +247,7 @@ def _fill_params(config: Config) -> Config:
 
 def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
     """Check the rules that hold between keys."""
-    findings = []
-    if config.fp16.enabled is True and config.bf16.enabled is True:
-        findings.append(Finding(("bf16", "enabled"), "fp16 and bf16 are both enabled", "enable one of them"))
-    if config.data_types.grad_accum_dtype in ("fp16", "bf16"):
-        path = ("data_types", "grad_accum_dtype")
-        findings.append(Finding(path, "gradients are summed in fp32 only", "remove the key", is_refusal=True))
+    findings = [Finding(*problem) for problem in precision_problems(config)]
     if config.elasticity.enabled is True:
         return findings + _elastic_findings(config, world_size)
     return findings + _batch_findings(config, world_size)

@@ -153,6 +153,10 @@ def _number(low: float, high: float = math.inf) -> Callable[[Any], float]:
     return convert
 
 
+def _loss_scale(value: Any) -> Any:
+    return value if value == "dynamic" else _number(5e-324)(value)
+
+
 def _instance(kind: type) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if not isinstance(value, kind):
@@ -198,6 +202,7 @@ AnyInt = Annotated[int, _checked("an integer", _integer(-(2**63)))]
 Number = Annotated[float, _checked("a number", _number(-math.inf))]
 NonNegative = Annotated[float, _checked("a number of at least 0", _number(0.0))]
 Fraction = Annotated[float, _checked("a number from 0 to 1", _number(0.0, 1.0))]
+LossScaleValue = Annotated[Any, _checked('"dynamic" or a number above 0', _loss_scale)]
 Text = Annotated[str, _checked("a string", _instance(str))]
 OptFlag = Annotated[bool | None, _checked("true, false or null", _or_null(_instance(bool)))]
 OptInt = Annotated[int | None, _checked("an integer of at least 1, or null", _or_null(_integer(1)))]

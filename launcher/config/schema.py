@@ -22,7 +22,6 @@ from launcher.config.fields import (
 from launcher.config.schema_training import Amp, Bf16, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
 from launcher.config.schema_zero import Aio, ZeroOptimization
 
-_FP32_REDUCTION = unsupported("gradients are summed in fp32; remove the key")
 _DP_ONLY = unsupported("only data parallelism is in this release; remove the key")
 _DTYPES = ("fp32", "fp16", "bf16")
 
@@ -34,24 +33,20 @@ class Config(Section):
     train_micro_batch_size_per_gpu: OptInt = key(None, "samples of one forward of one rank")
     gradient_accumulation_steps: OptInt = key(None, "micro-batches of one optimizer step")
     managed_gradient_accumulation: Flag = key(
-        True,
-        "the engine finds the accumulation boundary",
-        unsupported("call set_gradient_accumulation_boundary()"),
+        True, "the engine counts micro-batches; false: every engine.step() is an optimizer step"
     )
     steps_per_print: OptCount = key(10, "steps between progress lines; 0: none")
     dump_state: Flag = key(False, "print the config in force and the units at start")
     gradient_clipping: NonNegative = key(1.0, "largest norm of all gradients together; 0: no clipping")
     communication_data_type: Annotated[str | None, choice(*_DTYPES, null=True)] = key(
-        None, "precision of gradients on their way; null: fp32 here", _FP32_REDUCTION
+        None, "precision of gradients on their way; null: 16 bits where that loses nothing, else fp32"
     )
     seq_parallel_communication_data_type: Annotated[str, choice(*_DTYPES)] = key(
         "fp32", "the same under sequence parallelism", inert("sequence parallelism is not in this release")
     )
-    prescale_gradients: Flag = key(False, "divide before summing", inert("gradients are always divided before"))
-    gradient_predivide_factor: NonNegative = key(1.0, "divide by this before summing", unsupported("remove the key"))
-    gradient_allreduce_op: Annotated[str, choice("mean", "sum")] = key(
-        "mean", "what gradients of ranks become", unsupported("use mean and scale the loss")
-    )
+    prescale_gradients: Flag = key(False, "divide gradients by the number of ranks before they are sent")
+    gradient_predivide_factor: NonNegative = key(1.0, "divide gradients by this before they are sent")
+    gradient_allreduce_op: Annotated[str, choice("mean", "sum")] = key("mean", "what gradients of ranks become")
     sparse_gradients: Flag = key(False, "send embedding gradients as sparse tensors", inert("they are sent dense"))
     disable_allgather: Flag = key(False, "broadcast instead of gathering", inert("it is obsolete"))
     graph_harvesting: Flag = key(False, "record CUDA graphs", inert("no graphs are recorded"))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from launcher.config.fields import (
     WORKS,
     Count,
     Flag,
+    LossScaleValue,
     Mapping_,
     NonNegative,
-    OptText,
     OptTextList,
     PositiveInt,
     Section,
@@ -18,27 +18,23 @@ from launcher.config.fields import (
     choice,
     inert,
     key,
-    unsupported,
 )
-
-_BF16 = unsupported("fp16 is not in this release; use bf16")
 
 
 class Fp16(Section):
-    """`fp16`: half precision with a loss scale."""
+    """`fp16`: half precision with fp32 master weights, fp32 gradient sums and a loss scale."""
 
-    status = inert("fp16 is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "train in fp16", _BF16)
-    auto_cast: Flag = key(False, "cast the inputs to fp16")
+    enabled: Flag = key(False, "train in fp16 with fp32 master weights")
+    auto_cast: Flag = key(False, "cast floating-point inputs to fp16")
     loss_scale: NonNegative = key(0, "fixed loss scale; 0: dynamic")
     initial_scale_power: Count = key(16, "the dynamic scale starts at 2 to this power")
     loss_scale_window: PositiveInt = key(1000, "good steps before the scale is doubled")
     hysteresis: PositiveInt = key(2, "overflows before the scale is halved")
     consecutive_hysteresis: Flag = key(False, "a good step forgets earlier overflows")
     min_loss_scale: NonNegative = key(1, "the scale never gets smaller")
-    fp16_master_weights_and_grads: Flag = key(False, "keep master weights and gradients in fp16")
+    fp16_master_weights_and_grads: Flag = key(False, "keep master weights and gradients in fp16; states stay fp32")
 
 
 class Bf16(Section):
@@ -48,47 +44,47 @@ class Bf16(Section):
 
     enabled: Flag = key(False, "train in bf16 with fp32 master weights", WORKS)
     immediate_grad_update: Flag = key(False, "sum gradients as they come", inert("they always are"))
-    check_grad_overflow: Flag = key(True, "skip a step whose gradients are not finite", inert("it is always done"))
-    bf16_master_weights_and_grads: Flag = key(
-        False,
-        "keep master weights and gradients in bf16",
-        unsupported("master weights are fp32; remove the key"),
-    )
-    bf16_optimizer_states: Flag = key(
-        False, "keep optimizer states in bf16", unsupported("states are fp32; remove the key")
-    )
+    check_grad_overflow: Flag = key(True, "skip a step whose gradients are not finite")
+    bf16_master_weights_and_grads: Flag = key(False, "keep master weights and gradients in bf16")
+    bf16_optimizer_states: Flag = key(False, "keep optimizer states in bf16, as the master weights then are")
 
 
 class TorchAutocast(Section):
-    """`torch_autocast`: torch's own mixed precision."""
+    """`torch_autocast`: torch's own mixed precision over an fp32 model."""
 
-    status = inert("torch_autocast is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "run the forward under torch.autocast", unsupported("use bf16"))
-    dtype: OptText = key(None, "bfloat16 or float16")
-    lower_precision_safe_modules: OptTextList = key(None, "class paths that run in lower precision")
+    enabled: Flag = key(False, "run the forward under torch.autocast; float16 with a dynamic loss scale")
+    dtype: Annotated[str | None, choice("bfloat16", "float16", "bf16", "fp16", null=True)] = key(
+        None, "what it casts to; null: bfloat16"
+    )
+    lower_precision_safe_modules: OptTextList = key(
+        None, "class paths that may compute in lower precision; null: all, as torch decides"
+    )
 
 
 class Amp(Section):
-    """`amp`: the retired Apex mixed precision."""
+    """`amp`: the mixed precision of Apex, which is retired; torch.autocast does it here."""
 
-    status = inert("amp is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "train with Apex", unsupported("use bf16"))
-    opt_level: Text = key("O1", "O0 to O3")
-    loss_scale: Annotated[Any, choice("dynamic")] = key("dynamic", "loss scale")
+    enabled: Flag = key(False, "run the forward under torch.autocast in fp16, with a loss scale")
+    opt_level: Annotated[str, choice("O0", "O1", "O2", "O3")] = key("O1", "O0: fp32; O1 and O2: autocast; O3: refused")
+    loss_scale: LossScaleValue = key("dynamic", '"dynamic" or a fixed loss scale')
 
 
 class DataTypes(Section):
     """`data_types`: precision of gradient sums, parameters and buffers."""
 
     grad_accum_dtype: Annotated[str | None, choice("fp32", "fp16", "bf16", null=True)] = key(
-        None, "precision of gradient sums; null: fp32 here", WORKS
+        None, "precision of sums over micro-batches; null: fp32 here, unless gradients are kept in 16 bits"
     )
-    param_dtype: OptText = key(None, "must agree with fp16 or bf16", unsupported("use the bf16 section"))
-    buffer_dtype: OptText = key(None, "precision of module buffers", unsupported("buffers follow the parameters"))
+    param_dtype: Annotated[str | None, choice("fp32", "fp16", "bf16", null=True)] = key(
+        None, "precision of the parameters; must agree with fp16 and bf16"
+    )
+    buffer_dtype: Annotated[str | None, choice("fp32", "fp16", "bf16", null=True)] = key(
+        None, "precision of module buffers; null: as the parameters"
+    )
 
 
 class Optimizer(Section):

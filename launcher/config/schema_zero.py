@@ -24,7 +24,10 @@ from launcher.config.fields import (
 )
 
 _OFFLOAD = unsupported("offload is not in this release; use a higher stage or a smaller micro-batch")
-_FLAT = inert("units are flat buffers: there is nothing to choose")
+_ALWAYS_FLAT = inert("units are flat buffers: gradients always stand in one")
+_RANKS_JOINED = inert("a unit's gradients go to all their owners in one collective")
+_ONE_GATHER = inert("a unit is gathered in one collective, which is never slower than a broadcast from each rank")
+_UNIT_GATHER = inert("what is gathered at once is a unit; reduce_bucket_size bounds it")
 _WHOLE = inert("whole weights come from engine.state_dict()")
 _ZEROPP = unsupported("quantized communication is not in this release; remove the key")
 
@@ -100,19 +103,19 @@ class ZeroOptimization(Section):
     """`zero_optimization`: what is sharded over the ranks, and how it travels."""
 
     stage: StageNumber = key(0, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters")
-    contiguous_gradients: Flag = key(True, "copy gradients into one buffer as they come", _FLAT)
-    reduce_scatter: Flag = key(True, "reduce each gradient to its owner only", _FLAT)
+    contiguous_gradients: Flag = key(True, "copy gradients into one buffer as they come", _ALWAYS_FLAT)
+    reduce_scatter: Flag = key(True, "reduce each gradient to its owner only; false: to all, with an all-reduce")
     reduce_bucket_size: PositiveInt = key(500_000_000, "elements reduced at once: upper bound of a unit")
-    use_multi_rank_bucket_allreduce: Flag = key(True, "join the buckets of several ranks", _FLAT)
-    allgather_partitions: Flag = key(True, "gather updated parameters in one collective", _FLAT)
-    allgather_bucket_size: PositiveInt = key(500_000_000, "elements gathered at once", _FLAT)
+    use_multi_rank_bucket_allreduce: Flag = key(True, "join the buckets of several ranks", _RANKS_JOINED)
+    allgather_partitions: Flag = key(True, "gather updated parameters in one collective", _ONE_GATHER)
+    allgather_bucket_size: PositiveInt = key(500_000_000, "elements gathered at once", _UNIT_GATHER)
     overlap_comm: OptFlag = key(None, "communicate while computing; null: yes")
     load_from_fp32_weights: Flag = key(True, "restore master weights from fp32", inert("checkpoints come later"))
     elastic_checkpoint: Flag = key(False, "old checkpoint form", inert("it is obsolete"))
     offload_param: OffloadParam = key(OffloadParam, "parameters in host memory or on disk")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "optimizer states in host memory or on disk")
     zenflow: ZenFlow | None = key(None, "stall-free offload")
-    sub_group_size: PositiveInt = key(1_000_000_000, "elements updated at once", inert("nothing is offloaded"))
+    sub_group_size: PositiveInt = key(1_000_000_000, "elements updated at once", inert("one call updates all"))
     stage3_prefetch_bucket_size: Count = key(
         50_000_000, "elements fetched ahead", AT_STAGE_3, alias=("prefetch_bucket_size",)
     )
@@ -149,7 +152,7 @@ class ZeroOptimization(Section):
         inert("a unit is one collective"),
         alias=("allgather_sequential",),
     )
-    ignore_unused_parameters: Flag = key(True, "accept parameters without gradient", inert("they are always accepted"))
+    ignore_unused_parameters: Flag = key(True, "accept parameters without gradient; false: they are an error")
     legacy_stage1: Flag = key(False, "stage 1 of old versions", unsupported("use stage 1"))
     round_robin_gradients: Flag = key(False, "copy gradients to host memory in parallel", inert("nothing is offloaded"))
     zero_hpz_partition_size: PositiveInt = key(1, "second shards within a node", _ZEROPP)
@@ -162,7 +165,7 @@ class ZeroOptimization(Section):
     memory_efficient_linear: Flag = key(True, "linear layers that keep no gathered weight", inert("no layer keeps one"))
     pipeline_loading_checkpoint: Flag = key(False, "load a checkpoint in stages", inert("checkpoints come later"))
     override_module_apply: Flag = key(True, "gather inside Module.apply", inert("zero.Init always does"))
-    log_trace_cache_warnings: Flag = key(False, "report changed execution order", AT_STAGE_3)
+    log_trace_cache_warnings: Flag = key(False, "say when the order of modules has changed", AT_STAGE_3)
     enable_sanity_checks: Flag = key(False, "check more at run time", inert("the checks are always on"))
     save_muon_momentum_buffer_in_memory: Flag = key(False, "keep Muon's momentum off the disk", inert("no offload"))
     leaf_module: LeafModule = key(LeafModule, "modules that are fetched whole")

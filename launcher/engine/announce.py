@@ -10,6 +10,7 @@ from launcher.base.log import get_logger
 from launcher.config.auto import AutoChoice
 from launcher.engine.dump import state_text
 from launcher.engine.engine import EngineParts
+from launcher.engine.policy import precision_notice
 
 
 def announce(
@@ -33,6 +34,9 @@ def announce(
         log.info("auto: %s (%s)", " · ".join(f"{choice.key} = {choice.value}" for choice in together), reason)
     for notice in notices:
         log.info("note: %s", notice)
+    precision = precision_notice(parts.settings)
+    if precision is not None:
+        log.info("note: %s", precision)
     if warning is not None:
         log.warning(warning)
     if parts.settings.dump_state:

@@ -18,10 +18,13 @@ from launcher.config.batch import solve_batch
 from launcher.config.load import load_config
 from launcher.config.schema import Config
 from launcher.engine.announce import announce
+from launcher.engine.casting import Casting, keep_autocast_to
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.engine import Engine, EngineParts, ShardedModel
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.policy import DTYPES, loss_scale_rules, zero_policy
 from launcher.engine.shards import let_units_find_states, owned_shards
+from launcher.optim.api import FlatOptimizer
 from launcher.optim.factory import (
     OptimizerPlan,
     ZeroRules,
@@ -29,6 +32,8 @@ from launcher.optim.factory import (
     plan_from_client,
     plan_from_config,
 )
+from launcher.optim.scaling import LossScaler, LossScaleRules
+from launcher.optim.staged import StagedFlat
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
@@ -36,7 +41,7 @@ from launcher.zero.parameters import home_of
 from launcher.zero.partition import build_units
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
-from launcher.zero.stages import STAGES, ParameterPolicy, Precision, ZeroPolicy
+from launcher.zero.stages import Precision, ZeroPolicy
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -84,10 +89,11 @@ def initialize(
         settings.gradient_accumulation_steps,
         group.world_size,
     )
-    policy = _policy(settings, group)
+    policy = zero_policy(settings, group)
+    casting = _casting(model, settings, policy.precision, group)
     _place_model(model, settings, policy.precision, group)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters)
-    built = _shard(model, plan, policy, group)
+    built = _shard(model, plan, policy, group, loss_scale_rules(settings))
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None
     if training_data is not None:
@@ -100,7 +106,7 @@ def initialize(
             drop_last=settings.dataloader_drop_last,
             pin_memory=group.device.type == "cuda",
         )
-    parts = EngineParts(group, policy, built, scheduler, batch, settings, loaded.raw, loader)
+    parts = EngineParts(group, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
     if group.rank == 0:
         announce(parts, loaded.notices, choices, None if plan is None else plan.notice)
     return Engine(model, parts), built.optimizer, loader, scheduler
@@ -125,37 +131,39 @@ def _hidden_size(model: nn.Module) -> int | None:
     return hidden if isinstance(hidden, int) else None
 
 
-def _policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
-    zero = settings.zero_optimization
-    # Alone there is nobody to shard over; stage 0 is the same arithmetic without the copies.
-    stage = STAGES[int(zero.stage) if group.world_size > 1 else 0]
-    dtype = torch.bfloat16 if settings.bf16.enabled else torch.float32
-    return ZeroPolicy(
-        stage=stage,
-        precision=Precision(dtype),
-        max_unit_numel=max(1, int(zero.reduce_bucket_size)),
-        overlap_comm=zero.overlap_comm is not False,
-        max_grad_norm=float(settings.gradient_clipping),
-        parameters=ParameterPolicy(
-            persistence_threshold=int(zero.stage3_param_persistence_threshold),
-            model_persistence_threshold=int(zero.stage3_model_persistence_threshold),
-            prefetch_numel=int(zero.stage3_prefetch_bucket_size) if zero.overlap_comm is not False else 0,
-            max_live_numel=int(zero.stage3_max_live_parameters),
-            max_reuse_distance=int(zero.stage3_max_reuse_distance),
-            granularity_threshold=int(zero.stage3_module_granularity_threshold),
-        ),
-    )
-
-
 def _place_model(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> None:
     leaves = settings.zero_optimization.leaf_module
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
+    buffer_dtype = settings.data_types.buffer_dtype
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer_dtype is not None and buffer is not None and buffer.is_floating_point()
+    ]
     model.to(device=group.device, dtype=precision.param_dtype)
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer.to(device=group.device, dtype=DTYPES[buffer_dtype or "fp32"])
     whole = [param for param in model.parameters() if home_of(param) is None]  # `zero.Init` has sharded the others
     collectives.broadcast(group, [tensor.data for tensor in (*whole, *model.buffers())])
 
 
-def _shard(model: nn.Module, plan: OptimizerPlan | None, policy: ZeroPolicy, group: DataParallelGroup) -> ShardedModel:
+def _casting(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> Casting:
+    device_type = group.device.type
+    modules = settings.torch_autocast.lower_precision_safe_modules
+    if modules is not None and settings.torch_autocast.enabled:
+        keep_autocast_to(model, modules, device_type)
+    casts_inputs = settings.fp16.enabled and settings.fp16.auto_cast
+    return Casting(device_type, precision.param_dtype if casts_inputs else None, precision.autocast_dtype)
+
+
+def _shard(
+    model: nn.Module,
+    plan: OptimizerPlan | None,
+    policy: ZeroPolicy,
+    group: DataParallelGroup,
+    scale_rules: LossScaleRules | None,
+) -> ShardedModel:
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
     units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, group)
     reducer = GradientReducer([unit.grads for unit in units if unit.grads is not None], policy, group.world_size)
@@ -164,9 +172,16 @@ def _shard(model: nn.Module, plan: OptimizerPlan | None, policy: ZeroPolicy, gro
     if plan is None:
         return ShardedModel(units, reducer, schedule, None)
     shards = owned_shards(units, whole_parameters=plan.whole_parameters)
-    flat_optimizer = plan.build(shards)
+    precision = policy.precision
+    kept_in_fp32 = precision.has_master or precision.param_dtype == torch.float32
+    flat_optimizer: FlatOptimizer
+    if precision.has_16bit_states or (kept_in_fp32 and precision.grad_dtype == torch.float32):
+        flat_optimizer = plan.build(shards)
+    else:
+        flat_optimizer = StagedFlat(shards, group.buffers, plan.build)
     let_units_find_states(units, shards, flat_optimizer)
-    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan))
+    scaler = None if scale_rules is None else LossScaler(scale_rules)
+    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler))
 
 
 def _optimizer_plan(

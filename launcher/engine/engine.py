@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import heartbeat, tell
-from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
-from launcher.config.batch import BatchPlan
+from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
+from launcher.engine.backward import BackwardPass, check_loss, scaled_up
+from launcher.engine.casting import Casting
 from launcher.engine.data import DistributedLoader
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.overflow import reason
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.optim.torch_schedules import steps_by_itself
@@ -26,7 +29,7 @@ from launcher.zero.gathered import GatheredParameters
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import ZeroPolicy
-from launcher.zero.step import first_bad_gradient, step_units
+from launcher.zero.step import step_units
 from launcher.zero.unit import FlatUnit
 
 
@@ -52,6 +55,7 @@ class EngineParts:
     settings: Config
     raw_config: dict[str, Any]
     loader: DistributedLoader | None
+    casting: Casting
 
 
 class Engine(nn.Module):
@@ -76,12 +80,16 @@ class Engine(nn.Module):
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
+        self._batch = parts.batch
         self._boundary_override: bool | None = None
+        self._is_in_no_sync = False
+        self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
         self._grad_norm: float | None = None
         self._losses: list[Tensor] = []  # of this accumulation, for the printed line
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
-        self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.param_dtype)
+        self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.compute_dtype)
+        self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
 
     # ---- facts ----
 
@@ -97,15 +105,15 @@ class Engine(nn.Module):
 
     def train_batch_size(self) -> int:
         """Return the samples of one optimizer step over all ranks."""
-        return self._parts.batch.train_batch_size
+        return self._batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the samples of one micro-batch of one rank."""
-        return self._parts.batch.micro_batch_size
+        return self._batch.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-batches of one optimizer step."""
-        return self._parts.batch.accumulation_steps
+        return self._batch.accumulation_steps
 
     def zero_optimization_stage(self) -> int:
         """Return the configured ZeRO stage."""
@@ -115,12 +123,23 @@ class Engine(nn.Module):
         """Return the gradient norm of the last step before clipping; None before the first."""
         return self._grad_norm
 
+    def loss_scale(self) -> float:
+        """Return the configured loss scale, 0 for a dynamic one; `optimizer.cur_scale` is the one in force."""
+        scaler = None if self.optimizer is None else self.optimizer.loss_scaler
+        return 1.0 if scaler is None else 0.0 if scaler.rules.is_dynamic else scaler.scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Say whether the loss scale follows overflows."""
+        return self.optimizer is not None and self.optimizer.dynamic_loss_scale
+
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Say whether the current micro-batch is the last one before the optimizer step."""
+        if self._parts.policy.reduction.at_step_only:
+            return True
         if self._boundary_override is not None:
             return self._boundary_override
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
@@ -129,14 +148,35 @@ class Engine(nn.Module):
         """Decide the boundary by hand from now on. Call it before `backward`, alike on every rank."""
         self._boundary_override = is_boundary
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of an optimizer step from the next one on, by the accumulation steps.
+
+        Raises: ConfigError when it is no multiple of micro-batch times ranks.
+        """
+        self._set_batch(solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.world_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch of one rank; the accumulation steps stay. Your loader must follow."""
+        if micro_batch_size < 1:
+            raise EngineError(f"a micro-batch needs at least 1 sample, got {micro_batch_size}")
+        self._set_batch(solve_batch(None, micro_batch_size, self._batch.accumulation_steps, self.world_size))
+
+    def _set_batch(self, batch: BatchPlan) -> None:
+        self._batch = batch
+        self._timer = ThroughputTimer(batch.train_batch_size, self._steps_per_print or 1)
+
     # ---- one micro-batch ----
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; its parameters are waited for unit by unit."""
+        self._pass.recover()
+        casting = self._parts.casting
+        inputs, kwargs = casting.inputs(inputs), casting.inputs(kwargs)
         if not self.training:
-            return self.module(*inputs, **kwargs)
+            with casting.context():
+                return self.module(*inputs, **kwargs)
         self._timer.start()
-        with self._watch.phase("forward"):
+        with self._watch.phase("forward"), casting.context():
             return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -146,36 +186,69 @@ class Engine(nn.Module):
         accumulation steps, so that the step sees the mean over the whole batch. Returns the loss used.
         Raises: EngineError for a loss that is no scalar or has no graph.
         """
-        self._trained()
-        self._check_loss(loss)
+        optimizer = self._trained()
+        check_loss(loss)
         self._losses.append(loss.detach())
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
-        with self._watch.phase("backward"):
-            self._run_backward(loss, retain_graph=retain_graph)
+        with self._pass.running(is_boundary=self._reduces_at_boundary()):
+            scaled_up(loss, optimizer.loss_scale).backward(retain_graph=retain_graph)
         self._backward_done = True
         return loss
 
-    def _run_backward(self, loss: Tensor, *, retain_graph: bool) -> None:
-        reducer, schedule = self._sharded.reducer, self._sharded.schedule
-        reducer.begin_backward(is_boundary=self.is_gradient_accumulation_boundary())
-        schedule.begin_backward()
+    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        """Return `loss` such that you may call its `backward()` yourself, in place of `engine.backward(loss)`.
+
+        It is multiplied by the loss scale and, with `scale_wrt_gas`, divided by the accumulation steps. Several scaled
+        losses may be added, or go back one by one, before `step()`. Every rank must do the same.
+        """
+        optimizer = self._trained()
+        check_loss(loss)
+        self._pass.recover()
+        self._losses.append(loss.detach())
+        num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+
+        def begin() -> bool:
+            self._backward_done = True
+            return self._reduces_at_boundary()
+
+        return self._pass.begins_at(scaled_up(loss / num_parts, optimizer.loss_scale), begin)
+
+    def _reduces_at_boundary(self) -> bool:
+        """Say whether the backward pass about to run is known to be the last one before a step."""
+        is_open = self._is_in_no_sync or self._parts.policy.reduction.at_step_only
+        return self.is_gradient_accumulation_boundary() and not is_open
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Sum gradients on each rank only: a backward after this block, or `step()`, sends them.
+
+        Raises: EngineError at ZeRO stages 2 and 3, within another such block, and for `step()` inside.
+        """
+        stage = self.zero_optimization_stage()
+        if stage >= 2:
+            raise EngineError(
+                f"no_sync() cannot be used at ZeRO stage {stage}: no rank keeps whole gradients to sum",
+                hint="set gradient_accumulation_steps, or use stage 0 or 1",
+            )
+        if self._is_in_no_sync:
+            raise EngineError("no_sync() was entered within no_sync()", hint="leave the inner one out")
+        self._is_in_no_sync = True
         try:
-            loss.backward(retain_graph=retain_graph)
-        except BaseException:
-            reducer.abort_backward()
-            raise
+            yield
         finally:
-            schedule.end_backward()
-        reducer.end_backward()
+            self._is_in_no_sync = False
 
     def step(self) -> None:
         """End the micro-batch; at the boundary take the optimizer step. Every rank must call it.
 
-        Raises: EngineError when no backward has run since the last call.
+        Raises: EngineError when no backward has run since the last call, or within `no_sync()`.
         """
+        self._pass.recover()
         if not self._backward_done:
             raise EngineError("engine.step() was called without a backward", hint="call engine.backward(loss) first")
+        if self._is_in_no_sync:
+            raise EngineError("engine.step() was called within no_sync()", hint="call it after the block")
         heartbeat()
         boundary = self.is_gradient_accumulation_boundary()
         self._backward_done = False
@@ -197,17 +270,33 @@ class Engine(nn.Module):
 
     def _take_step(self) -> None:
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
+        sharded.reducer.complete()
         sharded.reducer.wait()
-        norm = step_units(sharded.units, optimizer.optimizer, parts.policy, parts.group)
+        norm = step_units(sharded.units, optimizer.optimizer, parts.policy, parts.group, optimizer.loss_scale)
         self._grad_norm = norm
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        optimizer.note_step(overflow=not math.isfinite(norm))
+        is_finite = math.isfinite(norm)
+        why = "" if is_finite else reason(sharded.units, parts.group, self._losses, norm)
+        scale_says = optimizer.note_step(overflow=not is_finite and parts.policy.skips_overflow)
+        if not is_finite and self.global_rank == 0:
+            done = "skipped" if optimizer.overflow else "taken all the same"
+            text = f"step {self.global_steps} {done}: {why}"
+            get_logger().warning("%s", f"{scale_says} ({text})" if scale_says else text)
         if optimizer.overflow:
             self.skipped_steps += 1
-            self._explain_skip(norm)
         elif steps_by_itself(self.lr_scheduler):
             self.lr_scheduler.step()
+        self._note_path()
+
+    def _note_path(self) -> None:
+        num_changes = self._sharded.schedule.num_path_changes
+        if num_changes > self._num_path_changes and self._parts.policy.warns_of_new_paths and self.global_rank == 0:
+            get_logger().warning(
+                "step %d: the model used its modules in another order than before; nothing is fetched ahead then",
+                self.global_steps,
+            )
+        self._num_path_changes = num_changes
 
     def _trained(self) -> ZeroOptimizer:
         """Return the optimizer. Raises: EngineError when there is none."""
@@ -218,35 +307,11 @@ class Engine(nn.Module):
             )
         return self.optimizer
 
-    def _explain_skip(self, norm: float) -> None:
-        """Name the rank whose loss is not finite, or else the parameter whose gradient is not. Collective."""
-        parts = self._parts
-        losses = torch.stack([loss.float() for loss in self._losses]).mean().item()
-        by_rank = collectives.gather_scalars(parts.group, losses)
-        bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(by_rank) if not math.isfinite(loss)]
-        first = None if bad else first_bad_gradient(self._sharded.units, parts.group)
-        if self.global_rank != 0:
-            return
-        if bad:
-            why = f"the loss is {', '.join(bad[:8])}"
-        else:
-            why = f"the gradient norm is {norm}" + (f", first in {first}" if first else "")
-        get_logger().warning("step %d skipped: %s", self.global_steps, why)
-
-    def _check_loss(self, loss: Tensor) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise EngineError(f"engine.backward() needs a scalar loss, got {got}", hint="reduce it with loss.mean()")
-        if not loss.requires_grad:
-            raise EngineError(
-                "the loss has no graph to go back through",
-                hint="compute it from engine(...) in training mode, outside of torch.no_grad()",
-            )
-
     def _report(self) -> None:
         """Print a line every `steps_per_print` steps, from rank 0; its loss is rank 0's own."""
         losses, self._losses = self._losses, []
-        scale = self._trained().loss_scale
+        optimizer = self._trained()
+        scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
         self._watch.after_step(StepFacts(self.global_steps, self.global_samples, losses, self.get_lr()[0], scale))
         every = self._steps_per_print
         if not every or self.global_steps % every or self.global_rank != 0:

@@ -9,6 +9,7 @@ import torch
 from launcher.base.errors import EngineError
 from launcher.optim.api import FlatOptimizer
 from launcher.optim.factory import OptimizerPlan
+from launcher.optim.scaling import LossScaler
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -18,22 +19,42 @@ class ZeroOptimizer(torch.optim.Optimizer):
     by `engine.step()`, which knows the accumulation boundary; states are this rank's shards, in `optimizer`.
     """
 
-    def __init__(self, flat: FlatOptimizer, plan: OptimizerPlan) -> None:
+    def __init__(self, flat: FlatOptimizer, plan: OptimizerPlan, loss_scaler: LossScaler | None = None) -> None:
+        """loss_scaler: None where the precision needs none."""
         super().__init__(plan.param_groups, dict(plan.defaults))
         self.param_groups = flat.param_groups  # the client's own list, where a client brought the optimizer
         self.optimizer = flat
         self._client = plan.client
-        self.loss_scale = 1.0  # what the loss is multiplied by before backward
+        self.loss_scaler = loss_scaler
         self.overflow = False  # the last step was skipped because the gradient norm was not finite
 
-    def note_step(self, *, overflow: bool) -> None:
-        """Remember how the engine's step went."""
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale, by the other name scripts for DeepSpeed read."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Say whether the loss scale follows overflows."""
+        return self.loss_scaler is not None and self.loss_scaler.rules.is_dynamic
+
+    def note_step(self, *, overflow: bool) -> str | None:
+        """Remember how the engine's step went; return what the loss scale has to say about an overflow.
+
+        Raises: EngineError when the loss scale cannot get smaller and steps overflow all the same.
+        """
         self.overflow = overflow
         if not overflow:
             # torch's schedules warn when they are stepped before an optimizer that they watch through this mark.
             for watched in (self, self._client):
                 if watched is not None:
                     watched._opt_called = True  # type: ignore[attr-defined]  # torch sets it on instances
+        return None if self.loss_scaler is None else self.loss_scaler.update(overflow=overflow)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch overloads it
         """Refuse: a step from here would bypass accumulation and reduction. Raises: EngineError."""
@@ -49,9 +70,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's states and the hyper-parameters; see `FlatOptimizer.state_dict`."""
-        return self.optimizer.state_dict()
+        """Return this rank's states, the hyper-parameters and the loss scale; see `FlatOptimizer.state_dict`."""
+        state = self.optimizer.state_dict()
+        return state if self.loss_scaler is None else {**state, "loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()` of the same rank, world size and stage."""
         self.optimizer.load_state_dict(state_dict)
+        if self.loss_scaler is not None and "loss_scaler" in state_dict:
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])

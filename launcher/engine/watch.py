@@ -32,7 +32,7 @@ class StepFacts:
     num_samples: int
     losses: list[Tensor]  # of the micro-batches of this rank
     lr: float
-    loss_scale: float
+    loss_scale: float | None  # None: the precision needs none
 
 
 class Watch:
@@ -81,7 +81,7 @@ class Watch:
             if facts.losses:
                 values["train_loss"] = torch.stack([loss.float() for loss in facts.losses]).mean().item()
             values["lr"] = facts.lr
-            if self._settings.fp16.enabled:
+            if facts.loss_scale is not None:
                 values["loss_scale"] = facts.loss_scale
         if self._timer is not None and is_due:
             values |= self._report_times(facts.step, self._timer)

@@ -13,8 +13,10 @@ from torch import Tensor
 class FlatShard:
     """A run of owned elements that belong to one optimizer group."""
 
-    master: Tensor  # 1-D fp32, updated in place; a whole parameter in its own shape for optimizers that need shapes
-    grad: Tensor  # fp32, same shape; read by the step
+    # 1-D, updated in place; fp32 unless masters are kept in 16 bits; a whole parameter in its own shape for optimizers
+    # that need shapes.
+    master: Tensor
+    grad: Tensor  # same shape, fp32 unless sums are kept in 16 bits; what stands in it after the step is undefined
     group: int
     unit: int = 0  # index of the unit it is part of
     start: int = 0  # of its first element, within the owned range of that unit
@@ -46,8 +48,8 @@ class FlatOptimizer(Protocol):
         """Live hyper-parameters, one dict a group; what is written here holds from the next step on."""
         ...
 
-    def step(self, unused: Unused | None = None) -> None:
-        """Update every shard from its gradient, except the `unused` elements.
+    def step(self, unused: Unused | None = None, grad_scale: float = 1.0) -> None:
+        """Update every shard from its gradient times `grad_scale`, except the `unused` elements.
 
         Those keep their values and states, weight decay and step counters included, as a parameter without
         gradient does in torch.

@@ -62,8 +62,10 @@ class TorchFlat:
 
     # ---- the step ----
 
-    def step(self, unused: Unused | None = None) -> None:
-        """Update every shard from its gradient, except the `unused` elements."""
+    def step(self, unused: Unused | None = None, grad_scale: float = 1.0) -> None:
+        """Update every shard from its gradient times `grad_scale`, except the `unused` elements."""
+        if grad_scale != 1.0 and self._shards:
+            torch._foreach_mul_([shard.grad for shard in self._shards], grad_scale)
         resting = self._runs_in(unused) if unused else []
         for run in resting:
             run.param.grad = None

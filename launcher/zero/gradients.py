@@ -13,11 +13,18 @@ from launcher.zero.layout import UnitLayout
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 
 
+def norm_of(grad: Tensor) -> Tensor:
+    """Return the 2-norm of a gradient, scalar fp32. (A fp64 sum is 40 times slower on a CPU.)"""
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+    return norm
+
+
 class UnitGradients:
     """Collects, reduces and holds the gradients of one unit.
 
-    Sums over ranks and micro-batches are fp32. What travels is the gradient as autograd made it: a 16-bit gradient of
-    one micro-batch is sent in 16 bits, which loses nothing; only a sum of several micro-batches is sent in fp32.
+    Sums over ranks are fp32, those over micro-batches too unless the policy says otherwise. What travels is what
+    autograd made: a 16-bit gradient of one micro-batch is sent in 16 bits, which loses nothing; only a sum of
+    several micro-batches is sent in fp32. A policy may name the type that travels.
     """
 
     def __init__(
@@ -35,15 +42,18 @@ class UnitGradients:
         self.state = UnitState.IDLE
         self._is_whole = len(owned) == layout.padded_numel
         self._is_kept_whole = self._is_whole or not policy.stage.shards_gradients
-        self._wire_dtype = policy.precision.param_dtype
-        self._local: Tensor | None = None  # 1-D [padded]; fp32 where it is kept, else the wire's dtype
-        self._wire: Tensor | None = None  # 1-D [padded], a 16-bit copy of `_local` on its way
-        self._arriving: Tensor | None = None  # 1-D [owned], the sum of a further micro-batch
+        self._policy = policy
+        sum_dtype = policy.precision.grad_dtype
+        self._wire_dtype = policy.precision.wire_dtype or policy.precision.param_dtype
+        self._local: Tensor | None = None  # 1-D [padded]; where it is kept as sums are, else the wire's dtype
+        self._wire: Tensor | None = None  # 1-D [padded], a copy of `_local` in the wire's dtype on its way
+        self._arriving: Tensor | None = None  # the sum of a further micro-batch: 1-D [owned], or [padded] of all ranks
         if self._is_kept_whole:
-            self._local = torch.zeros(layout.padded_numel, dtype=torch.float32, device=group.device)
-            self.owned_grad = self._local[owned.start : owned.stop]  # 1-D [owned], fp32
+            self._local = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device)
+            self.owned_grad = self._local[owned.start : owned.stop]  # 1-D [owned]
         else:
-            self.owned_grad = torch.zeros(len(owned), dtype=torch.float32, device=group.device)
+            self.owned_grad = torch.zeros(len(owned), dtype=sum_dtype, device=group.device)
+        self._factor = 1.0  # what the last sum over the ranks was multiplied by
         self._filled = [False] * len(layout.slots)  # has a gradient in the local buffer
         self._arrived = [False] * len(layout.slots)  # has a gradient of the current backward
         self._num_arrived = 0
@@ -55,6 +65,8 @@ class UnitGradients:
 
     def begin_backward(self) -> None:
         """Forget which gradients of the previous backward have arrived."""
+        if self._is_kept_whole and self.state is UnitState.REDUCED:
+            self._reopen()
         self._arrived = [False] * len(self._arrived)
         self._num_arrived = 0
         self._num_backwards += 1
@@ -108,16 +120,50 @@ class UnitGradients:
                 local[slot.offset : slot.end].zero_()
         end = self._layout.slots[-1].end
         local[end:].zero_()
-        if self._is_whole:
-            self._reduction = collectives.all_reduce(self._group, local, scale)
+        self._factor, rest = scale, scale
+        reduction = self._policy.reduction
+        if reduction.predivide != 1.0 and self._group.process_group is not None:
+            local.mul_(1.0 / reduction.predivide)
+            rest = scale * reduction.predivide
+        sent = self._sent(local)
+        if self._is_whole or (self._is_kept_whole and not reduction.scatters):
+            self._reduction = collectives.all_reduce(self._group, local, rest, sent=sent)
+        elif not reduction.scatters:
+            self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
+            self._reduction = collectives.all_reduce(self._group, self._arriving, rest, sent=sent)
+        else:
+            output = self.owned_grad
+            if self._owned_holds_sum:
+                self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
+            self._reduction = collectives.reduce_scatter(self._group, sent, output, rest)
+
+    def _sent(self, local: Tensor) -> Tensor:
+        """Return what travels: `local`, or a copy of it in the wire's dtype."""
+        precision = self._policy.precision
+        is_lossless = self._num_backwards == 1 and local.dtype == torch.float32
+        if self._group.process_group is None or self._wire_dtype == local.dtype:
+            return local
+        if precision.wire_dtype is None and not is_lossless:
+            return local
+        self._wire = self._group.buffers.borrow(local.numel(), self._wire_dtype)
+        return self._wire.copy_(local)
+
+    def _reopen(self) -> None:
+        """Turn the sum over ranks back into something to add to: a further backward comes before the step.
+
+        What is left on each rank is such that the next sum over the ranks counts the gradients so far once.
+        """
+        if self._local is None:
             return
-        sent, output = local, self.owned_grad
-        if self._is_kept_whole and self._wire_dtype != local.dtype and self._num_backwards == 1:
-            self._wire = sent = self._group.buffers.borrow(local.numel(), self._wire_dtype)
-            sent.copy_(local)
-        elif self._owned_holds_sum:
-            self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
-        self._reduction = collectives.reduce_scatter(self._group, sent, output, scale)
+        if self._is_whole:
+            self._local.mul_(1.0 / (self._factor * self._group.world_size))
+        else:
+            self._local[: self._owned.start].zero_()
+            self._local[self._owned.stop :].zero_()
+            self.owned_grad.mul_(1.0 / self._factor)
+        self._filled = [True] * len(self._filled)
+        self._num_backwards = 1
+        self.state = check_transition(self.state, UnitState.ACCUMULATING)
 
     def advance_reduction(self) -> None:
         """Wait for the phase under way and start the next one, where there is one."""
@@ -134,7 +180,9 @@ class UnitGradients:
         self._filled = [False] * len(self._filled)
         self._num_backwards = 0
         if self._arriving is not None:
-            self.owned_grad.add_(self._arriving)
+            is_whole = len(self._arriving) != len(self.owned_grad)
+            arrived = self._arriving[self._owned.start : self._owned.stop] if is_whole else self._arriving
+            (self.owned_grad.add_ if self._owned_holds_sum else self.owned_grad.copy_)(arrived)
             self._group.buffers.give_back(self._arriving)
             self._arriving = None
         if self._wire is not None:
@@ -144,7 +192,7 @@ class UnitGradients:
             self._owned_holds_sum = True
             self._give_local_back()
         if measure:
-            self.norm = torch.linalg.vector_norm(self.owned_grad)
+            self.norm = norm_of(self.owned_grad)
 
     def _give_local_back(self) -> None:
         if self._local is not None:

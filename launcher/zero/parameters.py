@@ -98,7 +98,7 @@ class UnitParameters:
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
     def keep_fp32_master(self, precision: Precision) -> None:
-        """Make an fp32 copy of the owned range for the optimizer, where the model's precision needs one."""
+        """Make an fp32 copy of the owned range for the optimizer, where the precision asks for one."""
         if precision.has_master:
             self.master = self.shard.float().clone()
 

@@ -22,7 +22,7 @@ class GradientReducer:
         """gradients: those of all units that have any, in forward order."""
         self._gradients = gradients
         self._policy = policy
-        self._scale = 1.0 / world_size
+        self._scale = policy.reduction.factor(world_size)
         self._in_backward = False
         self._reduces = False
         self._is_boundary = False
@@ -50,7 +50,7 @@ class GradientReducer:
         if not self._in_backward:
             raise EngineError(
                 "a backward pass ran outside of engine.backward(loss)",
-                hint="call engine.backward(loss) instead of loss.backward()",
+                hint="call engine.backward(loss), or engine.scale(loss).backward(), instead of loss.backward()",
             )
         gradients.take(index)
         if self._reduces and self._policy.overlap_comm:
@@ -62,6 +62,13 @@ class GradientReducer:
         self._in_backward = False
         while self._reduces and self._next >= 0:
             self._reduce_next()
+
+    def complete(self) -> None:
+        """Reduce, before a step, what the last backward pass did not: it was not known to be the last."""
+        if not self._reduces:
+            self._reduces = self._is_boundary = True
+            self._next = len(self._gradients) - 1
+            self.end_backward()
 
     def abort_backward(self) -> None:
         """Leave a backward pass that an exception ended."""

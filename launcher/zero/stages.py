@@ -28,22 +28,53 @@ STAGES = {
 }
 
 
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
 @dataclass(frozen=True)
 class Precision:
-    """Types of what is kept. Gradients are accumulated and reduced in fp32 at every precision."""
+    """Types of what is computed, kept and sent. Sums over ranks are fp32 at every precision."""
 
-    param_dtype: torch.dtype  # of the model: float32 or bfloat16
+    param_dtype: torch.dtype  # of the model
+    keeps_fp32_master: bool = True  # of a 16-bit model
+    grad_dtype: torch.dtype = torch.float32  # of sums over micro-batches
+    wire_dtype: torch.dtype | None = None  # of gradients on their way; None: 16 bits where that loses nothing
+    autocast_dtype: torch.dtype | None = None  # of what the forward computes under torch.autocast
+    has_16bit_states: bool = False  # optimizer states are as the 16-bit master
 
     @property
     def has_master(self) -> bool:
         """Say whether the optimizer updates fp32 copies; in fp32 the parameters are their own master."""
-        return self.param_dtype != torch.float32
+        return self.param_dtype != torch.float32 and self.keeps_fp32_master
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type in which the forward computes."""
+        return self.autocast_dtype or self.param_dtype
 
     @property
     def label(self) -> str:
         """Name for the start line."""
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        return names[self.param_dtype] + (" (fp32 master)" if self.has_master else "")
+        name = DTYPE_NAMES[self.param_dtype]
+        if self.autocast_dtype is not None:
+            return f"{name} (autocast {DTYPE_NAMES[self.autocast_dtype]})"
+        if self.param_dtype == torch.float32:
+            return name
+        return f"{name} (fp32 master)" if self.keeps_fp32_master else f"{name} (no fp32 master)"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients of ranks become one."""
+
+    is_mean: bool = True  # else their sum
+    predivide: float = 1.0  # they are divided by this before they are sent, the rest of the mean after the sum
+    scatters: bool = True  # each rank gets its part of the sum only; else every rank the whole
+    at_step_only: bool = False  # `engine.step()` alone decides where accumulation ends
+
+    def factor(self, world_size: int) -> float:
+        """Return what the sum over ranks is multiplied by in all."""
+        return 1.0 / world_size if self.is_mean else 1.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +99,10 @@ class ZeroPolicy:
     overlap_comm: bool  # reduce while backward runs, gather while the next forward runs
     max_grad_norm: float  # 0: no clipping
     parameters: ParameterPolicy = ParameterPolicy()
+    reduction: Reduction = Reduction()
+    skips_overflow: bool = True  # a step whose gradients are not finite
+    accepts_unused: bool = True  # parameters that no rank used; else they are an error
+    warns_of_new_paths: bool = False  # say when the model used its modules in another order than before
 
 
 class ParameterState(Enum):

@@ -6,15 +6,17 @@ import math
 
 import torch
 
+from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import FlatOptimizer
-from launcher.zero.gradients import UnitGradients
+from launcher.zero.gradients import UnitGradients, norm_of
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.unit import FlatUnit
 
 # Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does.
 CLIP_EPSILON = 1e-6
+MAX_NAMES = 8  # of unused parameters in an error
 
 
 def global_grad_norm(
@@ -27,8 +29,8 @@ def global_grad_norm(
     """
     if not gradients:
         return 0.0, None
-    # Norms of units in fp32 (a fp64 sum is 40 times slower on a CPU), their squares in fp64.
-    norms = [own.norm if own.norm is not None else torch.linalg.vector_norm(own.owned_grad) for own in gradients]
+    # Norms of units in fp32, their squares in fp64.
+    norms = [own.norm if own.norm is not None else norm_of(own.owned_grad) for own in gradients]
     total = torch.stack(norms).double().square().sum().reshape(1)
     num_unused = sum(own.used.count(False) for own in gradients)
     both = torch.cat([total, torch.tensor([float(num_unused)], dtype=torch.float64, device=group.device)])
@@ -44,23 +46,32 @@ def _used_anywhere(gradients: list[UnitGradients], group: DataParallelGroup) -> 
     return [[next(found) > 0 for _ in own.used] for own in gradients]
 
 
-def step_units(units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, group: DataParallelGroup) -> float:
+def step_units(
+    units: list[FlatUnit],
+    optimizer: FlatOptimizer,
+    policy: ZeroPolicy,
+    group: DataParallelGroup,
+    loss_scale: float = 1.0,
+) -> float:
     """Take one optimizer step and return the gradient norm before clipping. Every rank must call it.
 
-    When the norm is not finite nothing is updated: one bad micro-batch must not destroy the weights. Parameters that
-    had no gradient on any rank are left out of the step, weight decay included, as torch does.
+    loss_scale: what the gradients are too large by; the norm returned is not. When the norm is not finite nothing is
+    updated: one bad micro-batch must not destroy the weights. Parameters that had no gradient on any rank are left out
+    of the step, weight decay included, as torch does. Raises: EngineError for these where the policy does not accept
+    them.
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
     gradients = [own for _, own in trained]
-    norm, used = global_grad_norm(gradients, policy, group)
-    if math.isfinite(norm):
-        coefficient = policy.max_grad_norm / (norm + CLIP_EPSILON)
-        if policy.max_grad_norm > 0 and coefficient < 1.0:
-            torch._foreach_mul_([own.owned_grad for own in gradients], coefficient)
+    scaled_norm, used = global_grad_norm(gradients, policy, group)
+    norm = scaled_norm / loss_scale
+    if used is not None and not policy.accepts_unused:
+        raise _unused_error([unit for unit, _ in trained], used)
+    if math.isfinite(norm) or not policy.skips_overflow:
         optimizer.step(
             None
             if used is None
-            else {unit.index: unit.unused_ranges(flags) for (unit, _), flags in zip(trained, used, strict=True)}
+            else {unit.index: unit.unused_ranges(flags) for (unit, _), flags in zip(trained, used, strict=True)},
+            _grad_scale(norm, policy.max_grad_norm, loss_scale),
         )
         for unit, _ in trained:
             unit.params.publish_update()
@@ -69,6 +80,26 @@ def step_units(units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPoli
     for own in gradients:
         own.discard()
     return norm
+
+
+def _grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:
+    """Return the one number that unscales and clips gradients; `norm` is that of the unscaled ones."""
+    coefficient = max_norm / (norm + CLIP_EPSILON) if max_norm > 0 else 1.0
+    return min(coefficient, 1.0) / loss_scale
+
+
+def _unused_error(units: list[FlatUnit], used: list[list[bool]]) -> EngineError:
+    names = [
+        name
+        for unit, flags in zip(units, used, strict=True)
+        for name, is_used in zip(unit.members.names, flags, strict=True)
+        if not is_used
+    ]
+    shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+    return EngineError(
+        f"no rank computed a gradient of {shown}",
+        hint='freeze them with requires_grad_(False), or accept them: "ignore_unused_parameters": true',
+    )
 
 
 def first_bad_gradient(units: list[FlatUnit], group: DataParallelGroup) -> str | None:

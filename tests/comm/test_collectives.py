@@ -23,10 +23,38 @@ def contribution(rank: int, world_size: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def sum_in_rank_order(world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    total = contribution(0, world_size, dtype)
+    """Sums are fp32 whatever travels, and rounded once."""
+    total = contribution(0, world_size, dtype).float()
     for rank in range(1, world_size):
         total = total + contribution(rank, world_size, dtype)
-    return total
+    return total.to(dtype)
+
+
+def _mean_of_large_halves(rank: int, world_size: int) -> float:
+    """The sum of what the ranks hold is no number of fp16, its mean is."""
+    flat = torch.full((world_size * CHUNK,), 60000.0, dtype=torch.float16)
+    output = torch.empty(CHUNK, dtype=torch.float16)
+    collectives.reduce_scatter(data_parallel_group(), flat, output, 1.0 / world_size).wait()
+    return output.unique().item()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_mean_in_fp16_does_not_overflow(world_size: int) -> None:
+    assert run_on_ranks(world_size, _mean_of_large_halves) == [60000.0] * world_size
+
+
+def _all_reduce_of_halves(rank: int, world_size: int) -> torch.Tensor:
+    flat = torch.full((world_size * CHUNK,), -1.0)
+    sent = contribution(rank, world_size, torch.bfloat16)
+    collectives.all_reduce(data_parallel_group(), flat, sent=sent).wait()
+    return flat
+
+
+@WORLDS
+def test_what_is_sent_in_16_bits_is_summed_in_32(world_size: int) -> None:
+    expected = sum(contribution(rank, world_size, torch.bfloat16).float() for rank in range(world_size))
+    for found in run_on_ranks(world_size, _all_reduce_of_halves):
+        assert torch.equal(found, expected)
 
 
 def _reduce_scatter(rank: int, world_size: int, dtype: torch.dtype, in_place: bool) -> torch.Tensor:

@@ -97,8 +97,8 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
         ('{"bf16": 3}', "1:10: expected an object with keys, got 3"),
         ('{"zero_optimization": {"stage": 4}}', "1:33: stage: expected a stage: 0, 1, 2 or 3, got 4"),
         (
-            '{"fp16": {"enabled": true}}',
-            "1:11: fp16.enabled true is not supported; fp16 is not in this release; use bf16",
+            '{"fp16": {"enabled": true}, "amp": {"enabled": true}}',
+            "1:48: fp16 and amp are both enabled; enable one of them",
         ),
         (
             '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
@@ -130,7 +130,7 @@ def test_one_mistake_is_one_finding_with_its_place(text: str, expected: str) -> 
 
 def test_all_mistakes_of_a_text_come_together_in_its_order() -> None:
     text = """{
-      "fp16": {"enabled": true},
+      "fp16": {"enabled": 1},
       "bf16": {"enabled": true},
       "gradient_cliping": 1.0,
       "zero_optimization": {"stage": "two", "stage3_max_live_parameter": 1},
@@ -138,7 +138,7 @@ def test_all_mistakes_of_a_text_come_together_in_its_order() -> None:
     }"""
     found = findings(text)
     assert [line.split(":")[0] for line in found] == ["2", "4", "5", "5", "6", "6"]
-    assert "fp16.enabled" in found[0]
+    assert "enabled: expected true or false" in found[0]
     assert "gradient_clipping" in found[1]
 
 
@@ -233,3 +233,45 @@ def test_files_that_hold_no_config(tmp_path: Path, content: bytes | None, messag
         load_config(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '{"amp": {"enabled": true, "opt_level": "O3"}}',
+            "amp.opt_level O3 keeps no fp32 weights, which does not train; use O1 or O2, or the fp16 section",
+        ),
+        (
+            '{"fp16": {"enabled": true, "min_loss_scale": 0}}',
+            "min_loss_scale 0 would end in a loss scale of 0; use 1, the default",
+        ),
+        (
+            '{"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}}',
+            "gradients of a model in bf16 cannot be summed in fp16; use fp32",
+        ),
+        (
+            '{"bf16": {"enabled": true, "bf16_optimizer_states": true}}',
+            'bf16_optimizer_states needs bf16 master weights; add "bf16_master_weights_and_grads": true',
+        ),
+        (
+            '{"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},'
+            ' "data_types": {"grad_accum_dtype": "fp32"}}',
+            "bf16_optimizer_states needs gradient sums in bf16; remove data_types.grad_accum_dtype",
+        ),
+        (
+            '{"data_types": {"param_dtype": "bf16"}}',
+            "param_dtype bf16 contradicts the other keys: the model is fp32; "
+            'enable the bf16 section, or remove "param_dtype"',
+        ),
+        ('{"gradient_predivide_factor": 0}', "gradient_predivide_factor 0 divides by zero; use 1, the default"),
+        (
+            '{"gradient_predivide_factor": 2, "prescale_gradients": true}',
+            "prescale_gradients divides before sending too; use one of them",
+        ),
+        ('{"amp": {"loss_scale": 0}}', 'loss_scale: expected "dynamic" or a number above 0, got 0'),
+    ],
+)
+def test_precisions_that_contradict_each_other(text: str, expected: str) -> None:
+    (found,) = findings(text)
+    assert found.split(": ", 1)[1] == expected

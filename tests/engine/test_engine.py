@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from harness.logs import logged
 from harness.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +18,6 @@ from torch.utils.data import TensorDataset
 import launcher
 from launcher.base import env, progress
 from launcher.base.errors import ConfigError, EngineError
-from launcher.base.log import get_logger
 from launcher.base.progress import make_counter, read_counter
 
 STEPS, SAMPLES, WIDTH = 6, 8, 10
@@ -63,19 +60,6 @@ def config(stage: int = 0, **more: Any) -> dict[str, Any]:
 
 def alone(**more: Any) -> Any:
     return launcher.initialize(model=make_net(), config=config(**more))[0]
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect what the engine logs."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    get_logger().addHandler(handler)
-    try:
-        yield lines
-    finally:
-        get_logger().removeHandler(handler)
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
 from harness.parity import (
+    RESTLESS_SCALE,
     Case,
     Trajectory,
     train_engine,
@@ -39,14 +42,20 @@ def train(world_size: int, case: Case) -> Trajectory:
     return results[0]
 
 
+def assert_same_bits(found: Trajectory, expected: Trajectory) -> None:
+    assert found.losses == expected.losses
+    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_equals_the_plain_loop(stage: int, accumulation: int, world_size: int) -> None:
-    case = Case(stage, bf16=False, accumulation=accumulation)
+    case = Case(stage, precision="fp32", accumulation=accumulation)
     found, expected = train(world_size, case), train_fp32(case)
     assert worst_relative(found.losses, expected.losses) <= 1e-6
     assert weight_distance(found.weights, expected.weights) <= 1e-6
+    assert_same_bits(found, train_mixed(case, world_size, found.grad_norms))  # the same sums in the same order
     assert expected.losses[-1] < 0.9 * expected.losses[0], "a run that learns nothing proves nothing"
 
 
@@ -54,17 +63,39 @@ def test_fp32_equals_the_plain_loop(stage: int, accumulation: int, world_size: i
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_equals_the_mixed_precision_loop(stage: int, accumulation: int, world_size: int) -> None:
-    case = Case(stage, bf16=True, accumulation=accumulation)
+    case = Case(stage, precision="bf16", accumulation=accumulation)
     found = train(world_size, case)
     expected = train_mixed(case, world_size, found.grad_norms)
     assert found.weights["embedding.weight"].dtype == torch.bfloat16
-    assert found.losses == expected.losses
-    assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+    assert_same_bits(found, expected)
+
+
+FP16 = {
+    "restless": RESTLESS_SCALE,
+    "no hysteresis": {**RESTLESS_SCALE, "hysteresis": 1},
+    "fixed": {"loss_scale": 1000},  # no power of two: unscaling rounds
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "accumulation"), [("restless", 2, 3), ("restless", 1, 1), ("fixed", 4, 1)]
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp16_equals_the_mixed_precision_loop(stage: int, name: str, world_size: int, accumulation: int) -> None:
+    case = Case(stage, precision="fp16", accumulation=accumulation, fp16=FP16[name], unused=accumulation > 1)
+    found = train(world_size, case)
+    expected = train_mixed(case, world_size, found.grad_norms)
+    assert found.weights["embedding.weight"].dtype == torch.float16
+    assert found.scales == expected.scales
+    assert_same_bits(found, expected)
+    if name != "fixed":
+        assert sum(not math.isfinite(norm) for norm in found.grad_norms) >= 3
+        assert any(later > earlier for earlier, later in itertools.pairwise(found.scales))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_neither_unit_size_nor_overlap_changes_the_result(stage: int) -> None:
-    case = Case(stage, bf16=False, accumulation=2)
+    case = Case(stage, precision="fp32", accumulation=2)
     whole = train(2, case)
     for other in (dataclasses.replace(case, unit_numel=700), dataclasses.replace(case, overlap=False)):
         assert worst_relative(train(2, other).losses, whole.losses) <= 1e-6

@@ -6,7 +6,7 @@ the same micro-batches: the mean over ranks is the mean over the parts of the ba
 
 from __future__ import annotations
 
-import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,15 @@ from torch.nn import functional as F
 
 BATCH = 8  # samples of one micro-step over all ranks
 VOCABULARY, WIDTH, LENGTH = 37, 24, 6
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# A scale that overflows at the first steps, and again whenever three steps went well.
+RESTLESS_SCALE = {"initial_scale_power": 22, "loss_scale_window": 3}
 
 
 class TinyLM(nn.Module):
-    """Blocks in a list, tied embedding and head, a frozen and (on request) an unused parameter."""
+    """Blocks in a list, tied embedding and head, a frozen and (on request) unused parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_unused: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(
@@ -31,6 +34,9 @@ class TinyLM(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
+        if has_unused:
+            self.never = nn.Linear(WIDTH, WIDTH)
+            self.blocks[1].register_parameter("spare", nn.Parameter(torch.ones(WIDTH)))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens, targets: int64 [batch, time] -> mean loss, fp32."""
@@ -45,12 +51,15 @@ class Case:
     """One training run."""
 
     stage: int
-    bf16: bool
+    precision: str
     accumulation: int
     num_steps: int = 12
     clipping: float = 0.5
     unit_numel: int = 500_000_000
     overlap: bool = True
+    unused: bool = False  # the model has parameters that its forward does not read
+    fp16: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # further top-level keys
     zero: dict[str, Any] = field(default_factory=lambda: {"stage3_param_persistence_threshold": 0})
 
     def config(self, world_size: int) -> dict[str, Any]:
@@ -60,7 +69,8 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "steps_per_print": 0,
-            "bf16": {"enabled": self.bf16},
+            "bf16": {"enabled": self.precision == "bf16"},
+            "fp16": {"enabled": self.precision == "fp16", **self.fp16},
             "zero_optimization": {
                 "stage": self.stage,
                 "reduce_bucket_size": self.unit_numel,
@@ -69,6 +79,7 @@ class Case:
             },
             "optimizer": {"type": "AdamW", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+            **self.settings,
         }
 
     def learning_rate(self, step: int) -> float:
@@ -83,12 +94,13 @@ class Trajectory:
     losses: list[float]
     weights: dict[str, Tensor]
     grad_norms: list[float]  # of every step, before clipping
+    scales: list[float] = field(default_factory=list)  # the loss scale after every step
 
 
-def make_model() -> TinyLM:
+def make_model(case: Case) -> TinyLM:
     """Return the same model on every call."""
     torch.manual_seed(11)
-    return TinyLM()
+    return TinyLM(has_unused=case.unused)
 
 
 def micro_batches(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
@@ -109,9 +121,9 @@ def train_engine(rank: int, world_size: int, case: Case) -> Trajectory:
 
     import launcher
 
-    engine, _, _, _ = launcher.initialize(model=make_model(), config=case.config(world_size))
+    engine, _, _, _ = launcher.initialize(model=make_model(case), config=case.config(world_size))
     part = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
-    losses, grad_norms = [], []
+    losses, grad_norms, scales = [], [], []
     for step in micro_batches(case):
         total = torch.zeros((), dtype=torch.float64)
         for tokens, targets in step:
@@ -120,14 +132,15 @@ def train_engine(rank: int, world_size: int, case: Case) -> Trajectory:
             engine.step()
             total += loss.detach().double()
         grad_norms.append(engine.get_global_grad_norm())
+        scales.append(engine.optimizer.cur_scale)
         dist.all_reduce(total)
         losses.append((total / world_size / case.accumulation).item())
-    return Trajectory(losses, engine.state_dict(), grad_norms)
+    return Trajectory(losses, engine.state_dict(), grad_norms, scales)
 
 
 def train_fp32(case: Case) -> Trajectory:
     """The plain loop: one process, the whole batch at once."""
-    model = make_model()
+    model = make_model(case)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
     losses, grad_norms = [], []
@@ -138,62 +151,115 @@ def train_fp32(case: Case) -> Trajectory:
             loss = model(tokens, targets)
             (loss / case.accumulation).backward()
             total += loss.item()
-        grad_norms.append(nn.utils.clip_grad_norm_(trained, case.clipping).item())
+        grad_norms.append(nn.utils.clip_grad_norm_(trained, case.clipping or math.inf).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total / case.accumulation)
     return Trajectory(losses, dict(model.state_dict()), grad_norms)
 
 
-def train_mixed(case: Case, world_size: int, grad_norms: list[float]) -> Trajectory:
-    """The mixed-precision loop: a bf16 model, fp32 master weights, fp32 gradient sums.
+class ReferenceScale:
+    """The dynamic loss scale written down from its rules: an overflow halves it once hysteresis is used up, a window of
+    good steps doubles it and forgives."""
 
-    Each part of the batch that a rank would see goes through the bf16 model by itself, because bf16 gradients of a
-    larger batch round differently; everything after that is fp32.
+    def __init__(self, case: Case) -> None:
+        section = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "loss_scale": 0, **case.fp16}
+        self.fixed = section["loss_scale"]
+        self.window, self.full = section["loss_scale_window"], section["hysteresis"]
+        self.value = float(self.fixed or 2 ** section["initial_scale_power"]) if case.precision == "fp16" else 1.0
+        self.left, self.good = self.full, 0
+
+    def note(self, *, overflow: bool) -> None:
+        """Choose the scale of the next step."""
+        if self.fixed or self.value == 1.0:
+            return
+        if overflow:
+            self.good = 0
+            if self.left > 1:
+                self.left -= 1
+            else:
+                self.value = max(self.value / 2, 1.0)
+            return
+        self.good += 1
+        if self.good % self.window == 0:
+            self.value *= 2
+            self.left = self.full
+
+
+def train_mixed(case: Case, world_size: int, grad_norms: list[float]) -> Trajectory:
+    """The mixed-precision loop: a 16-bit model, fp32 master weights, fp32 gradient sums, a loss scale for fp16.
+
+    Each part of the batch that a rank would see goes through the 16-bit model by itself, because 16-bit gradients of a
+    larger batch round differently; everything after that is fp32, and sums run in the order the stage implies.
 
     grad_norms: the norms of the run under test. Each must be the loop's own to 1e-6, and is then used to clip: the
-    last bit of a norm depends on the order of its sum, and would flip roundings to bf16 for no reason of substance.
+    last bit of a norm depends on the order of its sum, and would flip roundings to 16 bits for no reason of substance.
     """
-    model = make_model().to(torch.bfloat16)
+    model = make_model(case).to(DTYPES[case.precision])
     trained = [param for param in model.parameters() if param.requires_grad]
     masters = [param.detach().float().clone() for param in trained]
     optimizer = torch.optim.AdamW(masters, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    losses = []
+    scale = ReferenceScale(case)
+    losses, scales, num_taken = [], [], 0
     for number, step in enumerate(micro_batches(case)):
-        optimizer.param_groups[0]["lr"] = case.learning_rate(number)
-        sums = [[torch.zeros_like(master) for master in masters] for _ in range(world_size)]
-        total = 0.0
+        optimizer.param_groups[0]["lr"] = case.learning_rate(num_taken)
+        total, by_micro = 0.0, []  # [micro][rank][parameter], 16-bit
         for tokens, targets in step:
-            for rank, (part, target) in enumerate(
-                zip(tokens.chunk(world_size), targets.chunk(world_size), strict=True)
-            ):
+            by_rank = []
+            for part, target in zip(tokens.chunk(world_size), targets.chunk(world_size), strict=True):
                 loss = model(part, target)
-                grads = torch.autograd.grad(loss / case.accumulation, trained)
-                for accumulated, grad in zip(sums[rank], grads, strict=True):
-                    accumulated.add_(grad.float() / world_size)
                 total += loss.item()
+                scaled = (loss / case.accumulation).float() * scale.value
+                by_rank.append(torch.autograd.grad(scaled, trained, allow_unused=True))
+            by_micro.append(by_rank)
         for index, master in enumerate(masters):
-            master.grad = copy.deepcopy(sums[0][index])
-            for rank in range(1, world_size):
-                master.grad.add_(sums[rank][index])
-        clip_by(masters, case.clipping, grad_norms[number])
-        optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(trained, masters, strict=True):
-                param.copy_(master)
+            master.grad = mean_gradient([[grads[index] for grads in ranks] for ranks in by_micro], case.stage)
+        is_finite = clip_by(masters, case.clipping, grad_norms[number], scale.value)
+        if is_finite:
+            num_taken += 1
+            optimizer.step()
+            with torch.no_grad():
+                for param, master in zip(trained, masters, strict=True):
+                    param.copy_(master)
+        scale.note(overflow=not is_finite)
         losses.append(total / world_size / case.accumulation)
-    return Trajectory(losses, dict(model.state_dict()), grad_norms)
+        scales.append(scale.value)
+    return Trajectory(losses, dict(model.state_dict()), grad_norms, scales)
 
 
-def clip_by(params: list[Tensor], max_norm: float, norm: float) -> None:
-    """Clip as `clip_grad_norm_` does, by a norm that is checked first."""
+def mean_gradient(grads: list[list[Tensor | None]], stage: int) -> Tensor | None:
+    """Return the fp32 sum over micro-batches of the mean over ranks. grads: [micro][rank]; None: unused.
+
+    Stages 2 and 3 sum each micro-batch over the ranks; the others sum micro-batches on each rank first.
+    """
+    if grads[0][0] is None:
+        return None
+    world_size = len(grads[0])
+    table = [[grad.float() for grad in ranks if grad is not None] for ranks in grads]
+    if stage < 2 or world_size == 1:
+        table = [[_sum([ranks[rank] for ranks in table]) for rank in range(world_size)]]
+    return _sum([_sum(ranks) * (1.0 / world_size) for ranks in table])
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def clip_by(params: list[Tensor], max_norm: float, norm: float, scale: float) -> bool:
+    """Unscale and clip as `clip_grad_norm_` does, by a norm that is checked first; say whether it is finite."""
     grads = [param.grad for param in params if param.grad is not None]
-    own = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().item()
+    own = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().item() / scale
+    if not math.isfinite(own):
+        assert not math.isfinite(norm)
+        return False
     assert abs(own - norm) <= 1e-6 * own
-    coefficient = max_norm / (norm + 1e-6)
-    if coefficient < 1.0:
-        for grad in grads:
-            grad.mul_(coefficient)
+    coefficient = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+    for grad in grads:
+        grad.mul_(coefficient / scale)
+    return True
 
 
 def worst_relative(found: list[float], expected: list[float]) -> float:

@@ -1,0 +1,66 @@
+"""Rules between the keys of precision and of how gradients travel."""
+
+from __future__ import annotations
+
+from launcher.config.positions import Path
+from launcher.config.schema import Config
+
+Problem = tuple[Path, str, str]  # the key, what is wrong, what to do
+
+
+def precision_problems(config: Config) -> list[Problem]:
+    """Return what contradicts itself among the keys of precision."""
+    return [*_one_precision(config), *_scale(config), *_kept_types(config), *_reduction(config)]
+
+
+def _one_precision(config: Config) -> list[Problem]:
+    names = ("fp16", "bf16", "torch_autocast", "amp")
+    first, *others = [name for name in names if getattr(config, name).enabled is True] or [""]
+    problems: list[Problem] = [
+        ((other, "enabled"), f"{first} and {other} are both enabled", "enable one of them") for other in others
+    ]
+    if config.amp.enabled is True and config.amp.opt_level == "O3":
+        message = "amp.opt_level O3 keeps no fp32 weights, which does not train"
+        problems.append((("amp", "opt_level"), message, "use O1 or O2, or the fp16 section"))
+    return problems
+
+
+def _scale(config: Config) -> list[Problem]:
+    if config.fp16.enabled is True and config.fp16.loss_scale == 0 and config.fp16.min_loss_scale == 0:
+        path = ("fp16", "min_loss_scale")
+        return [(path, "min_loss_scale 0 would end in a loss scale of 0", "use 1, the default")]
+    return []
+
+
+def _kept_types(config: Config) -> list[Problem]:
+    """Check what masters, gradient sums and states are kept in."""
+    problems: list[Problem] = []
+    fp16, bf16, sums = config.fp16, config.bf16, config.data_types.grad_accum_dtype
+    model = "fp16" if fp16.enabled is True else "bf16" if bf16.enabled is True else "fp32"
+    given = config.data_types.param_dtype
+    if given is not None and given != model:
+        path = ("data_types", "param_dtype")
+        hint = f'enable the {given} section, or remove "param_dtype"' if given != "fp32" else 'remove "param_dtype"'
+        problems.append((path, f"param_dtype {given} contradicts the other keys: the model is {model}", hint))
+    if sums is not None and sums not in ("fp32", model):
+        path = ("data_types", "grad_accum_dtype")
+        problems.append((path, f"gradients of a model in {model} cannot be summed in {sums}", "use fp32"))
+    if bf16.enabled is True and bf16.bf16_optimizer_states is True:
+        path = ("bf16", "bf16_optimizer_states")
+        if bf16.bf16_master_weights_and_grads is not True:
+            hint = 'add "bf16_master_weights_and_grads": true'
+            problems.append((path, "bf16_optimizer_states needs bf16 master weights", hint))
+        elif sums == "fp32":
+            message = "bf16_optimizer_states needs gradient sums in bf16"
+            problems.append((path, message, "remove data_types.grad_accum_dtype"))
+    return problems
+
+
+def _reduction(config: Config) -> list[Problem]:
+    factor = config.gradient_predivide_factor
+    path = ("gradient_predivide_factor",)
+    if factor == 0:
+        return [(path, "gradient_predivide_factor 0 divides by zero", "use 1, the default")]
+    if factor != 1.0 and config.prescale_gradients is True:
+        return [(path, "prescale_gradients divides before sending too", "use one of them")]
+    return []

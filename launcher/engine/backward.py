@@ -1,0 +1,91 @@
+"""One backward pass: what is opened before it and closed after it, whoever calls it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from launcher.base.errors import EngineError
+from launcher.engine.watch import Watch
+from launcher.zero.reducer import GradientReducer
+from launcher.zero.schedule import ParameterSchedule
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise EngineError for a loss that is no scalar or has no graph."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise EngineError(f"engine.backward() needs a scalar loss, got {got}", hint="reduce it with loss.mean()")
+    if not loss.requires_grad:
+        raise EngineError(
+            "the loss has no graph to go back through",
+            hint="compute it from engine(...) in training mode, outside of torch.no_grad()",
+        )
+
+
+def scaled_up(loss: Tensor, loss_scale: float) -> Tensor:
+    """Return the loss times its scale, in fp32: a 16-bit product would overflow."""
+    return loss if loss_scale == 1.0 else loss.float() * loss_scale
+
+
+class BackwardPass:
+    """Lets the reducer and the schedule know when a backward pass begins and ends."""
+
+    def __init__(self, reducer: GradientReducer, schedule: ParameterSchedule, watch: Watch) -> None:
+        self._reducer = reducer
+        self._schedule = schedule
+        self._watch = watch
+        self._stack = contextlib.ExitStack()
+        self._is_open = False
+
+    @contextlib.contextmanager
+    def running(self, *, is_boundary: bool) -> Iterator[None]:
+        """Return the context of a backward pass that the engine calls."""
+        self.recover()
+        self._begin(is_boundary=is_boundary)
+        try:
+            yield
+        except BaseException as error:
+            self._abort(error)
+            raise
+        self._end()
+
+    def begins_at(self, loss: Tensor, is_boundary: Callable[[], bool]) -> Tensor:
+        """Have the pass begin when autograd reaches `loss`, and end when autograd has finished. Returns `loss`.
+
+        is_boundary: asked at the begin. Several such losses may be added and go back together.
+        """
+
+        def on_gradient(_grad: Tensor) -> None:
+            if not self._is_open:
+                self._begin(is_boundary=is_boundary())
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+        loss.register_hook(on_gradient)
+        return loss
+
+    def recover(self) -> None:
+        """Close a pass that an exception ended within autograd, of which nobody told us."""
+        if self._is_open:
+            self._abort(None)
+
+    def _begin(self, *, is_boundary: bool) -> None:
+        self._is_open = True
+        self._stack.enter_context(self._watch.phase("backward"))
+        self._reducer.begin_backward(is_boundary=is_boundary)
+        self._schedule.begin_backward()
+
+    def _end(self) -> None:
+        self._is_open = False
+        self._schedule.end_backward()
+        self._reducer.end_backward()
+        self._stack.close()
+
+    def _abort(self, error: BaseException | None) -> None:
+        self._is_open = False
+        self._reducer.abort_backward()
+        self._schedule.end_backward()
+        self._stack.__exit__(type(error) if error is not None else None, error, None)

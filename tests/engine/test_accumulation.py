@@ -1,0 +1,232 @@
+"""Every way to say when gradients are summed and when a step is taken ends with the weights of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness.parity import weight_distance
+from harness.ranks import run_on_ranks
+from harness.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build
+from torch import Tensor
+
+import launcher
+from launcher.base.errors import ConfigError, EngineError
+
+STEPS = 3
+PARTS = 2  # micro-batches of a step
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def config(stage: int, world_size: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": SAMPLES // world_size,
+        "gradient_accumulation_steps": PARTS,
+        "steps_per_print": 0,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+        **more,
+    }
+
+
+# ---- ways to take one step; each must see the mean of its micro-batches ----
+
+
+def _by_step(engine: Any, step: Batches) -> None:
+    for x, y in step:
+        engine.backward(engine(x, y))
+        engine.step()
+
+
+def _own_backward(engine: Any, step: Batches) -> None:
+    for x, y in step:
+        engine.scale(engine(x, y)).backward()
+        engine.step()
+
+
+def _own_backward_of_a_sum(engine: Any, step: Batches) -> None:
+    engine.set_gradient_accumulation_boundary(True)
+    sum(engine.scale(engine(x, y)) for x, y in step).backward()
+    engine.step()
+
+
+def _backwards_before_the_step(engine: Any, step: Batches) -> None:
+    engine.set_gradient_accumulation_boundary(True)  # so that the first one is taken for the last one
+    for x, y in step:
+        engine.backward(engine(x, y))
+    engine.step()
+
+
+def _own_backwards_before_the_step(engine: Any, step: Batches) -> None:
+    engine.set_gradient_accumulation_boundary(True)
+    for loss in [engine.scale(engine(x, y)) for x, y in step]:
+        loss.backward()
+    engine.step()
+
+
+def _boundary_found_late(engine: Any, step: Batches) -> None:
+    engine.set_gradient_accumulation_boundary(False)
+    for x, y in step:
+        engine.backward(engine(x, y))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+
+
+def _boundary_taken_back(engine: Any, step: Batches) -> None:
+    for number, (x, y) in enumerate(step):
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(x, y))
+        engine.set_gradient_accumulation_boundary(number == PARTS - 1)
+        engine.step()
+
+
+def _fewer(engine: Any, step: Batches) -> None:
+    """Two of eight micro-batches, so that each counts for a half if the user says so."""
+    for number, (x, y) in enumerate(step):
+        engine.set_gradient_accumulation_boundary(number == PARTS - 1)
+        engine.backward(engine(x, y) / PARTS, scale_wrt_gas=False)
+        engine.step()
+
+
+def _no_sync(engine: Any, step: Batches) -> None:
+    engine.set_gradient_accumulation_boundary(True)
+    with engine.no_sync():
+        for x, y in step[:-1]:
+            engine.backward(engine(x, y))
+    x, y = step[-1]
+    engine.backward(engine(x, y))
+    engine.step()
+
+
+def _all_in_no_sync(engine: Any, step: Batches) -> None:
+    engine.set_gradient_accumulation_boundary(True)
+    with engine.no_sync():
+        for x, y in step:
+            engine.scale(engine(x, y)).backward()
+    engine.step()
+
+
+def _unmanaged(engine: Any, step: Batches) -> None:
+    for x, y in step:
+        engine.backward(engine(x, y))
+    engine.step()
+
+
+def _after_an_exception(engine: Any, step: Batches) -> None:
+    def fail(_grad: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    x, y = step[0]
+    for own in (True, False):
+        loss = engine(x, y)
+        loss.register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.scale(loss).backward() if own else engine.backward(loss)
+    _own_backward(engine, step)
+
+
+WAYS: dict[str, Callable[[Any, Batches], None]] = {
+    function.__name__.strip("_"): function
+    for function in (
+        _by_step,
+        _own_backward,
+        _own_backward_of_a_sum,
+        _backwards_before_the_step,
+        _own_backwards_before_the_step,
+        _boundary_found_late,
+        _boundary_taken_back,
+        _fewer,
+        _no_sync,
+        _all_in_no_sync,
+        _unmanaged,
+        _after_an_exception,
+    )
+}
+MORE: dict[str, dict[str, Any]] = {
+    "unmanaged": {"managed_gradient_accumulation": False},
+    "fewer": {"gradient_accumulation_steps": 8},
+}
+
+
+def steps() -> Iterator[Batches]:
+    given = batches(STEPS * PARTS)
+    for number in range(STEPS):
+        yield given[number * PARTS : (number + 1) * PARTS]
+
+
+def train(rank: int, world_size: int, stage: int, ways: list[str]) -> dict[str, dict[str, Tensor]]:
+    """Train once for each way; return the final weights of each."""
+    part = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
+    results = {}
+    for way in ways:
+        engine = launcher.initialize(model=build("Plain"), config=config(stage, world_size, **MORE.get(way, {})))[0]
+        for step in steps():
+            WAYS[way](engine, [(x[part], y[part]) for x, y in step])
+        assert engine.global_steps == STEPS
+        results[way] = engine.state_dict()
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    model = build("Plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    for step in steps():
+        for x, y in step:
+            (model(x, y) / PARTS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_way_to_accumulate(stage: int, world_size: int, expected: dict[str, Tensor]) -> None:
+    ways = [way for way in WAYS if stage < 2 or "no_sync" not in way]
+    for found in run_on_ranks(world_size, train, stage, ways):
+        assert list(found) == ways
+        for way, weights in found.items():
+            assert weight_distance(weights, expected) <= 2e-6, way
+
+
+# ---- what is refused ----
+
+
+def alone(stage: int = 0, **more: Any) -> Any:
+    return launcher.initialize(model=build("SomeUnused"), config=config(stage, 1, **more))[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_sync_needs_whole_gradients(stage: int) -> None:
+    with pytest.raises(EngineError, match=f"cannot be used at ZeRO stage {stage}"), alone(stage).no_sync():
+        pass
+
+
+def test_no_sync_is_for_backwards_only() -> None:
+    engine = alone()
+    with engine.no_sync():
+        engine.backward(engine(*batches(1)[0]))
+        with pytest.raises(EngineError, match=r"step\(\) was called within no_sync"):
+            engine.step()
+        with pytest.raises(EngineError, match="entered within"), engine.no_sync():
+            pass
+
+
+def test_unused_parameters_are_an_error_where_they_are_not_to_be_ignored() -> None:
+    engine = alone(zero_optimization={"ignore_unused_parameters": False}, gradient_accumulation_steps=1)
+    engine.backward(engine(*batches(1)[0]))
+    with pytest.raises(EngineError, match=r"no rank computed a gradient of blocks\.0\.scale, .*, blocks\.2\.extra"):
+        engine.step()
+
+
+def test_sizes_change_between_steps() -> None:
+    engine = alone()
+    engine.set_train_batch_size(4 * SAMPLES)
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (4 * SAMPLES, 4)
+    engine.set_train_micro_batch_size(2)
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 2)
+    with pytest.raises(ConfigError, match="not divisible"):
+        engine.set_train_batch_size(3)
