@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +56,7 @@ class UnitGradients:
         else:
             self.owned_grad = torch.zeros(len(owned), dtype=sum_dtype, device=group.device)
         self._factor = 1.0  # what the last sum over the ranks was multiplied by
+        self._early_scale = self._exact_scale() if self._is_kept_whole else 1.0  # of gradients as they are taken
         self._filled = [False] * len(layout.slots)  # has a gradient in the local buffer
         self._arrived = [False] * len(layout.slots)  # has a gradient of the current backward
         self._num_arrived = 0
@@ -62,6 +65,17 @@ class UnitGradients:
         self._owned_holds_sum = False  # an earlier micro-batch is in `owned_grad`
         self._reduction: Pending | None = None
         self.norm: Tensor | None = None  # 2-norm of `owned_grad`, scalar fp32, when it is known
+
+    def _exact_scale(self) -> float:
+        """Return the factor of the average over ranks if taking it early rounds nothing, else 1.
+
+        It saves a pass over the buffer. A power of two is exact in fp32 and bf16; fp16 would underflow.
+        """
+        precision = self._policy.precision
+        factor = self._policy.reduction.factor(self._group.world_size)
+        is_exact = math.frexp(factor)[0] == 0.5
+        is_wide = precision.grad_dtype == torch.float32 and self._wire_dtype != torch.float16
+        return factor if is_exact and is_wide and self._policy.reduction.predivide == 1.0 else 1.0
 
     def begin_backward(self) -> None:
         """Forget which gradients of the previous backward have arrived."""
@@ -97,9 +111,11 @@ class UnitGradients:
         slot = self._layout.slots[index]
         target = self._buffer()[slot.offset : slot.end].view(grad.shape)
         if self._filled[index]:
-            target.add_(grad)
-        else:
+            target.add_(grad, alpha=self._early_scale)
+        elif self._early_scale == 1.0:
             target.copy_(grad)
+        else:
+            torch.mul(grad, self._early_scale, out=target)
         self._filled[index] = self.used[index] = True
         if not self._arrived[index]:
             self._arrived[index] = True
@@ -120,11 +136,12 @@ class UnitGradients:
                 local[slot.offset : slot.end].zero_()
         end = self._layout.slots[-1].end
         local[end:].zero_()
-        self._factor, rest = scale, scale
+        rest = scale / self._early_scale
+        self._factor = rest
         reduction = self._policy.reduction
         if reduction.predivide != 1.0 and self._group.process_group is not None:
             local.mul_(1.0 / reduction.predivide)
-            rest = scale * reduction.predivide
+            rest *= reduction.predivide
         sent = self._sent(local)
         if self._is_whole or (self._is_kept_whole and not reduction.scatters):
             self._reduction = collectives.all_reduce(self._group, local, rest, sent=sent)
