@@ -164,10 +164,9 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
     received = (world_size - 1) / world_size
     if setting.stage >= 2 and (world_size > 1 or offload.optimizer != "none"):
         total += precision.param_bytes * sum(units[:GRADIENT_UNITS] if setting.overlaps else units)
-    elif setting.stage == 1 and world_size > 1 and precision.param_bytes < precision.grad_bytes:
+    elif world_size > 1 and precision.param_bytes < precision.grad_bytes:
         total += precision.param_bytes * sum(units[:REDUCING_UNITS])  # what is sent is a copy in fewer bits
-    sent_bytes = precision.grad_bytes if setting.stage == 0 else precision.param_bytes
-    total += _whole(sent_bytes * received * sum(units[:REDUCING_UNITS]))
+    total += _whole(precision.param_bytes * received * sum(units[:REDUCING_UNITS]))
     if setting.stage == 3 and (world_size > 1 or offload.param != "none"):
         total += precision.param_bytes * _gathered_numel(units, setting)
     return total

@@ -186,6 +186,7 @@ class UnitGradients:
         """Wait for the phase under way and start the next one, where there is one."""
         if self._reduction is not None:
             self._reduction = self._reduction.advance()
+            self._give_wire_back()  # what was sent has been added: the sum itself is on its way now
 
     def finish_reduction(self, *, measure: bool = False) -> None:
         """Wait for the sum and give temporary buffers back. measure: take the norm while the sum is in the cache."""
@@ -202,14 +203,17 @@ class UnitGradients:
             (self.owned_grad.add_ if self._owned_holds_sum else self.owned_grad.copy_)(arrived)
             self._group.buffers.give_back(self._arriving)
             self._arriving = None
-        if self._wire is not None:
-            self._group.buffers.give_back(self._wire)
-            self._wire = None
+        self._give_wire_back()
         if not self._is_kept_whole:
             self._owned_holds_sum = True
             self._give_local_back()
         if measure:
             self.norm = norm_of(self.owned_grad)
+
+    def _give_wire_back(self) -> None:
+        if self._wire is not None:
+            self._group.buffers.give_back(self._wire)
+            self._wire = None
 
     def _give_local_back(self) -> None:
         if self._local is not None:

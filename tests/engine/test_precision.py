@@ -257,7 +257,8 @@ def test_what_travels_and_what_becomes_of_it(stage: int) -> None:
     first, second = run_on_ranks(2, _sent, stage)
     for name, (_, dtype) in SENT.items():
         weights, dtypes = first[name]
-        assert dtypes == {dtype}, name
+        assert dtypes <= {dtype}, name
+        assert dtypes or dtype == torch.float32, name  # two ranks leave a sum in fp32 to gloo
         assert all(torch.equal(value, second[name][0][key]) for key, value in weights.items())
         if weights["head.weight"].dtype != torch.float32:
             continue

