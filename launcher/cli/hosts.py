@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,9 +58,9 @@ _OPTIONS = (
         is_flag=True,
         help="Record the SSH keys of hosts never seen before instead of refusing them.",
     ),
-    click.option("--setup", default="", metavar="CMD", help="Shell text to run on a host before python."),
+    click.option("--setup", default="", metavar="CMD", help="Shell text to run on a host first."),
     click.option(
-        "--venv_script", "--venv-script", "venv_script", metavar="FILE", help="Source FILE on a host before python."
+        "--venv_script", "--venv-script", "venv_script", metavar="FILE", help="Source FILE on a host first."
     ),
 )
 
@@ -83,7 +83,7 @@ class HostOptions:
 
     @property
     def shell_setup(self) -> str:
-        """Shell text that runs on a host before python."""
+        """Shell text that runs on a host before anything of ours."""
         source = [f". {shlex.quote(self.venv_script)}"] if self.venv_script else []
         return " && ".join([*source, *([self.setup] if self.setup else [])])
 
@@ -103,11 +103,14 @@ class HostOptions:
         """Say whether the hosts are those of the Slurm allocation this command runs in."""
         return self.hostfile is None and in_allocation(os.environ)
 
-    def reach(self, cluster: Cluster) -> Reach:
-        """Return how the hosts are reached. Raises: UsageError."""
+    def reach(self, cluster: Cluster, *, shell_only: bool = False) -> Reach:
+        """Return how the hosts are reached. Raises: UsageError.
+
+        shell_only: start a plain shell there, not an agent; a Slurm step knows agents only.
+        """
         if self.in_slurm:
             return AllocationTransports(self, cluster)
-        return Transports(self.ssh_options, only_ssh=self.force_multi)
+        return Transports(replace(self.ssh_options, shell_only=shell_only), only_ssh=self.force_multi)
 
     def cluster(self) -> Cluster:
         """Return the hosts that are meant: those of the hostfile, of the Slurm allocation, else this machine.

@@ -54,7 +54,7 @@ class Transports:
         """only_local: every host is this machine. only_ssh: not even `localhost` is."""
         self._only_local = only_local
         self._only_ssh = only_ssh
-        self._local = LocalTransport()
+        self._local = LocalTransport(shell_only=ssh.shell_only)
         self._ssh = SshTransport(ssh)
 
     def prepare(self, hosts: Sequence[Host]) -> None:

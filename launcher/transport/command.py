@@ -1,4 +1,4 @@
-"""The one command that starts an agent. It is a constant of a job: no user text, no environment, no secrets.
+"""The one command that starts an agent, or a plain shell. It is a constant: no user text, no environment, no secrets.
 
 An installed package is started with `python -m launcher.agent`. From a source checkout (the package's folder
 is no site-packages) the checkout's path is appended to the module search path by a fixed `-c` program, so
@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 AGENT_MODULE = "launcher.agent"
+SHELL_ARGV = ("/bin/sh",)  # reads what it is to do from its stdin
+SHELL_COMMAND = "exec /bin/sh"
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 # The current folder ("") leaves the path: a folder there named like a module must not shadow it.
 _BOOTSTRAP = (

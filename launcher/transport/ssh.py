@@ -1,4 +1,4 @@
-"""The agent over SSH, with paramiko in this process: no `ssh` child per host, one connection per host.
+"""Agents, or plain shells, over SSH, with paramiko in this process: no `ssh` child per host, one connection per host.
 
 paramiko is imported inside functions: commands that reach no host must not pay its start-up time.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import HostfileError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
-from launcher.transport.command import AGENT_MODULE, agent_shell_command
+from launcher.transport.command import AGENT_MODULE, SHELL_COMMAND, agent_shell_command
 from launcher.transport.ssh_config import SshOptions, SshTarget, load_config, resolve
 from launcher.transport.ssh_connect import DroppedError, connect, open_jump
 from launcher.transport.tail import StderrTail
@@ -46,8 +46,12 @@ class SshTransport:
         return "ssh"
 
     def command_for(self, host: Host) -> str:
-        command = agent_shell_command(self._options.python, self._options.module or AGENT_MODULE, self._options.root)
-        return f"{self._options.setup} && {command}" if self._options.setup else command
+        options = self._options
+        if options.shell_only:
+            command = SHELL_COMMAND
+        else:
+            command = agent_shell_command(options.python, options.module or AGENT_MODULE, options.root)
+        return f"{options.setup} && {command}" if options.setup else command
 
     def target(self, host: Host) -> SshTarget:
         """Return how `host` would be reached; reads the SSH config only. Raises: TransportError."""
@@ -134,7 +138,7 @@ class SshTransport:
 
 
 class SshChannel:
-    """One SSH session that runs the agent; implements `Channel`."""
+    """One SSH session that runs the agent or a shell; implements `Channel`."""
 
     def __init__(self, target: SshTarget, session: paramiko.Channel) -> None:
         self._target = target
@@ -176,6 +180,9 @@ class SshChannel:
 
     def stderr_tail(self) -> str:
         return self._stderr.text(_TAIL_WAIT_S if self._session.exit_status_ready() else 0.0)
+
+    def listen_stderr(self, take: Callable[[bytes], None]) -> None:
+        self._stderr.listen(take)
 
     def wait(self, timeout_s: float) -> int | None:
         """Return the agent's exit status; None while it runs, and when a signal or a lost connection ended
