@@ -13,10 +13,10 @@ from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
 from launcher.cli.completion import files
 from launcher.cli.hosts import HostOptions, host_options
-from launcher.cli.options import Seconds
+from launcher.cli.numbers import Seconds
 from launcher.cluster.fold import fold
 from launcher.job.bare import BareSession
-from launcher.job.everywhere import MAX_OUTPUT_BYTES, AgentSession, Everywhere, HostResult, Task
+from launcher.job.everywhere import MAX_OUTPUT_BYTES, Everywhere, HostResult, Task
 from launcher.job.plan import new_job_id
 
 _EPILOG = """\b
@@ -69,8 +69,7 @@ def exec_command(
     cwd = working_folder()
     tasks = [Task(host, words, cwd) for host in cluster.hosts]
     transports = options.reach(cluster, shell_only=is_bare)
-    session = BareSession if is_bare else AgentSession
-    run = Everywhere(tasks, transports.for_host, new_job_id(), _say_waiting, session)
+    run = Everywhere(tasks, transports.for_host, new_job_id(), _say_waiting, BareSession if is_bare else None)
     try:
         transports.prepare(cluster.hosts)
         results = run.run(timeout_s)

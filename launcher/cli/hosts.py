@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from launcher.base.errors import UsageError
-from launcher.cli.planning import Reach, Transports
-from launcher.cli.slurm import AllocationTransports, allocation
+from launcher.cli.reach import Reach, Transports
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.devices import local_slots
 from launcher.cluster.filters import select
@@ -59,9 +58,7 @@ _OPTIONS = (
         help="Record the SSH keys of hosts never seen before instead of refusing them.",
     ),
     click.option("--setup", default="", metavar="CMD", help="Shell text to run on a host first."),
-    click.option(
-        "--venv_script", "--venv-script", "venv_script", metavar="FILE", help="Source FILE on a host first."
-    ),
+    click.option("--venv_script", "--venv-script", "venv_script", metavar="FILE", help="Source FILE on a host first."),
 )
 
 
@@ -109,6 +106,8 @@ class HostOptions:
         shell_only: start a plain shell there, not an agent; a Slurm step knows agents only.
         """
         if self.in_slurm:
+            from launcher.cli.slurm import AllocationTransports
+
             return AllocationTransports(self, cluster)
         return Transports(replace(self.ssh_options, shell_only=shell_only), only_ssh=self.force_multi)
 
@@ -118,7 +117,12 @@ class HostOptions:
         Raises: HostfileError, UsageError.
         """
         if self.hostfile is not None or self.in_slurm:
-            cluster = read_hostfile(Path(self.hostfile)) if self.hostfile is not None else allocation(None)
+            if self.hostfile is not None:
+                cluster = read_hostfile(Path(self.hostfile))
+            else:
+                from launcher.cli.slurm import allocation
+
+                cluster = allocation(None)
             return select(cluster, include=self.include, exclude=self.exclude, num_nodes=self.num_nodes)
         if self.include or self.exclude or self.num_nodes not in (None, 1):
             raise UsageError(

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from launcher import __version__
 from launcher.base.errors import ExitCode, LauncherError
-from launcher.cli import render, streams
+from launcher.cli import streams
 
 # Subcommand -> where it is defined. Loaded when used, so that none pays for another's imports.
 _COMMANDS = {
@@ -93,6 +93,12 @@ def cli() -> None:
     """Start PyTorch jobs on one machine or on many."""
 
 
+def _show(error: LauncherError) -> None:
+    from launcher.cli import render  # costs what a command that ends well should not pay
+
+    render.show_error(error)
+
+
 def main() -> None:
     """Run the command line and exit. Every error a user can cause ends here as text, without a traceback."""
     streams.open_missing()
@@ -106,7 +112,7 @@ def main() -> None:
     except click.Abort:
         code = ExitCode.INTERRUPTED
     except LauncherError as error:
-        render.show_error(error)
+        _show(error)
         code = error.exit_code
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
@@ -115,7 +121,7 @@ def main() -> None:
         code = 128 + 13
     except OSError as error:
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
-        render.show_error(LauncherError(error.strerror or str(error), where=where))
+        _show(LauncherError(error.strerror or str(error), where=where))
         streams.silence_all()  # it may be standard output that failed
         code = ExitCode.FAILURE
     sys.exit(int(code) if isinstance(code, int) else 0)

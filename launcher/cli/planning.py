@@ -7,11 +7,11 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.base.folders import home_folder, working_folder
 from launcher.cli.options import RunOptions
+from launcher.cli.reach import Reach
 from launcher.cli.slurm import allocation
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.cores import parse_core_list
@@ -23,57 +23,6 @@ from launcher.job.environment import forwarded
 from launcher.job.plan import Command, JobPlan
 from launcher.transport.api import Transport
 from launcher.transport.fanout import is_local
-from launcher.transport.local import LocalTransport
-from launcher.transport.ssh import SshOptions, SshTransport
-
-
-class Reach(Protocol):
-    """How the hosts of a run are reached."""
-
-    def prepare(self, hosts: Sequence[Host]) -> None:
-        """Learn which hosts the next run uses, before any is opened."""
-        ...
-
-    def for_host(self, host: Host) -> Transport:
-        """Return the transport that reaches `host`."""
-        ...
-
-    def address_of(self, host: Host) -> str:
-        """Return the address other nodes reach `host` by."""
-        ...
-
-    def close(self) -> None:
-        """Close every connection."""
-        ...
-
-
-class Transports:
-    """The transport of each host: this machine's own, or one SSH transport for all others."""
-
-    def __init__(self, ssh: SshOptions, *, only_local: bool = False, only_ssh: bool = False) -> None:
-        """only_local: every host is this machine. only_ssh: not even `localhost` is."""
-        self._only_local = only_local
-        self._only_ssh = only_ssh
-        self._local = LocalTransport(shell_only=ssh.shell_only)
-        self._ssh = SshTransport(ssh)
-
-    def prepare(self, hosts: Sequence[Host]) -> None:
-        """Nothing: each host is reached for itself."""
-
-    def for_host(self, host: Host) -> Transport:
-        """Return the transport that reaches `host`."""
-        if self._only_local or (is_local(host.name) and not self._only_ssh):
-            return self._local
-        return self._ssh
-
-    def address_of(self, host: Host) -> str:
-        """Return the address other nodes reach `host` by: HostName of the SSH config, else its name."""
-        return self._ssh.target(host).address
-
-    def close(self) -> None:
-        """Close every connection."""
-        self._ssh.close()
-        self._local.close()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from launcher.cli import render, slurm
 from launcher.cli.jobfile import SUFFIXES, read_job_file
 from launcher.cli.live import live_view
 from launcher.cli.options import RunOptions, run_options
-from launcher.cli.planning import Reach, Transports, choose_hosts, config_argument, make_plan
+from launcher.cli.planning import choose_hosts, config_argument, make_plan
+from launcher.cli.reach import Reach, Transports
 from launcher.cluster.cluster import Cluster
 from launcher.job.controller import Controller
 from launcher.job.plan import JobPlan, new_job_id

@@ -1,14 +1,13 @@
 """Run one program on every host at once and keep what each printed.
 
 A job stops at its first failure; here every host is on its own. A host that cannot be reached is a result like any
-other. How a host runs the program is its session's matter: under an ordinary agent (`AgentSession`), or under a plain
-shell (`job.bare`). Either way environment and arguments travel inside the stream.
+other. How a host runs the program is its session's matter: under an ordinary agent (`job.supervised`), or under a
+plain shell (`job.bare`). Either way environment and arguments travel inside the stream.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import signal
 import threading
@@ -17,32 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from launcher.agent.wire import (
-    Bye,
-    Decoder,
-    Exited,
-    Hello,
-    Message,
-    Output,
-    PickPort,
-    Ping,
-    PortPicked,
-    Spawn,
-    SpawnFailed,
-    Stop,
-    check_version,
-    encode,
-)
 from launcher.base import env
 from launcher.base.errors import Diagnostic, LauncherError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.cluster.fold import fold
-from launcher.job.environment import forwarded
 from launcher.job.plan import DEFAULT_LEASE_S, PING_INTERVAL_S
-from launcher.job.report import shell_code
-from launcher.job.sweep import sweep_lost_hosts
 from launcher.transport.api import Channel, Transport
-from launcher.transport.diagnose import start_failure
 from launcher.transport.fanout import MAX_PARALLEL
 
 MAX_OUTPUT_BYTES = 64 << 20  # of one host; what follows is dropped, and the result says so
@@ -62,7 +41,7 @@ class Task:
     """What one host is to run."""
 
     host: Host
-    command: tuple[str, ...]  # arguments of launcher.worker: kind, target, arguments
+    command: tuple[str, ...]  # as the session wants it; for agents what launcher.worker takes: kind, target, arguments
     cwd: str
 
 
@@ -158,84 +137,6 @@ class Session:
         return channel
 
 
-class AgentSession(Session):
-    """One host with an agent, which ends whatever its program leaves behind."""
-
-    def __init__(self, number: int, task: Task, job_id: str) -> None:
-        super().__init__(number, task, job_id)
-        self._heard_s = 0.0  # monotonic, when the agent last said something; it answers every ping
-        self._was_started = False
-        self._said_bye = False
-        self._asked_s = 0.0
-
-    @property
-    def is_lost(self) -> bool:
-        return self._was_started and not self._said_bye
-
-    @property
-    def silent_since_s(self) -> float | None:
-        # An agent on this machine has no lease: its pipe tells its end.
-        return self._heard_s if self.has_answered and self.result.transport != "local" else None
-
-    def follow(self, channel: Channel) -> None:
-        decoder = Decoder(expect_magic=True)
-        while data := channel.read(READ_BYTES):
-            self._heard_s = time.monotonic()
-            for message in decoder.feed(data):
-                self._handle(message, channel)
-        if not self.has_answered:
-            raise start_failure(channel, None)
-        raise TransportError("stopped before its end" if self._said_bye else "the connection was lost")
-
-    def stop(self, grace_s: float) -> None:
-        self._send(Stop(grace_s))
-
-    def ping(self) -> None:
-        self._send(Ping())
-
-    def _send(self, message: Message) -> None:
-        """Send a message; a lost connection is noticed by the reader."""
-        if self.channel is not None:
-            with contextlib.suppress(TransportError):
-                self.channel.write(encode(message))
-
-    def _handle(self, message: Message, channel: Channel) -> None:
-        result = self.result
-        if isinstance(message, Hello):
-            self.has_answered = True
-            check_version(message, channel.host_name)
-            self._asked_s = time.monotonic()
-            self._send(PickPort())
-        elif isinstance(message, PortPicked):
-            result.round_trip_s = time.monotonic() - self._asked_s
-            result.port = message.port
-            result.started_s = time.time()
-            self._was_started = True
-            self._send(self._spawn_message())
-        elif isinstance(message, Output):
-            self.keep(message.data, result.stdout if message.stream == "stdout" else result.stderr)
-        elif isinstance(message, SpawnFailed):
-            result.error = Diagnostic(
-                f"it could not be started: {message.reason}", result.host.name, FOLDER_HINT
-            )
-        elif isinstance(message, Exited):
-            result.exit_code = shell_code(message.status)
-            result.stderr += str((message.record or {}).get("traceback", "")).encode("utf-8", "backslashreplace")
-        elif isinstance(message, Bye):
-            self._said_bye = True
-
-    def _spawn_message(self) -> Spawn:
-        return Spawn(
-            job_id=self.job_id,
-            commands=[list(self.task.command)],
-            cwd=self.task.cwd,
-            env={} if self.result.transport == "local" else forwarded(os.environ),
-            rank_envs=[host_variables(self.number)],
-            lease_s=None if self.result.transport == "local" else DEFAULT_LEASE_S,
-            grace_s=GRACE_S,
-        )
-
-
 def host_variables(number: int) -> dict[str, str]:
     """Return the variables that tell a program which of the hosts it runs on."""
     return {env.RANK.name: str(number), env.NODE_RANK.name: str(number)}
@@ -250,9 +151,14 @@ class Everywhere:
         transport_for: Callable[[Host], Transport],
         job_id: str,
         on_waiting: Callable[[str], None] = lambda _: None,
-        session: Callable[[int, Task, str], Session] = AgentSession,
+        session: Callable[[int, Task, str], Session] | None = None,
     ) -> None:
-        """on_waiting: told once, after 2 s, what is being waited for. session: makes the session of one host."""
+        """on_waiting: told once, after 2 s, what is being waited for. session: makes the session of one host; None: an
+        `AgentSession`."""
+        if session is None:
+            from launcher.job.supervised import AgentSession  # bare commands do without the agents' protocol
+
+            session = AgentSession
         self.interrupted_by: int | None = None  # number of the signal that ended the run
         self.unconfirmed_hosts: tuple[str, ...] = ()  # lost hosts that could not be asked what is left there
         self._sessions = [session(number, task, job_id) for number, task in enumerate(tasks)]
@@ -283,7 +189,10 @@ class Everywhere:
                     if session.channel is not None:
                         session.channel.close()
         lost = [session.result.host for session in self._sessions if session.is_lost]
-        self.unconfirmed_hosts = sweep_lost_hosts(lost, self._transport_for, self._job_id)
+        if lost:
+            from launcher.job.sweep import sweep_lost_hosts
+
+            self.unconfirmed_hosts = sweep_lost_hosts(lost, self._transport_for, self._job_id)
         return [session.result for session in self._sessions]
 
     def _serve(self, session: Session, room: threading.Semaphore) -> None:

@@ -54,7 +54,7 @@ class LocalTransport:
             raise TransportError(
                 f"{self._argv[0]} cannot be started: {error.strerror or error}",
                 where=host.name,
-                hint=f"check that it can be executed, and the limits of `ulimit -a`",
+                hint="check that it can be executed, and the limits of `ulimit -a`",
             ) from None
         try:
             channel = LocalChannel(host.name, process)

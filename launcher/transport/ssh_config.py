@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
+from launcher.transport import ssh_library
 
 if TYPE_CHECKING:
     from paramiko import SSHConfig
@@ -31,6 +32,7 @@ _DEFAULT_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 _MAX_INCLUDE_DEPTH = 16
+_MATCH_EXEC = re.compile(r"^\s*match\b.*\bexec\b", re.IGNORECASE | re.MULTILINE)
 _INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(?P<patterns>.+?)\s*", re.IGNORECASE)
 
 
@@ -85,6 +87,7 @@ def load_config(options: SshOptions) -> SSHConfig:
 
     Raises: TransportError when the named file is missing or a file is malformed.
     """
+    ssh_library.load()
     from paramiko import ConfigParseError, SSHConfig
 
     if options.config_file is not None:
@@ -94,6 +97,8 @@ def load_config(options: SshOptions) -> SSHConfig:
     else:
         # "Host *" ends the last block of the user's file; the first value found wins, so the user's does.
         text = f"{_spliced(_user_config(), 0)}\nHost *\n{_spliced(SYSTEM_CONFIG, 0)}"
+    if _MATCH_EXEC.search(text):
+        ssh_library.with_exec()
     try:
         return SSHConfig.from_text(text)
     except (ConfigParseError, ValueError) as error:

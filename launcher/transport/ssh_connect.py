@@ -6,15 +6,17 @@ checked before any key is offered. Nothing is ever accepted or written on the us
 
 from __future__ import annotations
 
-import logging
+import functools
 import shlex
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.base.errors import TransportError
+from launcher.transport import ssh_library
 from launcher.transport.known_hosts import KnownKey, Verdict, check_key, find_keys, lookup_name, record_key
 from launcher.transport.ssh_config import SshTarget
 
@@ -31,8 +33,7 @@ def connect(target: SshTarget, via: paramiko.Channel | None) -> paramiko.Transpo
 
     Raises: TransportError naming host, user, port and remedy.
     """
-    # Without a handler logging's last resort prints paramiko's own tracebacks to the user's terminal.
-    logging.getLogger("paramiko").addHandler(logging.NullHandler())
+    ssh_library.load()
     known = find_keys(_known_name(target), target.known_hosts_files)
     connection = _start(target, via if via is not None else _tcp(target), known)
     try:
@@ -216,7 +217,7 @@ def _keys(target: SshTarget, agent: paramiko.Agent | None, problems: list[str]) 
         if not path.is_file():
             continue
         try:
-            loaded = paramiko.PKey.from_path(path)
+            loaded = _load_key(path, path.stat().st_mtime_ns)
         except (paramiko.PasswordRequiredException, TypeError):
             # TypeError is what the crypto library raises for an encrypted PEM key without a password.
             if _public_half(str(path)) not in seen:
@@ -227,6 +228,15 @@ def _keys(target: SshTarget, agent: paramiko.Agent | None, problems: list[str]) 
             continue
         if loaded.asbytes() not in seen:
             yield str(path), loaded
+
+
+@functools.lru_cache
+def _load_key(path: Path, _changed_ns: int) -> paramiko.PKey:
+    """Read a private key, once for all hosts that take it."""
+    import paramiko
+
+    loaded: paramiko.PKey = paramiko.PKey.from_path(path)
+    return loaded
 
 
 def _public_half(path: str) -> bytes | None:

@@ -15,7 +15,7 @@ from harness.sshd import LoopbackSshd
 
 from launcher.cli.exec import show_results
 from launcher.cli.hosts import HostOptions
-from launcher.cli.planning import Transports
+from launcher.cli.reach import Transports
 from launcher.cluster.cluster import Host
 from launcher.job import everywhere
 from launcher.transport.local import LocalTransport

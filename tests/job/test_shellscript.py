@@ -50,7 +50,9 @@ def run(shell: list[str], script: bytes, cwd: Path, locale: str = "C.UTF-8") -> 
     process = subprocess.Popen(
         shell, stdin=-1, stdout=-1, stderr=-1, cwd=cwd, env=env, start_new_session=True, bufsize=0
     )
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     written = process.stdin
     written.write(script)  # stdin stays open, as from a launcher that lives
     out, err = bytearray(), bytearray()
@@ -73,7 +75,7 @@ def test_every_byte_arrives_and_nothing_is_executed(shell: list[str], locale: st
     folder.mkdir()
     variables = {"ODD_VALUE": ALL_BYTES, "QUOTED": "'$(touch PWNED)'", "NO-SHELL-NAME;touch PWNED": "x"}
     show = 'import os,sys; sys.stdout.buffer.write(b"\\0".join([os.environb[b"ODD_VALUE"],os.environb[b"QUOTED"],'
-    show += 'os.getcwdb(), *map(os.fsencode, sys.argv[1:])]))'
+    show += "os.getcwdb(), *map(os.fsencode, sys.argv[1:])]))"
     words = ["/usr/bin/env", "python3", "-c", show, *HOSTILE]
     stream, out, err = run(shell, script_for(MARK, words, str(folder), variables, 5), tmp_path, locale)
     expected = [ALL_BYTES, "'$(touch PWNED)'", str(folder), *HOSTILE]
@@ -98,7 +100,7 @@ def test_codes_streams_and_names_that_look_like_something_else(shell: list[str],
     (tmp_path / "while").write_text('#!/bin/sh\necho "$0 $*"\n')
     (tmp_path / "while").chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    stream, out, err = run(shell, script_for(MARK, ["while", "true"], str(tmp_path), variables, 5), tmp_path)
+    _, out, err = run(shell, script_for(MARK, ["while", "true"], str(tmp_path), variables, 5), tmp_path)
     assert (out, err) == (f"{tmp_path}/while true\n".encode(), b"")
 
 
