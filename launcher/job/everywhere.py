@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -71,7 +71,6 @@ class Session:
         self.channel: Channel | None = None
         self.opened_s: float | None = None  # monotonic
         self.has_answered = False
-        self.is_over = False
         self.unwanted = threading.Event()  # nobody waits for its start any more
         self.number = number
         self.task = task
@@ -204,12 +203,14 @@ class Everywhere:
     def _wait(self, timeout_s: float | None, is_enough: Callable[[HostResult], bool]) -> None:
         start_s = time.monotonic()
         ping_at_s, tell_at_s = start_s + PING_INTERVAL_S, start_s + _TELL_AFTER_S
-        while running := [session for session in self._sessions if not session.is_over]:
+        left = dict.fromkeys(self._sessions)
+        while left:
             with contextlib.suppress(queue.Empty):
-                ended = self._ended.get(timeout=0.05 if self._has_output(running) else 0.2)
+                ended = self._ended.get(timeout=0.05 if self._has_output(left) else 0.2)
                 if ended is not None:
-                    ended.is_over = True
+                    left.pop(ended, None)
                     continue
+            running = list(left)
             now_s = time.monotonic()
             if self._give_up_at_s is not None and now_s > self._give_up_at_s:
                 return self._abandon(running)
@@ -230,7 +231,7 @@ class Everywhere:
                     session.ping()
 
     @staticmethod
-    def _has_output(running: Sequence[Session]) -> bool:
+    def _has_output(running: Iterable[Session]) -> bool:
         return any(session.result.stdout for session in running)
 
     def _tell(self, running: Sequence[Session]) -> None:
@@ -254,7 +255,7 @@ class Everywhere:
             session.unwanted.set()
             if session.channel is None:
                 session.fail(TransportError(_NEVER_CONNECTED))
-                session.is_over = True
+                self._ended.put(session)
             else:
                 session.stop(grace_s)
 
