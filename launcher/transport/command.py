@@ -8,6 +8,7 @@ An installed package on the other machine still wins, because the path is append
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ _BOOTSTRAP = (
 )
 
 
+@functools.lru_cache(maxsize=1)
 def package_root() -> Path:
     """Return the folder that holds the `launcher` package on this machine."""
     return Path(__file__).resolve().parents[2]

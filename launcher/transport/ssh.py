@@ -16,7 +16,7 @@ from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
 from launcher.transport.command import AGENT_MODULE, SHELL_COMMAND, agent_shell_command
 from launcher.transport.ssh_config import SshOptions, SshTarget, load_config, resolve
-from launcher.transport.ssh_connect import DroppedError, connect, open_jump
+from launcher.transport.ssh_connect import DroppedError, connect, end_connection, open_jump
 from launcher.transport.tail import StderrTail
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class SshTransport:
             connections, self._connections = self._connections, {}
         # Dictionaries keep their order: a jump host was connected before what lies behind it.
         for connection in reversed(connections.values()):
-            connection.close()
+            end_connection(connection)
 
     def _connect_patiently(self, target: SshTarget) -> paramiko.Transport:
         """Connect; a server that drops the connection is asked again a little later. Raises: TransportError."""
@@ -126,7 +126,7 @@ class SshTransport:
             if not self._closed:
                 self._connections[key] = connection
                 return connection
-        connection.close()
+        end_connection(connection)
         raise TransportError("the transport was closed while connecting", where=target.name)
 
     def _jump_target(self, text: str, target: SshTarget) -> SshTarget:
