@@ -22,7 +22,7 @@ from launcher.cluster.cluster import Host
 from launcher.cluster.fold import fold
 from launcher.job.plan import DEFAULT_LEASE_S, PING_INTERVAL_S
 from launcher.transport.api import Channel, Transport
-from launcher.transport.fanout import MAX_PARALLEL
+from launcher.transport.fanout import max_parallel
 
 MAX_OUTPUT_BYTES = 64 << 20  # of one host; what follows is dropped, and the result says so
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -177,7 +177,7 @@ class Everywhere:
         timeout_s: end what still runs after so long. is_enough: says that a host has printed what was wanted; once it
         holds for every host that is left, all are ended.
         """
-        room = threading.Semaphore(MAX_PARALLEL)
+        room = threading.Semaphore(max_parallel(len(self._sessions)))
         with self._signal_handlers():
             for session in self._sessions:
                 threading.Thread(target=self._serve, args=(session, room), daemon=True).start()

@@ -31,10 +31,10 @@ from launcher.transport.tail import StderrTail
 
 MAX_ORDER_BYTES = 1 << 16
 _HELPER_MODULE = "launcher.transport.ssh_helper"
-_MAX_PROCESSES = 8
-_HOSTS_A_PROCESS = 64  # fewer do not pay for the start of one
-_CORES_A_PROCESS = 2  # this process works too
-_FILES_A_HOST = 4
+MAX_PROCESSES = 8
+HOSTS_A_PROCESS = 64  # fewer do not pay for the start of one
+CORES_A_PROCESS = 2  # this process works too
+FILES_A_HOST = 4
 _TAIL_WAIT_S = 0.5
 
 
@@ -48,14 +48,14 @@ def num_processes(num_hosts: int, num_cores: int, environ: Mapping[str, str]) ->
         if not (given.isascii() and given.isdigit() and len(given) <= 4):
             raise UsageError(f'{env.SSH_PROCESSES.name} is "{given}"', hint="give a number of processes, 0 for none")
         return min(int(given), num_hosts)
-    number = min(_MAX_PROCESSES, num_cores // _CORES_A_PROCESS, num_hosts // _HOSTS_A_PROCESS)
+    number = min(MAX_PROCESSES, num_cores // CORES_A_PROCESS, num_hosts // HOSTS_A_PROCESS)
     return number if number > 1 else 0
 
 
 def allow_files(num_hosts: int) -> None:
     """Raise the soft limit of open files, as far as the hard one allows, where that many hosts need it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 256 + _FILES_A_HOST * num_hosts
+    wanted = 256 + FILES_A_HOST * num_hosts
     if soft != resource.RLIM_INFINITY and soft < wanted:
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         with contextlib.suppress(OSError, ValueError):
