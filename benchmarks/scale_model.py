@@ -189,8 +189,8 @@ Fan-out is flat: this machine connects to every host itself, up to {parallel} at
 paramiko's work shares one interpreter lock, so when hosts are many and cores are left, helper processes hold the
 connections: one for each {hosts_a_process} hosts, at most one for {cores_a_process} cores, at most {max_processes}, and
 none where that makes fewer than two. `LAUNCH_SSH_PROCESSES` sets another number, 0 for none. Helpers pass bytes on and
-know nothing of jobs; they end with the launcher, also when it is killed. Each host takes up to {files_a_host} open files
-(1 without helpers); the soft limit is raised as far as the hard one (`ulimit -Hn`) allows.
+know nothing of jobs; they end with the launcher, also when it is killed. Each host takes up to {files_a_host} open
+files (1 without helpers); the soft limit is raised as far as the hard one (`ulimit -Hn`) allows.
 
 ## What a host costs
 
@@ -214,8 +214,8 @@ tree          levels · (start + {branches} · CPU a host + connection),  {branc
 {times}
 
 It is a model: network delay, a slow host and a key agent that signs for all come on top. Helpers want a core each; on
-two cores they gain nothing, and none are started. A job's agents and ranks on 10,000 hosts would take {ranks_s:.0f} s of
-one core and {memory_mib:,.0f} MiB here, in one process.
+two cores they gain nothing, and none are started. A job's agents and ranks on 10,000 hosts would take {ranks_s:.0f} s
+of one core and {memory_mib:,.0f} MiB here, in one process.
 
 ## Why no tree
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from launcher.base.errors import HostfileError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
+from launcher.transport import ssh_library
 from launcher.transport.command import AGENT_MODULE, SHELL_COMMAND, agent_shell_command
 from launcher.transport.ssh_config import SshOptions, SshTarget, load_config, resolve
 from launcher.transport.ssh_connect import DroppedError, connect, end_connection, open_jump
@@ -62,14 +63,12 @@ class SshTransport:
             return resolve(host, self._config, self._options)
 
     def open(self, host: Host) -> SshChannel:
-        from paramiko import SSHException
-
         target = self.target(host)
         try:
             connection = self._connect_patiently(target)
             session = connection.open_session(window_size=_WINDOW_BYTES, timeout=target.connect_timeout_s)
             session.exec_command(self.command_for(host))
-        except (SSHException, OSError, EOFError) as error:
+        except ssh_library.failures() as error:
             raise TransportError(
                 f"connected as {target.login}, but no command could be started: {error or 'connection lost'}",
                 where=host.name,
@@ -104,9 +103,7 @@ class SshTransport:
 
     def _connect_route(self, route: Sequence[SshTarget]) -> paramiko.Transport:
         """Return the kept connection to the end of `route`, or make it, sharing jump hosts."""
-        from paramiko import Transport
-
-        connection: Transport | None = None
+        connection: paramiko.Transport | None = None
         for index, target in enumerate(route):
             key = tuple(hop.login for hop in route[: index + 1])
             with self._lock:

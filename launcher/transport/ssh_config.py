@@ -87,8 +87,7 @@ def load_config(options: SshOptions) -> SSHConfig:
 
     Raises: TransportError when the named file is missing or a file is malformed.
     """
-    ssh_library.load()
-    from paramiko import ConfigParseError, SSHConfig
+    reader = ssh_library.config_reader()
 
     if options.config_file is not None:
         if not options.config_file.is_file():
@@ -100,10 +99,11 @@ def load_config(options: SshOptions) -> SSHConfig:
     if _MATCH_EXEC.search(text):
         ssh_library.with_exec()
     try:
-        return SSHConfig.from_text(text)
-    except (ConfigParseError, ValueError) as error:
+        config: SSHConfig = reader.SSHConfig.from_text(text)
+    except (reader.ConfigParseError, ValueError) as error:
         place = str(options.config_file or USER_CONFIG)
         raise TransportError(f"SSH config cannot be read: {error}", where=place) from None
+    return config
 
 
 def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
@@ -141,11 +141,10 @@ def _user_config() -> Path:
 
 
 def _lookup(host: Host, config: SSHConfig) -> dict[str, Any]:
-    from paramiko import ConfigParseError, CouldNotCanonicalize
-
+    reader = ssh_library.config_reader()
     try:
         return dict(config.lookup(host.name))
-    except (ConfigParseError, CouldNotCanonicalize, ImportError, ValueError, KeyError) as error:
+    except (reader.ConfigParseError, reader.CouldNotCanonicalize, ImportError, ValueError, KeyError) as error:
         # ImportError: "Match exec" needs a package that is not installed.
         raise TransportError(f"SSH config cannot be applied: {error}", where=host.name) from None
 

@@ -35,9 +35,10 @@ def connect(target: SshTarget, via: paramiko.Channel | None) -> paramiko.Transpo
 
     Raises: TransportError naming host, user, port and remedy.
     """
-    ssh_library.load()
+    sock = via if via is not None else _tcp(target)
+    ssh_library.load()  # while the server greets us
     known = find_keys(_known_name(target), target.known_hosts_files)
-    connection = _start(target, via if via is not None else _tcp(target), known)
+    connection = _start(target, sock, known)
     try:
         _verify(target, connection, known)
         _authenticate(target, connection)
