@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launcher.base.errors import ProtocolError, TransportError
@@ -181,6 +181,10 @@ class SrunStep:
         text = self._stderr.text(_TAIL_WAIT_S if self._process.poll() is not None else 0.0)
         return "\n".join(line for line in text.splitlines() if line not in _NOISE)
 
+    def listen_stderr(self, take: Callable[[bytes], None]) -> None:
+        """Give what srun and the agents write to stderr to `take`."""
+        self._stderr.listen(take)
+
     def _read(self) -> None:
         """Hand out what comes from srun; runs in a thread of its own until srun's stdout ends."""
         reader = LineReader()
@@ -272,6 +276,10 @@ class SrunChannel:
 
     def stderr_tail(self) -> str:
         return self._step.stderr_tail()
+
+    def listen_stderr(self, take: Callable[[bytes], None]) -> None:
+        """Give the step's whole stderr to `take`: srun keeps no nodes apart there."""
+        self._step.listen_stderr(take)
 
     def wait(self, timeout_s: float) -> int | None:
         with self._changed:
