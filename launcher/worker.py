@@ -152,6 +152,8 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
         os.replace(temporary, path)
     except Exception:  # noqa: BLE001  # neither a full disk nor what the script did to this process may hide its failure
         return False
+    with contextlib.suppress(OSError):  # the agent shall look at once: exit handlers and threads may run on for long
+        os.kill(os.getppid(), signal.SIGCHLD)
     return True
 
 
@@ -163,7 +165,7 @@ def _record(error: BaseException, trace: TracebackType | None) -> dict[str, obje
         "host": socket.gethostname(),
         "rank": int(os.environ.get(env.RANK.name, "-1")),
         "pid": os.getpid(),
-        "time_s": time.time(),
+        "time_s": time.monotonic(),
         "type": type(error).__name__,
         "exit_code": _exit_code(error),
         "message": _shortened(_text_of(error)),

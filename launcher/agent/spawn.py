@@ -32,9 +32,8 @@ class Rank:
     progress_fd: int
     progress: Told = NOTHING  # as last sent
     status: int | None = None  # exit code or minus the signal, None while it runs
-    record: dict[str, Any] | None = None  # the error record its worker left
+    record: dict[str, Any] | None = None  # the error record its worker left, while it still runs perhaps
     ended_s: float = 0.0  # monotonic clock, set together with `status`
-    died_s: float = 0.0  # wall clock, likewise
     max_rss_bytes: int = 0
     oom: str | None = None  # evidence of the kernel's out-of-memory killer
 

@@ -38,6 +38,7 @@ from launcher.agent.wire import (
     Pong,
     PortPicked,
     Progress,
+    Raised,
     Spawn,
     SpawnFailed,
     Stacks,
@@ -84,6 +85,7 @@ class Supervisor:
         self._scratch = tempfile.mkdtemp(prefix="launch-agent-")  # mode 0700: error records hold user data
         self._wake_read, self._wake_write = os.pipe()
         self._oom_watch = OomWatch()
+        self._may_have_raised = False  # a rank that has left its record sends SIGCHLD
 
     def run(self) -> None:
         """Serve commands until the ranks are gone and the controller has been told."""
@@ -95,7 +97,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         self._selector.register(self._command_fd, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.time(), given_devices(os.environ)))
+        self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.monotonic(), given_devices(os.environ)))
         try:
             while self._state is not AgentState.GONE:
                 self._turn()
@@ -113,12 +115,14 @@ class Supervisor:
             elif key.fd == self._wake_read:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, _READ_BYTES)
+                self._may_have_raised = True
             elif key.fd == self._output_fd:
                 self._write()
             elif events:
                 self._read_rank(key.fd, key.data)
         self._tell_progress()
         self._reap()
+        self._tell_raised()
         self._check_deadlines()
 
     def _wait_s(self) -> float:
@@ -185,7 +189,7 @@ class Supervisor:
         elif isinstance(message, Stop):
             self._stop(message.grace_s)
         elif isinstance(message, Ping):
-            self._send(Pong())
+            self._send(Pong(time.monotonic()))
         elif isinstance(message, DumpStacks):
             send([rank.pid for rank in self._ranks.values() if rank.status is None], STACKS_SIGNAL)
             self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S
@@ -256,9 +260,9 @@ class Supervisor:
             if rank is not None:
                 rank.status = os.waitstatus_to_exitcode(wait_status)
                 rank.process.returncode = rank.status  # Popen must not wait for it a second time
-                rank.ended_s, rank.died_s = time.monotonic(), time.time()
+                rank.ended_s = time.monotonic()
                 rank.max_rss_bytes = usage.ru_maxrss * 1024
-                rank.record = read_record(rank.error_file)
+                rank.record = rank.record or read_record(rank.error_file)
                 if rank.status == -signal.SIGKILL:
                     rank.oom = self._oom_watch.evidence()
         for rank in list(self._ranks.values()):
@@ -274,9 +278,10 @@ class Supervisor:
             return  # a failure is told at once: all it wrote is in the pipe already
         for descriptor in list(rank.streams):
             self._drain(rank, descriptor)
+            self._close_stream(rank, descriptor)
         del self._ranks[rank.pid]
         rank.close()
-        self._send(Exited(rank.number, rank.status, rank.died_s, rank.record, rank.max_rss_bytes, rank.oom))
+        self._send(Exited(rank.number, rank.status, rank.ended_s, rank.record, rank.max_rss_bytes, rank.oom))
 
     def _drain(self, rank: Rank, descriptor: int) -> None:
         """Read what is there now; a child of the rank may hold the pipe open for ever, and write as fast as we read."""
@@ -285,7 +290,19 @@ class Supervisor:
             data = os.read(descriptor, min(num_left, _READ_BYTES))
             num_left -= len(data)
             self._send(Output(rank.number, rank.streams[descriptor], data))
-        self._close_stream(rank, descriptor)
+
+    def _tell_raised(self) -> None:
+        """Tell at once which ranks have failed but not ended, behind what they wrote before."""
+        if not self._may_have_raised:
+            return
+        self._may_have_raised = False
+        for rank in self._ranks.values():
+            if rank.record is None and rank.status is None:
+                rank.record = read_record(rank.error_file)
+                if rank.record is not None:
+                    for descriptor in rank.streams:
+                        self._drain(rank, descriptor)
+                    self._send(Raised(rank.number, rank.record))
 
     def _tell_progress(self) -> None:
         """Send heartbeats that are new, and stacks that were asked for, when their time has come."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from launcher.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -92,13 +92,15 @@ class Hello(Message):
     version: int
     pid: int = 0
     python: str = ""
-    time_s: float = 0.0  # wall clock of the node: lets the controller compare times of different hosts
+    time_s: float = 0.0  # monotonic clock of the node, which nobody sets: makes times of different hosts comparable
     devices: list[str] | None = None  # entries of the agent's CUDA_VISIBLE_DEVICES; None: it is not set
 
 
 @dataclass(frozen=True)
 class Pong(Message):
     """The answer to Ping: the node and the way to it are alive."""
+
+    time_s: float  # monotonic clock of the node
 
 
 @dataclass(frozen=True)
@@ -151,12 +153,20 @@ class Stacks(Message):
 
 
 @dataclass(frozen=True)
+class Raised(Message):
+    """A rank has left its error record and runs on: exit handlers, threads, children it waits for."""
+
+    rank: int
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Exited(Message):
     """A rank's process has ended, and all it had written has been sent."""
 
     rank: int
     status: int  # exit code, or minus the signal number
-    time_s: float  # wall clock of the node when it was found dead
+    time_s: float  # monotonic clock of the node when it was found dead
     record: dict[str, Any] | None  # the error record the worker left
     max_rss_bytes: int  # the most memory its process held
     oom: str | None  # evidence that the kernel ended it for lack of memory
@@ -185,6 +195,7 @@ _TYPES: dict[str, type[Message]] = {
         Output,
         Progress,
         Stacks,
+        Raised,
         Exited,
         Bye,
     )

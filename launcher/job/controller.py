@@ -21,6 +21,7 @@ from launcher.agent.wire import (
     Ping,
     PortPicked,
     Progress,
+    Raised,
     Spawn,
     SpawnFailed,
     Stacks,
@@ -38,6 +39,7 @@ from launcher.job.hang import HangWatch, odd_one_out
 from launcher.job.logs import RankLog
 from launcher.job.node import ChannelEnded, Inbox, Node
 from launcher.job.plan import PING_INTERVAL_S, JobPlan
+from launcher.job.raised import RaisedWatch
 from launcher.job.report import RunReport
 from launcher.job.signals import SignalQueue
 from launcher.job.stacks import StackCollector
@@ -67,8 +69,10 @@ class Controller:
         self._last_ping_s = self._start_s
         self._stop_started_s: float | None = None
         self._stop_deadline_s: float | None = None
-        self._failures = FailureBook(time.time())
+        self._failures = FailureBook(self._start_s)
+        self._raised = RaisedWatch(plan.grace_s)
         self._stopped: set[int] = set()  # ranks that ended after the order to
+        self._recorded: set[int] = set()  # ranks whose traceback is in their log
         self._was_told_to_stop = False  # by a signal
         self._hang_watch: HangWatch | None = None
         self._is_hanging = False
@@ -137,7 +141,6 @@ class Controller:
                 answers[node.placement.node_rank] = message
                 if isinstance(message, Hello):
                     check_version(message, node.name)
-                    node.clock_offset_s = time.time() - message.time_s
         if failures:
             raise TransportError.from_diagnostics([d for error in failures for d in error.diagnostics])
         return [answers[node.placement.node_rank] for node in nodes]
@@ -199,6 +202,7 @@ class Controller:
             self._check_silence(now_s)
         self._handle_signals()
         self._check_progress(now_s)
+        self._check_raised(now_s)
         if self._stop_deadline_s is not None and now_s > self._stop_deadline_s:
             for node in self._nodes:
                 if not node.ended:
@@ -228,6 +232,8 @@ class Controller:
         elif isinstance(message, Started):
             node.pids[message.rank] = message.pid
             self._watcher.started(message.rank)
+        elif isinstance(message, Raised):
+            self._on_raised(node, message)
         elif isinstance(message, Exited):
             self._on_exit(node, message)
         elif isinstance(message, SpawnFailed):
@@ -254,18 +260,40 @@ class Controller:
         if log.write_error is not None and not had_error:
             self._watcher.warning(f"{log.path}: {log.write_error.strerror}; the log is incomplete, the job goes on")
 
+    def _on_raised(self, node: Node, message: Raised) -> None:
+        """Keep what a rank has raised, and wait for its end: exit handlers have the grace for what they do."""
+        self._write_traceback(message.rank, message.record)
+        self._failures.add_raised(node, message, self._logs[message.rank])
+        self._raised.raised(message.rank, time.monotonic())
+
+    def _check_raised(self, now_s: float) -> None:
+        cause = self._failures.cause
+        if cause is None or self._stop_started_s is not None:
+            return
+        if self._raised.is_to_be_told(now_s):
+            self._watcher.raised(cause)
+        if self._raised.is_over(now_s):
+            self._stop(f"rank {cause.rank} failed ({cause.reason}) and does not end", self._plan.grace_s)
+
     def _on_exit(self, node: Node, message: Exited) -> None:
         node.running.discard(message.rank)
         self._watcher.ended(message.rank, message.status)
+        self._raised.ended(message.rank)
         if self._hang_watch is not None:
             self._hang_watch.ended(message.rank)
         if self._stop_started_s is not None:
             self._stopped.add(message.rank)
         failure = self._failures.add_exit(node, message, self._logs[message.rank])
-        if message.record is not None:  # the worker leaves its traceback to us: the log must be complete
-            self._write_log(message.rank, str(message.record.get("traceback", "")).encode("utf-8", "backslashreplace"))
+        if message.record is not None:
+            self._write_traceback(message.rank, message.record)
         if failure is not None:
             self._stop(f"rank {message.rank} failed ({failure.reason})", self._plan.grace_s)
+
+    def _write_traceback(self, rank: int, record: dict[str, Any]) -> None:
+        """Complete a rank's log, once: its worker leaves the traceback to us."""
+        if rank not in self._recorded:
+            self._recorded.add(rank)
+            self._write_log(rank, str(record.get("traceback", "")).encode("utf-8", "backslashreplace"))
 
     def _lose_host(self, node: Node, reason: str) -> None:
         self._failures.add_host(node, reason)
