@@ -46,6 +46,12 @@ class MortalNode:
     cable: str  # the bridge's end of its network cable
     process: subprocess.Popen[bytes]
 
+    @property
+    def enter(self) -> list[str]:
+        """What to put before a command that shall run inside the node, and die with it."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return ["nsenter", "--target", children[0], "--net", "--uts", "--mount", "--pid"]
+
     def crash(self) -> None:
         """End every process of the node at once."""
         self.process.kill()
@@ -101,6 +107,11 @@ class MortalNodes:
             node.process.wait()
             subprocess.run(["ip", "netns", "del", self._namespace(number)], capture_output=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+
+    @property
+    def address(self) -> str:
+        """Where the nodes reach this machine."""
+        return f"{self._net}.1"
 
     @property
     def _bridge(self) -> str:
