@@ -33,6 +33,7 @@ class Place:
     host: str  # the name of rank 1's host in reports
     agent_parents: Callable[[], list[int]]  # processes whose children the agents are
     kill_service: Callable[[int], None] | None = None  # kills what holds an agent's connection, given its pid
+    num_flood_blocks: int = 200  # megabytes that a rank writes
     revive: Callable[[], None] | None = None  # undoes that
     node: object | None = None  # rank 1's, where it is mortal
     bystander: Launch | None = None
@@ -47,10 +48,15 @@ class Place:
         wait_until(lambda: self.bystander is not None and "HERE" in self.bystander.out, "the other job")
         self.bystander_pids = members_of_job(self.bystander.job_id)
 
-    def is_bystander_well(self) -> bool:
-        """Say whether the other job runs as if nothing had happened."""
-        job = self.bystander
-        return job is not None and job.process.poll() is None and members_of_job(job.job_id) == self.bystander_pids
+    @property
+    def harm(self) -> str:
+        """What has happened to the other job, "" when nothing has."""
+        if self.bystander is None:
+            return ""
+        code, left = self.bystander.process.poll(), members_of_job(self.bystander_id)
+        if code is not None:
+            return f"another job ended with {code}"
+        return "" if left == self.bystander_pids else f"another job has lost {self.bystander_pids - left}"
 
     def stop_bystander(self) -> None:
         """End it."""
@@ -103,6 +109,7 @@ def srun(folder: Path) -> Iterator[Place]:
         env = stack.enter_context(slurm.allocation("--gres=gpu:1"))
         place = Place((), env, 3, "n2", lambda: [slurm.daemon_pid(node) for node in slurm.nodes])
         place.kill_service = lambda _pid: slurm.stop_node("n2")
+        place.num_flood_blocks = 40  # Slurm's own pipes carry less than ours
         place.revive = lambda: slurm.start_node("n2")
         place.start_bystander(
             folder / "other", (), stack.enter_context(slurm.allocation("--gres=gpu:1", nodes="n[1,3]"))

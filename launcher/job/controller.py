@@ -92,7 +92,7 @@ class Controller:
                     self._turn()
             finally:
                 self._release()
-        return self._finish()
+            return self._finish()
 
     # ---- start ----
 
@@ -370,16 +370,22 @@ class Controller:
         """Let go of agents and logs: also when something failed half-way, nothing may stay behind."""
         for node in self._nodes:
             node.channel.close_stdin()
+        deadline_s = time.monotonic() + self._plan.grace_s  # one for all
         for node in self._nodes:
             if not node.ended:
-                node.channel.wait(self._plan.grace_s)
+                node.channel.wait(max(0.0, deadline_s - time.monotonic()))
             node.channel.close()
         for log in self._logs.values():
             log.close()
 
+    def _is_told_to_leave(self) -> bool:
+        return any(number in self._plan.stop_signals for number in self._signals.take())
+
     def _finish(self) -> RunReport:
         lost = [node.placement.host for node in self._nodes if not node.said_bye]
-        unconfirmed = sweep_lost_hosts(lost, self._transport_for, self._plan.job_id)
+        unconfirmed = sweep_lost_hosts(
+            lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._is_told_to_leave
+        )
         now_s = time.monotonic()
         failure, interrupt = self._failures.cause, self._signals.first_stop
         exit_code = failure.exit_code if failure is not None else 0

@@ -138,9 +138,7 @@ def test_after_a_crash_hosts_are_left_out_until_the_elastic_batch_fits(tmp_path:
         nodes.hostfile.write_text("".join(f"{node.address} slots=1\n" for node in nodes.nodes))
         options = ("--hostfile", str(nodes.hostfile), "--ssh_config", str(nodes.ssh_config), "--grace", "0.5")
         restarts = ("--lease", str(LEASE_S), "--max-restarts", "1", "--min-nodes", "2")
-        job = Launch(
-            tmp_path, *options, *restarts, script, "--deepspeed", "ds.json", env={"OMP_NUM_THREADS": "1"}
-        )
+        job = Launch(tmp_path, *options, *restarts, script, "--deepspeed", "ds.json", env={"OMP_NUM_THREADS": "1"})
         wait_until(lambda: job.out.count("TRAINED 2 x 1 x 4") == 4, "the first world", 60)
         nodes.nodes[1].crash()
         result = job.wait(60)
