@@ -1,4 +1,4 @@
-"""Every way a job can die, on every transport: exit code, cause, logs, how long until nothing is left, who else suffers.
+"""Every way a job can die, on every transport: exit code, cause, logs, how long until nothing is left.
 
     PYTHONPATH=tests python benchmarks/fault_matrix.py [--transports local,ssh,srun] > section.md
 
@@ -62,6 +62,15 @@ for number in range(int(os.environ["NUM_BLOCKS"]) if odd else 10**6):
     time.sleep(max(0.0, start + number / 100 - time.monotonic()))
 open("took", "w").write(str(time.monotonic() - start))
 sys.exit(3)
+"""
+
+
+_EXPLANATION = f"""\
+Seconds from the fault until no process of the job was left anywhere, at most {LIMIT_S:g} s after the fault could be
+known (a lease of {LEASE_S:g} s, a hang time of 2 s). Grace {GRACE_S:g} s; children of ranks ignore SIGTERM and have
+sessions of their own. Checked in every cell as well: the exit code, the one cause with host, rank and traceback,
+victims folded, complete logs, another job of the same user untouched;
+`PYTHONPATH=tests python benchmarks/fault_matrix.py`.
 """
 
 
@@ -372,17 +381,7 @@ def main() -> None:
                 columns.append([_cell(fault, name, places, Path(text, f"{name}_jobs")) for fault in faults])
     print("## Faults\n")
     print(machine_line())
-    print(
-        "Seconds from the fault until no process of the job was left anywhere, all below 5 s after the fault could be"
-    )
-    print(f"known (a lease of {LEASE_S:g} s, a hang time of 2 s). Grace {GRACE_S:g} s;")
-    print(
-        "children of ranks ignore SIGTERM and have sessions of their own. Checked in every cell as well: the exit code, the"
-    )
-    print(
-        "one cause with host, rank and traceback, victims folded, complete logs, another job of the same user untouched;"
-    )
-    print("`PYTHONPATH=tests python benchmarks/fault_matrix.py`.\n")
+    print(_EXPLANATION)
     rows = [[fault.name, str(fault.code), *cells] for fault, *cells in zip(faults, *columns, strict=True)]
     print(table(["fault", "exit code", *names], rows))
     print()

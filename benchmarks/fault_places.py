@@ -1,4 +1,4 @@
-"""Where the cells of the fault matrix run: this machine, hosts behind a real sshd, nodes of a real Slurm, mortal nodes."""
+"""Where the cells of the fault matrix run: here, behind a real sshd, on a real Slurm, on nodes that can die."""
 
 from __future__ import annotations
 
@@ -138,12 +138,10 @@ def mortal_srun(folder: Path) -> Iterator[Place]:
     """Three real nodes with slurmd that can crash; the other job is on the first one."""
     folder.mkdir(parents=True)
     with MortalNodes(folder, 3) as nodes, LoopbackSlurm(folder / "slurm", nodes) as slurm:
-        with contextlib.ExitStack() as stack:
-            env = stack.enter_context(slurm.allocation("--gres=gpu:1"))
+        half = "--gres=gpu:1"
+        with slurm.allocation(half) as env, slurm.allocation(half, nodes="n1") as other:
             place = Place(("--lease", str(LEASE_S)), env, 3, "n2", list, node=nodes.nodes[1])
-            place.start_bystander(
-                folder / "other", (), stack.enter_context(slurm.allocation("--gres=gpu:1", nodes="n1"))
-            )
+            place.start_bystander(folder / "other", (), other)
             yield place
             place.stop_bystander()
 

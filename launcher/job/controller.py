@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from launcher.job.environment import device_tokens, job_variables, rank_variable
 from launcher.job.events import Watcher
 from launcher.job.failures import FailureBook
 from launcher.job.hang import HangWatch, odd_one_out
-from launcher.job.logs import RankLog
+from launcher.job.logs import RankLog, open_logs
 from launcher.job.node import ChannelEnded, Inbox, Node
 from launcher.job.plan import PING_INTERVAL_S, JobPlan
 from launcher.job.raised import RaisedWatch
@@ -149,7 +148,7 @@ class Controller:
         plan = self._plan
         if plan.master_port is None:
             raise RuntimeError("the master port is chosen before ranks are started")
-        self._make_run_folder()
+        self._logs = open_logs(plan)
         self._watcher.planned(plan)
         if plan.hang_timeout_s is not None:
             self._hang_watch = HangWatch(plan.hang_timeout_s, plan.placement.ranks, time.monotonic())
@@ -171,21 +170,6 @@ class Controller:
                     bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
                 )
             )
-
-    def _make_run_folder(self) -> None:
-        folder = self._plan.run_folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if self._plan.saves_pid:
-                (folder / "launch.pid").write_text(f"{os.getpid()}\n")
-            for rank in self._plan.placement.ranks:
-                self._logs[rank] = RankLog(folder / f"rank_{rank}.log")
-        except OSError as error:
-            raise LauncherError(
-                f"the run folder cannot be written: {error.strerror}",
-                where=str(error.filename or folder),
-                hint="choose another with --log-dir",
-            ) from None
 
     # ---- the loop ----
 

@@ -16,7 +16,7 @@ INTERVAL_S = 1.0  # agents ask as often
 
 
 class LossTeller:
-    """Tells a rank's loss about once a second. On a GPU it is copied beside the computation and told when it is there."""
+    """Tells a rank's loss about once a second; on a GPU it is copied beside the computation and told when it arrives."""
 
     def __init__(self, *, is_wanted: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """is_wanted: whether this rank's loss is the one that is shown."""
@@ -29,7 +29,7 @@ class LossTeller:
         """Note the losses of the micro-batches of one step: detached scalars."""
         if not self._is_wanted:
             return
-        if self._copy is not None and self._copy[1].query():
+        if self._copy is not None and self._copy[1].query():  # type: ignore[no-untyped-call]  # torch leaves it untyped
             tell(loss=self._copy[0].item())
             self._copy = None
         if not losses or self._copy is not None or self._clock() < self._next_s:
@@ -39,7 +39,7 @@ class LossTeller:
         if mean.is_cuda:
             host = torch.empty((), pin_memory=True)
             host.copy_(mean, non_blocking=True)
-            arrival = torch.cuda.Event()
+            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
             arrival.record(torch.cuda.current_stream(mean.device))
             self._copy = (host, arrival)
         elif mean.device.type == "cpu":

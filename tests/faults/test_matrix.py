@@ -13,7 +13,7 @@ from harness import nodes, slurm, sshd
 from harness.launching import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from fault_matrix import FAULTS, Fault, Places, run_fault  # noqa: E402  # benchmarks are no package
+from fault_matrix import FAULTS, Fault, Places, run_fault  # benchmarks are no package
 
 NEEDS = {
     "local": lambda: None if os.geteuid() == 0 else "control groups and mounts need root",
