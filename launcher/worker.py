@@ -33,6 +33,7 @@ from launcher.base.preemption import NOTICE_SIGNAL, listen
 from launcher.base.processes import STACKS_SIGNAL, die_with_parent
 
 _MAX_TRACEBACK_CHARS = 64_000
+_RANK_PID = os.getpid()
 _NOTEBOOK_RANK = os.path.join(os.path.dirname(__file__), "notebook", "rank.py")
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>", _NOTEBOOK_RANK)
 
@@ -143,7 +144,7 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
     Printed here, the tracebacks of a thousand victims would bury the one that matters. Returns whether it was left.
     """
     path = os.environ.get(env.ERROR_FILE.name)
-    if path is None:
+    if path is None or os.getpid() != _RANK_PID:  # a fork of the rank may fail: that is not yet the rank's end
         return False
     temporary = f"{path}.part"
     try:

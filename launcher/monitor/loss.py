@@ -16,7 +16,7 @@ INTERVAL_S = 1.0  # agents ask as often
 
 
 class LossTeller:
-    """Tells a rank's loss about once a second; on a GPU it is copied beside the computation and told when it arrives."""
+    """Tells a rank's loss about once a second. On a GPU it is copied beside the computation, told when it arrives."""
 
     def __init__(self, *, is_wanted: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """is_wanted: whether this rank's loss is the one that is shown."""

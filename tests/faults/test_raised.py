@@ -65,6 +65,25 @@ def test_a_rank_that_ends_well_after_all_is_no_failure(tmp_path: Path) -> None:
     assert "✗" not in result.err
 
 
+def test_a_fork_that_fails_is_not_the_rank(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, time
+        if os.fork() == 0:
+            raise ValueError("only the child")
+        os.wait()
+        if os.fork() == 0:
+            os._exit(0)  # its end wakes the agent
+        time.sleep(2.5)
+        """,
+    )
+    result = run_launch(tmp_path, "--num_gpus", "1", "--grace", "0.5", script)
+    assert result.code == 0, result.err
+    assert result.err.count("[0] ValueError: only the child") == 1
+    assert "does not end" not in result.err
+
+
 def test_the_watch_tells_once_and_knows_who_has_ended() -> None:
     watch = RaisedWatch(grace_s=0.0)
     watch.raised(3, 100.0)
