@@ -371,6 +371,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="faults whose name contains this")
     options = parser.parse_args()
     names = options.transports.split(",")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the jobs would rightly ignore it
     faults = [fault for fault in FAULTS if options.only in fault.name]
     columns: list[list[str]] = []
     with tempfile.TemporaryDirectory() as text:

@@ -76,8 +76,10 @@ def local(folder: Path) -> Iterator[Place]:
     """Two ranks on this machine."""
     place = Place(("--num_gpus", "2"), {}, 2, "localhost", lambda: [os.getpid()])
     place.start_bystander(folder / "other", ("--num_gpus", "1"), {})
-    yield place
-    place.stop_bystander()
+    try:
+        yield place
+    finally:
+        place.stop_bystander()
 
 
 @contextlib.contextmanager
@@ -98,8 +100,10 @@ def ssh(folder: Path) -> Iterator[Place]:
 
         place = Place(options, {}, 2, "127.0.0.2", lambda: [sshd.pid or 0], kill_session)
         place.start_bystander(folder / "other", options, {})
-        yield place
-        place.stop_bystander()
+        try:
+            yield place
+        finally:
+            place.stop_bystander()
 
 
 @contextlib.contextmanager
@@ -114,8 +118,10 @@ def srun(folder: Path) -> Iterator[Place]:
         place.start_bystander(
             folder / "other", (), stack.enter_context(slurm.allocation("--gres=gpu:1", nodes="n[1,3]"))
         )
-        yield place
-        place.stop_bystander()
+        try:
+            yield place
+        finally:
+            place.stop_bystander()
 
 
 @contextlib.contextmanager
@@ -129,8 +135,10 @@ def mortal_ssh(folder: Path) -> Iterator[Place]:
         place = Place((*options, "--lease", str(LEASE_S)), {}, 2, second.address, list, node=second)
         alone = (*options, "--force_multi", "--include", nodes.nodes[0].address)
         place.start_bystander(folder / "other", alone, {})
-        yield place
-        place.stop_bystander()
+        try:
+            yield place
+        finally:
+            place.stop_bystander()
 
 
 @contextlib.contextmanager
@@ -142,8 +150,10 @@ def mortal_srun(folder: Path) -> Iterator[Place]:
         with slurm.allocation(half) as env, slurm.allocation(half, nodes="n1") as other:
             place = Place(("--lease", str(LEASE_S)), env, 3, "n2", list, node=nodes.nodes[1])
             place.start_bystander(folder / "other", (), other)
-            yield place
-            place.stop_bystander()
+            try:
+                yield place
+            finally:
+                place.stop_bystander()
 
 
 def parent_of(pid: int) -> int:
