@@ -29,6 +29,7 @@ from launcher.agent.wire import (
     Decoder,
     DumpStacks,
     Exited,
+    Handled,
     Hello,
     Message,
     Notify,
@@ -73,6 +74,7 @@ class Supervisor:
         self._decoder = Decoder(expect_magic=False)
         self._selector = selectors.DefaultSelector()
         self._unsent = bytearray(MAGIC)
+        self._unhandled_bytes = 0  # of output: sent, or to be sent, and not yet handled by the controller
         self._connected = True
         self._state = AgentState.WAITING
         self._ranks: dict[int, Rank] = {}  # by pid
@@ -133,7 +135,9 @@ class Supervisor:
     def _watch_streams(self) -> None:
         """Register what can make progress now: writing when there is something, reading when there is room."""
         self._set_watched(self._output_fd, selectors.EVENT_WRITE, bool(self._unsent) and self._connected, None)
-        has_room = len(self._unsent) < _MAX_UNSENT_BYTES
+        window_bytes = self._spec.window_bytes if self._spec is not None and self._connected else None
+        is_heard = window_bytes is None or self._unhandled_bytes < window_bytes
+        has_room = len(self._unsent) < _MAX_UNSENT_BYTES and is_heard
         for rank in self._ranks.values():
             for descriptor in rank.streams:
                 self._set_watched(descriptor, selectors.EVENT_READ, has_room, rank)
@@ -188,6 +192,8 @@ class Supervisor:
             self._spawn(message)
         elif isinstance(message, Stop):
             self._stop(message.grace_s)
+        elif isinstance(message, Handled):
+            self._unhandled_bytes -= message.num_bytes
         elif isinstance(message, Ping):
             self._send(Pong(time.monotonic()))
         elif isinstance(message, DumpStacks):
@@ -236,9 +242,13 @@ class Supervisor:
         except BlockingIOError:
             return
         if data:
-            self._send(Output(rank.number, rank.streams[descriptor], data))
+            self._send_output(rank, descriptor, data)
         else:
             self._close_stream(rank, descriptor)
+
+    def _send_output(self, rank: Rank, descriptor: int, data: bytes) -> None:
+        self._unhandled_bytes += len(data)
+        self._send(Output(rank.number, rank.streams[descriptor], data))
 
     def _close_stream(self, rank: Rank, descriptor: int) -> None:
         self._set_watched(descriptor, selectors.EVENT_READ, False, None)
@@ -289,7 +299,7 @@ class Supervisor:
         while num_left > 0:
             data = os.read(descriptor, min(num_left, _READ_BYTES))
             num_left -= len(data)
-            self._send(Output(rank.number, rank.streams[descriptor], data))
+            self._send_output(rank, descriptor, data)
 
     def _tell_raised(self) -> None:
         """Tell at once which ranks have failed but not ended, behind what they wrote before."""

@@ -21,6 +21,9 @@ MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
 MAX_PAYLOAD_BYTES = 16 << 20
+# How much output of one node of a job may be on its way. Without a bound, ranks that flooded the pipe that nodes share
+# (srun) were followed by other nodes being given up: no word of theirs had come through for the length of the lease.
+WINDOW_BYTES = 4 << 20
 _LENGTHS = struct.Struct(">II")
 
 
@@ -51,6 +54,7 @@ class Spawn(Message):
     lease_s: float | None  # end the ranks after so long without a message; None: the stream's end is enough
     grace_s: float  # between SIGTERM and SIGKILL when the lease ends
     bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
+    window_bytes: int | None = None  # how much output may wait for a Handled; None: any amount, none is sent
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,13 @@ class Sweep(Message):
     """Kill every process of a job whose agent was lost; the job id in their environment tells which."""
 
     job_id: str
+
+
+@dataclass(frozen=True)
+class Handled(Message):
+    """The controller has handled output: the agent may send as much again, see Spawn.window_bytes."""
+
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -186,6 +197,7 @@ _TYPES: dict[str, type[Message]] = {
         DumpStacks,
         Notify,
         Sweep,
+        Handled,
         Ping,
         Hello,
         Pong,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.agent.wire import (
+    WINDOW_BYTES,
     Bye,
     Exited,
     Hello,
@@ -168,6 +169,7 @@ class Controller:
                     lease_s=None if transport == "local" else plan.lease_s,
                     grace_s=plan.grace_s,
                     bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
+                    window_bytes=WINDOW_BYTES,
                 )
             )
 
@@ -205,7 +207,7 @@ class Controller:
 
     def _handle(self, node: Node, message: Message | ChannelEnded) -> None:
         if isinstance(message, Output):
-            self._on_output(message)
+            self._on_output(node, message)
         elif isinstance(message, Progress):
             if self._hang_watch is not None:
                 self._hang_watch.beat(message.rank, message.count, time.monotonic())
@@ -231,11 +233,12 @@ class Controller:
             if not node.said_bye:
                 self._lose_host(node, message.reason or "the agent ended or the connection was lost")
 
-    def _on_output(self, message: Output) -> None:
+    def _on_output(self, node: Node, message: Output) -> None:
         if self._hang_watch is not None:
             self._hang_watch.output(message.rank, time.monotonic())
         self._write_log(message.rank, message.data)
         self._watcher.output(message.rank, message.stream, message.data)
+        node.handled(len(message.data))
 
     def _write_log(self, rank: int, data: bytes) -> None:
         log = self._logs[rank]

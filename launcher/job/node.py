@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from launcher.agent.wire import Decoder, Hello, Message, Pong, encode
+from launcher.agent.wire import WINDOW_BYTES, Decoder, Handled, Hello, Message, Pong, encode
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import NodePlacement
 from launcher.transport.api import Channel
@@ -41,6 +41,7 @@ class Node:
     said_bye: bool = False
     ended: bool = False
     _clock_heard_s: float = 0.0
+    _handled_bytes: int = 0  # of output, which the agent has not been told of
 
     @property
     def name(self) -> str:
@@ -55,6 +56,13 @@ class Node:
         drift_s = _MAX_DRIFT * (now_s - self._clock_heard_s)
         self.clock_offset_s = min(now_s - time_s, self.clock_offset_s + drift_s)
         self._clock_heard_s = now_s
+
+    def handled(self, num_bytes: int) -> None:
+        """Count output that has been handled; the agent hears of it in large steps."""
+        self._handled_bytes += num_bytes
+        if self._handled_bytes >= WINDOW_BYTES // 4 and not self.ended:
+            self.send(Handled(self._handled_bytes))
+            self._handled_bytes = 0
 
     def send(self, message: Message) -> bool:
         """Send a message; False when the connection is gone, which the reader reports too."""

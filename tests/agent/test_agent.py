@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -19,11 +20,13 @@ from launcher.agent.wire import (
     Bye,
     Decoder,
     Exited,
+    Handled,
     Hello,
     Message,
     Output,
     PickPort,
     Ping,
+    Pong,
     PortPicked,
     Spawn,
     SpawnFailed,
@@ -273,3 +276,25 @@ def test_an_agent_without_a_temporary_folder_says_so(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "the agent cannot work on this host: No usable temporary directory\n"
+
+
+def test_no_more_output_is_on_its_way_than_the_window(agent: Agent, tmp_path: Path) -> None:
+    """What is not handled holds the rank up, and nothing else: the agent answers, and the rank can be ended."""
+    script = scripts.write(tmp_path, "import sys; sys.stdout.write('x' * 8_000_000); open('done', 'w').close()")
+    window_bytes = 1 << 20
+    agent.send(dataclasses.replace(spawn(script), window_bytes=window_bytes))
+    num_bytes = num_told = 0
+    while num_told < 8_000_000:
+        agent.send(Ping())
+        while not isinstance(message := agent.receive(), Pong):
+            assert not isinstance(message, Exited)
+            num_bytes += len(message.data) if isinstance(message, Output) else 0
+        assert num_bytes - num_told < window_bytes + (1 << 17)
+        if num_bytes - num_told >= window_bytes:
+            assert not (tmp_path / "done").exists() or num_bytes > 5_000_000  # the rest may be in the rank's pipe
+            agent.send(Handled(num_bytes - num_told))
+            num_told = num_bytes
+        elif num_bytes == 8_000_000:
+            break
+    assert num_bytes == 8_000_000
+    assert [type(message) for message in agent.receive_all()] == [Exited, Bye]
