@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
 MAX_PAYLOAD_BYTES = 16 << 20
+# How much output of one node of a job may be on its way. Without a bound, ranks that flooded the pipe that nodes share
+# (srun) were followed by other nodes being given up: no word of theirs had come through for the length of the lease.
+WINDOW_BYTES = 4 << 20
 _LENGTHS = struct.Struct(">II")
 
 
@@ -50,6 +53,7 @@ class Spawn(Message):
     lease_s: float | None  # end the ranks after so long without a message; None: the stream's end is enough
     grace_s: float  # between SIGTERM and SIGKILL when the lease ends
     bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
+    window_bytes: int | None = None  # how much output may wait for a Handled; None: any amount, none is sent
 
 
 class Stop(Message):
@@ -72,6 +76,12 @@ class Sweep(Message):
     job_id: str
 
 
+class Handled(Message):
+    """The controller has handled output: the agent may send as much again, see Spawn.window_bytes."""
+
+    num_bytes: int
+
+
 class Ping(Message):
     """Renew the lease."""
 
@@ -85,12 +95,14 @@ class Hello(Message):
     version: int
     pid: int = 0
     python: str = ""
-    time_s: float = 0.0  # wall clock of the node: lets the controller compare times of different hosts
+    time_s: float = 0.0  # monotonic clock of the node, which nobody sets: makes times of different hosts comparable
     devices: list[str] | None = None  # entries of the agent's CUDA_VISIBLE_DEVICES; None: it is not set
 
 
 class Pong(Message):
     """The answer to Ping: the node and the way to it are alive."""
+
+    time_s: float  # monotonic clock of the node
 
 
 class PortPicked(Message):
@@ -136,12 +148,19 @@ class Stacks(Message):
     text: str  # "" for a rank that is no Python script
 
 
+class Raised(Message):
+    """A rank has left its error record and runs on: exit handlers, threads, children it waits for."""
+
+    rank: int
+    record: dict[str, Any]
+
+
 class Exited(Message):
     """A rank's process has ended, and all it had written has been sent."""
 
     rank: int
     status: int  # exit code, or minus the signal number
-    time_s: float  # wall clock of the node when it was found dead
+    time_s: float  # monotonic clock of the node when it was found dead
     record: dict[str, Any] | None  # the error record the worker left
     max_rss_bytes: int  # the most memory its process held
     oom: str | None  # evidence that the kernel ended it for lack of memory
@@ -160,6 +179,7 @@ _TYPES: dict[str, type[Message]] = {
         DumpStacks,
         Notify,
         Sweep,
+        Handled,
         Ping,
         Hello,
         Pong,
@@ -169,6 +189,7 @@ _TYPES: dict[str, type[Message]] = {
         Output,
         Progress,
         Stacks,
+        Raised,
         Exited,
         Bye,
     )
