@@ -41,6 +41,7 @@ from launcher.job.environment import forwarded
 from launcher.job.plan import DEFAULT_LEASE_S, PING_INTERVAL_S
 from launcher.job.report import shell_code
 from launcher.job.sweep import sweep_lost_hosts
+from launcher.job.window import Window
 from launcher.transport.api import Channel, Transport
 from launcher.transport.diagnose import start_failure
 from launcher.transport.fanout import MAX_PARALLEL
@@ -100,6 +101,7 @@ class _Session:
         self._task = task
         self._job_id = job_id
         self._asked_s = 0.0
+        self._window: Window | None = None  # once there is a channel
 
     def serve(self, transport_for: Callable[[Host], Transport], room: threading.Semaphore) -> None:
         """Start the agent and follow it to its end; every failure becomes the result's `error`."""
@@ -139,6 +141,7 @@ class _Session:
         self.opened_s = time.monotonic()
         self.result.connect_s = self.opened_s - start_s
         self.channel = channel
+        self._window = Window(channel.window_bytes)
         if self.unwanted.is_set():
             channel.close()
         return channel
@@ -158,6 +161,8 @@ class _Session:
             self.send(self._spawn_message())
         elif isinstance(message, Output):
             self._keep(message)
+            if self._window is not None and (handled := self._window.handled(message)) is not None:
+                self.send(handled)
         elif isinstance(message, SpawnFailed):
             hint = "run this from a folder that every host has, such as /"
             result.error = Diagnostic(f"it could not be started: {message.reason}", result.host.name, hint)
@@ -177,6 +182,7 @@ class _Session:
             rank_envs=[{env.RANK.name: number, env.NODE_RANK.name: number}],
             lease_s=None if self.result.transport == "local" else DEFAULT_LEASE_S,
             grace_s=GRACE_S,
+            window_bytes=None if self.channel is None else self.channel.window_bytes,
         )
 
     def _keep(self, message: Output) -> None:
