@@ -134,12 +134,18 @@ class Supervisor:
     def _watch_streams(self) -> None:
         """Register what can make progress now: writing when there is something, reading when there is room."""
         self._set_watched(self._output_fd, selectors.EVENT_WRITE, bool(self._unsent) and self._connected, None)
-        window_bytes = self._spec.window_bytes if self._spec is not None and self._connected else None
-        is_heard = window_bytes is None or self._unhandled_bytes < window_bytes
-        has_room = len(self._unsent) < _MAX_UNSENT_BYTES and is_heard
+        has_room = len(self._unsent) < _MAX_UNSENT_BYTES and self._room_bytes() > 0
         for rank in self._ranks.values():
             for descriptor in rank.streams:
                 self._set_watched(descriptor, selectors.EVENT_READ, has_room, rank)
+
+    def _room_bytes(self) -> int:
+        """Return how much of a rank's output may be read at once; 0 until a quarter of the window is free."""
+        window_bytes = self._spec.window_bytes if self._spec is not None and self._connected else None
+        if window_bytes is None:
+            return _READ_BYTES
+        free_bytes = window_bytes - self._unhandled_bytes
+        return min(free_bytes, _READ_BYTES) if free_bytes >= window_bytes // 4 else 0
 
     def _set_watched(self, descriptor: int, events: int, wanted: bool, data: Rank | None) -> None:
         watched = descriptor in self._selector.get_map()
@@ -236,8 +242,11 @@ class Supervisor:
         self._ranks.clear()
 
     def _read_rank(self, descriptor: int, rank: Rank) -> None:
+        room_bytes = self._room_bytes()
+        if room_bytes == 0:  # another stream has taken it in this turn
+            return
         try:
-            data = os.read(descriptor, _READ_BYTES)
+            data = os.read(descriptor, room_bytes)
         except BlockingIOError:
             return
         if data:
@@ -246,8 +255,9 @@ class Supervisor:
             self._close_stream(rank, descriptor)
 
     def _send_output(self, rank: Rank, descriptor: int, data: bytes) -> None:
-        self._unhandled_bytes += len(data)
-        self._send(Output(rank.number, rank.streams[descriptor], data))
+        message = Output(rank.number, rank.streams[descriptor], data)
+        self._unhandled_bytes += message.cost_bytes
+        self._send(message)
 
     def _close_stream(self, rank: Rank, descriptor: int) -> None:
         self._set_watched(descriptor, selectors.EVENT_READ, False, None)

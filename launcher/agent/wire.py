@@ -23,9 +23,8 @@ MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
 MAX_PAYLOAD_BYTES = 16 << 20
-# How much output of one node of a job may be on its way. Without a bound, ranks that flooded the pipe that nodes share
-# (srun) were followed by other nodes being given up: no word of theirs had come through for the length of the lease.
-WINDOW_BYTES = 4 << 20
+_FRAME_BYTES = 128  # what the frame of an Output adds to its data, at most
+_MIN_COST_BYTES = 512  # of an Output, however short: it may need a line, a buffer, of srun for itself
 _LENGTHS = struct.Struct(">II")
 
 
@@ -53,7 +52,7 @@ class Spawn(Message):
     lease_s: float | None  # end the ranks after so long without a message; None: the stream's end is enough
     grace_s: float  # between SIGTERM and SIGKILL when the lease ends
     bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
-    window_bytes: int | None = None  # how much output may wait for a Handled; None: any amount, none is sent
+    window_bytes: int | None = None  # how much output may wait for a Handled, see Channel; None: any amount
 
 
 class Stop(Message):
@@ -130,6 +129,11 @@ class Output(Message):
     rank: int
     stream: str  # "stdout" or "stderr"
     data: bytes
+
+    @property
+    def cost_bytes(self) -> int:
+        """What it takes of the window."""
+        return max(len(self.data) + _FRAME_BYTES, _MIN_COST_BYTES)
 
 
 class Progress(Message):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.agent.wire import (
-    WINDOW_BYTES,
     Bye,
     Exited,
     Hello,
@@ -170,7 +169,7 @@ class Controller:
                     lease_s=None if transport == "local" else plan.lease_s,
                     grace_s=plan.grace_s,
                     bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
-                    window_bytes=WINDOW_BYTES,
+                    window_bytes=node.channel.window_bytes,
                 )
             )
 
@@ -239,7 +238,7 @@ class Controller:
             self._hang_watch.output(message.rank, time.monotonic())
         self._write_log(message.rank, message.data)
         self._watcher.output(message.rank, message.stream, message.data)
-        node.handled(len(message.data))
+        node.handled(message)
 
     def _write_log(self, rank: int, data: bytes) -> None:
         log = self._logs[rank]

@@ -8,9 +8,10 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from launcher.agent.wire import WINDOW_BYTES, Decoder, Handled, Hello, Message, Pong, encode
+from launcher.agent.wire import Decoder, Hello, Message, Output, Pong, encode
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import NodePlacement
+from launcher.job.window import Window
 from launcher.transport.api import Channel
 
 _READ_BYTES = 1 << 18
@@ -40,8 +41,11 @@ class Node:
     last_heard_s: float = field(default_factory=time.monotonic)  # monotonic clock
     said_bye: bool = False
     ended: bool = False
+    window: Window = field(init=False)
     _clock_heard_s: float = 0.0
-    _handled_bytes: int = 0  # of output, which the agent has not been told of
+
+    def __post_init__(self) -> None:
+        self.window = Window(self.channel.window_bytes)
 
     @property
     def name(self) -> str:
@@ -57,12 +61,11 @@ class Node:
         self.clock_offset_s = min(now_s - time_s, self.clock_offset_s + drift_s)
         self._clock_heard_s = now_s
 
-    def handled(self, num_bytes: int) -> None:
-        """Count output that has been handled; the agent hears of it in large steps."""
-        self._handled_bytes += num_bytes
-        if self._handled_bytes >= WINDOW_BYTES // 4 and not self.ended:
-            self.send(Handled(self._handled_bytes))
-            self._handled_bytes = 0
+    def handled(self, output: Output) -> None:
+        """Note that output has been handled, and tell the agent when it is time to."""
+        message = self.window.handled(output)
+        if message is not None and not self.ended:
+            self.send(message)
 
     def send(self, message: Message) -> bool:
         """Send a message; False when the connection is gone, which the reader reports too."""

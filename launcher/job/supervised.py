@@ -30,6 +30,7 @@ from launcher.job.environment import forwarded
 from launcher.job.everywhere import FOLDER_HINT, GRACE_S, READ_BYTES, Session, Task, host_variables
 from launcher.job.plan import DEFAULT_LEASE_S
 from launcher.job.report import shell_code
+from launcher.job.window import Window
 from launcher.transport.api import Channel
 from launcher.transport.diagnose import start_failure
 
@@ -43,6 +44,7 @@ class AgentSession(Session):
         self._was_started = False
         self._said_bye = False
         self._asked_s = 0.0
+        self._window = Window(None)  # the channel's own, once there is one
 
     @property
     def is_lost(self) -> bool:
@@ -54,6 +56,7 @@ class AgentSession(Session):
         return self._heard_s if self.has_answered and self.result.transport != "local" else None
 
     def follow(self, channel: Channel) -> None:
+        self._window = Window(channel.window_bytes)
         decoder = Decoder(expect_magic=True)
         while data := channel.read(READ_BYTES):
             self._heard_s = time.monotonic()
@@ -87,9 +90,12 @@ class AgentSession(Session):
             result.port = message.port
             result.started_s = time.time()
             self._was_started = True
-            self._send(self._spawn_message())
+            self._send(self._spawn_message(channel.window_bytes))
         elif isinstance(message, Output):
             self.keep(message.data, result.stdout if message.stream == "stdout" else result.stderr)
+            handled = self._window.handled(message)
+            if handled is not None:
+                self._send(handled)
         elif isinstance(message, SpawnFailed):
             result.error = Diagnostic(f"it could not be started: {message.reason}", result.host.name, FOLDER_HINT)
         elif isinstance(message, Exited):
@@ -98,7 +104,7 @@ class AgentSession(Session):
         elif isinstance(message, Bye):
             self._said_bye = True
 
-    def _spawn_message(self) -> Spawn:
+    def _spawn_message(self, window_bytes: int | None) -> Spawn:
         return Spawn(
             job_id=self.job_id,
             commands=[list(self.task.command)],
@@ -107,4 +113,5 @@ class AgentSession(Session):
             rank_envs=[host_variables(self.number)],
             lease_s=None if self.result.transport == "local" else DEFAULT_LEASE_S,
             grace_s=GRACE_S,
+            window_bytes=window_bytes,
         )

@@ -20,6 +20,12 @@ class Channel(Protocol):
         """Name of the host as the user wrote it."""
         ...
 
+    @property
+    def window_bytes(self) -> int | None:
+        """How much output of ranks may be on its way and not handled, where agents share a way to the launcher.
+        None: the channel is this agent's own, and holds the agent up when nobody reads."""
+        ...
+
     def read(self, max_bytes: int) -> bytes:
         """Return 1..max_bytes bytes of the agent's stdout, blocking; b"" when it has ended or the
         connection is lost. Called from one thread only."""

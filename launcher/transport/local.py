@@ -116,6 +116,10 @@ class LocalChannel:
         return self._host_name
 
     @property
+    def window_bytes(self) -> None:
+        return None
+
+    @property
     def pid(self) -> int:
         """Process id of the agent."""
         return self._process.pid

@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import shlex
 import shutil
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.transport.command import agent_argv
-from launcher.transport.lines import DATA, END, LineReader, encode_lines
+from launcher.transport.lines import DATA, END, PIECE_BYTES, LineReader, encode_lines
 from launcher.transport.tail import StderrTail
 
 RELAY_MODULE = "launcher.agent.relay"
 SILENCE_S = 30.0  # a relay says something every 5 s; a node that is silent for so long is lost
 _SWEEP_SILENCE_S = 10.0  # a node that was lost is asked once more, and may well be dead
 _READ_BYTES = 1 << 18
-_MAX_UNREAD_BYTES = 4 << 20  # of one node; above it srun waits, and with it the ranks
-_WRITE_TIMEOUT_S = 30.0
+# srun keeps what it has received and not yet printed in 1024 buffers of at most 1024 bytes (a line of ours each), for
+# all nodes together. As long as all are taken, each that gets free goes to the node that comes first in its list, and
+# of the last one nothing comes through, whatever it says: measured with three nodes that flood, two got 150 MB through
+# in 18 s, the third 0.2 MB. Therefore the output of all nodes that may be on its way fits into three quarters of them.
+_OUTPUT_BYTES = 768 * PIECE_BYTES
+_MIN_WINDOW_BYTES = 2048  # of one node: so the above holds up to 202 nodes; of more that all flood some may wait long
 _END_S = 2.0
 _TAIL_WAIT_S = 0.5
 # What srun says about --cpu-bind=none where the cluster binds nothing anyway.
@@ -116,32 +120,26 @@ class SrunStep:
         if self._process.stdin is None or self._process.stdout is None or self._process.stderr is None:
             raise RuntimeError("Popen made no pipe")
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        os.set_blocking(self._stdin.fileno(), False)
-        self._write_lock = threading.Lock()
-        self._stdin_open = True
-        self._blocked_s = 0.0  # time the reading thread has waited for a slow reader
+        # Writing has a thread of its own, and reading never waits for anybody: srun serves both in one thread, so who
+        # writes to it while it waits to be read from would wait for ever.
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: the end of stdin
+        self._end_lock = threading.Lock()
+        self._stdin_ended = False
+        self._is_broken = False
+        self.window_bytes = max(_OUTPUT_BYTES // len(names), _MIN_WINDOW_BYTES)
         self.channels = {name: SrunChannel(self, name) for name in names}
         self._live = dict(self.channels)
         self._stderr = StderrTail(self._process.stderr.read, "srun", self._process.stderr.close)
         threading.Thread(target=self._read, name="read-srun", daemon=True).start()
+        threading.Thread(target=self._write, name="write-srun", daemon=True).start()
 
     def send(self, node: str, lines: bytes) -> None:
-        """Write whole lines to every agent. Raises: TransportError when srun is gone or takes nothing for 30 s."""
-        view = memoryview(lines)
-        poller = select.poll()
-        with self._write_lock:
-            while view:
-                if not self._stdin_open:
-                    raise self._gone(node)
-                poller.register(self._stdin.fileno(), select.POLLOUT)
-                if not poller.poll(_WRITE_TIMEOUT_S * 1000):
-                    raise self._gone(node)
-                try:
-                    view = view[os.write(self._stdin.fileno(), view) :]
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    raise self._gone(node) from None
+        """Write whole lines to every agent, later and in this order. Raises: TransportError when srun is gone."""
+        if self._is_broken:
+            raise TransportError(
+                "srun is gone: the agent cannot be reached", where=node, hint=self.stderr_tail() or None
+            )
+        self._outbox.put(lines)
 
     def release(self, name: str) -> None:
         """Note that a channel is closed; the last one ends the step."""
@@ -151,11 +149,10 @@ class SrunStep:
 
     def end_stdin(self) -> None:
         """End every agent's stdin once all channels have ended theirs. Idempotent."""
-        if all(channel.stdin_ended for channel in self.channels.values()):
-            with self._write_lock:
-                if self._stdin_open:
-                    self._stdin_open = False
-                    self._stdin.close()
+        with self._end_lock:
+            if not self._stdin_ended and all(channel.stdin_ended for channel in self.channels.values()):
+                self._stdin_ended = True
+                self._outbox.put(None)
 
     def close(self) -> None:
         """End the step: by the end of its stdin, else by SIGTERM, else by SIGKILL. Idempotent."""
@@ -185,6 +182,17 @@ class SrunStep:
         """Give what srun and the agents write to stderr to `take`."""
         self._stderr.listen(take)
 
+    def _write(self) -> None:
+        """Send what is in the outbox; runs in a thread of its own until the end of stdin, or of srun."""
+        try:
+            for lines in iter(self._outbox.get, None):
+                view = memoryview(lines)
+                while view:
+                    view = view[os.write(self._stdin.fileno(), view) :]
+        except OSError:
+            self._is_broken = True
+        self._stdin.close()
+
     def _read(self) -> None:
         """Hand out what comes from srun; runs in a thread of its own until srun's stdout ends."""
         reader = LineReader()
@@ -198,9 +206,9 @@ class SrunStep:
                         return
                     for line in reader.feed(data):
                         self._deliver(line.node, line.kind, line.body)
-                clock_s = self._clock_s()
+                now_s = time.monotonic()
                 for channel in self.channels.values():
-                    if clock_s - channel.last_heard_s > self._silence_s:
+                    if now_s - channel.last_heard_s > self._silence_s:
                         channel.end(None)
         except ProtocolError:  # nothing that follows can be trusted: every channel ends
             return
@@ -213,20 +221,11 @@ class SrunStep:
         channel = self.channels.get(node)
         if channel is None:
             return
-        channel.last_heard_s = self._clock_s()
+        channel.last_heard_s = time.monotonic()
         if kind == DATA:
-            start_s = time.monotonic()
             channel.push(body)
-            self._blocked_s += time.monotonic() - start_s
         elif kind == END:
             channel.end(int(body) if body.isdigit() else None)
-
-    def _clock_s(self) -> float:
-        """Return a clock that stands still while nobody reads: silence is measured by it."""
-        return time.monotonic() - self._blocked_s
-
-    def _gone(self, node: str) -> TransportError:
-        return TransportError("srun is gone: the agent cannot be reached", where=node, hint=self.stderr_tail() or None)
 
 
 class SrunChannel:
@@ -236,8 +235,7 @@ class SrunChannel:
         self._step = step
         self._name = name
         self._changed = threading.Condition()
-        self._unread: deque[bytes] = deque()
-        self._num_unread_bytes = 0
+        self._unread = bytearray()  # no more than the window, and what is no output
         self._ended = False
         self._closed = False
         self._status: int | None = None
@@ -248,17 +246,17 @@ class SrunChannel:
     def host_name(self) -> str:
         return self._name
 
+    @property
+    def window_bytes(self) -> int:
+        return self._step.window_bytes
+
     def read(self, max_bytes: int) -> bytes:
         with self._changed:
             self._changed.wait_for(lambda: self._unread or self._ended or self._closed)
             if not self._unread or self._closed:
                 return b""
-            data = self._unread.popleft()
-            if len(data) > max_bytes:
-                self._unread.appendleft(data[max_bytes:])
-                data = data[:max_bytes]
-            self._num_unread_bytes -= len(data)
-            self._changed.notify_all()
+            data = bytes(self._unread[:max_bytes])
+            del self._unread[:max_bytes]
             return data
 
     def write(self, data: bytes) -> None:
@@ -300,12 +298,10 @@ class SrunChannel:
     # ---- called by the step's reading thread ----
 
     def push(self, data: bytes) -> None:
-        """Keep bytes until they are read; waits while there are too many."""
+        """Keep bytes until they are read."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_unread_bytes < _MAX_UNREAD_BYTES or self._closed)
             if not self._closed:
-                self._unread.append(data)
-                self._num_unread_bytes += len(data)
+                self._unread += data
                 self._changed.notify_all()
 
     def end(self, status: int | None) -> None:

@@ -148,6 +148,10 @@ class SshChannel:
         return self._target.name
 
     @property
+    def window_bytes(self) -> None:
+        return None
+
+    @property
     def target(self) -> SshTarget:
         """How the host was reached, for messages."""
         return self._target

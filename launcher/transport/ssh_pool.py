@@ -98,6 +98,10 @@ class PooledChannel:
     def host_name(self) -> str:
         return self._host_name
 
+    @property
+    def window_bytes(self) -> None:
+        return None
+
     def take_answer(self, answer: dict[str, Any]) -> None:
         """Take what the helper says about this channel; on the thread that reads the helper."""
         if "failed" in answer:
