@@ -3,17 +3,20 @@
 `transport/lines.py` says how they are told apart and why so. srun's exit status is of no use (with one failing task
 it reports the tasks it killed), so codes come through the agents. Every agent reads the same stdin, so a write of any
 channel goes to all nodes and is meant for one. srun leads a session of its own: a terminal's Ctrl-C reaches the
-launcher only. When the launcher goes, srun's stdin ends, with it the agents' stdin, and with that the ranks.
+launcher only. When the launcher goes, srun's stdin ends, with it the agents' stdin, and with that the ranks. srun waits
+for the end of all of them, and where Slurm or a node has gone as well it would wait for ever: a guard ends it then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import select
 import shlex
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -38,6 +41,23 @@ _OUTPUT_BYTES = 768 * PIECE_BYTES
 _MIN_WINDOW_BYTES = 2048  # of one node: so the above holds up to 202 nodes; of more that all flood some may wait long
 _END_S = 2.0
 _TAIL_WAIT_S = 0.5
+_ORPHAN_S = 30  # what srun gets to end once the launcher has gone; the agents end their ranks with or without it
+_FORK_S = 5  # what the process that srun forks gets after that, to tell Slurm of the end
+# The guard is in srun's process group ($$): no other can have that number as long as the guard lives. It hears of the
+# launcher's end, however it came, by the end of a pipe that nobody writes to; a line says that it is not needed. It is
+# no child of srun, which waits for its children.
+_GUARDED = """\
+((
+  if ! read -r _ <"$1"; then
+    PATH="$PATH:/usr/bin:/bin" num_s=0
+    while [ "$num_s" -lt "$2" ] && kill -0 $$; do sleep 1; num_s=$((num_s + 1)); done
+    sleep "$3"
+    kill -KILL 0
+  fi
+) </dev/null >/dev/null 2>&1 &)
+shift 3
+exec "$@"
+"""
 # What srun says about --cpu-bind=none where the cluster binds nothing anyway.
 _NOISE = ("srun: cluster configuration lacks support for cpu binding",)
 # Options of the job that srun would read from the environment as its own, against one agent on each node.
@@ -116,7 +136,7 @@ class SrunStep:
 
     def __init__(self, argv: Sequence[str], names: Sequence[str], environ: Mapping[str, str], silence_s: float) -> None:
         self._silence_s = silence_s
-        self._process = _start_srun(argv, environ)
+        self._process, self._lifeline = _start_srun(argv, environ)
         if self._process.stdin is None or self._process.stdout is None or self._process.stderr is None:
             raise RuntimeError("Popen made no pipe")
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -164,7 +184,12 @@ class SrunStep:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 stop()
-        self._process.wait()
+        was_killed = self._process.wait() == -signal.SIGKILL
+        with self._end_lock:
+            if not self._lifeline.closed:
+                with contextlib.suppress(OSError), self._lifeline:
+                    if not was_killed:  # else what it has forked still speaks to Slurm, and the guard ends that
+                        self._lifeline.write(b"\n")
 
     def exit_status(self) -> int | None:
         """Return srun's own status (128+signal when killed), None while it runs or ends."""
@@ -312,7 +337,8 @@ class SrunChannel:
                 self._changed.notify_all()
 
 
-def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], io.FileIO]:
+    """Start srun and its guard. Returns srun's process and the pipe whose end tells the guard that we have gone."""
     program = shutil.which(argv[0])
     if program is None:
         raise TransportError(
@@ -320,14 +346,25 @@ def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.P
             hint="add Slurm's programs to PATH, or name the hosts with --hostfile to use SSH",
         )
     try:
-        return subprocess.Popen(
-            [program, *argv[1:]],
+        reader, writer = os.pipe()
+    except OSError as error:
+        raise TransportError(f"srun cannot be started: {error.strerror or error}", where=program) from None
+    lifeline = io.FileIO(writer, "w")
+    guard = ["/bin/sh", "-c", _GUARDED, "sh", f"/dev/fd/{reader}", str(_ORPHAN_S), str(_FORK_S)]
+    try:
+        process = subprocess.Popen(
+            [*guard, program, *argv[1:]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            pass_fds=(reader,),
             env=dict(environ),
         )
     except OSError as error:
+        lifeline.close()
         raise TransportError(f"srun cannot be started: {error.strerror or error}", where=program) from None
+    finally:
+        os.close(reader)
+    return process, lifeline

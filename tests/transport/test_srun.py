@@ -53,6 +53,74 @@ sys.stdin.read()
     second.close()
 
 
+TELL_PIDS = """
+import os, signal
+def tell(*pids):
+    with open(f"{__file__}.part", "w") as file:
+        print(*pids, file=file)
+    os.rename(file.name, f"{__file__}.pids")
+"""
+# srun and the process it forks, of which neither ends by itself, as when Slurm has gone.
+STUCK = f"""{TELL_PIDS}
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = os.fork()
+if child:
+    tell(os.getpid(), child)
+while True:
+    signal.pause()
+"""
+SHORTLY = "launcher.transport.srun._ORPHAN_S", "launcher.transport.srun._FORK_S"
+
+
+def pids_of_srun(tmp_path: Path) -> list[int]:
+    path = tmp_path / "srun.pids"
+    wait_until(path.exists, "srun")
+    return [int(word) for word in path.read_text().split()]
+
+
+def is_group_empty(leader: int) -> bool:
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_stuck_srun_does_not_outlive_a_killed_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SHORTLY:
+        monkeypatch.setattr(name, 1)
+    launcher = os.fork()
+    if launcher == 0:
+        try:
+            play(tmp_path, monkeypatch, STUCK)
+            signal.pause()
+        finally:
+            os._exit(1)
+    leader, fork = pids_of_srun(tmp_path)
+    assert os.getpgid(fork) == leader
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    wait_until(lambda: is_group_empty(leader), "the end of srun and its guard")
+
+
+def test_a_stuck_srun_is_ended_with_its_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SHORTLY, "launcher.transport.srun._END_S"):
+        monkeypatch.setattr(name, 1)
+    channels = play(tmp_path, monkeypatch, STUCK)
+    leader, _ = pids_of_srun(tmp_path)
+    for channel in channels:
+        channel.close()
+    wait_until(lambda: is_group_empty(leader), "the end of srun's fork and its guard")
+
+
+def test_the_guard_goes_with_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = play(tmp_path, monkeypatch, f"{TELL_PIDS}\ntell(os.getpid())\nsys.stdin.read()")
+    (leader,) = pids_of_srun(tmp_path)
+    for channel in channels:
+        channel.close()
+    wait_until(lambda: is_group_empty(leader), "the end of the guard")
+
+
 def test_writing_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What srun does not take is kept, in order, and no writer waits for it."""
     body = f"""
