@@ -15,6 +15,8 @@ from launcher.job.report import Failure
 
 
 class NoChannel:
+    window_bytes = None
+
     def stderr_tail(self) -> str:
         return "Connection to node-b closed."
 
