@@ -4,7 +4,7 @@
 
 Local ranks; loopback hosts behind a real sshd; the nodes of a real Slurm; where hosts crash or cables are cut, nodes
 in network namespaces with an sshd or slurmd each. All ranks have a child in a session of its own that ignores SIGTERM.
-Exit code 1 when any cell is wrong. tests/faults/test_matrix.py runs the same cells one by one. Needs root.
+Exit code 1 when any cell is wrong. Needs root. tests/faults/test_matrix.py runs those cells that no other test covers.
 """
 
 from __future__ import annotations

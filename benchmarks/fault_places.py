@@ -39,24 +39,27 @@ class Place:
     bystander: Launch | None = None
     bystander_pids: set[int] = field(default_factory=set)
 
-    def start_bystander(self, folder: Path, options: tuple[str, ...], env: dict[str, str]) -> None:
+    def start_bystander(self, folder: Path, options: tuple[str, ...], env: dict[str, str], num_ranks: int = 1) -> None:
         """Start another job of this user, which nothing that happens may touch."""
         folder.mkdir(parents=True)
         script = folder / "bystander.py"
         script.write_text("import time; print('HERE', flush=True); time.sleep(3600)")
         self.bystander = Launch(folder, *options, script, env=env)
-        wait_until(lambda: self.bystander is not None and "HERE" in self.bystander.out, "the other job")
-        self.bystander_pids = members_of_job(self.bystander.job_id)
+        job = self.bystander
+        wait_until(lambda: job.out.count("HERE") == num_ranks, "all ranks of the other job")
+        self.bystander_pids = members_of_job(job.job_id)
 
     @property
     def harm(self) -> str:
         """What has happened to the other job, "" when nothing has."""
         if self.bystander is None:
             return ""
-        code, left = self.bystander.process.poll(), members_of_job(self.bystander_id)
+        code = self.bystander.process.poll()
         if code is not None:
             return f"another job ended with {code}"
-        return "" if left == self.bystander_pids else f"another job has lost {self.bystander_pids - left}"
+        lost = self.bystander_pids - members_of_job(self.bystander_id)
+        lost &= self.bystander_pids - members_of_job(self.bystander_id)  # what is gone is missing at any time
+        return f"another job has lost {lost}" if lost else ""
 
     def stop_bystander(self) -> None:
         """End it."""
@@ -99,7 +102,7 @@ def ssh(folder: Path) -> Iterator[Place]:
             send([pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().startswith("sshd")], signal.SIGKILL)
 
         place = Place(options, {}, 2, "127.0.0.2", lambda: [sshd.pid or 0], kill_session)
-        place.start_bystander(folder / "other", options, {})
+        place.start_bystander(folder / "other", options, {}, num_ranks=2)
         try:
             yield place
         finally:
@@ -115,9 +118,8 @@ def srun(folder: Path) -> Iterator[Place]:
         place.kill_service = lambda _pid: slurm.stop_node("n2")
         place.num_flood_blocks = 40  # Slurm's own pipes carry less than ours
         place.revive = lambda: slurm.start_node("n2")
-        place.start_bystander(
-            folder / "other", (), stack.enter_context(slurm.allocation("--gres=gpu:1", nodes="n[1,3]"))
-        )
+        other = stack.enter_context(slurm.allocation("--gres=gpu:1", nodes="n[1,3]"))
+        place.start_bystander(folder / "other", (), other, num_ranks=2)
         try:
             yield place
         finally:
