@@ -47,7 +47,7 @@ _FORK_S = 5  # what the process that srun forks gets after that, to tell Slurm o
 # launcher's end, however it came, by the end of a pipe that nobody writes to; a line says that it is not needed. It is
 # no child of srun, which waits for its children.
 _GUARDED = """\
-((
+( (
   if ! read -r _ <"$1"; then
     PATH="$PATH:/usr/bin:/bin" num_s=0
     while [ "$num_s" -lt "$2" ] && kill -0 $$; do sleep 1; num_s=$((num_s + 1)); done
