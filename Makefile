@@ -30,11 +30,12 @@ types: $(VENV)/.installed-dev ## mypy, strict
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md
 
-bench: $(VENV)/.installed-dev ## measure everything beside the peers, write docs/benchmarks.md
+bench: $(VENV)/.installed-dev ## measure everything beside the peers, write docs/benchmarks.md and docs/scale.md
 	@.ci/system-packages
 	mkdir -p $(VENV)/bench
 	$(BIN)/python benchmarks/startup.py > $(VENV)/bench/1_startup.md
 	PYTHONPATH=tests $(BIN)/python benchmarks/fanout.py > $(VENV)/bench/2_fanout.md
+	PYTHONPATH=tests $(BIN)/python benchmarks/scale_model.py > docs/scale.md
 	PYTHONPATH=tests $(BIN)/python benchmarks/fault_matrix.py > $(VENV)/bench/3_faults.md
 	$(BIN)/python benchmarks/random_kills.py > $(VENV)/bench/4_kills.md
 	$(BIN)/python benchmarks/output.py > $(VENV)/bench/5_output.md

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _MAX_TRACEBACK_CHARS = 64_000
+_RANK_PID = os.getpid()
 _NOTEBOOK_RANK = os.path.join(os.path.dirname(__file__), "notebook", "rank.py")
 
 
@@ -147,17 +148,20 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
     Printed here, the tracebacks of a thousand victims would bury the one that matters. Returns whether it was left.
     """
     path = os.environ.get(env.ERROR_FILE.name)
-    if path is None:
+    if path is None or os.getpid() != _RANK_PID:  # a fork of the rank may fail: that is not yet the rank's end
         return False
     temporary = f"{path}.part"
     try:
         import json
+        import signal
 
         with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(_record(error, trace), file)
         os.replace(temporary, path)
     except Exception:  # noqa: BLE001  # neither a full disk nor what the script did to this process may hide its failure
         return False
+    with contextlib.suppress(OSError):  # the agent shall look at once: exit handlers and threads may run on for long
+        os.kill(os.getppid(), signal.SIGCHLD)
     return True
 
 
@@ -171,7 +175,7 @@ def _record(error: BaseException, trace: TracebackType | None) -> dict[str, obje
         "host": os.uname().nodename,
         "rank": int(os.environ.get(env.RANK.name, "-1")),
         "pid": os.getpid(),
-        "time_s": time.time(),
+        "time_s": time.monotonic(),
         "type": type(error).__name__,
         "exit_code": _exit_code(error),
         "message": _shortened(_text_of(error)),

@@ -2,17 +2,19 @@
 
 It takes the lines for its node out of what srun sends to all, and turns the agent's stream into lines (see
 `transport/lines.py`). The agent itself is a child and knows nothing of this: its stdin ends with srun's, and its
-lease with it. When the agent is killed the relay says so at once, which srun would not.
+lease with it. Each direction has a thread: a flood of output that waits for srun must not keep orders and pings from
+the agent. When the agent is killed the relay says so at once, which srun would not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
 import sys
-import time
+import threading
 
 from launcher.agent.main import main as agent_main
 from launcher.base import env
@@ -29,18 +31,17 @@ class Relay:
     def __init__(self, node: str, to_agent: int, from_agent: int) -> None:
         self._node = node
         self._to_agent: int | None = to_agent
+        self._to_agent_lock = threading.Lock()
         self._from_agent = from_agent
-        self._reader = LineReader()
-        self._last_sent_s = 0.0
         self._poller = select.poll()
-        self._poller.register(0, select.POLLIN)
         self._poller.register(from_agent, select.POLLIN)
-        self._dismissed = False
+        self._dismissed = threading.Event()
 
     def run(self) -> None:
         """Serve until the agent's output has ended or srun is gone."""
-        _write_all(1, b"\n")  # ends what start-up files of the node may have printed
+        threading.Thread(target=self._read_srun, name="read-srun", daemon=True).start()
         try:
+            _write_all(1, b"\n")  # ends what start-up files of the node may have printed
             while self._turn():
                 pass
         except BrokenPipeError:  # srun is gone: nobody hears the agent any more
@@ -53,54 +54,53 @@ class Relay:
             _write_all(1, encode_lines(self._node, END, str(status).encode()))
         except BrokenPipeError:
             return
-        deadline_s = time.monotonic() + _FAREWELL_S
-        while not self._dismissed and time.monotonic() < deadline_s:
-            if any(self._poller.poll(1000)):
-                self._read_srun()
+        self._dismissed.wait(_FAREWELL_S)
 
     def _turn(self) -> bool:
         """Wait for something and pass it on; False when the agent's output has ended."""
-        for descriptor, _ in self._poller.poll(BEAT_INTERVAL_S * 1000):
-            if descriptor == 0:
-                self._read_srun()
-                continue
+        if self._poller.poll(BEAT_INTERVAL_S * 1000):
             data = os.read(self._from_agent, _READ_BYTES)
             if not data:
-                self._poller.unregister(self._from_agent)
                 return False
-            self._say(encode_lines(self._node, DATA, data))
-        if time.monotonic() - self._last_sent_s >= BEAT_INTERVAL_S:
-            self._say(encode_lines(self._node, BEAT))
+            _write_all(1, encode_lines(self._node, DATA, data))
+        else:
+            _write_all(1, encode_lines(self._node, BEAT))
         return True
 
-    def _say(self, lines: bytes) -> None:
-        _write_all(1, lines)
-        self._last_sent_s = time.monotonic()
-
     def _read_srun(self) -> None:
-        data = os.read(0, _READ_BYTES)
-        if not data:
-            self._poller.unregister(0)
+        """Pass on what is for this agent; runs in a thread of its own until srun's stdin ends.
+
+        Also after the agent's own end: srun keeps what it sends until every node has taken it.
+        """
+        reader = LineReader()
+        try:
+            while data := os.read(0, _READ_BYTES):
+                for line in reader.feed(data):
+                    if line.node != self._node:
+                        continue
+                    if line.kind == END:
+                        self._dismiss()
+                    elif line.kind == DATA:
+                        self._pass_on(line.body)
+        finally:
             self._dismiss()
-        for line in self._reader.feed(data):
-            if line.node != self._node:
-                continue
-            if line.kind == END:
-                self._dismiss()
-            elif line.kind == DATA and self._to_agent is not None:
-                try:
-                    _write_all(self._to_agent, line.body)
-                except BrokenPipeError:  # it is about to end, its output says how
-                    self._end_agent()
 
     def _dismiss(self) -> None:
-        self._dismissed = True
+        self._dismissed.set()
         self._end_agent()
 
+    def _pass_on(self, data: bytes) -> None:
+        with self._to_agent_lock:
+            if self._to_agent is not None:
+                # It is about to end when it does not read any more; its output says how.
+                with contextlib.suppress(BrokenPipeError):
+                    _write_all(self._to_agent, data)
+
     def _end_agent(self) -> None:
-        if self._to_agent is not None:
-            os.close(self._to_agent)
-            self._to_agent = None
+        with self._to_agent_lock:
+            if self._to_agent is not None:
+                os.close(self._to_agent)
+                self._to_agent = None
 
 
 def main() -> int:

@@ -45,9 +45,8 @@ class Rank:
         self.error_file, self.stacks_file, self.progress_fd = error_file, stacks_file, progress_fd
         self.progress: Told = NOTHING  # as last sent
         self.status: int | None = None  # exit code or minus the signal, None while it runs
-        self.record: dict[str, Any] | None = None  # the error record its worker left
+        self.record: dict[str, Any] | None = None  # the error record its worker left, while it still runs perhaps
         self.ended_s = 0.0  # monotonic clock, set together with `status`
-        self.died_s = 0.0  # wall clock, likewise
         self.max_rss_bytes = 0
         self.oom: str | None = None  # evidence of the kernel's out-of-memory killer
 

@@ -28,6 +28,7 @@ from launcher.agent.wire import (
     Decoder,
     DumpStacks,
     Exited,
+    Handled,
     Hello,
     Message,
     Notify,
@@ -37,6 +38,7 @@ from launcher.agent.wire import (
     Pong,
     PortPicked,
     Progress,
+    Raised,
     Spawn,
     SpawnFailed,
     Stacks,
@@ -70,6 +72,7 @@ class Supervisor:
         self._decoder = Decoder(expect_magic=False)
         self._selector = selectors.DefaultSelector()
         self._unsent = bytearray(MAGIC)
+        self._unhandled_bytes = 0  # of output: sent, or to be sent, and not yet handled by the controller
         self._connected = True
         self._state = AgentState.WAITING
         self._ranks: dict[int, Rank] = {}  # by pid
@@ -82,6 +85,7 @@ class Supervisor:
         self._scratch: str | None = None  # there as soon as ranks are
         self._wake_read, self._wake_write = os.pipe()
         self._oom_watch = OomWatch()
+        self._may_have_raised = False  # a rank that has left its record sends SIGCHLD
 
     def run(self) -> None:
         """Serve commands until the ranks are gone and the controller has been told."""
@@ -93,7 +97,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         self._selector.register(self._command_fd, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.time(), given_devices(os.environ)))
+        self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.monotonic(), given_devices(os.environ)))
         try:
             while self._state is not AgentState.GONE:
                 self._turn()
@@ -112,12 +116,14 @@ class Supervisor:
             elif key.fd == self._wake_read:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, _READ_BYTES)
+                self._may_have_raised = True
             elif key.fd == self._output_fd:
                 self._write()
             elif events:
                 self._read_rank(key.fd, key.data)
         self._tell_progress()
         self._reap()
+        self._tell_raised()
         self._check_deadlines()
 
     def _wait_s(self) -> float:
@@ -128,10 +134,18 @@ class Supervisor:
     def _watch_streams(self) -> None:
         """Register what can make progress now: writing when there is something, reading when there is room."""
         self._set_watched(self._output_fd, selectors.EVENT_WRITE, bool(self._unsent) and self._connected, None)
-        has_room = len(self._unsent) < _MAX_UNSENT_BYTES
+        has_room = len(self._unsent) < _MAX_UNSENT_BYTES and self._room_bytes() > 0
         for rank in self._ranks.values():
             for descriptor in rank.streams:
                 self._set_watched(descriptor, selectors.EVENT_READ, has_room, rank)
+
+    def _room_bytes(self) -> int:
+        """Return how much of a rank's output may be read at once; 0 until a quarter of the window is free."""
+        window_bytes = self._spec.window_bytes if self._spec is not None and self._connected else None
+        if window_bytes is None:
+            return _READ_BYTES
+        free_bytes = window_bytes - self._unhandled_bytes
+        return min(free_bytes, _READ_BYTES) if free_bytes >= window_bytes // 4 else 0
 
     def _set_watched(self, descriptor: int, events: int, wanted: bool, data: Rank | None) -> None:
         watched = descriptor in self._selector.get_map()
@@ -183,8 +197,10 @@ class Supervisor:
             self._spawn(message)
         elif isinstance(message, Stop):
             self._stop(message.grace_s)
+        elif isinstance(message, Handled):
+            self._unhandled_bytes -= message.num_bytes
         elif isinstance(message, Ping):
-            self._send(Pong())
+            self._send(Pong(time.monotonic()))
         elif isinstance(message, DumpStacks):
             send([rank.pid for rank in self._ranks.values() if rank.status is None], STACKS_SIGNAL)
             self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S
@@ -226,14 +242,22 @@ class Supervisor:
         self._ranks.clear()
 
     def _read_rank(self, descriptor: int, rank: Rank) -> None:
+        room_bytes = self._room_bytes()
+        if room_bytes == 0:  # another stream has taken it in this turn
+            return
         try:
-            data = os.read(descriptor, _READ_BYTES)
+            data = os.read(descriptor, room_bytes)
         except BlockingIOError:
             return
         if data:
-            self._send(Output(rank.number, rank.streams[descriptor], data))
+            self._send_output(rank, descriptor, data)
         else:
             self._close_stream(rank, descriptor)
+
+    def _send_output(self, rank: Rank, descriptor: int, data: bytes) -> None:
+        message = Output(rank.number, rank.streams[descriptor], data)
+        self._unhandled_bytes += message.cost_bytes
+        self._send(message)
 
     def _close_stream(self, rank: Rank, descriptor: int) -> None:
         self._set_watched(descriptor, selectors.EVENT_READ, False, None)
@@ -255,9 +279,9 @@ class Supervisor:
             if rank is not None:
                 rank.status = os.waitstatus_to_exitcode(wait_status)
                 rank.process.returncode = rank.status  # Popen must not wait for it a second time
-                rank.ended_s, rank.died_s = time.monotonic(), time.time()
+                rank.ended_s = time.monotonic()
                 rank.max_rss_bytes = usage.ru_maxrss * 1024
-                rank.record = read_record(rank.error_file)
+                rank.record = rank.record or read_record(rank.error_file)
                 if rank.status == -signal.SIGKILL:
                     rank.oom = self._oom_watch.evidence()
         for rank in list(self._ranks.values()):
@@ -273,9 +297,10 @@ class Supervisor:
             return  # a failure is told at once: all it wrote is in the pipe already
         for descriptor in list(rank.streams):
             self._drain(rank, descriptor)
+            self._close_stream(rank, descriptor)
         del self._ranks[rank.pid]
         rank.close()
-        self._send(Exited(rank.number, rank.status, rank.died_s, rank.record, rank.max_rss_bytes, rank.oom))
+        self._send(Exited(rank.number, rank.status, rank.ended_s, rank.record, rank.max_rss_bytes, rank.oom))
 
     def _drain(self, rank: Rank, descriptor: int) -> None:
         """Read what is there now; a child of the rank may hold the pipe open for ever, and write as fast as we read."""
@@ -283,8 +308,20 @@ class Supervisor:
         while num_left > 0:
             data = os.read(descriptor, min(num_left, _READ_BYTES))
             num_left -= len(data)
-            self._send(Output(rank.number, rank.streams[descriptor], data))
-        self._close_stream(rank, descriptor)
+            self._send_output(rank, descriptor, data)
+
+    def _tell_raised(self) -> None:
+        """Tell at once which ranks have failed but not ended, behind what they wrote before."""
+        if not self._may_have_raised:
+            return
+        self._may_have_raised = False
+        for rank in self._ranks.values():
+            if rank.record is None and rank.status is None:
+                rank.record = read_record(rank.error_file)
+                if rank.record is not None:
+                    for descriptor in rank.streams:
+                        self._drain(rank, descriptor)
+                    self._send(Raised(rank.number, rank.record))
 
     def _tell_progress(self) -> None:
         """Send heartbeats that are new, and stacks that were asked for, when their time has come."""

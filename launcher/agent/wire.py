@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
 MAX_PAYLOAD_BYTES = 16 << 20
+_FRAME_BYTES = 128  # what the frame of an Output adds to its data, at most
+_MIN_COST_BYTES = 512  # of an Output, however short: it may need a line, a buffer, of srun for itself
 _LENGTHS = struct.Struct(">II")
 
 
@@ -50,6 +52,7 @@ class Spawn(Message):
     lease_s: float | None  # end the ranks after so long without a message; None: the stream's end is enough
     grace_s: float  # between SIGTERM and SIGKILL when the lease ends
     bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
+    window_bytes: int | None = None  # how much output may wait for a Handled, see Channel; None: any amount
 
 
 class Stop(Message):
@@ -72,6 +75,12 @@ class Sweep(Message):
     job_id: str
 
 
+class Handled(Message):
+    """The controller has handled output: the agent may send as much again, see Spawn.window_bytes."""
+
+    num_bytes: int
+
+
 class Ping(Message):
     """Renew the lease."""
 
@@ -85,12 +94,14 @@ class Hello(Message):
     version: int
     pid: int = 0
     python: str = ""
-    time_s: float = 0.0  # wall clock of the node: lets the controller compare times of different hosts
+    time_s: float = 0.0  # monotonic clock of the node, which nobody sets: makes times of different hosts comparable
     devices: list[str] | None = None  # entries of the agent's CUDA_VISIBLE_DEVICES; None: it is not set
 
 
 class Pong(Message):
     """The answer to Ping: the node and the way to it are alive."""
+
+    time_s: float  # monotonic clock of the node
 
 
 class PortPicked(Message):
@@ -119,6 +130,11 @@ class Output(Message):
     stream: str  # "stdout" or "stderr"
     data: bytes
 
+    @property
+    def cost_bytes(self) -> int:
+        """What it takes of the window."""
+        return max(len(self.data) + _FRAME_BYTES, _MIN_COST_BYTES)
+
 
 class Progress(Message):
     """A rank has made heartbeats, or told more, since the last such message; at most one a second."""
@@ -136,12 +152,19 @@ class Stacks(Message):
     text: str  # "" for a rank that is no Python script
 
 
+class Raised(Message):
+    """A rank has left its error record and runs on: exit handlers, threads, children it waits for."""
+
+    rank: int
+    record: dict[str, Any]
+
+
 class Exited(Message):
     """A rank's process has ended, and all it had written has been sent."""
 
     rank: int
     status: int  # exit code, or minus the signal number
-    time_s: float  # wall clock of the node when it was found dead
+    time_s: float  # monotonic clock of the node when it was found dead
     record: dict[str, Any] | None  # the error record the worker left
     max_rss_bytes: int  # the most memory its process held
     oom: str | None  # evidence that the kernel ended it for lack of memory
@@ -160,6 +183,7 @@ _TYPES: dict[str, type[Message]] = {
         DumpStacks,
         Notify,
         Sweep,
+        Handled,
         Ping,
         Hello,
         Pong,
@@ -169,6 +193,7 @@ _TYPES: dict[str, type[Message]] = {
         Output,
         Progress,
         Stacks,
+        Raised,
         Exited,
         Bye,
     )

@@ -47,6 +47,9 @@ TORCHELASTIC_MAX_RESTARTS = EnvVar(
 )
 TORCHELASTIC_RUN_ID = EnvVar("TORCHELASTIC_RUN_ID", "same as LAUNCH_JOB_ID, the name torchrun scripts read", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
+SSH_PROCESSES = EnvVar(
+    "LAUNCH_SSH_PROCESSES", "helper processes that hold SSH connections, 0 for none; default by hosts and cores", "read"
+)
 # Set by Slurm; see cluster/slurm.py for their forms.
 SLURM_JOB_ID = EnvVar("SLURM_JOB_ID", "set by Slurm: number of the job", "read")
 SLURM_JOB_NODELIST = EnvVar("SLURM_JOB_NODELIST", "set by Slurm: nodes of the job, compressed", "read")

@@ -8,13 +8,15 @@ from typing import Any
 
 import click
 
+from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
 from launcher.cli.completion import files
 from launcher.cli.hosts import HostOptions, host_options
-from launcher.cli.options import Seconds
+from launcher.cli.numbers import Seconds
 from launcher.cluster.fold import fold
+from launcher.job.bare import BareSession
 from launcher.job.everywhere import MAX_OUTPUT_BYTES, Everywhere, HostResult, Task
 from launcher.job.plan import new_job_id
 
@@ -36,25 +38,41 @@ examples:
 @click.option(
     "--timeout", "timeout_s", type=Seconds(0), metavar="SECONDS", help="Stop what runs longer. Default: none."
 )
+@click.option(
+    "--supervise",
+    is_flag=True,
+    help="Run COMMAND under an agent (needs Python there), which ends all that it leaves running.",
+)
 @click.argument("command", shell_complete=files)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files)
 @click.pass_context
 def exec_command(
-    ctx: click.Context, /, command: str, arguments: tuple[str, ...], timeout_s: float | None, **values: Any
+    ctx: click.Context,
+    /,
+    command: str,
+    arguments: tuple[str, ...],
+    timeout_s: float | None,
+    supervise: bool,
+    **values: Any,
 ) -> None:
     """Run COMMAND on all hosts at once, in this folder, and show equal output once.
 
-    No shell stands between: for pipes and variables give `sh -c '...'`. The exit code is the largest of all hosts'; 69
-    when a host could not be reached. What COMMAND leaves running is ended with it.
+    The words reach COMMAND as they are: for pipes and variables give `sh -c '...'`. The exit code is the largest of all
+    hosts'; 69 when a host could not be reached. The hosts need a POSIX shell and nothing else. Ctrl-C and --timeout end
+    COMMAND and its process group; what it leaves running at its own end goes on, unless --supervise is given.
     """
     options = HostOptions(**values)
-    worker_arguments = ("program", command, *arguments)
+    is_bare = not (supervise or options.in_slurm)
+    words = (command, *arguments) if is_bare else ("program", command, *arguments)
+    if command.startswith("-"):
+        raise UsageError(f'COMMAND "{command}" begins with "-"', hint=f"give its whole path, or ./{command}")
     cluster = options.cluster()
     cwd = working_folder()
-    tasks = [Task(host, worker_arguments, cwd) for host in cluster.hosts]
-    transports = options.reach(cluster)
-    run = Everywhere(tasks, transports.for_host, new_job_id(), _say_waiting)
+    tasks = [Task(host, words, cwd) for host in cluster.hosts]
+    transports = options.reach(cluster, shell_only=is_bare)
+    run = Everywhere(tasks, transports.for_host, new_job_id(), _say_waiting, BareSession if is_bare else None)
     try:
+        transports.prepare(cluster.hosts)
         results = run.run(timeout_s)
     finally:
         transports.close()

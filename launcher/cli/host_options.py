@@ -62,10 +62,8 @@ REACHING = (
         is_flag=True,
         help="Record the SSH keys of hosts never seen before instead of refusing them.",
     ),
-    click.option(*both("setup"), "setup", default="", metavar="CMD", help="Shell text to run on a host before python."),
-    click.option(
-        *both("venv_script"), "venv_script", metavar="FILE", help="Source FILE on a host before python starts."
-    ),
+    click.option(*both("setup"), "setup", default="", metavar="CMD", help="Shell text to run on a host first."),
+    click.option(*both("venv_script"), "venv_script", metavar="FILE", help="Source FILE on a host first."),
 )
 
 
@@ -87,7 +85,7 @@ class Reaching:
 
     @property
     def shell_setup(self) -> str:
-        """Shell text that runs on a host before python."""
+        """Shell text that runs on a host before anything of ours."""
         import shlex
 
         source = [f". {shlex.quote(self.venv_script)}"] if self.venv_script else []

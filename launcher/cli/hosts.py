@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from launcher.base.errors import UsageError
 from launcher.cli.host_options import HOST_CHOICE, REACHING, Reaching
-from launcher.cli.planning import Reach, Transports
+from launcher.cli.reach import Reach, Transports
 from launcher.cluster.allocation import in_allocation
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.devices import local_slots
@@ -25,13 +25,16 @@ class HostOptions(Reaching):
         """Say whether the hosts are those of the Slurm allocation this command runs in."""
         return self.hostfile is None and in_allocation(os.environ)
 
-    def reach(self, cluster: Cluster) -> Reach:
-        """Return how the hosts are reached. Raises: UsageError."""
+    def reach(self, cluster: Cluster, *, shell_only: bool = False) -> Reach:
+        """Return how the hosts are reached. Raises: UsageError.
+
+        shell_only: start a plain shell there, not an agent; a Slurm step knows agents only.
+        """
         if self.in_slurm:
             from launcher.cli.slurm import AllocationTransports
 
             return AllocationTransports(self, cluster)
-        return Transports(self, only_ssh=self.force_multi)
+        return Transports(self, only_ssh=self.force_multi, shell_only=shell_only)
 
     def cluster(self) -> Cluster:
         """Return the hosts that are meant: those of the hostfile, of the Slurm allocation, else this machine.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli import render
-from launcher.cli.planning import Transports, choose_hosts, config_argument, make_plan
+from launcher.cli.planning import choose_hosts, config_argument, make_plan
+from launcher.cli.reach import Transports
 from launcher.job.controller import Controller
 from launcher.job.plan import new_job_id
 from launcher.job.registry import registered
@@ -19,7 +20,7 @@ from launcher.job.restart import RestartPolicy, run_with_restarts
 if TYPE_CHECKING:
     from launcher.cli.live import LiveView
     from launcher.cli.options import RunOptions
-    from launcher.cli.planning import Reach
+    from launcher.cli.reach import Reach
     from launcher.cluster.cluster import Cluster
     from launcher.config.schema import Config
     from launcher.job.plan import JobPlan

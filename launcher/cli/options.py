@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Callable
@@ -16,26 +15,13 @@ from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean
 from launcher.cli.completion import files
 from launcher.cli.host_options import HOST_CHOICE, REACHING, Reaching, both
+from launcher.cli.numbers import Seconds
 from launcher.cluster.allocation import in_allocation
 from launcher.cluster.limits import MAX_SLOTS
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-_LONGEST_S = 10 * 366 * 24 * 3600.0  # ten years
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-class Seconds(click.FloatRange):
-    """A length of time that ends: FloatRange lets `nan` through, and a deadline of `inf` is none."""
-
-    def __init__(self, least: float, *, min_open: bool = False) -> None:
-        super().__init__(min=least, max=_LONGEST_S, min_open=min_open)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value!r} is no number of seconds.", param, ctx)
-        return seconds
 
 
 _OPTIONS = (

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.base.folders import home_folder, working_folder
@@ -16,79 +16,11 @@ from launcher.job.envfile import job_environment
 from launcher.job.environment import forwarded
 from launcher.job.plan import Command, JobPlan
 from launcher.transport.fanout import is_local
-from launcher.transport.local import LocalTransport
 
 if TYPE_CHECKING:
-    from launcher.cli.host_options import Reaching
     from launcher.cli.options import RunOptions
+    from launcher.cli.reach import Reach
     from launcher.transport.api import Transport
-    from launcher.transport.ssh import SshTransport
-
-
-class Reach(Protocol):
-    """How the hosts of a run are reached."""
-
-    def prepare(self, hosts: Sequence[Host]) -> None:
-        """Learn which hosts the next run uses, before any is opened."""
-        ...
-
-    def for_host(self, host: Host) -> Transport:
-        """Return the transport that reaches `host`."""
-        ...
-
-    def address_of(self, host: Host) -> str:
-        """Return the address other nodes reach `host` by."""
-        ...
-
-    def close(self) -> None:
-        """Close every connection."""
-        ...
-
-
-class Transports:
-    """The transport of each host: this machine's own, or one SSH transport for all others."""
-
-    def __init__(
-        self,
-        options: Reaching,
-        *,
-        only_local: bool = False,
-        only_ssh: bool = False,
-        local: LocalTransport | None = None,
-    ) -> None:
-        """only_local: every host is this machine. only_ssh: not even `localhost` is. local: reaches this machine."""
-        self._options = options
-        self._only_local = only_local
-        self._only_ssh = only_ssh
-        self._local = local or LocalTransport()
-        self._opened_ssh: SshTransport | None = None
-
-    @property
-    def _ssh(self) -> SshTransport:
-        if self._opened_ssh is None:
-            from launcher.transport.ssh import SshTransport  # 20 ms that a job on this machine does not pay
-
-            self._opened_ssh = SshTransport(self._options.ssh_options)
-        return self._opened_ssh
-
-    def prepare(self, hosts: Sequence[Host]) -> None:
-        """Nothing: each host is reached for itself."""
-
-    def for_host(self, host: Host) -> Transport:
-        """Return the transport that reaches `host`."""
-        if self._only_local or (is_local(host.name) and not self._only_ssh):
-            return self._local
-        return self._ssh
-
-    def address_of(self, host: Host) -> str:
-        """Return the address other nodes reach `host` by: HostName of the SSH config, else its name."""
-        return self._ssh.target(host).address
-
-    def close(self) -> None:
-        """Close every connection."""
-        if self._opened_ssh is not None:
-            self._opened_ssh.close()
-        self._local.close()
 
 
 @dataclass(frozen=True)

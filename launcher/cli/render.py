@@ -71,6 +71,11 @@ def _headline(plan: JobPlan) -> str:
     return f"launch {__version__} · job {plan.job_id} · {size}"
 
 
+def _evidence(failure: Failure) -> list[str]:
+    """Return the lines that show what happened: the traceback, or else what the rank wrote last."""
+    return failure.traceback.rstrip().splitlines() or list(failure.last_lines)
+
+
 class LineAssembler:
     """Cuts one rank's byte stream into prefixed lines.
 
@@ -113,6 +118,7 @@ class Console:
         self._level = LOG_LEVELS.index(log_level)
         self._assemblers: dict[tuple[int, str], LineAssembler] = {}
         self._live = live
+        self._shown_traceback = ""  # of a rank that had failed and did not end
 
     def planned(self, plan: JobPlan) -> None:
         self._plan = plan
@@ -139,6 +145,17 @@ class Console:
         """Show it in the panel."""
         if self._live is not None:
             self._live.facts.ended(rank, status)
+
+    def raised(self, failure: Failure) -> None:
+        """Show what a rank has raised that does not end: what it says must not wait for its end."""
+        what = f"rank {failure.rank} ({failure.host}, pid {failure.pid}) has failed and does not end: {failure.reason}"
+        lines = [click.style("! ", fg="yellow") + what, "", *(f"  {line}" for line in _evidence(failure)), ""]
+        grace = format_duration(self._plan.grace_s)
+        lines.append(f"  Its exit handlers and threads have {grace} (--grace) before all ranks are stopped.")
+        self._say("\n".join(lines))
+        self._shown_traceback = failure.traceback
+        if self._live is not None:
+            self._live.facts.trouble(what)
 
     def stopping(self, why: str) -> None:
         if self._live is not None:
@@ -211,7 +228,8 @@ class Console:
                 f" {format_duration(failure.after_s)} after start: {failure.reason}"
             )
         lines = [click.style(f"✗ {what}", fg="red", bold=True), ""]
-        shown = failure.traceback.rstrip().splitlines() or list(failure.last_lines)
+        was_shown = failure.traceback and failure.traceback == self._shown_traceback
+        shown = ["(its traceback is above)"] if was_shown else _evidence(failure)
         lines += [f"  {line}" for line in shown]
         lines += [""] if shown else []
         if report.num_stopped:

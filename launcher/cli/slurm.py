@@ -36,7 +36,7 @@ class AllocationOptions(Protocol):
 
     @property
     def shell_setup(self) -> str:
-        """Shell text that runs on a host before python."""
+        """Shell text that runs on a host first."""
 
     @property
     def remote_python(self) -> str | None:

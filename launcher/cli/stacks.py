@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -31,10 +32,11 @@ def stacks(job: str, shows_all: bool) -> None:
     entry = find_job(job)
     if entry.state != "running":
         raise UsageError(f"{entry.job_id} does not run on this machine", hint="launch ps shows what does")
-    asked_s = time.time()
+    folder = Path(entry.run_folder)
+    before = _versions(folder)
     if not send_signal(entry, STACKS_SIGNAL):
         raise UsageError(f"{entry.job_id} has just ended", hint=f"launch logs {entry.job_id}")
-    text = _wait_for_stacks(Path(entry.run_folder), asked_s)
+    text = _wait_for_stacks(folder, before)
     if shows_all:
         click.echo(text)
         return
@@ -43,16 +45,26 @@ def stacks(job: str, shows_all: bool) -> None:
         click.echo(stack)
 
 
-def _wait_for_stacks(folder: Path, asked_s: float) -> str:
-    """Return what the launcher writes now. A restart of the job has a folder of its own inside the run's."""
+def _versions(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return what tells each file of stacks from one that takes its place later, whatever the clock says by then.
+
+    A restart of the job has a folder of its own inside the run's.
+    """
+    found = {}
+    for path in (folder / "stacks.txt", *folder.glob("restart_*/stacks.txt")):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found[path] = (status.st_ino, status.st_mtime_ns)
+    return found
+
+
+def _wait_for_stacks(folder: Path, before: dict[Path, tuple[int, int]]) -> str:
+    """Return what the launcher writes now."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
-        for path in (folder / "stacks.txt", *folder.glob("restart_*/stacks.txt")):
-            try:
-                if path.stat().st_mtime >= asked_s - 0.01:
-                    return path.read_text()
-            except OSError:
-                continue
+        for path, version in _versions(folder).items():
+            if before.get(path) != version:
+                return path.read_text()
         time.sleep(_POLL_S)
     raise LauncherError(
         f"no stacks after {_TIMEOUT_S:g} s", where=str(folder), hint="is its disk full? see the launcher's own output"

@@ -7,6 +7,7 @@ printed by `--dry-run`, sent to agents, and compared in tests.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Placement:
     nodes: tuple[NodePlacement, ...]  # those this command starts
     elsewhere: tuple[NodePlacement, ...] = ()  # those that a `launch` of their own starts (--no_ssh)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return sum(node.num_ranks for node in (*self.nodes, *self.elsewhere))
 

@@ -23,6 +23,7 @@ from launcher.engine.data import DistributedLoader
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.overflow import reason
 from launcher.engine.watch import StepFacts, Watch
+from launcher.monitor.loss import LossTeller
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.optim.torch_schedules import steps_by_itself
 from launcher.zero.gathered import GatheredParameters
@@ -86,7 +87,8 @@ class Engine(nn.Module):
         self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
         self._grad_norm: float | None = None
-        self._losses: list[Tensor] = []  # of this accumulation, for the printed line
+        self._losses: list[Tensor] = []  # of this accumulation, to be shown
+        self._loss_teller = LossTeller(is_wanted=self.global_rank == 0)
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
         self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.compute_dtype)
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
@@ -308,10 +310,11 @@ class Engine(nn.Module):
         return self.optimizer
 
     def _report(self) -> None:
-        """Print a line every `steps_per_print` steps, from rank 0; its loss is rank 0's own."""
+        """Tell the panel the loss; print a line every `steps_per_print` steps. From rank 0: the loss is its own."""
         losses, self._losses = self._losses, []
         optimizer = self._trained()
         scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
+        self._loss_teller.step(losses)
         self._watch.after_step(StepFacts(self.global_steps, self.global_samples, losses, self.get_lr()[0], scale))
         every = self._steps_per_print
         if not every or self.global_steps % every or self.global_rank != 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from launcher.agent.wire import (
     Ping,
     PortPicked,
     Progress,
+    Raised,
     Spawn,
     SpawnFailed,
     Stacks,
@@ -36,9 +36,10 @@ from launcher.job.environment import device_tokens, job_variables, rank_variable
 from launcher.job.events import Watcher
 from launcher.job.failures import FailureBook
 from launcher.job.hang import HangWatch, odd_one_out
-from launcher.job.logs import RankLog
+from launcher.job.logs import RankLog, open_logs
 from launcher.job.node import ChannelEnded, Inbox, Node
 from launcher.job.plan import PING_INTERVAL_S, JobPlan
+from launcher.job.raised import RaisedWatch
 from launcher.job.report import RunReport
 from launcher.job.signals import SignalQueue
 from launcher.job.stacks import StackCollector
@@ -68,8 +69,10 @@ class Controller:
         self._last_ping_s = self._start_s
         self._stop_started_s: float | None = None
         self._stop_deadline_s: float | None = None
-        self._failures = FailureBook(time.time())
+        self._failures = FailureBook(self._start_s)
+        self._raised = RaisedWatch(plan.grace_s)
         self._stopped: set[int] = set()  # ranks that ended after the order to
+        self._recorded: set[int] = set()  # ranks whose traceback is in their log
         self._was_told_to_stop = False  # by a signal
         self._hang_watch: HangWatch | None = None
         self._is_hanging = False
@@ -89,7 +92,7 @@ class Controller:
                     self._turn()
             finally:
                 self._release()
-        return self._finish()
+            return self._finish()
 
     # ---- start ----
 
@@ -138,7 +141,6 @@ class Controller:
                 answers[node.placement.node_rank] = message
                 if isinstance(message, Hello):
                     check_version(message, node.name)
-                    node.clock_offset_s = time.time() - message.time_s
         if failures:
             raise TransportError.from_diagnostics([d for error in failures for d in error.diagnostics])
         return [answers[node.placement.node_rank] for node in nodes]
@@ -147,7 +149,7 @@ class Controller:
         plan = self._plan
         if plan.master_port is None:
             raise RuntimeError("the master port is chosen before ranks are started")
-        self._make_run_folder()
+        self._logs = open_logs(plan)
         self._watcher.planned(plan)
         if plan.hang_timeout_s is not None:
             self._hang_watch = HangWatch(plan.hang_timeout_s, plan.placement.ranks, time.monotonic())
@@ -167,23 +169,9 @@ class Controller:
                     lease_s=None if transport == "local" else plan.lease_s,
                     grace_s=plan.grace_s,
                     bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
+                    window_bytes=node.channel.window_bytes,
                 )
             )
-
-    def _make_run_folder(self) -> None:
-        folder = self._plan.run_folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if self._plan.saves_pid:
-                (folder / "launch.pid").write_text(f"{os.getpid()}\n")
-            for rank in self._plan.placement.ranks:
-                self._logs[rank] = RankLog(folder / f"rank_{rank}.log")
-        except OSError as error:
-            raise LauncherError(
-                f"the run folder cannot be written: {error.strerror}",
-                where=str(error.filename or folder),
-                hint="choose another with --log-dir",
-            ) from None
 
     # ---- the loop ----
 
@@ -200,6 +188,7 @@ class Controller:
             self._check_silence(now_s)
         self._handle_signals()
         self._check_progress(now_s)
+        self._check_raised(now_s)
         if self._stop_deadline_s is not None and now_s > self._stop_deadline_s:
             for node in self._nodes:
                 if not node.ended:
@@ -218,7 +207,7 @@ class Controller:
 
     def _handle(self, node: Node, message: Message | ChannelEnded) -> None:
         if isinstance(message, Output):
-            self._on_output(message)
+            self._on_output(node, message)
         elif isinstance(message, Progress):
             if self._hang_watch is not None:
                 self._hang_watch.beat(message.rank, message.count, time.monotonic())
@@ -229,6 +218,8 @@ class Controller:
         elif isinstance(message, Started):
             node.pids[message.rank] = message.pid
             self._watcher.started(message.rank)
+        elif isinstance(message, Raised):
+            self._on_raised(node, message)
         elif isinstance(message, Exited):
             self._on_exit(node, message)
         elif isinstance(message, SpawnFailed):
@@ -242,11 +233,12 @@ class Controller:
             if not node.said_bye:
                 self._lose_host(node, message.reason or "the agent ended or the connection was lost")
 
-    def _on_output(self, message: Output) -> None:
+    def _on_output(self, node: Node, message: Output) -> None:
         if self._hang_watch is not None:
             self._hang_watch.output(message.rank, time.monotonic())
         self._write_log(message.rank, message.data)
         self._watcher.output(message.rank, message.stream, message.data)
+        node.handled(message)
 
     def _write_log(self, rank: int, data: bytes) -> None:
         log = self._logs[rank]
@@ -255,18 +247,40 @@ class Controller:
         if log.write_error is not None and not had_error:
             self._watcher.warning(f"{log.path}: {log.write_error.strerror}; the log is incomplete, the job goes on")
 
+    def _on_raised(self, node: Node, message: Raised) -> None:
+        """Keep what a rank has raised, and wait for its end: exit handlers have the grace for what they do."""
+        self._write_traceback(message.rank, message.record)
+        self._failures.add_raised(node, message, self._logs[message.rank])
+        self._raised.raised(message.rank, time.monotonic())
+
+    def _check_raised(self, now_s: float) -> None:
+        cause = self._failures.cause
+        if cause is None or self._stop_started_s is not None:
+            return
+        if self._raised.is_to_be_told(now_s):
+            self._watcher.raised(cause)
+        if self._raised.is_over(now_s):
+            self._stop(f"rank {cause.rank} failed ({cause.reason}) and does not end", self._plan.grace_s)
+
     def _on_exit(self, node: Node, message: Exited) -> None:
         node.running.discard(message.rank)
         self._watcher.ended(message.rank, message.status)
+        self._raised.ended(message.rank)
         if self._hang_watch is not None:
             self._hang_watch.ended(message.rank)
         if self._stop_started_s is not None:
             self._stopped.add(message.rank)
         failure = self._failures.add_exit(node, message, self._logs[message.rank])
-        if message.record is not None:  # the worker leaves its traceback to us: the log must be complete
-            self._write_log(message.rank, str(message.record.get("traceback", "")).encode("utf-8", "backslashreplace"))
+        if message.record is not None:
+            self._write_traceback(message.rank, message.record)
         if failure is not None:
             self._stop(f"rank {message.rank} failed ({failure.reason})", self._plan.grace_s)
+
+    def _write_traceback(self, rank: int, record: dict[str, Any]) -> None:
+        """Complete a rank's log, once: its worker leaves the traceback to us."""
+        if rank not in self._recorded:
+            self._recorded.add(rank)
+            self._write_log(rank, str(record.get("traceback", "")).encode("utf-8", "backslashreplace"))
 
     def _lose_host(self, node: Node, reason: str) -> None:
         self._failures.add_host(node, reason)
@@ -343,16 +357,22 @@ class Controller:
         """Let go of agents and logs: also when something failed half-way, nothing may stay behind."""
         for node in self._nodes:
             node.channel.close_stdin()
+        deadline_s = time.monotonic() + self._plan.grace_s  # one for all
         for node in self._nodes:
             if not node.ended:
-                node.channel.wait(self._plan.grace_s)
+                node.channel.wait(max(0.0, deadline_s - time.monotonic()))
             node.channel.close()
         for log in self._logs.values():
             log.close()
 
+    def _is_told_to_leave(self) -> bool:
+        return any(number in self._plan.stop_signals for number in self._signals.take())
+
     def _finish(self) -> RunReport:
         lost = [node.placement.host for node in self._nodes if not node.said_bye]
-        unconfirmed = sweep_lost_hosts(lost, self._transport_for, self._plan.job_id)
+        unconfirmed = sweep_lost_hosts(
+            lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._is_told_to_leave
+        )
         now_s = time.monotonic()
         failure, interrupt = self._failures.cause, self._signals.first_stop
         exit_code = failure.exit_code if failure is not None else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from launcher.job.plan import JobPlan
-from launcher.job.report import RunReport
+from launcher.job.report import Failure, RunReport
 
 
 class Watcher(Protocol):
@@ -33,6 +33,10 @@ class Watcher(Protocol):
 
     def ended(self, rank: int, status: int) -> None:
         """A rank's process has ended. status: exit code, or minus the signal number."""
+        ...
+
+    def raised(self, failure: Failure) -> None:
+        """A rank has failed and does not end; it is the first cause as far as that is known now."""
         ...
 
     def stopping(self, why: str) -> None:

@@ -2,7 +2,8 @@
 
 When a rank dies, its peers fail too, often within milliseconds and with errors of their own about a lost connection.
 The order in which such news reaches the controller says little, so every failure is kept with the time of its death,
-and the cause is chosen at the end.
+and the cause is chosen at the end. All times are our monotonic clock, which nobody sets; those of other hosts are
+converted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import signal
 import time
 from typing import Any
 
-from launcher.agent.wire import Exited
+from launcher.agent.wire import Exited, Raised
 from launcher.base.exit_codes import ExitCode
 from launcher.job.logs import RankLog
 from launcher.job.node import Node
@@ -44,18 +45,19 @@ class FailureBook:
     """Collects what failed, and decides which was first."""
 
     def __init__(self, start_s: float) -> None:
-        """start_s: wall clock at the start of the run."""
+        """start_s: the start of the run."""
         self._start_s = start_s
         self._stop_s: float | None = None
         self._slack_s = 0.0
         self.was_noticed = False  # the ranks were told that the job will be preempted
         self.wants_requeue = False  # and one of them has ended because of it
-        self._failures: list[tuple[bool, float, Failure]] = []  # is about a lost peer, death on our wall clock
+        # By rank, host or "hang": is about a lost peer, time of death, what is known.
+        self._failures: dict[int | str, tuple[bool, float, Failure]] = {}
 
     def stop_ordered(self, *, by_user: bool) -> None:
         """Remember that the ranks were told to end: deaths from now on are our own doing. The first call counts."""
         if self._stop_s is None:
-            self._stop_s = time.time()
+            self._stop_s = time.monotonic()
             self._slack_s = 0.0 if by_user else _SLACK_S
 
     def add_exit(self, node: Node, message: Exited, log: RankLog) -> Failure | None:
@@ -63,17 +65,25 @@ class FailureBook:
         if self.was_noticed and message.status == ExitCode.REQUEUE:
             self.wants_requeue = True  # the others may still be saving: nobody is stopped for it
             return None
+        if message.status == 0 and self._stop_s is None:
+            self._failures.pop(message.rank, None)  # it had raised, but what ended it says that all is well
         died_s = float((message.record or {}).get("time_s", message.time_s)) + node.clock_offset_s
         if message.status == 0 or not self._may_be_cause(message.status, died_s):
             return None
         failure = rank_failure(node, message, log, max(0.0, died_s - self._start_s))
         about = f"{failure.reason}\n{failure.traceback}".lower()
-        self._failures.append((any(word in about for word in _LOST_PEER_WORDS), died_s, failure))
+        self._failures[message.rank] = (any(word in about for word in _LOST_PEER_WORDS), died_s, failure)
         return failure
+
+    def add_raised(self, node: Node, message: Raised, log: RankLog) -> None:
+        """Keep what a rank has raised that has not ended yet; what is known at its end takes this one's place."""
+        code, time_s = int(message.record["exit_code"]), float(message.record["time_s"])
+        if not (self.was_noticed and code == ExitCode.REQUEUE):  # its end is what asks for a requeue
+            self.add_exit(node, Exited(message.rank, code, time_s, message.record, 0, None), log)
 
     def add_host(self, node: Node, reason: str, exit_code: int = ExitCode.UNREACHABLE) -> Failure:
         """Keep the loss of a whole host."""
-        now_s = time.time()
+        now_s = time.monotonic()
         failure = Failure(
             host=node.name,
             rank=None,
@@ -86,31 +96,32 @@ class FailureBook:
             last_lines=tuple(node.channel.stderr_tail().splitlines()[-LAST_LINES:]),
             log=None,
         )
-        self._failures.append((False, now_s, failure))
+        self._failures.setdefault(f"host {node.name}", (False, now_s, failure))  # its first loss counts
         return failure
 
     def add_hang(self, node: Node, rank: int, reason: str, stack: str, log: RankLog) -> None:
         """Keep a rank that makes no progress; its stack stands in for a traceback."""
+        now_s = time.monotonic()
         failure = Failure(
             host=node.name,
             rank=rank,
             pid=node.pids.get(rank),
             exit_code=ExitCode.HANG,
             signal_name=None,
-            after_s=time.time() - self._start_s,
+            after_s=now_s - self._start_s,
             reason=reason,
             traceback=stack,
             last_lines=log.last_lines(LAST_LINES),
             log=str(log.path),
         )
-        self._failures.append((False, time.time(), failure))
+        self._failures["hang"] = (False, now_s, failure)
 
     @property
     def cause(self) -> Failure | None:
         """The failure that the others followed from, None when nothing failed."""
         if not self._failures:
             return None
-        return min(self._failures, key=lambda entry: entry[:2])[2]
+        return min(self._failures.values(), key=lambda entry: entry[:2])[2]
 
     def _may_be_cause(self, status: int, died_s: float) -> bool:
         if self._stop_s is None:

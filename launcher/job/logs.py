@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO
+
+from launcher.base.errors import LauncherError
+from launcher.job.plan import JobPlan
 
 _TAIL_BYTES = 4096
 
@@ -45,3 +49,22 @@ class RankLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def open_logs(plan: JobPlan) -> dict[int, RankLog]:
+    """Make the run folder with an empty log of each rank, and the launcher's pid where it is wanted.
+
+    Raises: LauncherError.
+    """
+    folder = plan.run_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if plan.saves_pid:
+            (folder / "launch.pid").write_text(f"{os.getpid()}\n")
+        return {rank: RankLog(folder / f"rank_{rank}.log") for rank in plan.placement.ranks}
+    except OSError as error:
+        raise LauncherError(
+            f"the run folder cannot be written: {error.strerror}",
+            where=str(error.filename or folder),
+            hint="choose another with --log-dir",
+        ) from None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from dataclasses import dataclass, field
 
-from launcher.agent.wire import Decoder, Message, encode
+from launcher.agent.wire import Decoder, Hello, Message, Output, Pong, encode
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import NodePlacement
+from launcher.job.window import Window
 from launcher.transport.api import Channel
 
 _READ_BYTES = 1 << 18
 # Messages read but not yet handled, for each node. When the console is slow the reader waits here, the
 # channel fills, the agent stops reading the ranks, and the ranks wait: nothing is lost and nothing grows.
 _MAX_UNHANDLED = 256
+_MAX_DRIFT = 1e-4  # of clocks against each other, seconds a second; bad crystals have half of it
 
 
 @dataclass(frozen=True)
@@ -27,21 +30,42 @@ class ChannelEnded:
 
 @dataclass
 class Node:
-    """The state of one node during a run; touched by the controller's thread only, but for `last_heard_s`."""
+    """The state of one node during a run; touched by the controller's thread only, but for what its reader hears."""
 
     placement: NodePlacement
     channel: Channel
     running: set[int] = field(default_factory=set)  # ranks that were started and have not ended
     pids: dict[int, int] = field(default_factory=dict)
     devices: list[str] | None = None  # what the agent's environment says of GPUs, see wire.Hello
-    clock_offset_s: float = 0.0  # our wall clock minus the node's, as of its hello
+    clock_offset_s: float = math.inf  # our monotonic clock minus the node's, see `hear_clock`
     last_heard_s: float = field(default_factory=time.monotonic)  # monotonic clock
     said_bye: bool = False
     ended: bool = False
+    window: Window = field(init=False)
+    _clock_heard_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.window = Window(self.channel.window_bytes)
 
     @property
     def name(self) -> str:
         return self.placement.host.name
+
+    def hear_clock(self, time_s: float) -> None:
+        """Learn from a message what the node's clock says. Any delay makes the offset too large: the smallest counts.
+
+        A little is added for the time since then, as clocks drift: a job may run for weeks.
+        """
+        now_s = time.monotonic()
+        drift_s = _MAX_DRIFT * (now_s - self._clock_heard_s)
+        self.clock_offset_s = min(now_s - time_s, self.clock_offset_s + drift_s)
+        self._clock_heard_s = now_s
+
+    def handled(self, output: Output) -> None:
+        """Note that output has been handled, and tell the agent when it is time to."""
+        message = self.window.handled(output)
+        if message is not None and not self.ended:
+            self.send(message)
 
     def send(self, message: Message) -> bool:
         """Send a message; False when the connection is gone, which the reader reports too."""
@@ -90,6 +114,8 @@ class Inbox:
             while data := node.channel.read(_READ_BYTES):
                 node.last_heard_s = time.monotonic()
                 for message in decoder.feed(data):
+                    if isinstance(message, (Hello, Pong)):
+                        node.hear_clock(message.time_s)
                     room.acquire()
                     self._queue.put(((node, message), room))
         except (ProtocolError, TransportError, OSError) as error:

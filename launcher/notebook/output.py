@@ -7,7 +7,7 @@ import sys
 
 from launcher.cli.render import LineAssembler
 from launcher.job.plan import JobPlan
-from launcher.job.report import RunReport
+from launcher.job.report import Failure, RunReport
 
 
 def write(stream: str, text: str) -> None:
@@ -40,6 +40,10 @@ class CellOutput:
 
     def ended(self, rank: int, status: int) -> None:
         """Show nothing: the end of the whole run is shown, with the one failure."""
+
+    def raised(self, failure: Failure) -> None:
+        what = failure.traceback or failure.reason
+        write("stderr", f"! rank {failure.rank} has failed and does not end:\n{what.rstrip()}\n")
 
     def stopping(self, why: str) -> None:
         write("stdout", f"{why}\n")

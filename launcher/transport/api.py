@@ -1,4 +1,4 @@
-"""What a transport is: a way to start the agent on a host and hand over two byte streams.
+"""What a transport is: a way to start the agent, or a plain shell, on a host and hand over its byte streams.
 
 Everything else (environment, arguments, ranks) travels inside the agent protocol, so a new transport
 is one small file. Streams are blocking: the controller reads each channel in a thread of its own.
@@ -6,6 +6,7 @@ is one small file. Streams are blocking: the controller reads each channel in a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from launcher.cluster.cluster import Host
@@ -17,6 +18,12 @@ class Channel(Protocol):
     @property
     def host_name(self) -> str:
         """Name of the host as the user wrote it."""
+        ...
+
+    @property
+    def window_bytes(self) -> int | None:
+        """How much output of ranks may be on its way and not handled, where agents share a way to the launcher.
+        None: the channel is this agent's own, and holds the agent up when nobody reads."""
         ...
 
     def read(self, max_bytes: int) -> bytes:
@@ -37,6 +44,11 @@ class Channel(Protocol):
 
     def stderr_tail(self) -> str:
         """Return the last lines the agent's side wrote to stderr (the reason when it did not start)."""
+        ...
+
+    def listen_stderr(self, take: Callable[[bytes], None]) -> None:
+        """Give every byte of stderr to `take` on a thread of the channel, b"" at its end. Called before anything is
+        written: what came earlier than the last 16 KiB is lost."""
         ...
 
     def wait(self, timeout_s: float) -> int | None:

@@ -1,4 +1,4 @@
-"""The one command that starts an agent. It is a constant of a job: no user text, no environment, no secrets.
+"""The one command that starts an agent, or a plain shell. It is a constant: no user text, no environment, no secrets.
 
 An installed package is started with `python -m launcher.agent`. From a source checkout (the package's folder
 is no site-packages) the checkout's path is appended to the module search path by a fixed `-c` program, so
@@ -8,6 +8,7 @@ An installed package on the other machine still wins, because the path is append
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     Root = str | os.PathLike[str]
 
 AGENT_MODULE = "launcher.agent"
+SHELL_ARGV = ("/bin/sh",)  # reads what it is to do from its stdin
+SHELL_COMMAND = "exec /bin/sh"
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 # The current folder ("") leaves the path: a folder there named like a module must not shadow it.
 _BOOTSTRAP = (
@@ -25,6 +28,7 @@ _BOOTSTRAP = (
 )
 
 
+@functools.lru_cache(maxsize=1)
 def package_root() -> str:
     """Return the folder that holds the `launcher` package on this machine."""
     return os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))

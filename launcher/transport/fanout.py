@@ -26,10 +26,15 @@ def is_local(host_name: str) -> bool:
     return host_name.lower() in {"localhost", own, own.partition(".")[0]}
 
 
-def open_all(
-    transport_for_host: Callable[[Host], Transport], hosts: Sequence[Host], max_parallel: int = MAX_PARALLEL
-) -> list[Channel]:
-    """Start the agents of `hosts`, up to `max_parallel` at a time; the channels come in the order of `hosts`.
+def max_parallel(num_hosts: int) -> int:
+    """Return how many hosts are connected at a time: so many for each process that connects. Raises: UsageError."""
+    from launcher.transport.sharing import helper_count  # a job on one host has no use for it
+
+    return MAX_PARALLEL * max(1, helper_count(num_hosts))
+
+
+def open_all(transport_for_host: Callable[[Host], Transport], hosts: Sequence[Host]) -> list[Channel]:
+    """Start the agents of `hosts`, `max_parallel` at a time; the channels come in the order of `hosts`.
 
     Raises: TransportError with one finding for each host that failed; channels already open are closed.
     """
@@ -41,7 +46,7 @@ def open_all(
 
     channels: list[Channel] = []
     findings: list[Diagnostic] = []
-    with ThreadPoolExecutor(min(max_parallel, len(hosts)), thread_name_prefix="connect") as pool:
+    with ThreadPoolExecutor(min(max_parallel(len(hosts)), len(hosts)), thread_name_prefix="connect") as pool:
         futures = [pool.submit(lambda host: transport_for_host(host).open(host), host) for host in hosts]
         try:
             for future in futures:

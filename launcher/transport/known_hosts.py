@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import fnmatch
+import functools
 import hashlib
+import heapq
 import hmac
 import os
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from enum import Enum
 from pathlib import Path
 
 DEFAULT_PORT = 22
+_PATTERN_CHARACTERS = frozenset("*?!")  # what makes a name a pattern
 
 
 class Verdict(Enum):
@@ -58,13 +61,13 @@ def find_keys(name: str, files: Sequence[Path]) -> list[KnownKey]:
     keys: list[KnownKey] = []
     for file in files:
         try:
-            lines = file.read_bytes().splitlines()
+            found = os.stat(file)
+            lines = _read(file, (found.st_mtime_ns, found.st_size, found.st_ino))
         except OSError:
             continue
-        for number, raw in enumerate(lines, start=1):
-            key = _parse(raw.decode("utf-8", "replace"), name, file, number)
-            if key is not None:
-                keys.append(key)
+        plain = lines.plain.get(name.lower(), [])
+        numbers = heapq.merge(plain, lines.others) if plain else lines.others
+        keys.extend(key for n in numbers if (key := _parse(lines.texts[n], name, file, n + 1)) is not None)
     return keys
 
 
@@ -88,6 +91,30 @@ def record_key(file: Path, name: str, key_type: str, blob: bytes) -> None:
         os.write(descriptor, f"{name} {key_type} {base64.b64encode(blob).decode()}\n".encode())
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """A file, read once for all hosts: with a line for each of 1,000 hosts, reading all for each is a million."""
+
+    texts: list[str]
+    plain: dict[str, list[int]]  # lower-case name -> lines that list it without wildcards
+    others: list[int]  # lines with patterns or hashed names, which may apply to any host
+
+
+@functools.lru_cache(maxsize=32)
+def _read(file: Path, _state: tuple[int, int, int]) -> _Lines:
+    """Return the lines of `file` in the state that stat() shows. Raises: OSError."""
+    lines = _Lines([raw.decode("utf-8", "replace") for raw in file.read_bytes().splitlines()], {}, [])
+    for number, text in enumerate(lines.texts):
+        fields = text.split(maxsplit=2)
+        names = fields[1] if len(fields) > 1 and fields[0].startswith("@") else fields[0] if fields else ""
+        if names.startswith("|") or not _PATTERN_CHARACTERS.isdisjoint(names):
+            lines.others.append(number)
+            continue
+        for name in {name.lower() for name in names.split(",")}:
+            lines.plain.setdefault(name, []).append(number)
+    return lines
 
 
 def _parse(line: str, name: str, file: Path, number: int) -> KnownKey | None:

@@ -20,8 +20,8 @@ DATA = b"d"  # bytes of the agent protocol
 END = b"e"  # to an agent: its stdin ends. From one: it has ended, with this exit status
 BEAT = b"b"  # from a node that has nothing else to say: it lives
 
+PIECE_BYTES = 540  # of a line; 720 in base64, with mark and node name well below Slurm's 1024
 _MARK = b"@launch"
-_PIECE_BYTES = 540  # 720 in base64; with mark and node name well below Slurm's 1024
 _MAX_PENDING_BYTES = 1 << 16
 
 
@@ -45,7 +45,7 @@ class Line:
 def encode_lines(node: str, kind: bytes, body: bytes = b"") -> bytes:
     """Return `body` as one or more whole lines."""
     head = b"%s %s %s " % (_MARK, node.encode(), kind)
-    pieces = [body[start : start + _PIECE_BYTES] for start in range(0, len(body), _PIECE_BYTES)] or [b""]
+    pieces = [body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES)] or [b""]
     return b"".join(head + base64.b64encode(piece) + b"\n" for piece in pieces)
 
 

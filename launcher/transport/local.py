@@ -1,4 +1,4 @@
-"""The agent as a child process of this launcher.
+"""The agent, or a plain shell, as a child process of this launcher.
 
 The child leads a session of its own: a terminal's Ctrl-C reaches the launcher only, which then stops the
 ranks in order through the protocol.
@@ -15,10 +15,11 @@ import threading
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import TransportError
-from launcher.transport.command import AGENT_MODULE, agent_argv
+from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, agent_argv
 from launcher.transport.tail import StderrTail
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from launcher.cluster.cluster import Host
@@ -29,8 +30,9 @@ _TAIL_WAIT_S = 0.5
 class LocalTransport:
     """Starts agents on this machine; implements `Transport`."""
 
-    def __init__(self, *, module: str = AGENT_MODULE, root: Path | None = None) -> None:
-        self._argv = agent_argv(None, module, root)
+    def __init__(self, *, module: str = AGENT_MODULE, root: Path | None = None, shell_only: bool = False) -> None:
+        """shell_only: start /bin/sh instead of python and a module."""
+        self._argv = list(SHELL_ARGV) if shell_only else agent_argv(None, module, root)
         self._lock = threading.Lock()
         self._channels: list[LocalChannel] = []
         self._ahead: subprocess.Popen[bytes] | None = None
@@ -66,9 +68,9 @@ class LocalTransport:
             process = process or self._start()
         except OSError as error:
             raise TransportError(
-                f"the agent cannot be started: {error.strerror or error}",
+                f"{self._argv[0]} cannot be started: {error.strerror or error}",
                 where=host.name,
-                hint=f"check that {self._argv[0]} can be executed, and the limits of `ulimit -a`",
+                hint="check that it can be executed, and the limits of `ulimit -a`",
             ) from None
         try:
             channel = LocalChannel(host.name, process)
@@ -114,6 +116,10 @@ class LocalChannel:
         return self._host_name
 
     @property
+    def window_bytes(self) -> None:
+        return None
+
+    @property
     def pid(self) -> int:
         """Process id of the agent."""
         return self._process.pid
@@ -144,6 +150,9 @@ class LocalChannel:
 
     def stderr_tail(self) -> str:
         return self._stderr.text(_TAIL_WAIT_S if self._process.poll() is not None else 0.0)
+
+    def listen_stderr(self, take: Callable[[bytes], None]) -> None:
+        self._stderr.listen(take)
 
     def wait(self, timeout_s: float) -> int | None:
         try:

@@ -3,37 +3,61 @@
 `transport/lines.py` says how they are told apart and why so. srun's exit status is of no use (with one failing task
 it reports the tasks it killed), so codes come through the agents. Every agent reads the same stdin, so a write of any
 channel goes to all nodes and is meant for one. srun leads a session of its own: a terminal's Ctrl-C reaches the
-launcher only. When the launcher goes, srun's stdin ends, with it the agents' stdin, and with that the ranks.
+launcher only. When the launcher goes, srun's stdin ends, with it the agents' stdin, and with that the ranks. srun waits
+for the end of all of them, and where Slurm or a node has gone as well it would wait for ever: a guard ends it then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import queue
 import select
 import shlex
 import shutil
+import signal
 import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.transport.command import agent_argv
-from launcher.transport.lines import DATA, END, LineReader, encode_lines
+from launcher.transport.lines import DATA, END, PIECE_BYTES, LineReader, encode_lines
 from launcher.transport.tail import StderrTail
 
 RELAY_MODULE = "launcher.agent.relay"
 SILENCE_S = 30.0  # a relay says something every 5 s; a node that is silent for so long is lost
 _SWEEP_SILENCE_S = 10.0  # a node that was lost is asked once more, and may well be dead
 _READ_BYTES = 1 << 18
-_MAX_UNREAD_BYTES = 4 << 20  # of one node; above it srun waits, and with it the ranks
-_WRITE_TIMEOUT_S = 30.0
+# srun keeps what it has received and not yet printed in 1024 buffers of at most 1024 bytes (a line of ours each), for
+# all nodes together. As long as all are taken, each that gets free goes to the node that comes first in its list, and
+# of the last one nothing comes through, whatever it says: measured with three nodes that flood, two got 150 MB through
+# in 18 s, the third 0.2 MB. Therefore the output of all nodes that may be on its way fits into three quarters of them.
+_OUTPUT_BYTES = 768 * PIECE_BYTES
+_MIN_WINDOW_BYTES = 2048  # of one node: so the above holds up to 202 nodes; of more that all flood some may wait long
 _END_S = 2.0
 _TAIL_WAIT_S = 0.5
+_ORPHAN_S = 30  # what srun gets to end once the launcher has gone; the agents end their ranks with or without it
+_FORK_S = 5  # what the process that srun forks gets after that, to tell Slurm of the end
+# The guard is in srun's process group ($$): no other can have that number as long as the guard lives. It hears of the
+# launcher's end, however it came, by the end of a pipe that nobody writes to; a line says that it is not needed. It is
+# no child of srun, which waits for its children.
+_GUARDED = """\
+( (
+  if ! read -r _ <"$1"; then
+    PATH="$PATH:/usr/bin:/bin" num_s=0
+    while [ "$num_s" -lt "$2" ] && kill -0 $$; do sleep 1; num_s=$((num_s + 1)); done
+    sleep "$3"
+    kill -KILL 0
+  fi
+) </dev/null >/dev/null 2>&1 &)
+shift 3
+exec "$@"
+"""
 # What srun says about --cpu-bind=none where the cluster binds nothing anyway.
 _NOISE = ("srun: cluster configuration lacks support for cpu binding",)
 # Options of the job that srun would read from the environment as its own, against one agent on each node.
@@ -112,36 +136,30 @@ class SrunStep:
 
     def __init__(self, argv: Sequence[str], names: Sequence[str], environ: Mapping[str, str], silence_s: float) -> None:
         self._silence_s = silence_s
-        self._process = _start_srun(argv, environ)
+        self._process, self._lifeline = _start_srun(argv, environ)
         if self._process.stdin is None or self._process.stdout is None or self._process.stderr is None:
             raise RuntimeError("Popen made no pipe")
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        os.set_blocking(self._stdin.fileno(), False)
-        self._write_lock = threading.Lock()
-        self._stdin_open = True
-        self._blocked_s = 0.0  # time the reading thread has waited for a slow reader
+        # Writing has a thread of its own, and reading never waits for anybody: srun serves both in one thread, so who
+        # writes to it while it waits to be read from would wait for ever.
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: the end of stdin
+        self._end_lock = threading.Lock()
+        self._stdin_ended = False
+        self._is_broken = False
+        self.window_bytes = max(_OUTPUT_BYTES // len(names), _MIN_WINDOW_BYTES)
         self.channels = {name: SrunChannel(self, name) for name in names}
         self._live = dict(self.channels)
         self._stderr = StderrTail(self._process.stderr.read, "srun", self._process.stderr.close)
         threading.Thread(target=self._read, name="read-srun", daemon=True).start()
+        threading.Thread(target=self._write, name="write-srun", daemon=True).start()
 
     def send(self, node: str, lines: bytes) -> None:
-        """Write whole lines to every agent. Raises: TransportError when srun is gone or takes nothing for 30 s."""
-        view = memoryview(lines)
-        poller = select.poll()
-        with self._write_lock:
-            while view:
-                if not self._stdin_open:
-                    raise self._gone(node)
-                poller.register(self._stdin.fileno(), select.POLLOUT)
-                if not poller.poll(_WRITE_TIMEOUT_S * 1000):
-                    raise self._gone(node)
-                try:
-                    view = view[os.write(self._stdin.fileno(), view) :]
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    raise self._gone(node) from None
+        """Write whole lines to every agent, later and in this order. Raises: TransportError when srun is gone."""
+        if self._is_broken:
+            raise TransportError(
+                "srun is gone: the agent cannot be reached", where=node, hint=self.stderr_tail() or None
+            )
+        self._outbox.put(lines)
 
     def release(self, name: str) -> None:
         """Note that a channel is closed; the last one ends the step."""
@@ -151,11 +169,10 @@ class SrunStep:
 
     def end_stdin(self) -> None:
         """End every agent's stdin once all channels have ended theirs. Idempotent."""
-        if all(channel.stdin_ended for channel in self.channels.values()):
-            with self._write_lock:
-                if self._stdin_open:
-                    self._stdin_open = False
-                    self._stdin.close()
+        with self._end_lock:
+            if not self._stdin_ended and all(channel.stdin_ended for channel in self.channels.values()):
+                self._stdin_ended = True
+                self._outbox.put(None)
 
     def close(self) -> None:
         """End the step: by the end of its stdin, else by SIGTERM, else by SIGKILL. Idempotent."""
@@ -167,7 +184,12 @@ class SrunStep:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 stop()
-        self._process.wait()
+        was_killed = self._process.wait() == -signal.SIGKILL
+        with self._end_lock:
+            if not self._lifeline.closed:
+                with contextlib.suppress(OSError), self._lifeline:
+                    if not was_killed:  # else what it has forked still speaks to Slurm, and the guard ends that
+                        self._lifeline.write(b"\n")
 
     def exit_status(self) -> int | None:
         """Return srun's own status (128+signal when killed), None while it runs or ends."""
@@ -180,6 +202,21 @@ class SrunStep:
         """Return the last lines srun and the agents wrote to stderr."""
         text = self._stderr.text(_TAIL_WAIT_S if self._process.poll() is not None else 0.0)
         return "\n".join(line for line in text.splitlines() if line not in _NOISE)
+
+    def listen_stderr(self, take: Callable[[bytes], None]) -> None:
+        """Give what srun and the agents write to stderr to `take`."""
+        self._stderr.listen(take)
+
+    def _write(self) -> None:
+        """Send what is in the outbox; runs in a thread of its own until the end of stdin, or of srun."""
+        try:
+            for lines in iter(self._outbox.get, None):
+                view = memoryview(lines)
+                while view:
+                    view = view[os.write(self._stdin.fileno(), view) :]
+        except OSError:
+            self._is_broken = True
+        self._stdin.close()
 
     def _read(self) -> None:
         """Hand out what comes from srun; runs in a thread of its own until srun's stdout ends."""
@@ -194,9 +231,9 @@ class SrunStep:
                         return
                     for line in reader.feed(data):
                         self._deliver(line.node, line.kind, line.body)
-                clock_s = self._clock_s()
+                now_s = time.monotonic()
                 for channel in self.channels.values():
-                    if clock_s - channel.last_heard_s > self._silence_s:
+                    if now_s - channel.last_heard_s > self._silence_s:
                         channel.end(None)
         except ProtocolError:  # nothing that follows can be trusted: every channel ends
             return
@@ -209,20 +246,11 @@ class SrunStep:
         channel = self.channels.get(node)
         if channel is None:
             return
-        channel.last_heard_s = self._clock_s()
+        channel.last_heard_s = time.monotonic()
         if kind == DATA:
-            start_s = time.monotonic()
             channel.push(body)
-            self._blocked_s += time.monotonic() - start_s
         elif kind == END:
             channel.end(int(body) if body.isdigit() else None)
-
-    def _clock_s(self) -> float:
-        """Return a clock that stands still while nobody reads: silence is measured by it."""
-        return time.monotonic() - self._blocked_s
-
-    def _gone(self, node: str) -> TransportError:
-        return TransportError("srun is gone: the agent cannot be reached", where=node, hint=self.stderr_tail() or None)
 
 
 class SrunChannel:
@@ -232,8 +260,7 @@ class SrunChannel:
         self._step = step
         self._name = name
         self._changed = threading.Condition()
-        self._unread: deque[bytes] = deque()
-        self._num_unread_bytes = 0
+        self._unread = bytearray()  # no more than the window, and what is no output
         self._ended = False
         self._closed = False
         self._status: int | None = None
@@ -244,17 +271,17 @@ class SrunChannel:
     def host_name(self) -> str:
         return self._name
 
+    @property
+    def window_bytes(self) -> int:
+        return self._step.window_bytes
+
     def read(self, max_bytes: int) -> bytes:
         with self._changed:
             self._changed.wait_for(lambda: self._unread or self._ended or self._closed)
             if not self._unread or self._closed:
                 return b""
-            data = self._unread.popleft()
-            if len(data) > max_bytes:
-                self._unread.appendleft(data[max_bytes:])
-                data = data[:max_bytes]
-            self._num_unread_bytes -= len(data)
-            self._changed.notify_all()
+            data = bytes(self._unread[:max_bytes])
+            del self._unread[:max_bytes]
             return data
 
     def write(self, data: bytes) -> None:
@@ -272,6 +299,10 @@ class SrunChannel:
 
     def stderr_tail(self) -> str:
         return self._step.stderr_tail()
+
+    def listen_stderr(self, take: Callable[[bytes], None]) -> None:
+        """Give the step's whole stderr to `take`: srun keeps no nodes apart there."""
+        self._step.listen_stderr(take)
 
     def wait(self, timeout_s: float) -> int | None:
         with self._changed:
@@ -292,12 +323,10 @@ class SrunChannel:
     # ---- called by the step's reading thread ----
 
     def push(self, data: bytes) -> None:
-        """Keep bytes until they are read; waits while there are too many."""
+        """Keep bytes until they are read."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_unread_bytes < _MAX_UNREAD_BYTES or self._closed)
             if not self._closed:
-                self._unread.append(data)
-                self._num_unread_bytes += len(data)
+                self._unread += data
                 self._changed.notify_all()
 
     def end(self, status: int | None) -> None:
@@ -308,7 +337,8 @@ class SrunChannel:
                 self._changed.notify_all()
 
 
-def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], io.FileIO]:
+    """Start srun and its guard. Returns srun's process and the pipe whose end tells the guard that we have gone."""
     program = shutil.which(argv[0])
     if program is None:
         raise TransportError(
@@ -316,14 +346,25 @@ def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.P
             hint="add Slurm's programs to PATH, or name the hosts with --hostfile to use SSH",
         )
     try:
-        return subprocess.Popen(
-            [program, *argv[1:]],
+        reader, writer = os.pipe()
+    except OSError as error:
+        raise TransportError(f"srun cannot be started: {error.strerror or error}", where=program) from None
+    lifeline = io.FileIO(writer, "w")
+    guard = ["/bin/sh", "-c", _GUARDED, "sh", f"/dev/fd/{reader}", str(_ORPHAN_S), str(_FORK_S)]
+    try:
+        process = subprocess.Popen(
+            [*guard, program, *argv[1:]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            pass_fds=(reader,),
             env=dict(environ),
         )
     except OSError as error:
+        lifeline.close()
         raise TransportError(f"srun cannot be started: {error.strerror or error}", where=program) from None
+    finally:
+        os.close(reader)
+    return process, lifeline

@@ -1,4 +1,4 @@
-"""The agent over SSH, with paramiko in this process: no `ssh` child per host, one connection per host.
+"""Agents, or plain shells, over SSH, with paramiko in this process: no `ssh` child per host, one connection per host.
 
 paramiko is imported inside functions: commands that reach no host must not pay its start-up time.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import HostfileError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
-from launcher.transport.command import AGENT_MODULE, agent_shell_command
+from launcher.transport import ssh_library
+from launcher.transport.command import AGENT_MODULE, SHELL_COMMAND, agent_shell_command
 from launcher.transport.ssh_config import SshOptions, SshTarget, load_config, resolve
-from launcher.transport.ssh_connect import DroppedError, connect, open_jump
+from launcher.transport.ssh_connect import DroppedError, connect, end_connection, open_jump
 from launcher.transport.tail import StderrTail
 
 if TYPE_CHECKING:
@@ -46,8 +47,12 @@ class SshTransport:
         return "ssh"
 
     def command_for(self, host: Host) -> str:
-        command = agent_shell_command(self._options.python, self._options.module or AGENT_MODULE, self._options.root)
-        return f"{self._options.setup} && {command}" if self._options.setup else command
+        options = self._options
+        if options.shell_only:
+            command = SHELL_COMMAND
+        else:
+            command = agent_shell_command(options.python, options.module or AGENT_MODULE, options.root)
+        return f"{options.setup} && {command}" if options.setup else command
 
     def target(self, host: Host) -> SshTarget:
         """Return how `host` would be reached; reads the SSH config only. Raises: TransportError."""
@@ -58,14 +63,12 @@ class SshTransport:
             return resolve(host, self._config, self._options)
 
     def open(self, host: Host) -> SshChannel:
-        from paramiko import SSHException
-
         target = self.target(host)
         try:
             connection = self._connect_patiently(target)
             session = connection.open_session(window_size=_WINDOW_BYTES, timeout=target.connect_timeout_s)
             session.exec_command(self.command_for(host))
-        except (SSHException, OSError, EOFError) as error:
+        except ssh_library.failures() as error:
             raise TransportError(
                 f"connected as {target.login}, but no command could be started: {error or 'connection lost'}",
                 where=host.name,
@@ -79,7 +82,7 @@ class SshTransport:
             connections, self._connections = self._connections, {}
         # Dictionaries keep their order: a jump host was connected before what lies behind it.
         for connection in reversed(connections.values()):
-            connection.close()
+            end_connection(connection)
 
     def _connect_patiently(self, target: SshTarget) -> paramiko.Transport:
         """Connect; a server that drops the connection is asked again a little later. Raises: TransportError."""
@@ -100,9 +103,7 @@ class SshTransport:
 
     def _connect_route(self, route: Sequence[SshTarget]) -> paramiko.Transport:
         """Return the kept connection to the end of `route`, or make it, sharing jump hosts."""
-        from paramiko import Transport
-
-        connection: Transport | None = None
+        connection: paramiko.Transport | None = None
         for index, target in enumerate(route):
             key = tuple(hop.login for hop in route[: index + 1])
             with self._lock:
@@ -122,7 +123,7 @@ class SshTransport:
             if not self._closed:
                 self._connections[key] = connection
                 return connection
-        connection.close()
+        end_connection(connection)
         raise TransportError("the transport was closed while connecting", where=target.name)
 
     def _jump_target(self, text: str, target: SshTarget) -> SshTarget:
@@ -134,7 +135,7 @@ class SshTransport:
 
 
 class SshChannel:
-    """One SSH session that runs the agent; implements `Channel`."""
+    """One SSH session that runs the agent or a shell; implements `Channel`."""
 
     def __init__(self, target: SshTarget, session: paramiko.Channel) -> None:
         self._target = target
@@ -145,6 +146,10 @@ class SshChannel:
     @property
     def host_name(self) -> str:
         return self._target.name
+
+    @property
+    def window_bytes(self) -> None:
+        return None
 
     @property
     def target(self) -> SshTarget:
@@ -176,6 +181,9 @@ class SshChannel:
 
     def stderr_tail(self) -> str:
         return self._stderr.text(_TAIL_WAIT_S if self._session.exit_status_ready() else 0.0)
+
+    def listen_stderr(self, take: Callable[[bytes], None]) -> None:
+        self._stderr.listen(take)
 
     def wait(self, timeout_s: float) -> int | None:
         """Return the agent's exit status; None while it runs, and when a signal or a lost connection ended

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
+from launcher.transport import ssh_library
 
 if TYPE_CHECKING:
     from paramiko import SSHConfig
@@ -31,6 +32,7 @@ _DEFAULT_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 _MAX_INCLUDE_DEPTH = 16
+_MATCH_EXEC = re.compile(r"^\s*match\b.*\bexec\b", re.IGNORECASE | re.MULTILINE)
 _INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(?P<patterns>.+?)\s*", re.IGNORECASE)
 
 
@@ -44,6 +46,7 @@ class SshOptions:
     connect_timeout_s: float | None = None
     python: str | None = None  # path of python on the hosts; None = this interpreter's path
     module: str | None = None  # module started there; None = the agent
+    shell_only: bool = False  # start /bin/sh there instead of python and a module
     root: Path | None = None  # folder of that module's package; None = this checkout or installation
     setup: str = ""  # shell text that runs before python, such as `module load cuda`
     accept_new_host_keys: bool = False  # keys of hosts never seen before are recorded instead of refused
@@ -84,7 +87,7 @@ def load_config(options: SshOptions) -> SSHConfig:
 
     Raises: TransportError when the named file is missing or a file is malformed.
     """
-    from paramiko import ConfigParseError, SSHConfig
+    reader = ssh_library.config_reader()
 
     if options.config_file is not None:
         if not options.config_file.is_file():
@@ -93,11 +96,14 @@ def load_config(options: SshOptions) -> SSHConfig:
     else:
         # "Host *" ends the last block of the user's file; the first value found wins, so the user's does.
         text = f"{_spliced(_user_config(), 0)}\nHost *\n{_spliced(SYSTEM_CONFIG, 0)}"
+    if _MATCH_EXEC.search(text):
+        ssh_library.with_exec()
     try:
-        return SSHConfig.from_text(text)
-    except (ConfigParseError, ValueError) as error:
+        config: SSHConfig = reader.SSHConfig.from_text(text)
+    except (reader.ConfigParseError, ValueError) as error:
         place = str(options.config_file or USER_CONFIG)
         raise TransportError(f"SSH config cannot be read: {error}", where=place) from None
+    return config
 
 
 def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
@@ -135,11 +141,10 @@ def _user_config() -> Path:
 
 
 def _lookup(host: Host, config: SSHConfig) -> dict[str, Any]:
-    from paramiko import ConfigParseError, CouldNotCanonicalize
-
+    reader = ssh_library.config_reader()
     try:
         return dict(config.lookup(host.name))
-    except (ConfigParseError, CouldNotCanonicalize, ImportError, ValueError, KeyError) as error:
+    except (reader.ConfigParseError, reader.CouldNotCanonicalize, ImportError, ValueError, KeyError) as error:
         # ImportError: "Match exec" needs a package that is not installed.
         raise TransportError(f"SSH config cannot be applied: {error}", where=host.name) from None
 

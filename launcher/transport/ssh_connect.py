@@ -6,15 +6,18 @@ checked before any key is offered. Nothing is ever accepted or written on the us
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import functools
 import shlex
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.base.errors import TransportError
+from launcher.transport import ssh_library
 from launcher.transport.known_hosts import KnownKey, Verdict, check_key, find_keys, lookup_name, record_key
 from launcher.transport.ssh_config import SshTarget
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     import paramiko
 
 _KEEPALIVE_S = 15
+_IDLE_CHECK_S = 5.0
 _TCP_USER_TIMEOUT_MS = 30_000  # unacknowledged data this old ends the connection: a node crashed or is cut off
 _MAX_OFFERED_KEYS = 6  # sshd's MaxAuthTries: an agent full of keys must not use up the tries of the right one
 
@@ -31,18 +35,28 @@ def connect(target: SshTarget, via: paramiko.Channel | None) -> paramiko.Transpo
 
     Raises: TransportError naming host, user, port and remedy.
     """
-    # Without a handler logging's last resort prints paramiko's own tracebacks to the user's terminal.
-    logging.getLogger("paramiko").addHandler(logging.NullHandler())
+    sock = via if via is not None else _tcp(target)
+    ssh_library.load()  # while the server greets us
     known = find_keys(_known_name(target), target.known_hosts_files)
-    connection = _start(target, via if via is not None else _tcp(target), known)
+    connection = _start(target, sock, known)
     try:
         _verify(target, connection, known)
         _authenticate(target, connection)
         connection.set_keepalive(_KEEPALIVE_S)
+        # paramiko's thread looks up from its socket ten times a second, which for 250 idle connections is a tenth of a
+        # core. Nothing it looks for is urgent; `end_connection` wakes it.
+        connection.sock.settimeout(_IDLE_CHECK_S)
     except BaseException:  # Ctrl-C included: the connection's thread must not live on
         connection.close()
         raise
     return connection
+
+
+def end_connection(connection: paramiko.Transport) -> None:
+    """Close a connection that `connect` made. Its thread is woken first: it may wait on the descriptor."""
+    with contextlib.suppress(OSError, EOFError):
+        connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def open_jump(connection: paramiko.Transport, jump: SshTarget, target: SshTarget) -> paramiko.Channel:
@@ -104,6 +118,8 @@ def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: lis
     known_types = {key.key_type for key in known}
     security = connection.get_security_options()
     offered = tuple(security.key_types)
+    # First those that check a packet themselves: paramiko compares digests byte by byte, in Python.
+    security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "-gcm@" not in name))
     security.key_types = tuple(sorted(offered, key=lambda name: _base_type(name) not in known_types))
     done, start_s = threading.Event(), time.monotonic()
     connection.start_client(done)
@@ -216,7 +232,7 @@ def _keys(target: SshTarget, agent: paramiko.Agent | None, problems: list[str]) 
         if not path.is_file():
             continue
         try:
-            loaded = paramiko.PKey.from_path(path)
+            loaded = _load_key(path, path.stat().st_mtime_ns)
         except (paramiko.PasswordRequiredException, TypeError):
             # TypeError is what the crypto library raises for an encrypted PEM key without a password.
             if _public_half(str(path)) not in seen:
@@ -227,6 +243,15 @@ def _keys(target: SshTarget, agent: paramiko.Agent | None, problems: list[str]) 
             continue
         if loaded.asbytes() not in seen:
             yield str(path), loaded
+
+
+@functools.lru_cache
+def _load_key(path: Path, _changed_ns: int) -> paramiko.PKey:
+    """Read a private key, once for all hosts that take it."""
+    import paramiko
+
+    loaded: paramiko.PKey = paramiko.PKey.from_path(path)
+    return loaded
 
 
 def _public_half(path: str) -> bytes | None:

@@ -16,9 +16,20 @@ class StderrTail:
     def __init__(self, read: Callable[[int], bytes], name: str, close: Callable[[], None] | None = None) -> None:
         self._read, self._close = read, close
         self._lock = threading.Lock()
+        self._take: Callable[[bytes], None] | None = None
         self._kept = b""
+        self._has_ended = False
         self._thread = threading.Thread(target=self._drain, name=f"stderr-{name}", daemon=True)
         self._thread.start()
+
+    def listen(self, take: Callable[[bytes], None]) -> None:
+        """Give what is kept, and then everything else, to `take`, on the draining thread; b"" at the stream's end."""
+        with self._lock:
+            self._take = take
+            if self._kept:
+                take(self._kept)
+            if self._has_ended:
+                take(b"")
 
     def text(self, wait_s: float = 0.0) -> str:
         """Return the kept text, whole lines; waits up to `wait_s` for the stream's end."""
@@ -36,5 +47,13 @@ class StderrTail:
             while chunk := self._read(_READ_BYTES):
                 with self._lock:
                     self._kept = (self._kept + chunk)[-MAX_TAIL_BYTES:]
+                    take = self._take
+                if take is not None:
+                    take(chunk)
+        with self._lock:
+            self._has_ended = True
+            take = self._take
+        if take is not None:
+            take(b"")
         if self._close is not None:
             self._close()

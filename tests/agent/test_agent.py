@@ -20,11 +20,13 @@ from launcher.agent.wire import (
     Bye,
     Decoder,
     Exited,
+    Handled,
     Hello,
     Message,
     Output,
     PickPort,
     Ping,
+    Pong,
     PortPicked,
     Spawn,
     SpawnFailed,
@@ -87,6 +89,7 @@ def spawn(
     grace_s: float = 5.0,
     job_id: str | None = None,
     env: dict[str, str] | None = None,
+    window_bytes: int | None = None,
 ) -> Spawn:
     return Spawn(
         job_id=job_id or new_job_id(),
@@ -96,6 +99,7 @@ def spawn(
         rank_envs=[{"RANK": str(rank)} for rank in range(ranks)],
         lease_s=lease_s,
         grace_s=grace_s,
+        window_bytes=window_bytes,
     )
 
 
@@ -324,3 +328,27 @@ def test_a_notice_before_a_rank_listens_waits_for_it(tmp_path: Path) -> None:
         agent.send(spawn(hold, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
         (exited,) = [m for m in agent.receive_all() if isinstance(m, Exited)]
     assert exited.status == 75
+
+
+def test_no_more_output_is_on_its_way_than_the_window(agent: Agent, tmp_path: Path) -> None:
+    """What is not handled holds the rank up, and nothing else: the agent answers, and the rank can be ended."""
+    script = scripts.write(tmp_path, "import sys; sys.stdout.write('x' * 8_000_000); open('done', 'w').close()")
+    window_bytes = 1 << 20
+    agent.send(spawn(script, window_bytes=window_bytes))
+    num_bytes = cost_bytes = 0
+    while True:
+        agent.send(Ping())
+        while not isinstance(message := agent.receive(), Pong):
+            assert not isinstance(message, Exited)
+            if isinstance(message, Output):
+                num_bytes += len(message.data)
+                cost_bytes += message.cost_bytes
+        assert cost_bytes <= window_bytes + 2 * Output(0, "", b"").cost_bytes  # the last of each stream may go over it
+        if num_bytes == 8_000_000:
+            break
+        if cost_bytes > window_bytes * 3 // 4:  # it waits for more room than there is
+            assert not (tmp_path / "done").exists() or num_bytes > 5_000_000  # the rest may be in the rank's pipe
+            agent.send(Handled(cost_bytes))
+            cost_bytes = 0
+    assert num_bytes == 8_000_000
+    assert [type(message) for message in agent.receive_all()] == [Exited, Bye]

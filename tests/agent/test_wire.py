@@ -16,6 +16,7 @@ from launcher.agent.wire import (
     Decoder,
     DumpStacks,
     Exited,
+    Handled,
     Hello,
     Message,
     Output,
@@ -24,6 +25,7 @@ from launcher.agent.wire import (
     Pong,
     PortPicked,
     Progress,
+    Raised,
     Spawn,
     SpawnFailed,
     Stacks,
@@ -42,7 +44,9 @@ INTEGERS = st.integers(-(2**31), 2**31)
 MESSAGES = st.one_of(
     st.builds(PickPort),
     st.builds(Ping),
-    st.builds(Pong),
+    st.builds(Pong, st.floats(0, 2e9)),
+    st.builds(Handled, INTEGERS),
+    st.builds(Raised, INTEGERS, st.dictionaries(TEXT, TEXT | INTEGERS)),
     st.builds(Bye),
     st.builds(
         Spawn,

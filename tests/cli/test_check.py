@@ -15,7 +15,7 @@ from harness.sshd import LoopbackSshd, StalledServer
 
 from launcher.cli.check import exit_code_of
 from launcher.cli.hosts import HostOptions
-from launcher.cli.planning import Transports
+from launcher.cli.reach import Transports
 from launcher.cluster.cluster import Cluster, Host
 from launcher.job import check
 from launcher.job.check import Checker, CheckReport

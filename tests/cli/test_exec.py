@@ -15,9 +15,10 @@ from harness.sshd import LoopbackSshd
 
 from launcher.cli.exec import show_results
 from launcher.cli.hosts import HostOptions
-from launcher.cli.planning import Transports
+from launcher.cli.reach import Transports
 from launcher.cluster.cluster import Host
 from launcher.job import everywhere
+from launcher.job.bare import BareSession
 from launcher.transport.local import LocalTransport
 
 
@@ -42,8 +43,14 @@ def test_options_of_the_command_and_odd_words_reach_it_untouched(tmp_path: Path)
 
 def test_a_missing_program_is_named(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "exec", "no-such-program")
-    assert result.code == 1
-    assert "no-such-program: No such file or directory" in result.err
+    assert result.code == 127, "the code every shell has for it"
+    assert "no-such-program: not found" in result.err
+    supervised = run_launch(tmp_path, "exec", "--supervise", "no-such-program")
+    assert supervised.code == 1
+    assert "no-such-program: No such file or directory" in supervised.err
+    odd = run_launch(tmp_path, "exec", "--", "-c", "true")
+    assert odd.code == 2
+    assert "./-c" in odd.err
 
 
 def test_hosts_without_a_hostfile_are_refused(tmp_path: Path) -> None:
@@ -72,19 +79,24 @@ def test_failures_do_not_stop_other_hosts_and_the_largest_code_wins(sshd: Loopba
     assert alone.code == 69
 
 
-def test_a_folder_that_is_missing_on_a_host_is_explained() -> None:
-    transport = LocalTransport()
-    task = everywhere.Task(Host("localhost", (0,)), ("program", "true"), "/no/such/folder")
-    (result,) = everywhere.Everywhere([task], lambda _: transport, "no-folder-0000").run(30)
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_a_folder_that_is_missing_on_a_host_is_explained(is_bare: bool) -> None:
+    transport = LocalTransport(shell_only=is_bare)
+    command = ("true",) if is_bare else ("program", "true")
+    task = everywhere.Task(Host("localhost", (0,)), command, "/no/such/folder")
+    session = BareSession if is_bare else None
+    (result,) = everywhere.Everywhere([task], lambda _: transport, "no-folder-0000", session=session).run(30)
     assert result.exit_code is None
     assert result.error is not None
-    assert "/no/such/folder: No such file or directory" in result.error.message
+    assert "it could not be started" in result.error.message
+    assert "/no/such/folder" in result.error.message
     assert "from a folder that every host has" in str(result.error.hint)
 
 
 @pytest.mark.cluster
 def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_path: Path) -> None:
-    job = Launch(tmp_path, "exec", *hosts(sshd, tmp_path), "sh", "-c", "test $RANK != 2 || exec setsid sleep 77.75")
+    words = ("sh", "-c", "test $RANK != 2 || exec setsid sleep 77.75")
+    job = Launch(tmp_path, "exec", "--supervise", *hosts(sshd, tmp_path), *words)
     wait_until(lambda: len(sleeping(b"77.75")) == 1, "the command")
     os.kill(parent_of(first(b"77.75")), signal.SIGKILL)
     result = job.wait(20)
@@ -151,12 +163,16 @@ def test_a_wait_says_what_for(sshd: LoopbackSshd, tmp_path: Path) -> None:
     assert result.err == "waiting for 127.0.0.4, 1 of 4\n"
 
 
-def test_endless_output_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_endless_output_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_bare: bool
+) -> None:
     monkeypatch.setattr(everywhere, "MAX_OUTPUT_BYTES", 1000)
-    transport = LocalTransport()
-    command = ("program", "sh", "-c", "yes | head -c 5000; echo end >&2")
-    task = everywhere.Task(Host("localhost", (0,)), command, "/")
-    (result,) = everywhere.Everywhere([task], lambda _: transport, "cut-job-0000").run(30)
+    transport = LocalTransport(shell_only=is_bare)
+    words = ("sh", "-c", "yes | head -c 5000; echo end >&2")
+    task = everywhere.Task(Host("localhost", (0,)), words if is_bare else ("program", *words), "/")
+    session = BareSession if is_bare else None
+    (result,) = everywhere.Everywhere([task], lambda _: transport, "cut-job-0000", session=session).run(30)
     assert result.exit_code == 0
     assert len(result.stdout) + len(result.stderr) == 1000
     assert result.is_cut

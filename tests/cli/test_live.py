@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.launching import ROOT, run_launch, wait_until_gone
+from harness.sshd import LoopbackSshd
 from harness.terminal import TerminalLaunch
 
+from launcher.base.processes import members_of_job
 from launcher.cli.facts import RunFacts
 from launcher.cli.panel import draw
 from launcher.cli.screen import Screen
@@ -60,6 +63,41 @@ def test_the_panel_shows_the_run_and_leaves_a_clean_screen(tmp_path: Path) -> No
         assert steps == list(range(1, len(steps) + 1))
         assert len(steps) > 5
     assert job.everything[-1].startswith("[")
+
+
+@pytest.mark.cluster
+def test_the_panel_has_a_row_for_each_host(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    """Three hosts over SSH: what their ranks tell arrives, and the loss of one of them is a failed row and a report."""
+    (tmp_path / "hosts").write_text("".join(f"127.0.0.{number} slots=2\n" for number in (1, 2, 3)))
+    options = ("--hostfile", "hosts", "--ssh_config", str(sshd.ssh_config), "--force_multi", "--grace", "1")
+    job = TerminalLaunch(tmp_path, *options, scripts.write(tmp_path, TRAINING))
+    job.read_until(lambda: len(job.panel) == 4 and "steps/s" in job.panel[0], "the rate")
+    headline, *hosts = job.panel
+    assert re.search(r"3 hosts × 2 ranks · 0:00:\d\d · step \d+ · \d.* steps/s · loss 0\.125$", headline)
+    for number, row in zip((1, 2, 3), hosts, strict=True):
+        assert re.fullmatch(rf"│ 127\.0\.0\.{number} +2 running +step \d+", row)
+    assert any(row.startswith("[5 127.0.0.3] line") for row in job.everything)
+    (job_id,) = (path.name for path in tmp_path.glob("runs/*"))
+    rank = min(members_of_job(job_id), key=lambda pid: "127.0.0.3" not in environment_of(pid, "SSH_CONNECTION"))
+    os.kill(rank, signal.SIGSTOP)  # it makes no more steps: its host's row stands still, and the headline with it
+    stuck = []
+    for _ in range(3):
+        job.read_for(1.2)
+        stuck.append(job.panel[3].rpartition(" ")[2])
+    assert stuck[1] == stuck[2] != job.panel[1].rpartition(" ")[2]
+    assert f"step {stuck[2]} " in job.panel[0] + " "
+    os.kill(rank, signal.SIGKILL)
+    assert job.wait() == 137
+    assert job.panel == []
+    assert re.search(r"^✗ rank \d \(127\.0\.0\.3, pid", "\n".join(job.everything), re.MULTILINE)
+    wait_until_gone(job_id)
+
+
+def environment_of(pid: int, name: str) -> str:
+    variables = dict(
+        part.partition("=")[::2] for part in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    )
+    return variables.get(name, "")
 
 
 def test_a_failure_is_reported_on_a_clean_screen_with_the_ranks_code(tmp_path: Path) -> None:

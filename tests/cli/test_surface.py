@@ -72,7 +72,7 @@ HOSTS_SURFACE = {
 }  # fmt: skip
 TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "check": HOSTS_SURFACE | {"as_json": ("--json",)},
-    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",)},
+    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",), "supervise": ("--supervise",)},
     "ps": {"as_json": ("--json",)},
     "logs": {"rank": ("--rank",), "follow": ("-f", "--follow"), "num_lines": ("--tail",)},
     "kill": {"now": ("--now",)},

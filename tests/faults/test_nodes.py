@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -18,14 +19,18 @@ from launcher.base.processes import members_of_job
 LEASE_S = 3.0
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[MortalNodes]:
+def need_nodes() -> None:
     reason = available()
     if reason is not None:
         # A skip in CI would pass for a test that ran.
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[MortalNodes]:
+    need_nodes()
     with MortalNodes(tmp_path, 2) as started:
         yield started
 
@@ -98,3 +103,48 @@ def test_a_lost_node_is_replaced_by_a_spare_one(nodes: MortalNodes, tmp_path: Pa
     result = job.wait(30)
     assert result.code == 0, result.err
     assert result.out.count("UP node-1 1") == 2
+
+
+ELASTIC = {
+    "elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "max_gpus": 8},
+    "steps_per_print": 0,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+}
+
+
+@pytest.mark.cluster
+def test_after_a_crash_hosts_are_left_out_until_the_elastic_batch_fits(tmp_path: Path) -> None:
+    """Four nodes of a rank each; one crashes. Three are no world for this batch: two train on, with the same batch."""
+    need_nodes()
+    script = scripts.write(
+        tmp_path,
+        """
+        import argparse, os, socket, time, torch, launcher
+        parser = launcher.add_config_arguments(argparse.ArgumentParser())
+        engine, *_ = launcher.initialize(args=parser.parse_args(), model=torch.nn.Linear(4, 1))
+        micro = engine.train_micro_batch_size_per_gpu()
+        while engine.global_steps < 2:
+            engine.backward(engine(torch.ones(micro, 4)).square().mean())
+            engine.step()
+        accumulation = engine.gradient_accumulation_steps()
+        print(f"TRAINED {micro} x {accumulation} x {os.environ['WORLD_SIZE']}", socket.gethostname(), flush=True)
+        if os.environ["LAUNCH_RESTART_COUNT"] == "0":
+            time.sleep(600)
+        """,
+    )
+    (tmp_path / "ds.json").write_text(json.dumps(ELASTIC))
+    with MortalNodes(tmp_path, 4) as nodes:
+        nodes.hostfile.write_text("".join(f"{node.address} slots=1\n" for node in nodes.nodes))
+        options = ("--hostfile", str(nodes.hostfile), "--ssh_config", str(nodes.ssh_config), "--grace", "0.5")
+        restarts = ("--lease", str(LEASE_S), "--max-restarts", "1", "--min-nodes", "2")
+        job = Launch(tmp_path, *options, *restarts, script, "--deepspeed", "ds.json", env={"OMP_NUM_THREADS": "1"})
+        wait_until(lambda: job.out.count("TRAINED 2 x 1 x 4") == 4, "the first world", 60)
+        nodes.nodes[1].crash()
+        result = job.wait(60)
+        addresses = [node.address for node in nodes.nodes]
+    assert result.code == 0, result.err
+    assert f"✗ {addresses[1]} was lost" in result.err
+    assert f"left out, so that the world size fits: {addresses[3]}" in result.err
+    assert sorted(re.findall(r"TRAINED 2 x 2 x 2 (\S+)", result.out)) == ["node-0", "node-2"]
+    assert "train_batch_size = 8" in result.out + result.err

@@ -36,7 +36,10 @@ class Result:
 class Launch:
     """`launch ARGS` in a folder of its own."""
 
-    def __init__(self, folder: Path, *args: str | Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *args: str | Path, env: dict[str, str] | None = None, stdout: int | None = None
+    ) -> None:
+        """stdout: a descriptor in place of the file that `out` reads."""
         self.folder = folder
         self._out, self._err = folder / "launch.out", folder / "launch.err"
         command = [sys.executable, "-m", "launcher", *map(str, args)]
@@ -45,7 +48,7 @@ class Launch:
                 command,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                stdout=out if stdout is None else stdout,
                 stderr=err,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), **(env or {})},
                 start_new_session=True,

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,12 @@ class MortalNode:
     cable: str  # the bridge's end of its network cable
     process: subprocess.Popen[bytes]
 
+    @property
+    def enter(self) -> list[str]:
+        """What to put before a command that shall run inside the node, and die with it."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return ["nsenter", "--target", children[0], "--net", "--uts", "--mount", "--pid"]
+
     def crash(self) -> None:
         """End every process of the node at once."""
         self.process.kill()
@@ -62,8 +69,10 @@ class MortalNode:
 class MortalNodes:
     """Some nodes and the bridge between them; a context manager. `ssh_config` and `hostfile` reach all of them."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, clock_offsets_s: Sequence[int] = ()) -> None:
+        """clock_offsets_s: how far each node's monotonic clock is ahead of ours."""
         self.folder = folder
+        self._clock_offsets_s = clock_offsets_s
         self.keys = LoopbackSshd(folder / "keys")  # its keys only: it is never started
         self.hostfile = folder / "hosts"
         self.ssh_config = folder / "ssh_config"
@@ -100,6 +109,11 @@ class MortalNodes:
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
 
     @property
+    def address(self) -> str:
+        """Where the nodes reach this machine."""
+        return f"{self._net}.1"
+
+    @property
     def _bridge(self) -> str:
         return f"lb{self._tag}"
 
@@ -125,6 +139,8 @@ class MortalNodes:
         )
         inside = f"hostname node-{number}; mount -t tmpfs tmpfs /dev/shm; exec /usr/sbin/sshd -D -f {config}"
         isolate = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        if self._clock_offsets_s:
+            isolate += ["--time", "--monotonic", str(self._clock_offsets_s[number])]
         process = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *isolate, "sh", "-c", inside],
             stdin=subprocess.DEVNULL,

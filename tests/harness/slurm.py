@@ -16,9 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # not when this file runs as a command
+    from harness.nodes import MortalNodes
 
 NUM_NODES = 3
 GPUS_PER_NODE = 2
@@ -26,7 +30,7 @@ _DAEMONS = ("munged", "slurmctld", "slurmd")
 _START_TIMEOUT_S = 60.0
 _SETTINGS = """\
 ClusterName=loopback
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={controller_port}
 SlurmUser=root
 SlurmdUser=root
@@ -80,7 +84,9 @@ class LoopbackSlurm:
     `env` is what commands such as sbatch need. `stop_node` and `start_node` play a machine that dies.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, network: MortalNodes | None = None) -> None:
+        """network: run each slurmd inside one of these nodes, so that it can crash or be cut off."""
+        self._network = network
         self._owns_folder = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="slurm-"))
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +131,12 @@ class LoopbackSlurm:
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of one node."""
-        self._start(node, "slurmd", "-D", "-f", str(self.conf), "-N", node)
+        inside = self._network.nodes[self.nodes.index(node)].enter if self._network is not None else []
+        self._start(node, "slurmd", "-D", "-f", str(self.conf), "-N", node, inside=inside)
+
+    def daemon_pid(self, node: str) -> int:
+        """Return the pid of one node's slurmd."""
+        return self._processes[node].pid
 
     def stop_node(self, node: str) -> None:
         """Kill one node's slurmd and the step managers it started: what the loss of a machine looks like."""
@@ -224,14 +235,19 @@ class LoopbackSlurm:
         host = socket.gethostname().partition(".")[0]
         lines = []
         controller_port, *ports = _free_ports(1 + NUM_NODES)
+        address, addresses = "127.0.0.1", [f"127.0.0.{11 + i}" for i in range(NUM_NODES)]
+        if self._network is not None:
+            address, addresses = self._network.address, [node.address for node in self._network.nodes]
         for i, (node, port) in enumerate(zip(self.nodes, ports, strict=True)):
             (self.folder / "spool" / node).mkdir(parents=True, exist_ok=True)
             lines.append(
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{11 + i} Port={port} CPUs=8 RealMemory=2000"
+                f"NodeName={node} NodeHostname={host} NodeAddr={addresses[i]} Port={port} CPUs=8 RealMemory=2000"
                 f" Gres=gpu:{GPUS_PER_NODE} State=UNKNOWN"
             )
         self.conf.write_text(
-            _SETTINGS.format(host=host, controller_port=controller_port, folder=self.folder, nodes="\n".join(lines))
+            _SETTINGS.format(
+                host=host, address=address, controller_port=controller_port, folder=self.folder, nodes="\n".join(lines)
+            )
         )
         names = f"n[1-{NUM_NODES}]"
         (self.folder / "gres.conf").write_text(
@@ -250,14 +266,14 @@ class LoopbackSlurm:
             f"--seed-file={folder}/munged.seed",
         ]
 
-    def _start(self, name: str, program: str, *options: str) -> None:
+    def _start(self, name: str, program: str, *options: str, inside: Sequence[str] = ()) -> None:
         path = _find(program)
         if path is None:
             raise RuntimeError(f"{program} is not installed")
         with (self.folder / f"{name}.out").open("ab") as output:
             self._processes[name] = subprocess.Popen(
                 # A test run that is killed leaves no daemon behind.
-                ["setpriv", "--pdeathsig", "TERM", path, *options],
+                ["setpriv", "--pdeathsig", "TERM", *inside, path, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

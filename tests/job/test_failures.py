@@ -15,6 +15,8 @@ from launcher.job.report import Failure
 
 
 class NoChannel:
+    window_bytes = None
+
     def stderr_tail(self) -> str:
         return "Connection to node-b closed."
 
@@ -50,13 +52,13 @@ def rank_of(book: FailureBook) -> int | None:
 
 
 def test_the_earliest_death_is_the_cause(tmp_path: Path) -> None:
-    now_s = time.time()
+    now_s = time.monotonic()
     book = book_of(tmp_path, now_s, (node(), exited(1, 1, now_s, "b")), (node(), exited(0, 3, now_s - 0.1, "a")))
     assert rank_of(book) == 0
 
 
 def test_an_error_about_a_lost_peer_is_no_cause_if_there_is_another(tmp_path: Path) -> None:
-    now_s = time.time()
+    now_s = time.monotonic()
     lost = "Connection closed by peer [127.0.0.1]:4711"
     book = book_of(tmp_path, now_s, (node(), exited(0, 1, now_s - 0.01, lost)), (node(), exited(1, -9, now_s)))
     assert rank_of(book) == 1
@@ -65,7 +67,7 @@ def test_an_error_about_a_lost_peer_is_no_cause_if_there_is_another(tmp_path: Pa
 
 
 def test_clocks_of_different_hosts_are_compared_on_ours(tmp_path: Path) -> None:
-    now_s = time.time()
+    now_s = time.monotonic()
     ahead = node("node-b", clock_offset_s=-3600.0)  # its clock is an hour ahead
     book = book_of(
         tmp_path, now_s, (node(), exited(0, 1, now_s, "late")), (ahead, exited(1, 1, now_s + 3600 - 0.2, "early"))
@@ -74,7 +76,7 @@ def test_clocks_of_different_hosts_are_compared_on_ours(tmp_path: Path) -> None:
 
 
 def test_deaths_by_our_own_hand_are_no_failures(tmp_path: Path) -> None:
-    now_s = time.time()
+    now_s = time.monotonic()
     later = now_s + 0.2
     book = book_of(
         tmp_path, now_s, (node(), exited(0, 3, now_s)), (node(), exited(1, -15, later)), (node(), exited(2, -9, later))
@@ -84,15 +86,15 @@ def test_deaths_by_our_own_hand_are_no_failures(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_does_on_ctrl_c_is_no_failure(tmp_path: Path) -> None:
-    book = FailureBook(time.time())
+    book = FailureBook(time.monotonic())
     book.stop_ordered(by_user=True)
-    failing = exited(0, 1, time.time() + 0.1, "interrupted")
+    failing = exited(0, 1, time.monotonic() + 0.1, "interrupted")
     assert add(book, node(), failing, tmp_path / "0.log") is None
     assert book.cause is None
 
 
 def test_a_lost_host_is_a_cause_with_what_its_agent_said_last(tmp_path: Path) -> None:
-    book = FailureBook(time.time())
+    book = FailureBook(time.monotonic())
     book.add_host(node("node-b"), "the connection was lost")
     assert book.cause is not None
     assert (book.cause.host, book.cause.rank, book.cause.exit_code) == ("node-b", None, 69)
@@ -100,7 +102,7 @@ def test_a_lost_host_is_a_cause_with_what_its_agent_said_last(tmp_path: Path) ->
 
 
 def test_out_of_memory_is_said(tmp_path: Path) -> None:
-    now_s = time.time()
+    now_s = time.monotonic()
     book = book_of(tmp_path, now_s, (node(), exited(0, -9, now_s, oom="the limit was reached", max_rss_bytes=1 << 30)))
     assert book.cause is not None
     assert (book.cause.exit_code, book.cause.reason) == (137, "killed by SIGKILL, out of memory")
@@ -108,7 +110,7 @@ def test_out_of_memory_is_said(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_killed_on_its_way_out_keeps_its_own_code(tmp_path: Path) -> None:
-    now_s = time.time()
+    now_s = time.monotonic()
     record = {"time_s": now_s, "type": "SystemExit", "message": "7", "traceback": "", "exit_code": 7}
     book = FailureBook(now_s - 1)
     add(book, node(), Exited(0, -15, now_s + 0.4, record, 0, None), tmp_path / "0.log")

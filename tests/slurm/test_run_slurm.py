@@ -216,6 +216,20 @@ def test_every_byte_of_all_ranks_arrives(allocation: dict[str, str], tmp_path: P
         assert written == (tmp_path / f"sum_{rank}").read_text()
 
 
+def test_a_flood_starves_no_node(allocation: dict[str, str], tmp_path: Path) -> None:
+    """srun prefers some nodes when it cannot follow: of one of them nothing came through, nor a sign of life."""
+    script = scripts.write(tmp_path, "import sys\nwhile True: sys.stdout.write('x' * 65535 + chr(10))")
+    job = Launch(tmp_path, "--num_gpus", "1", "--grace", "0.5", "-q", script, env=allocation)
+    wait_until(lambda: len(list(tmp_path.glob("runs/*/rank_*.log"))) == 3, "the logs")
+    logs = sorted(tmp_path.glob("runs/*/rank_*.log"))
+    wait_until(lambda: max(log.stat().st_size for log in logs) > 20_000_000, "20 MB of a rank", 60)
+    sizes = [log.stat().st_size for log in logs]
+    job.signal(signal.SIGTERM)
+    assert job.wait(20).code == 143
+    assert min(sizes) > max(sizes) / 4
+    wait_until(lambda: not relays(), "the end of the step")
+
+
 def test_environment_values_stand_in_no_command_line(allocation: dict[str, str], tmp_path: Path) -> None:
     script = scripts.write(
         tmp_path, "import os, time; print('GOT', os.environ['WANDB_KEY'], flush=True); time.sleep(600)"

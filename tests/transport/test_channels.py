@@ -1,4 +1,4 @@
-"""Both transports carry bytes, ends and exit statuses alike: local processes and a real sshd."""
+"""All transports carry bytes, ends and exit statuses alike: local processes, a real sshd, and that through helpers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from launcher.transport.diagnose import start_failure
 from launcher.transport.fanout import is_local, open_all
 from launcher.transport.local import LocalTransport
 from launcher.transport.ssh import SshOptions, SshTransport
+from launcher.transport.ssh_pool import SshPool
 
 TESTS = Path(__file__).resolve().parents[1]
 HOST = Host("127.0.0.1", (0,))
 AGENT = "harness.echo_agent"
 
 
-@pytest.fixture(params=["local", pytest.param("ssh", marks=pytest.mark.cluster)])
+@pytest.fixture(
+    params=["local", pytest.param("ssh", marks=pytest.mark.cluster), pytest.param("pool", marks=pytest.mark.cluster)]
+)
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     made: Transport
     if request.param == "local":
         made = LocalTransport(module=AGENT, root=TESTS)
     else:
-        config = request.getfixturevalue("sshd").ssh_config
-        made = SshTransport(SshOptions(config_file=config, module=AGENT, root=TESTS))
+        options = SshOptions(config_file=request.getfixturevalue("sshd").ssh_config, module=AGENT, root=TESTS)
+        made = SshTransport(options) if request.param == "ssh" else SshPool(options, 1)
     yield made
     made.close()
 

@@ -1,0 +1,115 @@
+"""How the hosts of a command are reached: this machine's own processes, or SSH."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from launcher.cluster.cluster import Host
+from launcher.transport.fanout import is_local
+from launcher.transport.local import LocalTransport
+
+if TYPE_CHECKING:
+    from launcher.cli.host_options import Reaching
+    from launcher.transport.api import Transport
+    from launcher.transport.ssh import SshTransport
+    from launcher.transport.ssh_config import SshOptions
+    from launcher.transport.ssh_pool import SshPool
+
+
+class Reach(Protocol):
+    """How the hosts of a run are reached."""
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Learn which hosts the next run uses, before any is opened."""
+        ...
+
+    def for_host(self, host: Host) -> Transport:
+        """Return the transport that reaches `host`."""
+        ...
+
+    def address_of(self, host: Host) -> str:
+        """Return the address other nodes reach `host` by."""
+        ...
+
+    def close(self) -> None:
+        """Close every connection."""
+        ...
+
+
+class Transports:
+    """The transport of each host: this machine's own, or one SSH transport for all others."""
+
+    def __init__(
+        self,
+        options: Reaching,
+        *,
+        only_local: bool = False,
+        only_ssh: bool = False,
+        shell_only: bool = False,
+        local: LocalTransport | None = None,
+    ) -> None:
+        """Connect to nothing yet.
+
+        only_local: every host is this machine. only_ssh: not even `localhost` is. shell_only: a plain shell is started
+        on hosts instead of an agent. local: reaches this machine.
+        """
+        self._options = options
+        self._only_local = only_local
+        self._only_ssh = only_ssh
+        self._shell_only = shell_only
+        self._local = local or LocalTransport(shell_only=shell_only)
+        self._opened_ssh: SshTransport | None = None
+        self._lock = threading.Lock()  # hosts are opened by many threads, and one transport is to hold them all
+        self._pool: SshPool | None = None
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Start the processes that hold the SSH connections when these are many. Raises: UsageError, TransportError."""
+        num_ssh = sum(not self._is_here(host) for host in hosts)
+        if num_ssh == 0:
+            return
+        from launcher.transport.sharing import allow_files, helper_count
+
+        allow_files(num_ssh)
+        num_helpers = 0 if self._pool is not None else helper_count(num_ssh)
+        if num_helpers:
+            from launcher.transport.ssh_pool import SshPool
+
+            self._pool = SshPool(self._ssh_options(), num_helpers)
+
+    def for_host(self, host: Host) -> Transport:
+        """Return the transport that reaches `host`."""
+        if self._is_here(host):
+            return self._local
+        return self._pool or self._ssh
+
+    def address_of(self, host: Host) -> str:
+        """Return the address other nodes reach `host` by: HostName of the SSH config, else its name."""
+        return self._ssh.target(host).address
+
+    def close(self) -> None:
+        """Close every connection."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if self._opened_ssh is not None:
+            self._opened_ssh.close()
+        self._local.close()
+
+    @property
+    def _ssh(self) -> SshTransport:
+        with self._lock:
+            if self._opened_ssh is None:
+                from launcher.transport.ssh import SshTransport  # 20 ms that a job on this machine does not pay
+
+                self._opened_ssh = SshTransport(self._ssh_options())
+            return self._opened_ssh
+
+    def _ssh_options(self) -> SshOptions:
+        from dataclasses import replace
+
+        return replace(self._options.ssh_options, shell_only=self._shell_only)
+
+    def _is_here(self, host: Host) -> bool:
+        return self._only_local or (is_local(host.name) and not self._only_ssh)

@@ -1,0 +1,119 @@
+"""Clocks that are wrong, differ between hosts, or are set while a job runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import ROOT, Launch, wait_until
+from harness.nodes import MortalNodes, available
+from harness.sshd import LoopbackSshd
+
+# In every python of the job, on every host: `time.time()` is off by what a file says now.
+_SETTABLE_CLOCK = """
+import time
+_real = time.time
+def _shown():
+    with open({path!r}) as file:
+        return _real() + float(file.read() or 0)
+time.time = _shown
+"""
+LEASE_S = 4.0
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with the seconds by which the wall clock is wrong."""
+    offset = tmp_path / "offset"
+    offset.write_text("0")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(_SETTABLE_CLOCK.format(path=str(offset)))
+    return offset
+
+
+@pytest.mark.parametrize("jump_s", [86_400, -86_400])
+def test_a_clock_that_is_set_ends_no_job_and_hides_no_cause(
+    sshd: LoopbackSshd, tmp_path: Path, clock: Path, jump_s: int
+) -> None:
+    """Leases, hang watch, graces: a day forward or back, over SSH, for longer than the lease."""
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, sys, time
+        import launcher
+        assert time.time.__name__ == "_shown"
+        print("READY", flush=True)
+        while not os.path.exists("go"):
+            launcher.heartbeat()
+            time.sleep(0.05)
+        if os.environ["RANK"] == "0":
+            sys.exit(5)
+        time.sleep(0.3)
+        sys.exit(6)  # a victim: later, whatever its clock says
+        """,
+    )
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    options = ("--hostfile", "hosts", "--ssh_config", str(sshd.ssh_config), "--lease", str(LEASE_S), "--grace", "1")
+    path = f"{tmp_path / 'site'}:{ROOT}"
+    job = Launch(tmp_path, *options, "--hang-timeout", "3", script, env={"PYTHONPATH": path})
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    clock.write_text(str(jump_s))
+    time.sleep(1.5 * LEASE_S)  # longer than lease and hang timeout: what measured with this clock would be over
+    assert job.process.poll() is None, job.out
+    (tmp_path / "go").touch()
+    result = job.wait(20)
+    assert result.code == 5
+    assert re.search(r"✗ rank 0 .* failed \d+\.\d s after start: exit code 5", result.err), result.err
+
+
+@pytest.fixture
+def skewed(tmp_path: Path) -> Iterator[MortalNodes]:
+    reason = available()
+    if reason is None and subprocess.run(["unshare", "--time", "--monotonic", "1", "true"]).returncode != 0:
+        reason = "this kernel has no time namespaces"
+    if reason is not None:
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with MortalNodes(tmp_path, 2, clock_offsets_s=(0, 3600)) as started:
+        yield started
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_cause_is_found_on_hosts_whose_clocks_are_an_hour_apart(
+    skewed: MortalNodes, tmp_path: Path, first: int
+) -> None:
+    """Both hosts fail, 0.2 s apart, before any news of it can stop the other."""
+    script = scripts.write(
+        tmp_path,
+        f"""
+        import os, time
+        if os.environ["RANK"] in "02":
+            is_first = os.environ["NODE_RANK"] == "{first}"
+            while not os.path.exists("go"):
+                time.sleep(0.005)
+            started = float(open("go").read())  # the wall clock, which both share
+            time.sleep(max(0.0, started + (0.3 if is_first else 0.5) - time.time()))
+            raise ValueError("first" if is_first else "second")
+        print("READY", time.monotonic(), flush=True)
+        time.sleep(600)
+        """,
+    )
+    options = ("--hostfile", str(skewed.hostfile), "--ssh_config", str(skewed.ssh_config), "--grace", "1")
+    job = Launch(tmp_path, *options, script)
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    shown = sorted(float(text) for text in re.findall(r"READY (\S+)", job.out))
+    assert shown[1] - shown[0] > 3000
+    (tmp_path / "part").write_text(str(time.time()))
+    (tmp_path / "part").rename(tmp_path / "go")
+    result = job.wait(20)
+    assert result.code == 1
+    assert f"✗ rank {2 * first} ({skewed.nodes[first].address}" in result.err
+    assert result.err.count("ValueError: first") == 1
+    assert "ValueError: second" not in result.err

@@ -1,0 +1,61 @@
+"""Cells of the fault matrix that no other test covers, on the real thing; benchmarks/fault_matrix.py runs them all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import nodes, slurm, sshd
+from harness.launching import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from fault_matrix import FAULTS, Fault, Places, run_fault  # benchmarks are no package
+
+NEEDS = {
+    "local": lambda: None if os.geteuid() == 0 else "control groups and mounts need root",
+    "ssh": lambda: sshd.available() or nodes.available(),
+    "srun": lambda: slurm.available() or nodes.available(),
+}
+TESTED = {
+    "local": ("rank crashes (SIGSEGV)", "stdout closed, then rank exits 3", "log disk full, then rank exits 3"),
+    "ssh": (
+        "rank out of memory",
+        "rank hangs",
+        "rank raises, a thread of it lives on",
+        "agent killed",
+        "100 MB/s from each rank, then one exits 3",
+        "sshd, slurmd killed on one host",
+    ),
+    "srun": ("rank out of memory", "rank hangs", "node crashes", "network partition"),
+}
+BY_NAME = {fault.name: fault for fault in FAULTS}
+CELLS = [(transport, BY_NAME[name]) for transport, names in TESTED.items() for name in names]
+
+
+@pytest.fixture(scope="module", params=NEEDS)
+def places(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+    reason = NEEDS[request.param]()
+    if reason is not None:
+        # A skip in CI would pass for a test that ran.
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+        yield Places(request.param, tmp_path_factory.mktemp("places") / "place", stack)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("places", "fault"),
+    CELLS,
+    indirect=["places"],
+    ids=[f"{transport}-{fault.name.replace(' ', '_')}" for transport, fault in CELLS],
+)
+def test_cell(places: Places, fault: Fault, tmp_path: Path) -> None:
+    with places.place_for(fault) as place:
+        outcome = run_fault(fault, place, tmp_path / "job")
+    assert outcome.problem == ""

@@ -1,0 +1,98 @@
+"""A rank that has raised and does not end: it is shown at once, and it holds up nobody for long."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from harness import scripts
+from harness.launching import Launch, run_launch, wait_until, wait_until_gone
+
+from launcher.job.raised import TELL_AFTER_S, RaisedWatch
+
+HANGS_ON_THE_WAY_OUT = """
+    import atexit, os, sys, threading, time
+    if os.environ["RANK"] == "1":
+        print("last words", flush=True)
+        if sys.argv[1] == "thread":
+            threading.Thread(target=time.sleep, args=(600,)).start()
+        elif sys.argv[1] == "handler":
+            atexit.register(time.sleep, 600)
+        else:
+            atexit.register(lambda: os._exit(0))
+            atexit.register(time.sleep, 1.5)
+        if sys.argv[2] == "raise":
+            raise ValueError("the data is bad")
+        sys.exit(7)
+    time.sleep(600 if sys.argv[1] != "recovers" else 0)
+"""
+
+
+def test_a_thread_that_lives_on_hides_no_traceback(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, HANGS_ON_THE_WAY_OUT)
+    job = Launch(tmp_path, "--num_gpus", "2", "--grace", "3", script, "thread", "raise")
+    wait_until(lambda: "last words" in job.out, "the failure")
+    start_s = time.monotonic()
+    wait_until(lambda: "ValueError: the data is bad" in (tmp_path / "launch.err").read_text(), "the traceback")
+    assert time.monotonic() - start_s < 2.5
+    (log,) = tmp_path.glob("runs/*/rank_1.log")
+    assert log.read_text().splitlines()[:2] == ["last words", "Traceback (most recent call last):"]
+    assert job.process.poll() is None
+    result = job.wait(10)
+    assert result.code == 1
+    assert time.monotonic() - start_s < 3 + 2  # the grace; then the stop, which a sleeping thread does not resist
+    assert result.err.count("ValueError: the data is bad") == 1
+    assert "rank 1 (localhost, pid" in result.err
+    assert "(its traceback is above)" in result.err
+    assert "rank 1 failed (exit code 1) and does not end" in result.out
+    assert log.read_text().count("ValueError: the data is bad") == 1
+    wait_until_gone(result.job_id)
+
+
+def test_an_exit_code_outlives_an_exit_handler_that_hangs(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, HANGS_ON_THE_WAY_OUT)
+    result = run_launch(tmp_path, "--num_gpus", "2", "--grace", "1", script, "handler", "exit")
+    assert result.code == 7
+    assert "✗ rank 1" in result.err
+    assert result.err.count("last words") == 2  # in place of a traceback: at once, and at the end
+
+
+def test_a_rank_that_ends_well_after_all_is_no_failure(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, HANGS_ON_THE_WAY_OUT)
+    result = run_launch(tmp_path, "--num_gpus", "2", script, "recovers", "raise")
+    assert result.code == 0
+    assert "has failed and does not end" in result.err
+    assert "✗" not in result.err
+
+
+def test_a_fork_that_fails_is_not_the_rank(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, time
+        if os.fork() == 0:
+            raise ValueError("only the child")
+        os.wait()
+        if os.fork() == 0:
+            os._exit(0)  # its end wakes the agent
+        time.sleep(2.5)
+        """,
+    )
+    result = run_launch(tmp_path, "--num_gpus", "1", "--grace", "0.5", script)
+    assert result.code == 0, result.err
+    assert result.err.count("[0] ValueError: only the child") == 1
+    assert "does not end" not in result.err
+
+
+def test_the_watch_tells_once_and_knows_who_has_ended() -> None:
+    watch = RaisedWatch(grace_s=0.0)
+    watch.raised(3, 100.0)
+    watch.raised(4, 100.0)
+    assert not watch.is_to_be_told(100.0 + TELL_AFTER_S / 2)
+    assert not watch.is_over(100.0 + TELL_AFTER_S / 2)
+    watch.ended(3)
+    watch.ended(5)
+    assert [watch.is_to_be_told(102.0), watch.is_to_be_told(103.0)] == [True, False]
+    assert watch.is_over(102.0)
+    watch.ended(4)
+    assert not watch.is_over(200.0)
