@@ -104,7 +104,8 @@ def main() -> None:
     print(
         f"{NUM_BLOCKS} equal blocks, {model.num_params / 1e6:.1f} M parameters, AdamW. Counted allocations of a rank"
         " over the planner's formula,\nat each phase; the most that was in flight (whole units, gradients on their way)"
-        " beside the planner's bound;\nparameters whole at once. `PYTHONPATH=.:tests python benchmarks/memory_table.py`.\n"
+        " beside the planner's bound;\nparameters whole at once."
+        " `PYTHONPATH=.:tests python benchmarks/memory_table.py`.\n"
     )
     header = ["stage", "precision", "ranks", "formula", *PHASES, "in flight, of at most", "whole at once"]
     print(table(header, rows) + "\n")
