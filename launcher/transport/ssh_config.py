@@ -48,7 +48,7 @@ class SshOptions:
     module: str | None = None  # module started there; None = the agent
     shell_only: bool = False  # start /bin/sh there instead of python and a module
     root: Path | None = None  # folder of that module's package; None = this checkout or installation
-    setup: str = ""  # shell text that runs before python, such as `module load cuda`
+    setup: str = ""  # shell text that runs first, such as `module load cuda`
     accept_new_host_keys: bool = False  # keys of hosts never seen before are recorded instead of refused
 
 
