@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import heartbeat, tell
+from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
@@ -332,6 +333,14 @@ class Engine(nn.Module):
         )
 
     # ---- the model inside ----
+
+    def any_rank(self, condition: bool) -> bool:
+        """Say whether `condition` holds on any rank. Collective.
+
+        For loops whose length differs between ranks, such as generation at stage 3 (every forward needs all ranks):
+        `while engine.any_rank(not done): ...` goes on, on finished ranks too, until the last one has finished.
+        """
+        return any(collectives.gather_scalars(self._parts.group, float(condition)))
 
     def synchronize_parameters(self) -> None:
         """Wait until every parameter holds the last step's update; `state_dict()` and forward do it themselves."""

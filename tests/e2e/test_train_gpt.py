@@ -15,8 +15,8 @@ CONFIG = ROOT / "examples/configs/zero2.json"
 SHORT = ("--steps", "6", "--print_every", "1", "--evaluate_every", "3", "--sample_bytes", "4", "--context", "64")
 
 
-def train(folder: Path, *options: str) -> Result:
-    arguments = ("--deepspeed", str(CONFIG), *SHORT, "--plot", str(folder / "loss.png"))
+def train(folder: Path, *options: str, config: Path = CONFIG) -> Result:
+    arguments = ("--deepspeed", str(config), *SHORT, "--plot", str(folder / "loss.png"))
     return run_launch(folder, *options, EXAMPLE, *arguments)
 
 
@@ -25,16 +25,18 @@ def losses(result: Result) -> list[str]:
     return re.findall(r"step +\d+/6  loss (\d+\.\d+)", result.out)
 
 
-def test_same_losses_on_this_machine_and_over_ssh(sshd: LoopbackSshd, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("local", "ssh")]
+def test_same_losses_on_this_machine_over_ssh_and_at_stage_3(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("local", "ssh", "stage 3")]
     for folder in folders:
         folder.mkdir()
     local = train(folders[0], "--num_gpus", "2")
     over_ssh = train(folders[1], "--hostfile", str(ROOT / "hostfiles/loopback"), "--ssh_config", str(sshd.ssh_config))
     assert losses(local) == losses(over_ssh)
+    sharded = train(folders[2], "--num_gpus", "2", config=ROOT / "examples/configs/zero3.json")
+    assert losses(sharded) == losses(local)
     assert len(losses(local)) == 6
     assert float(losses(local)[-1]) < float(losses(local)[0]) < 5.8
-    for folder, result in zip(folders, (local, over_ssh), strict=True):
+    for folder, result in zip(folders[:2], (local, over_ssh), strict=True):
         assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
         assert "--- sample ---" in result.out
         assert "zero stage 2" in result.out

@@ -259,6 +259,23 @@ def test_inference_without_an_optimizer() -> None:
         assert found["lr"] == []
 
 
+def _generate(rank: int, world_size: int) -> tuple[int, int]:
+    """Run forwards until this rank's own loop is done; return how many it wanted and how many it ran."""
+    engine = engine_of("Plain")
+    engine.eval()
+    x, y = batches(1)[0]
+    wanted, ran = 2 + 3 * rank, 0
+    with torch.no_grad():
+        while engine.any_rank(ran < wanted):
+            engine(x, y)
+            ran += 1
+    return wanted, ran
+
+
+def test_loops_of_unequal_length() -> None:
+    assert run_on_ranks(2, _generate) == [(2, 5), (5, 5)]
+
+
 def _copy(rank: int, world_size: int) -> bool:
     import copy
 
