@@ -412,7 +412,7 @@ def test_a_model_is_needed() -> None:
         launcher.initialize(config=config())
 
 
-def _told(rank: int, world_size: int) -> tuple[int, int | None, float | None]:
+def _told(rank: int, world_size: int) -> progress.Told:
     with tempfile.TemporaryDirectory() as folder:
         record = make_counter(f"{folder}/progress")
         os.environ[env.PROGRESS_FILE.name] = f"{folder}/progress"
@@ -432,7 +432,8 @@ def _told(rank: int, world_size: int) -> tuple[int, int | None, float | None]:
 
 def test_the_launcher_is_told_steps_not_micro_batches_and_the_printed_loss() -> None:
     first, second = run_on_ranks(2, _told)
-    assert first[:2] == second[:2] == (STEPS, STEPS // 2)
-    assert first[2] is not None
-    assert 0 < first[2] < 10
-    assert second[2] is None  # only rank 0 prints
+    for told in (first, second):
+        assert (told.heartbeats, told.step) == (STEPS, STEPS // 2)
+    assert first.loss is not None
+    assert 0 < first.loss < 10
+    assert second.loss is None  # only rank 0 tells it
