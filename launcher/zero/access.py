@@ -56,7 +56,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     if gradient is None or unit.grads is None:
         raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
     _write(unit, slot, gradient, value)
-    unit.grads.norm = None
+    unit.grads.forget_norm()
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -103,7 +103,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     if gradient is None or unit.grads is None:
         raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
     _set_local(unit, slot, gradient, value)
-    unit.grads.norm = None
+    unit.grads.forget_norm()
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:

@@ -64,7 +64,9 @@ class UnitGradients:
         self._num_backwards = 0  # since the local buffer was last empty
         self._owned_holds_sum = False  # an earlier micro-batch is in `owned_grad`
         self._reduction: Pending | None = None
-        self.norm: Tensor | None = None  # 2-norm of `owned_grad`, scalar fp32, when it is known
+        own = layout.chunk_range(group.rank) if self._is_whole else range(len(owned))
+        self._counted = slice(own.start, own.stop)  # of `owned_grad`: each element is counted by one rank
+        self._norm: Tensor | None = None  # scalar fp32, when it is known
 
     def _exact_scale(self) -> float:
         """Return the factor of the average over ranks if taking it early rounds nothing, else 1.
@@ -84,7 +86,7 @@ class UnitGradients:
         self._arrived = [False] * len(self._arrived)
         self._num_arrived = 0
         self._num_backwards += 1
-        self.norm = None
+        self._norm = None
 
     @property
     def is_complete(self) -> bool:
@@ -208,7 +210,16 @@ class UnitGradients:
             self._owned_holds_sum = True
             self._give_local_back()
         if measure:
-            self.norm = norm_of(self.owned_grad)
+            self._norm = norm_of(self.owned_grad[self._counted])
+
+    @property
+    def norm(self) -> Tensor:
+        """The 2-norm of this rank's share of the summed gradient, scalar fp32."""
+        return self._norm if self._norm is not None else norm_of(self.owned_grad[self._counted])
+
+    def forget_norm(self) -> None:
+        """Forget the norm: `owned_grad` was written from elsewhere."""
+        self._norm = None
 
     def _give_wire_back(self) -> None:
         if self._wire is not None:
@@ -229,5 +240,5 @@ class UnitGradients:
         self.used = [False] * len(self.used)
         self._num_backwards = 0
         self._owned_holds_sum = False
-        self.norm = None
+        self._norm = None
         self.state = check_transition(self.state, UnitState.IDLE)

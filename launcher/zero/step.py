@@ -10,7 +10,7 @@ from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import FlatOptimizer
-from launcher.zero.gradients import UnitGradients, norm_of
+from launcher.zero.gradients import UnitGradients
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.unit import FlatUnit
 
@@ -19,9 +19,7 @@ CLIP_EPSILON = 1e-6
 MAX_NAMES = 8  # of unused parameters in an error
 
 
-def global_grad_norm(
-    gradients: list[UnitGradients], policy: ZeroPolicy, group: DataParallelGroup
-) -> tuple[float, list[list[bool]] | None]:
+def global_grad_norm(gradients: list[UnitGradients], group: DataParallelGroup) -> tuple[float, list[list[bool]] | None]:
     """Return the 2-norm of all gradients, each element counted once; the same bits on every rank.
 
     Beside it: which parameters had a gradient on any rank, by unit and slot; None when all had one. Every rank must
@@ -30,13 +28,11 @@ def global_grad_norm(
     if not gradients:
         return 0.0, None
     # Norms of units in fp32, their squares in fp64.
-    norms = [own.norm if own.norm is not None else norm_of(own.owned_grad) for own in gradients]
-    total = torch.stack(norms).double().square().sum().reshape(1)
+    total = torch.stack([own.norm for own in gradients]).double().square().sum().reshape(1)
     num_unused = sum(own.used.count(False) for own in gradients)
     both = torch.cat([total, torch.tensor([float(num_unused)], dtype=torch.float64, device=group.device)])
     summed, unused_anywhere = collectives.sum_scalars(group, both).tolist()
-    norm = math.sqrt(summed if policy.stage.shards_optimizer else total.item())
-    return norm, _used_anywhere(gradients, group) if unused_anywhere else None
+    return math.sqrt(summed), _used_anywhere(gradients, group) if unused_anywhere else None
 
 
 def _used_anywhere(gradients: list[UnitGradients], group: DataParallelGroup) -> list[list[bool]]:
@@ -62,7 +58,7 @@ def step_units(
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
     gradients = [own for _, own in trained]
-    scaled_norm, used = global_grad_norm(gradients, policy, group)
+    scaled_norm, used = global_grad_norm(gradients, group)
     norm = scaled_norm / loss_scale
     if used is not None and not policy.accepts_unused:
         raise _unused_error([unit for unit, _ in trained], used)
