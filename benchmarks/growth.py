@@ -105,8 +105,8 @@ def measure(num_units: int) -> dict[str, tuple[float, float]]:
     for name, build in CANDIDATES.items():
         copied = copy.deepcopy(model)
         start_s = time.perf_counter()
-        built[name] = (time.perf_counter() - start_s, build(copied))
-        built[name] = (time.perf_counter() - start_s, built[name][1])
+        step = build(copied)
+        built[name] = (time.perf_counter() - start_s, step)
     steps: dict[str, list[float]] = {name: [] for name in built}
     x = torch.randn(1, WIDTH)
     for number in range(-2, STEPS):

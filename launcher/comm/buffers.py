@@ -1,7 +1,7 @@
 """Memory for flat buffers, used again and again.
 
-A large buffer that is freed and allocated at every step costs page faults: on a CPU about 0.25 ms for each MB, as much
-as sending it. The pool keeps what was given back; a step needs the same sizes as the one before.
+A large buffer that is freed and allocated at every step costs page faults on a CPU. The pool keeps what was given
+back; a step needs the same sizes as the one before.
 """
 
 from __future__ import annotations
@@ -33,11 +33,6 @@ class BufferPool:
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)  # bytes -> memory to lend
         self.lent_bytes = 0
         self.peak_bytes = 0  # largest `lent_bytes` so far
-
-    @property
-    def idle_bytes(self) -> int:
-        """Memory that is kept, but not lent."""
-        return sum(size * len(storages) for size, storages in self._free.items())
 
     def lend(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Give an empty storage `num_bytes` of memory with undefined content."""
@@ -81,7 +76,3 @@ class BufferPool:
         if self.device.type == "cpu" and numel >= _LARGE_NUMEL:
             with contextlib.suppress(OSError, AttributeError):  # another C library
                 ctypes.CDLL(None).malloc_trim(0)
-
-    def release_idle(self) -> None:
-        """Free what is not lent."""
-        self._free.clear()

@@ -12,6 +12,7 @@ import queue
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -63,7 +64,7 @@ class HostResult:
     port: int | None = None  # one that was free on the host
 
 
-class Session:
+class Session(ABC):
     """One host: a channel and the thread that reads it. Subclasses know what is at its far end."""
 
     def __init__(self, number: int, task: Task, job_id: str) -> None:
@@ -86,15 +87,15 @@ class Session:
         """When the far end last said something (monotonic); None where silence means nothing."""
         return None
 
+    @abstractmethod
     def follow(self, channel: Channel) -> None:
         """Have the program run, until its end. Raises: LauncherError, OSError for why there is no exit code."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self, grace_s: float) -> None:
         """Ask the far end to end its program; called again for a shorter grace."""
-        raise NotImplementedError
 
-    def ping(self) -> None:
+    def ping(self) -> None:  # noqa: B027  # only some far ends want to hear
         """Tell the far end, every few seconds, that somebody listens."""
 
     def serve(self, transport_for: Callable[[Host], Transport], room: threading.Semaphore) -> None:

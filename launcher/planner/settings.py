@@ -100,6 +100,8 @@ def from_config(config: Config, precision_name: str | None = None) -> Setting:
         max_unit_numel=zero.reduce_bucket_size,
         persistent_numel=zero.stage3_param_persistence_threshold,
         overlaps=zero.overlap_comm is not False,
+        prefetch_numel=zero.stage3_prefetch_bucket_size,
+        kept_numel=min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance),
     )
 
 

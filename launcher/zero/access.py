@@ -51,22 +51,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite the gradient the next step will see. `value` must be the same on every rank."""
-    unit, slot = _trained(param)
-    gradient = _owned_grad(unit)
-    if gradient is None or unit.grads is None:
-        raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
-    _write(unit, slot, gradient, value)
-    unit.grads.forget_norm()
+    _set_grad(param, value, _write)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Overwrite an optimizer state. `value` must be the same on every rank."""
-    unit, slot = _trained(param)
-    state = unit.optimizer_state(optim_state_key)
-    if state is None:
-        raise _nothing(unit, slot, f"optimizer state {optim_state_key}", "states exist after the first step")
-    _write(unit, slot, state, value)
-    unit.write_optimizer_state(optim_state_key, state)
+    _set_optimizer_state(param, value, optim_state_key, _write)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -98,22 +88,35 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite this rank's part of the gradient the next step will see."""
-    unit, slot = _trained(param)
-    gradient = _owned_grad(unit)
-    if gradient is None or unit.grads is None:
-        raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
-    _set_local(unit, slot, gradient, value)
-    unit.grads.forget_norm()
+    _set_grad(param, value, _set_local)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Overwrite this rank's part of an optimizer state."""
+    _set_optimizer_state(param, value, optim_state_key, _set_local)
+
+
+# ---- writing, of the whole or of this rank's part ----
+
+_Write = Callable[[FlatUnit, ParamSlot, Tensor, Tensor], None]
+
+
+def _set_grad(param: nn.Parameter, value: Tensor, write: _Write) -> None:
     unit, slot = _trained(param)
-    state = unit.optimizer_state(optim_state_key)
+    gradient = _owned_grad(unit)
+    if gradient is None or unit.grads is None:
+        raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
+    write(unit, slot, gradient, value)
+    unit.grads.forget_norm()
+
+
+def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _Write) -> None:
+    unit, slot = _trained(param)
+    state = unit.optimizer_state(name)
     if state is None:
-        raise _nothing(unit, slot, f"optimizer state {optim_state_key}", "states exist after the first step")
-    _set_local(unit, slot, state, value)
-    unit.write_optimizer_state(optim_state_key, state)
+        raise _nothing(unit, slot, f"optimizer state {name}", "states exist after the first step")
+    write(unit, slot, state, value)
+    unit.write_optimizer_state(name, state)
 
 
 # ---- where things are ----

@@ -30,11 +30,6 @@ class GradientReducer:
         self._in_flight: list[UnitGradients] = []
         self._advanced: list[UnitGradients] = []  # in the last phase of their reduction
 
-    @property
-    def in_backward(self) -> bool:
-        """Say whether a backward pass is running."""
-        return self._in_backward
-
     def begin_backward(self, *, is_boundary: bool) -> None:
         """Prepare for one backward pass; `is_boundary` says that a step follows it."""
         self.wait()  # sums of the micro-batch before may have been on their way through this forward

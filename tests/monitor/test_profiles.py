@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.logs import logged
 from harness.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.base.log import get_logger
 from launcher.comm import log, observe
 from launcher.comm.groups import data_parallel_group
 from launcher.comm.log import bandwidths_gbps
@@ -54,18 +51,6 @@ MIX = 2 * BATCH * TIME * WIDTH * 3 * WIDTH
 ATTENTION = 2 * 2 * BATCH * TIME * TIME * WIDTH
 LINEAR = 2 * BATCH * TIME * WIDTH * WIDTH
 HEAD = 2 * BATCH * TIME * WIDTH * 2
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    get_logger().addHandler(handler)
-    try:
-        yield lines
-    finally:
-        get_logger().removeHandler(handler)
 
 
 def train(num_steps: int = 4, **more: Any) -> tuple[Any, list[str]]:
