@@ -1,0 +1,117 @@
+"""The update rules in plain torch: the truth every kernel is tested against, on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from launcher.kernels.api import Adagrad, Adam, Lamb, Lion, Rule, Sgd, Span
+
+_Moments = TypeVar("_Moments", Adam, Lamb)
+
+
+class ReferenceKernel:
+    """Each rule written down once, with a temporary for each operation."""
+
+    name = "torch reference"
+
+    def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
+        """Update every span from its gradient times `grad_scale`."""
+        for span in spans:
+            master, states = span.master.float(), [state.float() for state in span.states]
+            updated = _updated(span.rule, master, _scaled(span.grad, grad_scale), states)
+            span.master.copy_(updated)
+            for kept, state in zip(span.states, states, strict=True):
+                kept.copy_(state)
+            if span.param is not None:
+                span.param.copy_(updated)
+
+    def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:
+        """Update the moments of LAMB; return fp64 [num_spans, 2]: sums of squares of weights and directions."""
+        sums = []
+        for span in spans:
+            assert isinstance(span.rule, Lamb)
+            master, states = span.master.float(), [state.float() for state in span.states]
+            _update_moments(span.rule, _scaled(span.grad, grad_scale), states)
+            for kept, state in zip(span.states, states, strict=True):
+                kept.copy_(state)
+            direction = _lamb_direction(span.rule, master, states)
+            sums.append(torch.stack([master.double().square().sum(), direction.double().square().sum()]))
+        return torch.stack(sums)
+
+    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the sum of squares of all elements, scalar fp64."""
+        return torch.stack([grad.double().square().sum() for grad in grads]).sum()
+
+
+def _scaled(grad: Tensor, grad_scale: float) -> Tensor:
+    return grad.float() * grad_scale
+
+
+def _updated(rule: Rule, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
+    """Return the new master; update `states` in place. All fp32."""
+    if isinstance(rule, Adam):
+        return _adam(rule, master, grad, states)
+    if isinstance(rule, Adagrad):
+        return _adagrad(rule, master, grad, states)
+    if isinstance(rule, Lion):
+        return _lion(rule, master, grad, states)
+    if isinstance(rule, Sgd):
+        return _sgd(rule, master, grad, states)
+    return master - rule.lr * rule.trust_ratio * _lamb_direction(rule, master, states)
+
+
+def _update_moments(rule: _Moments, grad: Tensor, states: list[Tensor]) -> None:
+    exp_avg, exp_avg_sq = states
+    exp_avg.lerp_(grad, 1 - rule.beta1)
+    exp_avg_sq.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
+
+
+def _adam(rule: Adam, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
+    if rule.is_decoupled:
+        master = master * (1 - rule.lr * rule.weight_decay)
+    elif rule.weight_decay:
+        grad = grad + rule.weight_decay * master
+    _update_moments(rule, grad, states)
+    correction1 = 1 - rule.beta1**rule.step if rule.corrects_bias else 1.0
+    correction2 = 1 - rule.beta2**rule.step if rule.corrects_bias else 1.0
+    denominator = states[1].sqrt() / math.sqrt(correction2) + rule.eps
+    return master - (rule.lr / correction1) * (states[0] / denominator)
+
+
+def _adagrad(rule: Adagrad, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
+    if rule.weight_decay:
+        grad = grad + rule.weight_decay * master
+    states[0].addcmul_(grad, grad)
+    lr = rule.lr / (1 + (rule.step - 1) * rule.lr_decay)
+    return master - lr * (grad / (states[0].sqrt() + rule.eps))
+
+
+def _lion(rule: Lion, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
+    direction = (states[0] * rule.beta1 + grad * (1 - rule.beta1)).sign()
+    states[0].mul_(rule.beta2).add_(grad, alpha=1 - rule.beta2)
+    return master * (1 - rule.lr * rule.weight_decay) - rule.lr * direction
+
+
+def _sgd(rule: Sgd, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
+    if rule.weight_decay:
+        grad = grad + rule.weight_decay * master
+    if rule.momentum:
+        if rule.is_first:
+            states[0].copy_(grad)
+        else:
+            states[0].mul_(rule.momentum).add_(grad, alpha=1 - rule.dampening)
+        grad = grad + rule.momentum * states[0] if rule.is_nesterov else states[0]
+    return master - rule.lr * grad
+
+
+def _lamb_direction(rule: Lamb, master: Tensor, states: list[Tensor]) -> Tensor:
+    correction1 = 1 - rule.beta1**rule.step if rule.corrects_bias else 1.0
+    correction2 = 1 - rule.beta2**rule.step if rule.corrects_bias else 1.0
+    variance = states[1] / correction2
+    root = (variance + rule.eps).sqrt() if rule.is_eps_inside_root else variance.sqrt() + rule.eps
+    return states[0] / correction1 / root + rule.weight_decay * master
