@@ -30,10 +30,10 @@ class AdamParams(Section):
     betas: Betas = key([0.9, 0.999], "decay of the first and second moment")
     eps: NonNegative = key(1e-8, "added to the denominator")
     weight_decay: NonNegative = key(0.0, "weight decay")
-    bias_correction: Flag = key(True, "correct the moments' start", unsupported("it is always on; remove the key"))
+    bias_correction: Flag = key(True, "correct the moments' start")
     amsgrad: Flag = key(False, "use the largest second moment so far")
     adam_w_mode: Flag = key(True, 'decouple weight decay: "Adam" means AdamW unless this is false')
-    torch_adam: Flag = key(False, "use torch's kernel", inert("torch's fused kernel is always used"))
+    torch_adam: Flag = key(False, "use torch's optimizer instead of the engine's kernel")
     set_grad_none: Flag = key(True, "drop gradients after a step", inert("they always are"))
     fp32_optimizer_states: Flag = key(True, "keep states in fp32", inert("they always are"))
 
@@ -56,9 +56,16 @@ class LionParams(Section):
     weight_decay: NonNegative = key(0.0, "weight decay")
 
 
-class LambParams(AdamParams):
+class LambParams(Section):
     """Parameters of Lamb."""
 
+    lr: NonNegative = key(1e-3, "learning rate")
+    bias_correction: Flag = key(True, "correct the moments' start")
+    betas: Betas = key([0.9, 0.999], "decay of the first and second moment")
+    eps: NonNegative = key(1e-8, "added to the denominator")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+    amsgrad: Flag = key(False, "use the largest second moment so far", unsupported("LAMB has no such form"))
+    set_grad_none: Flag = key(True, "drop gradients after a step", inert("they always are"))
     eps_inside_sqrt: Flag = key(False, "add eps under the root")
     max_coeff: Number = key(10.0, "largest trust ratio")
     min_coeff: Number = key(0.01, "smallest trust ratio")
@@ -209,13 +216,12 @@ OPTIMIZER_PARAMS: dict[str, type[Section]] = {
     "Rprop": RpropParams,
 }
 WORKING_OPTIMIZERS = (
-    "Adam", "AdamW", "Adagrad", "Lion", "SGD",
+    "Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD",
     "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "Rprop",
 )  # fmt: skip
 _WHOLE = "; pass it as an object under stage 0, or use an elementwise one such as AdamW or Lion"
 # Why a type is refused, and what to do.
 REFUSED_OPTIMIZERS = {
-    "Lamb": "its trust ratio needs whole parameters" + _WHOLE,
     "Muon": "it orthogonalises whole matrices" + _WHOLE,
     "Adafactor": "it keeps sums of whole rows and columns" + _WHOLE,
     "LBFGS": "it evaluates the loss again inside its step; use AdamW",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,8 +25,9 @@ from launcher.engine.engine import Engine, EngineParts, ShardedModel
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import DTYPES, loss_scale_rules, zero_policy
 from launcher.engine.shards import let_units_find_states, owned_shards
-from launcher.optim.api import FlatOptimizer
+from launcher.kernels.select import kernel_for
 from launcher.optim.factory import (
+    Means,
     OptimizerPlan,
     ZeroRules,
     group_of_parameters,
@@ -33,7 +35,6 @@ from launcher.optim.factory import (
     plan_from_config,
 )
 from launcher.optim.scaling import LossScaler, LossScaleRules
-from launcher.optim.staged import StagedFlat
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
@@ -171,14 +172,15 @@ def _shard(
     install_hooks(model, units, reducer, schedule)
     if plan is None:
         return ShardedModel(units, reducer, schedule, None)
-    shards = owned_shards(units, whole_parameters=plan.whole_parameters)
-    precision = policy.precision
-    kept_in_fp32 = precision.has_master or precision.param_dtype == torch.float32
-    flat_optimizer: FlatOptimizer
-    if precision.has_16bit_states or (kept_in_fp32 and precision.grad_dtype == torch.float32):
-        flat_optimizer = plan.build(shards)
-    else:
-        flat_optimizer = StagedFlat(shards, group.buffers, plan.build)
+    shards = owned_shards(units, whole_parameters=plan.whole_parameters, by_parameter=plan.by_parameter)
+    is_split = policy.stage.shards_optimizer and group.process_group is not None
+    means = Means(
+        kernel_for(group.device.type),
+        group.buffers,
+        policy.precision.param_dtype if policy.precision.has_16bit_states else torch.float32,
+        functools.partial(collectives.sum_scalars, group) if is_split else None,
+    )
+    flat_optimizer = plan.build(shards, means)
     let_units_find_states(units, shards, flat_optimizer)
     scaler = None if scale_rules is None else LossScaler(scale_rules)
     return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler))

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.comm.buffers import BufferPool
+from launcher.kernels.select import kernel_for
 from launcher.optim.api import FlatShard
-from launcher.optim.factory import SUPPORTED_TYPES, plan_from_config
+from launcher.optim.factory import SUPPORTED_TYPES, Means, plan_from_config
 
 
 def torch_facts() -> dict[str, Any]:
@@ -46,7 +48,8 @@ def _kernel(optimizer: str, device: str) -> str:
     """Take one real step; return the kernel's label, or why it does not run."""
     shard = FlatShard(torch.zeros(8, device=device), torch.ones(8, device=device), group=0)
     try:
-        built = plan_from_config(optimizer, {}, nn.Linear(1, 1), None).build([shard])
+        means = Means(kernel_for(device), BufferPool(torch.device(device)))
+        built = plan_from_config(optimizer, {}, nn.Linear(1, 1), None).build([shard], means)
         built.step()
     except RuntimeError as error:  # torch's own: no kernel for this device, a driver that does not fit
         return f"does not run: {str(error).splitlines()[0]}"

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import torch
+
 from launcher.optim.api import FlatOptimizer, FlatShard, StateRun
 from launcher.zero.unit import FlatUnit
 
 
-def owned_shards(units: list[FlatUnit], *, whole_parameters: bool) -> list[FlatShard]:
-    """Return this rank's shards: runs of equal optimizer group, or each parameter in its own shape.
+def owned_shards(units: list[FlatUnit], *, whole_parameters: bool, by_parameter: bool = False) -> list[FlatShard]:
+    """Return this rank's shards: runs of equal optimizer group, or parameter by parameter.
 
-    whole_parameters: for optimizers that look at shapes; every unit must be owned whole (stage 0).
+    whole_parameters: each in its own shape, for optimizers that look at shapes; every unit must be owned whole
+    (stage 0). by_parameter: flat, what this rank owns of each, perhaps nothing; every rank gets equally many.
     """
     shards = []
     for unit in units:
         if unit.grads is None:
             continue
-        master, grad = unit.params.master, unit.grads.owned_grad
         if whole_parameters:
             for slot, owned in unit.layout.slots_in(unit.owned):
                 shape = unit.members.params[slot.index].shape
-                whole = slice(owned.start, owned.stop)
-                shards.append(
-                    FlatShard(master[whole].view(shape), grad[whole].view(shape), slot.group, unit.index, owned.start)
-                )
+                shards.append(_shard(unit, slot.group, owned.start, len(owned), shape))
             continue
-        for segment in unit.layout.segments_in(unit.owned):
-            place = slice(segment.start, segment.start + segment.numel)
-            shards.append(FlatShard(master[place], grad[place], segment.group, unit.index, segment.start))
+        segments = unit.layout.parts_in(unit.owned) if by_parameter else unit.layout.segments_in(unit.owned)
+        shards += [_shard(unit, segment.group, segment.start, segment.numel) for segment in segments]
     return shards
+
+
+def _shard(unit: FlatUnit, group: int, start: int, numel: int, shape: torch.Size | None = None) -> FlatShard:
+    assert unit.grads is not None
+    place = slice(start, start + numel)
+    params = unit.params
+    kept = [params.master[place], unit.grads.owned_grad[place]]
+    if params.master is not params.shard:
+        kept.append(params.shard[place])
+    master, grad, *copy = kept if shape is None else [tensor.view(shape) for tensor in kept]
+    return FlatShard(master, grad, group, unit.index, start, *copy)
 
 
 def let_units_find_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: FlatOptimizer) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,10 +22,25 @@ class FlatShard:
     group: int
     unit: int = 0  # index of the unit it is part of
     start: int = 0  # of its first element, within the owned range of that unit
+    param: Tensor | None = None  # same shape, the 16-bit copy of an fp32 master that the forward reads
 
 
 # Elements of units whose parameters got no gradient on any rank: unit index -> ranges within its owned range.
 Unused = Mapping[int, Sequence[range]]
+
+
+# What happens before and after the update of one unit: within it the unit's masters, gradients and states are in place.
+Around = Callable[[int], AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def all_at_once(shards: Sequence[FlatShard], around: Around | None) -> Iterator[None]:
+    """Have all units in place together, for an optimizer that cannot update one after another."""
+    with contextlib.ExitStack() as stack:
+        if around is not None:
+            for unit in dict.fromkeys(shard.unit for shard in shards):
+                stack.enter_context(around(unit))
+        yield
 
 
 @dataclass(frozen=True)
@@ -48,9 +65,15 @@ class FlatOptimizer(Protocol):
         """Live hyper-parameters, one dict a group; what is written here holds from the next step on."""
         ...
 
-    def step(self, unused: Unused | None = None, grad_scale: float = 1.0) -> None:
+    @property
+    def writes_params(self) -> bool:
+        """Say whether a step writes `FlatShard.param` too; else whoever reads it copies the master."""
+        ...
+
+    def step(self, unused: Unused | None = None, grad_scale: float = 1.0, around: Around | None = None) -> None:
         """Update every shard from its gradient times `grad_scale`, except the `unused` elements.
 
+        around: entered for each unit, one after another where the optimizer can; else for all of them together.
         Those keep their values and states, weight decay and step counters included, as a parameter without
         gradient does in torch.
         """

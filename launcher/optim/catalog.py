@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.optim.lamb import Lamb
 from launcher.optim.lion import Lion
 
 # Elementwise, each held by a parity test (tests/optim/test_parity.py). Config name -> class.
@@ -31,6 +32,9 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     "Adadelta": torch.optim.Adadelta,
     "Rprop": torch.optim.Rprop,
 }
+
+# Every type a config may name -> class.
+BY_NAME: dict[str, type[torch.optim.Optimizer]] = {**ELEMENTWISE, "Lamb": Lamb}
 
 # Class name, in lower case -> why its update of an element depends on others.
 WHOLE_PARAMETERS = {
@@ -58,8 +62,8 @@ FUSED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether it is exactly one of `ELEMENTWISE`; a subclass may do anything."""
-    return type(optimizer) in ELEMENTWISE.values()
+    """Say whether it is exactly one of `BY_NAME`; a subclass may do anything."""
+    return type(optimizer) in BY_NAME.values()
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.base.errors import ConfigError, EngineError
 from launcher.base.suggest import did_you_mean
+from launcher.comm.buffers import BufferPool
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
+from launcher.kernels.api import Kernel
+from launcher.kernels.reference import ReferenceKernel
 from launcher.optim.api import FlatOptimizer, FlatShard
 from launcher.optim.catalog import (
-    ELEMENTWISE,
+    BY_NAME,
     NEVER,
     WHOLE_PARAMETERS,
     construct,
@@ -24,8 +27,12 @@ from launcher.optim.catalog import (
     retarget,
 )
 from launcher.optim.flat import TorchFlat
+from launcher.optim.kernel_flat import KernelChoice, KernelFlat
+from launcher.optim.lamb import Lamb
+from launcher.optim.rules import has_rule, torch_can
+from launcher.optim.staged import StagedFlat
 
-SUPPORTED_TYPES = tuple(ELEMENTWISE)
+SUPPORTED_TYPES = tuple(BY_NAME)
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,17 @@ class ZeroRules:
 
 
 @dataclass(frozen=True)
+class Means:
+    """With what shards can be updated."""
+
+    kernel: Kernel | None  # of their device; None: torch's own optimizers serve
+    buffers: BufferPool
+    state_dtype: torch.dtype = torch.float32
+    # Sums fp64 [n, 2] over the ranks that each own a part of every parameter; None: each rank owns them whole.
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
 class OptimizerPlan:
     """Which optimizer to build, over which groups of the user's parameters."""
 
@@ -45,12 +63,31 @@ class OptimizerPlan:
     defaults: dict[str, Any]
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups of shards
     client: torch.optim.Optimizer | None = None
+    kind: type[torch.optim.Optimizer] | None = None  # whose steps kernels can take; None: only the class itself can
     whole_parameters: bool = False  # each shard must be a whole parameter in its own shape (stage 0 only)
     notice: str | None = None  # what to say at start
 
-    def build(self, shards: list[FlatShard]) -> FlatOptimizer:
+    @property
+    def by_parameter(self) -> bool:
+        """Say whether every parameter must be a shard of its own, though flat and perhaps not whole."""
+        return self.kind is Lamb
+
+    def build(self, shards: list[FlatShard], means: Means) -> FlatOptimizer:
         """Build the optimizer over this rank's shards."""
-        return TorchFlat(self.name, shards, self.param_groups, self.make)
+        kernel = means.kernel
+        if kernel is None and self.kind is not None and not torch_can(self.kind, self.param_groups):
+            kernel = ReferenceKernel()
+        if kernel is not None and self.kind is not None:
+            choice = KernelChoice(kernel, means.state_dtype, means.sum_over_ranks)
+            return KernelFlat(self.kind, shards, self.param_groups, choice)
+
+        def build(over: list[FlatShard]) -> FlatOptimizer:
+            return TorchFlat(self.name, over, self.param_groups, self.make)
+
+        in_fp32 = all(kept.dtype == torch.float32 for shard in shards for kept in (shard.master, shard.grad))
+        if in_fp32 or means.state_dtype != torch.float32:
+            return build(shards)
+        return StagedFlat(shards, means.buffers, build)
 
 
 def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
@@ -71,7 +108,7 @@ def plan_from_config(
     model_parameters: parameters or groups of them (each may set its own lr, weight_decay, ...); None: all
     trainable parameters of `model`. Raises: ConfigError for a type this release does not have.
     """
-    by_lower = {name.lower(): name for name in ELEMENTWISE}
+    by_lower = {name.lower(): name for name in BY_NAME}
     name = by_lower.get(type_name.lower())
     if name is None:
         hint = did_you_mean(type_name, SUPPORTED_TYPES) or f"use one of {', '.join(SUPPORTED_TYPES)}"
@@ -82,13 +119,24 @@ def plan_from_config(
         name = "AdamW"
     groups = _as_groups(model.parameters() if model_parameters is None else model_parameters)
     # Through the class's own constructor, over stand-ins: it knows its options and completes every group.
-    kind = ELEMENTWISE[name]
+    kind = BY_NAME[name]
     stand_ins = [{**group, "params": [torch.zeros(1)]} for group in groups]
     probe = construct(kind, _tuples(options), stand_ins)
     unset: dict[str, Any] = {key: None for key in ("fused", "foreach") if key in probe.defaults}
     defaults = {**probe.defaults, **unset}
-    live = [{**full, **unset, **group} for full, group in zip(probe.param_groups, groups, strict=True)]
-    return OptimizerPlan(name, live, defaults, functools.partial(construct, kind, defaults))
+    if "bias_correction" in options:
+        defaults["bias_correction"] = options["bias_correction"]
+    live = [{**defaults, **full, **unset, **group} for full, group in zip(probe.param_groups, groups, strict=True)]
+    made_by = functools.partial(construct, kind, defaults)
+    wants_torch = options.get("torch_adam", False)
+    if wants_torch and not torch_can(kind, live):
+        raise ConfigError(
+            'torch\'s Adam always corrects the bias: "torch_adam" cannot be used with "bias_correction": false',
+            where="optimizer.params.torch_adam",
+            hint="remove one of them",
+        )
+    by_kernel = has_rule(kind, live) and not wants_torch
+    return OptimizerPlan(name, live, defaults, made_by, kind=kind if by_kernel else None)
 
 
 def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +182,7 @@ def plan_from_client(
         optimizer.defaults,
         make,
         client=optimizer,
+        kind=type(optimizer) if has_rule(type(optimizer), optimizer.param_groups) else None,
         whole_parameters=untested and rules.stage == 0,
         notice=notice if untested and rules.stage > 0 else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.base.errors import EngineError
-from launcher.optim.api import FlatShard, StateRun, Unused
+from launcher.optim.api import Around, FlatShard, StateRun, Unused, all_at_once
 from launcher.optim.catalog import kernel_of, ready_fused_sgd
-
-# Keys of a group that are not hyper-parameters: they stay as the wrapped optimizer has them.
-OWN_KEYS = ("params", "fused", "foreach")
+from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs
 
 
 @dataclass(eq=False)
@@ -35,6 +32,8 @@ class TorchFlat:
     states (as views), because torch counts steps by parameter.
     """
 
+    writes_params = False
+
     def __init__(
         self,
         name: str,
@@ -46,10 +45,11 @@ class TorchFlat:
         self._name = name
         self._shards = shards
         self._outer = param_groups
-        self._runs = [[_run_of(shard, 0, shard.master.numel())] for shard in shards]
+        wholes = [_run_of(shard, 0, shard.master.numel()) for shard in shards]
+        self._runs = [Runs(whole, functools.partial(self._split, number)) for number, whole in enumerate(wholes)]
         groups = [{**group, "params": []} for group in param_groups]
-        for shard, runs in zip(shards, self._runs, strict=True):
-            groups[shard.group]["params"].append(runs[0].param)
+        for shard, whole in zip(shards, wholes, strict=True):
+            groups[shard.group]["params"].append(whole.param)
         self._inner = make(groups)
 
     @property
@@ -62,11 +62,19 @@ class TorchFlat:
 
     # ---- the step ----
 
-    def step(self, unused: Unused | None = None, grad_scale: float = 1.0) -> None:
+    def step(self, unused: Unused | None = None, grad_scale: float = 1.0, around: Around | None = None) -> None:
         """Update every shard from its gradient times `grad_scale`, except the `unused` elements."""
+        with all_at_once(self._shards, around):
+            self._step(unused, grad_scale)
+
+    def _step(self, unused: Unused | None, grad_scale: float) -> None:
         if grad_scale != 1.0 and self._shards:
             torch._foreach_mul_([shard.grad for shard in self._shards], grad_scale)
-        resting = self._runs_in(unused) if unused else []
+        resting = [
+            run
+            for shard, runs in zip(self._shards, self._runs, strict=True)
+            for run in resting_runs(shard, runs, unused)
+        ]
         for run in resting:
             run.param.grad = None
         self._copy_options(self._outer, self._inner.param_groups)
@@ -80,36 +88,13 @@ class TorchFlat:
     @staticmethod
     def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
         for given, taken in zip(source, target, strict=True):
-            taken.update(_options(given))
+            taken.update(options_of(given))
 
-    def _runs_in(self, unused: Unused) -> list[_Run]:
-        """Cut shards where unused elements begin and end, and return the runs that lie within them."""
-        found = []
-        for number, shard in enumerate(self._shards):
-            numel = shard.master.numel()
-            for absolute in unused.get(shard.unit, ()):
-                start, stop = max(0, absolute.start - shard.start), min(numel, absolute.stop - shard.start)
-                if start < stop:
-                    first, end = self._cut(number, start), self._cut(number, stop)
-                    found += self._runs[number][first:end]
-        return found
-
-    def _cut(self, number: int, at: int) -> int:
-        """Make sure that a run of shard `number` begins at element `at`, or all end there; return its index."""
-        runs = self._runs[number]
-        index = bisect.bisect_right(runs, at, key=lambda run: run.start) - 1
-        if runs[index].start == at:
-            return index
-        if runs[index].stop == at:
-            return index + 1
-        self._cut_run(number, index, at)
-        return index + 1
-
-    def _cut_run(self, number: int, index: int, at: int) -> None:
-        runs = self._runs[number]
-        old = runs[index]
-        parts = [_run_of(self._shards[number], old.start, at), _run_of(self._shards[number], at, old.stop)]
-        params = self._inner.param_groups[self._shards[number].group]["params"]
+    def _split(self, number: int, old: _Run, at: int) -> tuple[_Run, _Run]:
+        """Make two parameters of the wrapped optimizer out of one, with views of its states."""
+        shard = self._shards[number]
+        parts = _run_of(shard, old.start, at), _run_of(shard, at, old.stop)
+        params = self._inner.param_groups[shard.group]["params"]
         place = next(i for i, param in enumerate(params) if param is old.param)
         params[place : place + 1] = [part.param for part in parts]
         state = self._inner.state.pop(old.param, None)
@@ -117,7 +102,7 @@ class TorchFlat:
             for part in parts:
                 piece = slice(part.start - old.start, part.stop - old.start)
                 self._inner.state[part.param] = _part_of(state, old.stop - old.start, piece)
-        runs[index : index + 1] = parts
+        return parts
 
     # ---- states ----
 
@@ -138,7 +123,7 @@ class TorchFlat:
         """Return `name`, `groups` (hyper-parameters) and `shards` (lists of `StateRun` as dicts)."""
         return {
             "name": self._name,
-            "groups": [_options(group) for group in self._outer],
+            "groups": [options_of(group) for group in self._outer],
             "shards": [
                 [{"start": run.start, "stop": run.stop, "state": run.state} for run in self.states(number)]
                 for number in range(len(self._shards))
@@ -150,23 +135,18 @@ class TorchFlat:
 
         Raises: EngineError for the state of another optimizer, or of other groups or shards.
         """
-        found = (state["name"], len(state["groups"]), len(state["shards"]))
-        expected = (self._name, len(self._outer), len(self._shards))
-        if found != expected:
-            shown = ["{} with {} groups over {} shards".format(*facts) for facts in (found, expected)]
-            raise EngineError(f"the optimizer state is of {shown[0]}, this run has {shown[1]}")
+        check_state(state, self._name, len(self._outer), len(self._shards))
         for mine, given in zip(self._outer, state["groups"], strict=True):
             mine.update(given)
         for number, entries in enumerate(state["shards"]):
             for run in self._runs[number]:
                 self._inner.state.pop(run.param, None)
-            for entry in _coalesced(entries):
+            for entry in coalesced(entries):
                 self._load(number, entry)
 
     def _load(self, number: int, entry: StateRun) -> None:
-        first, end = self._cut(number, entry.start), self._cut(number, entry.stop)
         group = self._inner.param_groups[self._shards[number].group]
-        for run in self._runs[number][first:end]:
+        for run in self._runs[number].within(entry.start, entry.stop):
             piece = slice(run.start - entry.start, run.stop - entry.start)
             part = _part_of(entry.state, entry.stop - entry.start, piece)
             placed = {name: _placed(value, run.param, bool(group.get("fused"))) for name, value in part.items()}
@@ -180,10 +160,6 @@ def _placed(value: Any, param: Tensor, fused: bool) -> Any:
     if value.dim() == 0:
         return value.to(param.device if fused else "cpu").clone()
     return value.to(param.device).reshape(param.shape).clone()
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in OWN_KEYS}
 
 
 def _run_of(shard: FlatShard, start: int, stop: int) -> _Run:
@@ -206,37 +182,3 @@ def _part_of(state: Mapping[str, Any], numel: int, piece: slice) -> dict[str, An
         else:
             part[name] = value
     return part
-
-
-def _coalesced(entries: list[Mapping[str, Any]]) -> list[StateRun]:
-    """Join neighbours that have taken the same steps, so that a state cut finely does not stay so."""
-    alike: list[list[StateRun]] = []
-    for entry in entries:
-        run = StateRun(entry["start"], entry["stop"], dict(entry["state"]))
-        last = alike[-1][-1] if alike else None
-        if last is not None and last.stop == run.start and _shared(last) == _shared(run):
-            alike[-1].append(run)
-        else:
-            alike.append([run])
-    return [_joined(runs) for runs in alike]
-
-
-def _joined(runs: list[StateRun]) -> StateRun:
-    first = runs[0]
-    if len(runs) == 1:
-        return first
-    tensors = {name: torch.cat([run.state[name] for run in runs]) for name in _by_element(first)}
-    return StateRun(first.start, runs[-1].stop, {**first.state, **tensors})
-
-
-def _by_element(run: StateRun) -> set[str]:
-    return {name for name, value in run.state.items() if isinstance(value, Tensor) and value.dim() > 0}
-
-
-def _shared(run: StateRun) -> dict[str, Any]:
-    """Return what all elements of a run share, comparable; of tensors by element only the names."""
-    by_element = _by_element(run)
-    return {
-        name: None if name in by_element else (value.item() if isinstance(value, Tensor) else value)
-        for name, value in run.state.items()
-    }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm.buffers import BufferPool
-from launcher.optim.api import FlatOptimizer, FlatShard, StateRun, Unused
+from launcher.optim.api import Around, FlatOptimizer, FlatShard, StateRun, Unused, all_at_once
 
 
 class StagedFlat:
@@ -18,10 +18,13 @@ class StagedFlat:
     What is kept between steps are the shards as given: masters, gradients, or both of them in 16 bits.
     """
 
+    writes_params = False
+
     def __init__(
         self, shards: list[FlatShard], pool: BufferPool, build: Callable[[list[FlatShard]], FlatOptimizer]
     ) -> None:
         self._pool = pool
+        self._shards = shards
         self._masters = [(shard.master, _fp32_like(shard.master)) for shard in shards]
         self._grads = [(shard.grad, _fp32_like(shard.grad)) for shard in shards]
         self._inner = build(
@@ -42,8 +45,12 @@ class StagedFlat:
     def param_groups(self) -> list[dict[str, Any]]:
         return self._inner.param_groups
 
-    def step(self, unused: Unused | None = None, grad_scale: float = 1.0) -> None:
+    def step(self, unused: Unused | None = None, grad_scale: float = 1.0, around: Around | None = None) -> None:
         """Update every shard from its gradient times `grad_scale`, except the `unused` elements."""
+        with all_at_once(self._shards, around):
+            self._step(unused, grad_scale)
+
+    def _step(self, unused: Unused | None, grad_scale: float) -> None:
         staged = [(kept, copy) for kept, copy in (*self._masters, *self._grads) if copy is not kept]
         for kept, copy in staged:
             self._pool.lend(copy.untyped_storage(), kept.numel() * copy.itemsize)

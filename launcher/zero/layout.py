@@ -73,6 +73,15 @@ class UnitLayout:
                 segments.append(Segment(slot.group, start, len(shared)))
         return segments
 
+    def parts_in(self, owned: range) -> list[Segment]:
+        """Return what `owned` holds of each parameter, in layout order; of some it may be nothing."""
+        parts = []
+        for slot in self.slots:
+            start = min(max(slot.offset, owned.start), owned.stop)
+            stop = min(max(slot.end, owned.start), owned.stop)
+            parts.append(Segment(slot.group, start - owned.start, stop - start))
+        return parts
+
 
 def layout_unit(numels: Sequence[int], groups: Sequence[int], world_size: int) -> UnitLayout:
     """Lay parameters of the given sizes and optimizer groups out in one unit."""

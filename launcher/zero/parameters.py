@@ -164,9 +164,12 @@ class UnitParameters:
 
     # ---- updates ----
 
-    def publish_update(self) -> None:
-        """Write the updated master range into the parameters; unless sharded, start gathering the others' ranges."""
-        if self.master is not self.shard:
+    def publish_update(self, *, is_written: bool = False) -> None:
+        """Write the updated master range into the parameters; unless sharded, start gathering the others' ranges.
+
+        is_written: the optimizer has done the first part.
+        """
+        if self.master is not self.shard and not is_written:
             self.shard.copy_(self.master)
         if not self.is_sharded and len(self.owned) != self._layout.padded_numel:
             self._gather = collectives.all_gather(self._group, self.flat)

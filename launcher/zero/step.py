@@ -70,7 +70,7 @@ def step_units(
             _grad_scale(norm, policy.max_grad_norm, loss_scale),
         )
         for unit, _ in trained:
-            unit.params.publish_update()
+            unit.params.publish_update(is_written=optimizer.writes_params)
             if not policy.overlap_comm:
                 unit.params.wait()
     for own in gradients:

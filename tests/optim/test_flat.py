@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.optim.api import FlatShard
+from launcher.comm.buffers import BufferPool
+from launcher.kernels.reference import ReferenceKernel
+from launcher.optim.api import FlatOptimizer, FlatShard
 from launcher.optim.catalog import ELEMENTWISE
-from launcher.optim.factory import OptimizerPlan, ZeroRules, plan_from_client, plan_from_config
-from launcher.optim.flat import TorchFlat
+from launcher.optim.factory import Means, OptimizerPlan, ZeroRules, plan_from_client, plan_from_config
 
 SIZES = (6, 1, 9, 4)
 OFFSETS = (0, 6, 7, 16, 20)
@@ -29,11 +31,18 @@ def values(seed: int) -> list[Tensor]:
     return [torch.randn(size, generator=generator) for size in SIZES]
 
 
-def make_flat(name: str, shards: list[FlatShard]) -> TorchFlat:
-    plan = plan_from_config(name, OPTIONS.get(name, {}), nn.Linear(1, 1), None)
-    flat = plan.build(shards)
-    assert isinstance(flat, TorchFlat)
-    return flat
+MakeFlat = Callable[[str, list[FlatShard]], FlatOptimizer]
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def make_flat(request: pytest.FixtureRequest) -> MakeFlat:
+    kernel = ReferenceKernel() if request.param == "kernel" else None
+    means = Means(kernel, BufferPool(torch.device("cpu")))
+
+    def make(name: str, shards: list[FlatShard]) -> FlatOptimizer:
+        return plan_from_config(name, OPTIONS.get(name, {}), nn.Linear(1, 1), None).build(shards, means)
+
+    return make
 
 
 def two_shards() -> list[FlatShard]:
@@ -45,7 +54,7 @@ def two_shards() -> list[FlatShard]:
     ]
 
 
-def take(flat: TorchFlat, shards: list[FlatShard], step: int, used: set[int]) -> None:
+def take(flat: FlatOptimizer, shards: list[FlatShard], step: int, used: set[int]) -> None:
     grad = torch.cat(values(step + 1))
     for shard in shards:
         shard.grad.copy_(grad[shard.start : shard.start + 10])
@@ -55,7 +64,9 @@ def take(flat: TorchFlat, shards: list[FlatShard], step: int, used: set[int]) ->
 
 @pytest.mark.parametrize("schedule", [USED, USED_LATE], ids=["pauses", "joins late"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_a_parameter_without_gradient_is_skipped_as_torch_skips_it(name: str, schedule: list[set[int]]) -> None:
+def test_a_parameter_without_gradient_is_skipped_as_torch_skips_it(
+    name: str, schedule: list[set[int]], make_flat: MakeFlat
+) -> None:
     shards = two_shards()
     flat = make_flat(name, shards)
     params = values(0)
@@ -70,7 +81,7 @@ def test_a_parameter_without_gradient_is_skipped_as_torch_skips_it(name: str, sc
         torch.testing.assert_close(torch.cat([s.master for s in shards]), torch.cat(params), rtol=1e-5, atol=1e-6)
 
 
-def test_most_steps_cut_nothing() -> None:
+def test_most_steps_cut_nothing(make_flat: MakeFlat) -> None:
     shards = two_shards()
     flat = make_flat("AdamW", shards)
     take(flat, shards, 0, {0, 1, 2, 3})
@@ -83,7 +94,7 @@ def test_most_steps_cut_nothing() -> None:
     assert flat.state_numel() == 2 * 20
 
 
-def test_cut_states_stay_views_of_one() -> None:
+def test_cut_states_stay_views_of_one(make_flat: MakeFlat) -> None:
     shards = two_shards()
     flat = make_flat("AdamW", shards)
     take(flat, shards, 0, {0, 1, 2, 3})
@@ -93,7 +104,7 @@ def test_cut_states_stay_views_of_one() -> None:
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_a_state_continues_where_it_was(name: str) -> None:
+def test_a_state_continues_where_it_was(name: str, make_flat: MakeFlat) -> None:
     shards = two_shards()
     flat = make_flat(name, shards)
     for step in range(3):
@@ -113,7 +124,7 @@ def test_a_state_continues_where_it_was(name: str) -> None:
         assert torch.equal(old.master, new.master)
 
 
-def test_a_finely_cut_state_is_joined_again() -> None:
+def test_a_finely_cut_state_is_joined_again(make_flat: MakeFlat) -> None:
     shards = two_shards()
     flat = make_flat("AdamW", shards)
     take(flat, shards, 0, {0, 1, 2, 3})
@@ -136,7 +147,7 @@ def test_a_finely_cut_state_is_joined_again() -> None:
     assert torch.equal(other.states(0)[0].state["exp_avg"], flat.states(0)[0].state["exp_avg"])
 
 
-def test_the_state_of_another_optimizer_is_refused() -> None:
+def test_the_state_of_another_optimizer_is_refused(make_flat: MakeFlat) -> None:
     state = make_flat("SGD", two_shards()).state_dict()
     with pytest.raises(EngineError, match="SGD with 1 groups over 2 shards, this run has AdamW"):
         make_flat("AdamW", two_shards()).load_state_dict(state)
@@ -148,7 +159,7 @@ def test_a_rank_may_own_nothing_of_a_group() -> None:
         groups = [{"params": [model.weight]}, {"params": [model.bias]}]
         plan = plan_from_config(name, {}, model, groups)
         shard = FlatShard(torch.ones(4), torch.ones(4), group=1)
-        plan.build([shard]).step()
+        plan.build([shard], Means(None, BufferPool(torch.device("cpu")))).step()
         assert not torch.equal(shard.master, torch.ones(4))
 
 

@@ -1,0 +1,201 @@
+"""Flat shards updated by the project's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.kernels.api import Kernel, Rule, Span
+from launcher.optim.api import Around, FlatShard, StateRun, Unused
+from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
+from launcher.optim.rules import RULES, counts_steps, state_names
+from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs
+
+
+@dataclass(eq=False)
+class _Run:
+    """Elements of one shard that have taken the same steps."""
+
+    start: int  # within the shard
+    stop: int
+    num_steps: int = 0
+    states: tuple[Tensor, ...] | None = None  # each 1-D [stop - start]; None before the first step
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """With what, and how, shards are updated."""
+
+    kernel: Kernel
+    state_dtype: torch.dtype = torch.float32
+    # Sums fp64 [n, 2] over the ranks that each hold a part of every parameter; None: each holds them whole.
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+
+
+class KernelFlat:
+    """One optimizer class whose every step is one call of a kernel: unscale, clip, update, write the 16-bit copy.
+
+    Masters and gradients may be fp32, bf16 or fp16. LAMB needs one shard for each parameter.
+    """
+
+    writes_params = True
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        shards: list[FlatShard],
+        param_groups: list[dict[str, Any]],
+        choice: KernelChoice,
+    ) -> None:
+        """kind: one of `RULES`; param_groups: the user's, read before every step."""
+        self._kind = kind
+        self._shards = shards
+        self._groups = param_groups
+        self._choice = choice
+        self._runs = [Runs(_Run(0, shard.master.numel()), self._split) for shard in shards]
+
+    @property
+    def label(self) -> str:
+        return f"{self._kind.__name__}[{self._choice.kernel.name}]"
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._groups
+
+    @staticmethod
+    def _split(old: _Run, at: int) -> tuple[_Run, _Run]:
+        length = at - old.start
+        before = None if old.states is None else tuple(state[:length] for state in old.states)
+        after = None if old.states is None else tuple(state[length:] for state in old.states)
+        return _Run(old.start, at, old.num_steps, before), _Run(at, old.stop, old.num_steps, after)
+
+    # ---- the step ----
+
+    def step(self, unused: Unused | None = None, grad_scale: float = 1.0, around: Around | None = None) -> None:
+        """Update every shard from its gradient times `grad_scale`, except the `unused` elements."""
+        if around is None:
+            self._update(range(len(self._shards)), unused, grad_scale)
+            return
+        for unit in dict.fromkeys(shard.unit for shard in self._shards):
+            with around(unit):
+                self._update(self._of_unit(unit), unused, grad_scale)
+
+    def _of_unit(self, unit: int) -> list[int]:
+        return [number for number, shard in enumerate(self._shards) if shard.unit == unit]
+
+    def _update(self, numbers: Sequence[int], unused: Unused | None, grad_scale: float) -> None:
+        rules: dict[tuple[int, int], Rule] = {}  # of (group, steps taken)
+        spans: dict[int, list[Span]] = {}  # by shard
+        for number in numbers:
+            shard, runs = self._shards[number], self._runs[number]
+            resting = {id(run) for run in resting_runs(shard, runs, unused)}
+            taking = [run for run in runs if id(run) not in resting and run.start < run.stop]
+            if taking:
+                spans[number] = [self._span(shard, run, rules) for run in taking]
+        if self._kind is Lamb:
+            spans = self._with_trust_ratios(numbers, spans, grad_scale)
+        if spans:
+            self._choice.kernel.update([span for of_shard in spans.values() for span in of_shard], grad_scale)
+
+    def _span(self, shard: FlatShard, run: _Run, rules: dict[tuple[int, int], Rule]) -> Span:
+        group = self._groups[shard.group]
+        if run.states is None or len(run.states) != len(
+            state_names(self._kind, group)
+        ):  # SGD may get its momentum late
+            run.states, run.num_steps = self._new_states(shard, run, group), 0
+        run.num_steps += 1
+        key = (shard.group, run.num_steps)
+        if key not in rules:
+            rules[key] = RULES[self._kind](group, run.num_steps)
+        piece = slice(run.start, run.stop)
+        return Span(
+            rules[key],
+            shard.master[piece],
+            shard.grad[piece],
+            run.states,
+            None if shard.param is None else shard.param[piece],
+        )
+
+    def _new_states(self, shard: FlatShard, run: _Run, group: dict[str, Any]) -> tuple[Tensor, ...]:
+        first = group.get("initial_accumulator_value", 0.0)
+        shape, device = run.stop - run.start, shard.master.device
+        return tuple(
+            torch.full((shape,), first, dtype=self._choice.state_dtype, device=device)
+            for _ in state_names(self._kind, group)
+        )
+
+    def _with_trust_ratios(
+        self, numbers: Sequence[int], spans: dict[int, list[Span]], grad_scale: float
+    ) -> dict[int, list[Span]]:
+        """Take LAMB's first pass. Collective where parameters are split: a rank may own nothing of one."""
+        device = self._shards[numbers[0]].master.device
+        sums = torch.zeros(len(numbers), 2, dtype=torch.float64, device=device)
+        places = {number: row for row, number in enumerate(numbers)}
+        if spans:
+            rows = [places[number] for number, of_shard in spans.items() for _ in of_shard]
+            moments = self._choice.kernel.lamb_moments([s for of_shard in spans.values() for s in of_shard], grad_scale)
+            sums.index_add_(0, torch.tensor(rows, device=device), moments)
+        if self._choice.sum_over_ranks is not None:
+            sums = self._choice.sum_over_ranks(sums)
+        ratios = trust_ratios(sums, [self._groups[self._shards[number].group] for number in numbers])
+        return {
+            number: [with_trust_ratio(span, ratios[places[number]]) for span in of_shard]
+            for number, of_shard in spans.items()
+        }
+
+    # ---- states ----
+
+    def state_numel(self) -> int:
+        """Return how many elements of optimizer state this rank holds."""
+        return sum(state.numel() for runs in self._runs for run in runs for state in run.states or ())
+
+    def states(self, shard: int) -> list[StateRun]:
+        """Return the live states of one shard, in element order; runs that have not taken a step have none."""
+        names = state_names(self._kind, self._groups[self._shards[shard].group])
+        found = []
+        for run in self._runs[shard]:
+            if run.states is not None and names:
+                state: dict[str, Any] = dict(zip(names, run.states, strict=True))
+                if counts_steps(self._kind):
+                    state["step"] = torch.tensor(float(run.num_steps))
+                found.append(StateRun(run.start, run.stop, state))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `name`, `groups` (hyper-parameters) and `shards` (lists of `StateRun` as dicts)."""
+        return {
+            "name": self._kind.__name__,
+            "groups": [options_of(group) for group in self._groups],
+            "shards": [
+                [{"start": run.start, "stop": run.stop, "state": run.state} for run in self.states(number)]
+                for number in range(len(self._shards))
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied.
+
+        Raises: EngineError for the state of another optimizer, or of other groups or shards.
+        """
+        check_state(state, self._kind.__name__, len(self._groups), len(self._shards))
+        for mine, given in zip(self._groups, state["groups"], strict=True):
+            mine.update(given)
+        for number, entries in enumerate(state["shards"]):
+            for run in self._runs[number]:
+                run.states, run.num_steps = None, 0
+            for entry in coalesced(entries):
+                self._load(number, entry)
+
+    def _load(self, number: int, entry: StateRun) -> None:
+        shard = self._shards[number]
+        group = self._groups[shard.group]
+        for run in self._runs[number].within(entry.start, entry.stop):
+            piece = slice(run.start - entry.start, run.stop - entry.start)
+            run.states = self._new_states(shard, run, group)
+            run.num_steps = int(entry.state.get("step", 1))  # torch counts no steps where only the first differs
+            for name, state in zip(state_names(self._kind, group), run.states, strict=True):
+                state.copy_(entry.state[name].reshape(-1)[piece])

@@ -1,0 +1,87 @@
+"""From an optimizer's parameter group, as users write it, to the rule a kernel takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from launcher.kernels.api import Adagrad, Adam, Lion, Rule, Sgd
+from launcher.optim import lion
+from launcher.optim.lamb import Lamb, lamb_rule
+
+Group = Mapping[str, Any]
+# From a group and the number of the step being taken, from 1, to the rule of that step.
+MakeRule = Callable[[Group, int], Rule]
+
+
+def _adam(group: Group, step: int, *, is_decoupled: bool = False) -> Adam:
+    beta1, beta2 = map(float, group["betas"])
+    return Adam(
+        float(group["lr"]),
+        beta1,
+        beta2,
+        group["eps"],
+        group["weight_decay"],
+        step,
+        is_decoupled=is_decoupled or bool(group.get("decoupled_weight_decay")),
+        corrects_bias=group.get("bias_correction", True),
+    )
+
+
+def _adamw(group: Group, step: int) -> Adam:
+    return _adam(group, step, is_decoupled=True)
+
+
+def _adagrad(group: Group, step: int) -> Adagrad:
+    return Adagrad(float(group["lr"]), group["eps"], group["weight_decay"], group["lr_decay"], step)
+
+
+def _lion(group: Group, step: int) -> Lion:
+    beta1, beta2 = group["betas"]
+    return Lion(float(group["lr"]), beta1, beta2, group["weight_decay"])
+
+
+def _sgd(group: Group, step: int) -> Sgd:
+    return Sgd(
+        float(group["lr"]),
+        group["momentum"],
+        group["dampening"],
+        group["weight_decay"],
+        is_nesterov=group["nesterov"],
+        is_first=step == 1,
+    )
+
+
+RULES: dict[type[torch.optim.Optimizer], MakeRule] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adamw,
+    torch.optim.Adagrad: _adagrad,
+    torch.optim.SGD: _sgd,
+    lion.Lion: _lion,
+    Lamb: lamb_rule,
+}
+# Options that ask for something no rule has, when they are set.
+_OTHER_STEPS = ("amsgrad", "maximize", "differentiable", "capturable", "foreach", "fused")
+
+
+def has_rule(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:
+    """Say whether kernels take exactly the steps that a class would with these groups."""
+    return kind in RULES and not any(group.get(option) for group in groups for option in _OTHER_STEPS)
+
+
+def torch_can(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:
+    """Say whether the class itself takes the same steps over flat shards."""
+    return kind is not Lamb and all(group.get("bias_correction", True) for group in groups)
+
+
+def state_names(kind: type[torch.optim.Optimizer], group: Group) -> tuple[str, ...]:
+    """Return the names of the states of a group's elements, as torch names them."""
+    rule = RULES[kind](group, 1)
+    return () if isinstance(rule, Sgd) and not rule.momentum else rule.STATES
+
+
+def counts_steps(kind: type[torch.optim.Optimizer]) -> bool:
+    """Say whether torch keeps a `step` beside the states."""
+    return kind not in (torch.optim.SGD, lion.Lion)
