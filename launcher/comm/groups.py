@@ -13,6 +13,7 @@ import torch.distributed as dist
 from launcher.base import env
 from launcher.base.errors import EngineError
 from launcher.comm.buffers import BufferPool
+from launcher.comm.link import HostLink
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -26,9 +27,11 @@ class DataParallelGroup:
     device: torch.device
     process_group: dist.ProcessGroup | None  # None: a single process, no communication
     buffers: BufferPool = field(init=False, compare=False, repr=False)  # memory of everything in flight
+    link: HostLink = field(init=False, compare=False, repr=False)  # to and from host memory
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buffers", BufferPool(self.device))
+        object.__setattr__(self, "link", HostLink(self.device))
 
 
 def local_device() -> torch.device:

@@ -12,9 +12,10 @@ from launcher.base.errors import ConfigError
 from launcher.base.suggest import did_you_mean
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
-from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
+from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, inert, shown, status_of
 from launcher.config.positions import Path
 from launcher.config.rules import precision_problems
+from launcher.config.rules_offload import offload_problems
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
@@ -177,7 +178,13 @@ def _check_support(section: type[Section], data: Mapping[str, Any], path: Path, 
         default = section.model_fields[name].get_default(call_default_factory=True)
         if value in (default, None, AUTO):
             continue
-        findings.report(status_of(section, name), (*path, name), value)
+        status = status_of(section, name)
+        if status.needs is not None:
+            other, wanted = status.needs
+            if data.get(other, section.model_fields[other].default) == wanted:
+                continue
+            status = inert(f'it is for "{other}": "{wanted}"')
+        findings.report(status, (*path, name), value)
 
 
 def _check_typed_params(data: Mapping[str, Any], types: _Types, errors: list[Finding], notices: list[Finding]) -> None:
@@ -247,7 +254,7 @@ def _fill_params(config: Config) -> Config:
 
 def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
     """Check the rules that hold between keys."""
-    findings = [Finding(*problem) for problem in precision_problems(config)]
+    findings = [Finding(*problem) for problem in (*precision_problems(config), *offload_problems(config))]
     if config.elasticity.enabled is True:
         return findings + _elastic_findings(config, world_size)
     return findings + _batch_findings(config, world_size)

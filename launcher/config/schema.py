@@ -51,7 +51,9 @@ class Config(Section):
     disable_allgather: Flag = key(False, "broadcast instead of gathering", inert("it is obsolete"))
     graph_harvesting: Flag = key(False, "record CUDA graphs", inert("no graphs are recorded"))
     zero_allow_untested_optimizer: Flag = key(False, "under stages 1 to 3, accept optimizer objects nobody has tested")
-    zero_force_ds_cpu_optimizer: Flag = key(True, "refuse other CPU optimizers", inert("nothing is offloaded"))
+    zero_force_ds_cpu_optimizer: Flag = key(
+        True, "with offload_optimizer: refuse optimizers that the engine has no kernel for"
+    )
     wall_clock_breakdown: Flag = key(
         False, "print times of forward, backward, step and waits every steps_per_print steps"
     )

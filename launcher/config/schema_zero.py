@@ -21,9 +21,11 @@ from launcher.config.fields import (
     inert,
     key,
     unsupported,
+    works_with,
 )
 
-_OFFLOAD = unsupported("offload is not in this release; use a higher stage or a smaller micro-batch")
+_ANY_RANK = inert("every rank copies what it owns, at the same time")
+_ON_DISK = works_with("device", "nvme")
 _ALWAYS_FLAT = inert("units are flat buffers: gradients always stand in one")
 _RANKS_JOINED = inert("a unit's gradients go to all their owners in one collective")
 _ONE_GATHER = inert("a unit is gathered in one collective, which is never slower than a broadcast from each rank")
@@ -35,33 +37,33 @@ _ZEROPP = unsupported("quantized communication is not in this release; remove th
 class OffloadParam(Section):
     """`offload_param`: where parameters rest between uses."""
 
-    status = inert("nothing is offloaded")
     switch = ("device", "none")
 
-    device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds the parameters", _OFFLOAD)
-    nvme_path: OptText = key(None, "folder on a fast disk")
-    buffer_count: PositiveInt = key(5, "buffers between disk and host memory")
-    buffer_size: PositiveInt = key(100_000_000, "elements of one such buffer")
-    max_in_cpu: Count = key(1_000_000_000, "elements kept in host memory beside the disk")
+    device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds the parameters")
+    nvme_path: OptText = key(None, "folder on a fast disk of each host", _ON_DISK)
+    buffer_count: PositiveInt = key(5, "buffers between disk and host memory", _ON_DISK)
+    buffer_size: PositiveInt = key(100_000_000, "elements of one such buffer", _ON_DISK)
+    max_in_cpu: Count = key(1_000_000_000, "elements kept in host memory beside the disk", _ON_DISK)
     pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
 
 
 class OffloadOptimizer(Section):
     """`offload_optimizer`: where optimizer states rest and are updated."""
 
-    status = inert("nothing is offloaded")
     switch = ("device", "none")
 
-    device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds the states", _OFFLOAD)
-    nvme_path: OptText = key(None, "folder on a fast disk")
-    buffer_count: PositiveInt = key(4, "buffers between disk and host memory")
+    device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds and updates the states")
+    nvme_path: OptText = key(None, "folder on a fast disk of each host", _ON_DISK)
+    buffer_count: PositiveInt = key(4, "buffers between disk and host memory", _ON_DISK)
     pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
-    pipeline_read: Flag = key(False, "read the next states while one is updated")
-    pipeline_write: Flag = key(False, "write updated states while the next is updated")
-    fast_init: Flag = key(False, "skip the first write of the states")
+    pipeline_read: Flag = key(False, "read the next states while some are updated", _ON_DISK)
+    pipeline_write: Flag = key(False, "write updated states while the next are updated", _ON_DISK)
+    fast_init: Flag = key(False, "skip the first write of the states", _ON_DISK)
     ratio: Fraction = key(1.0, "part of the states that is offloaded")
-    super_offload: Flag = key(False, "overlapped offload for tightly coupled CPU and GPU")
-    cpuadam_cores_perc: Fraction = key(0.8, "part of the cores that update states")
+    super_offload: Flag = key(
+        False, "offload for tightly coupled CPU and GPU", unsupported("transfers overlap anyway; remove the key")
+    )
+    cpuadam_cores_perc: Fraction = key(0.8, "part of a rank's cores that update states; left out: all")
 
 
 class ZenFlow(Section):
@@ -115,7 +117,7 @@ class ZeroOptimization(Section):
     offload_param: OffloadParam = key(OffloadParam, "parameters in host memory or on disk")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "optimizer states in host memory or on disk")
     zenflow: ZenFlow | None = key(None, "stall-free offload")
-    sub_group_size: PositiveInt = key(1_000_000_000, "elements updated at once", inert("one call updates all"))
+    sub_group_size: PositiveInt = key(1_000_000_000, "elements a rank updates at once: bounds units too")
     stage3_prefetch_bucket_size: Count = key(
         50_000_000, "elements fetched ahead", AT_STAGE_3, alias=("prefetch_bucket_size",)
     )
@@ -154,7 +156,7 @@ class ZeroOptimization(Section):
     )
     ignore_unused_parameters: Flag = key(True, "accept parameters without gradient; false: they are an error")
     legacy_stage1: Flag = key(False, "stage 1 of old versions", unsupported("use stage 1"))
-    round_robin_gradients: Flag = key(False, "copy gradients to host memory in parallel", inert("nothing is offloaded"))
+    round_robin_gradients: Flag = key(False, "copy gradients to host memory in parallel", _ANY_RANK)
     zero_hpz_partition_size: PositiveInt = key(1, "second shards within a node", _ZEROPP)
     zero_quantized_weights: Flag = key(False, "gather weights in int8", _ZEROPP)
     zero_quantized_nontrainable_weights: Flag = key(False, "gather frozen weights in int8", _ZEROPP)
@@ -169,9 +171,9 @@ class ZeroOptimization(Section):
     enable_sanity_checks: Flag = key(False, "check more at run time", inert("the checks are always on"))
     save_muon_momentum_buffer_in_memory: Flag = key(False, "keep Muon's momentum off the disk", inert("no offload"))
     leaf_module: LeafModule = key(LeafModule, "modules that are fetched whole")
-    cpu_offload: OptFlag = key(None, "old name of offload_optimizer.device=cpu", _OFFLOAD)
-    cpu_offload_param: OptFlag = key(None, "old name of offload_param.device=cpu", _OFFLOAD)
-    cpu_offload_use_pin_memory: OptFlag = key(None, "old name of pin_memory", inert("nothing is offloaded"))
+    cpu_offload: OptFlag = key(None, "old name of offload_optimizer.device=cpu")
+    cpu_offload_param: OptFlag = key(None, "old name of offload_param.device=cpu")
+    cpu_offload_use_pin_memory: OptFlag = key(None, "old name of pin_memory, where cpu_offload is used")
     stage3_gather_fp16_weights_on_model_save: OptFlag = key(
         None,
         "old name of stage3_gather_16bit_weights_on_model_save",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -42,7 +41,7 @@ from launcher.zero.parameters import home_of
 from launcher.zero.partition import build_units
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
-from launcher.zero.stages import Precision, ZeroPolicy
+from launcher.zero.stages import Place, Precision, ZeroPolicy
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -92,8 +91,9 @@ def initialize(
     )
     policy = zero_policy(settings, group)
     casting = _casting(model, settings, policy.precision, group)
-    _place_model(model, settings, policy.precision, group)
+    _place_model(model, settings, policy, group)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters)
+    _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
     built = _shard(model, plan, policy, group, loss_scale_rules(settings))
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None
@@ -132,7 +132,26 @@ def _hidden_size(model: nn.Module) -> int | None:
     return hidden if isinstance(hidden, int) else None
 
 
-def _place_model(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> None:
+def _check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, *, forces_kernel: bool) -> None:
+    """Raises: EngineError for an optimizer that cannot, or should not, be updated away from the device."""
+    place = policy.offload.optimizer
+    if plan is None or plan.kind is not None or place is Place.DEVICE:
+        return
+    remedy = "use AdamW, Adagrad, Lamb, Lion or SGD with ordinary options"
+    if place is Place.DISK:
+        raise EngineError(f"optimizer {plan.name} cannot be updated from disk", hint=remedy)
+    if forces_kernel:
+        raise EngineError(
+            f"offload_optimizer: the engine has no kernel for {plan.name}, torch's own would update it on the CPU",
+            hint=f'accept that with "zero_force_ds_cpu_optimizer": false, or {remedy}',
+        )
+
+
+def _place_model(model: nn.Module, settings: Config, policy: ZeroPolicy, group: DataParallelGroup) -> None:
+    """Bring the model to the device, in the configured precision and with rank 0's values.
+
+    Parameters that are going to rest elsewhere stay where they are: the device may not hold them all.
+    """
     leaves = settings.zero_optimization.leaf_module
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
     buffer_dtype = settings.data_types.buffer_dtype
@@ -142,11 +161,18 @@ def _place_model(model: nn.Module, settings: Config, precision: Precision, group
         for name, buffer in module._buffers.items()
         if buffer_dtype is not None and buffer is not None and buffer.is_floating_point()
     ]
-    model.to(device=group.device, dtype=precision.param_dtype)
+    stays = policy.offload.params is not Place.DEVICE
+    model.to(device=None if stays else group.device, dtype=policy.precision.param_dtype)
+    for buffer in model.buffers() if stays else ():
+        buffer.data = buffer.data.to(group.device)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(device=group.device, dtype=DTYPES[buffer_dtype or "fp32"])
     whole = [param for param in model.parameters() if home_of(param) is None]  # `zero.Init` has sharded the others
-    collectives.broadcast(group, [tensor.data for tensor in (*whole, *model.buffers())])
+    collectives.broadcast(group, [tensor.data for tensor in (*(() if stays else whole), *model.buffers())])
+    for param in whole if stays else ():
+        on_device = param.data.to(group.device)
+        collectives.broadcast(group, [on_device])
+        param.data = on_device.to(param.device)
 
 
 def _casting(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> Casting:
@@ -175,10 +201,10 @@ def _shard(
     shards = owned_shards(units, whole_parameters=plan.whole_parameters, by_parameter=plan.by_parameter)
     is_split = policy.stage.shards_optimizer and group.process_group is not None
     means = Means(
-        kernel_for(group.device.type),
+        {kind: kernel for kind in (group.device.type, "cpu") if (kernel := kernel_for(kind)) is not None},
         group.buffers,
         policy.precision.param_dtype if policy.precision.has_16bit_states else torch.float32,
-        functools.partial(collectives.sum_scalars, group) if is_split else None,
+        (lambda sums: collectives.sum_scalars(group, sums.to(group.device))) if is_split else None,
     )
     flat_optimizer = plan.build(shards, means)
     let_units_find_states(units, shards, flat_optimizer)

@@ -48,7 +48,7 @@ def _kernel(optimizer: str, device: str) -> str:
     """Take one real step; return the kernel's label, or why it does not run."""
     shard = FlatShard(torch.zeros(8, device=device), torch.ones(8, device=device), group=0)
     try:
-        means = Means(kernel_for(device), BufferPool(torch.device(device)))
+        means = Means({device: kernel} if (kernel := kernel_for(device)) else {}, BufferPool(torch.device(device)))
         built = plan_from_config(optimizer, {}, nn.Linear(1, 1), None).build([shard], means)
         built.step()
     except RuntimeError as error:  # torch's own: no kernel for this device, a driver that does not fit

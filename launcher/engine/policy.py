@@ -8,7 +8,7 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.config.schema import Config
 from launcher.config.schema_training import Fp16
 from launcher.optim.scaling import LossScaleRules
-from launcher.zero.stages import STAGES, ParameterPolicy, Precision, Reduction, ZeroPolicy
+from launcher.zero.stages import STAGES, OffloadPolicy, ParameterPolicy, Place, Precision, Reduction, ZeroPolicy
 
 DTYPES = {
     "fp32": torch.float32,
@@ -22,13 +22,14 @@ DTYPES = {
 def zero_policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
     """Return the policy of a run."""
     zero = settings.zero_optimization
+    offload = _offload(settings)
     # Alone there is nobody to shard over; stage 0 is the same arithmetic without the copies.
-    stage = STAGES[int(zero.stage) if group.world_size > 1 else 0]
+    stage = STAGES[int(zero.stage) if group.world_size > 1 or offload.is_any else 0]
     predivide = float(group.world_size) if settings.prescale_gradients else float(settings.gradient_predivide_factor)
     return ZeroPolicy(
         stage=stage,
         precision=_precision(settings),
-        max_unit_numel=max(1, int(zero.reduce_bucket_size)),
+        max_unit_numel=max(1, min(int(zero.reduce_bucket_size), int(zero.sub_group_size) * group.world_size)),
         overlap_comm=zero.overlap_comm is not False,
         max_grad_norm=float(settings.gradient_clipping),
         parameters=ParameterPolicy(
@@ -45,9 +46,25 @@ def zero_policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
             scatters=zero.reduce_scatter,
             at_step_only=not settings.managed_gradient_accumulation,
         ),
+        offload=offload,
         skips_overflow=settings.bf16.check_grad_overflow or not settings.bf16.enabled,
         accepts_unused=zero.ignore_unused_parameters,
         warns_of_new_paths=zero.log_trace_cache_warnings,
+    )
+
+
+def _offload(settings: Config) -> OffloadPolicy:
+    zero = settings.zero_optimization
+    optimizer, params = zero.offload_optimizer, zero.offload_param
+    pins = zero.cpu_offload_use_pin_memory
+    is_fraction_given = "cpuadam_cores_perc" in optimizer.model_fields_set
+    return OffloadPolicy(
+        optimizer=Place.HOST if zero.cpu_offload else Place(optimizer.device),
+        params=Place.HOST if zero.cpu_offload_param else Place(params.device),
+        optimizer_ratio=float(optimizer.ratio),
+        pins_optimizer=optimizer.pin_memory if pins is None else pins,
+        pins_params=params.pin_memory if pins is None else pins,
+        cores_fraction=float(optimizer.cpuadam_cores_perc) if is_fraction_given else 1.0,
     )
 
 

@@ -32,9 +32,9 @@ def _shard(unit: FlatUnit, group: int, start: int, numel: int, shape: torch.Size
     assert unit.grads is not None
     place = slice(start, start + numel)
     params = unit.params
-    kept = [params.master[place], unit.grads.owned_grad[place]]
-    if params.master is not params.shard:
-        kept.append(params.shard[place])
+    kept = [params.master[place], unit.grads.home_grad[place]]
+    if params.copy is not None:
+        kept.append(params.copy[place])
     master, grad, *copy = kept if shape is None else [tensor.view(shape) for tensor in kept]
     return FlatShard(master, grad, group, unit.index, start, *copy)
 

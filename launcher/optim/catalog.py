@@ -81,7 +81,7 @@ def construct(
         wants_other = group.get("foreach") or group.get("differentiable") or group.get("capturable")
         if kind in FUSED and group.get("fused") is None and not wants_other:
             group["fused"] = all(param.device.type in FUSED[kind] for param in group["params"])
-    accepted = inspect.signature(kind).parameters
+    accepted = Lamb.OPTIONS if kind is Lamb else inspect.signature(kind).parameters
     options = {key: value for key, value in defaults.items() if key in accepted}
     if kind in FUSED:
         options["fused"] = any(group.get("fused") for group in groups)

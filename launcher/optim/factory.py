@@ -47,7 +47,7 @@ class ZeroRules:
 class Means:
     """With what shards can be updated."""
 
-    kernel: Kernel | None  # of their device; None: torch's own optimizers serve
+    kernels: Mapping[str, Kernel]  # by kind of device; where one is missing torch's own optimizers serve
     buffers: BufferPool
     state_dtype: torch.dtype = torch.float32
     # Sums fp64 [n, 2] over the ranks that each own a part of every parameter; None: each rank owns them whole.
@@ -74,12 +74,12 @@ class OptimizerPlan:
 
     def build(self, shards: list[FlatShard], means: Means) -> FlatOptimizer:
         """Build the optimizer over this rank's shards."""
-        kernel = means.kernel
-        if kernel is None and self.kind is not None and not torch_can(self.kind, self.param_groups):
-            kernel = ReferenceKernel()
-        if kernel is not None and self.kind is not None:
-            choice = KernelChoice(kernel, means.state_dtype, means.sum_over_ranks)
-            return KernelFlat(self.kind, shards, self.param_groups, choice)
+        if self.kind is not None:
+            devices = {shard.master.device.type for shard in shards}
+            kernels = {device: means.kernels.get(device, ReferenceKernel()) for device in devices}
+            if devices <= set(means.kernels) or not torch_can(self.kind, self.param_groups):
+                choice = KernelChoice(kernels, means.state_dtype, means.sum_over_ranks)
+                return KernelFlat(self.kind, shards, self.param_groups, choice)
 
         def build(over: list[FlatShard]) -> FlatOptimizer:
             return TorchFlat(self.name, over, self.param_groups, self.make)

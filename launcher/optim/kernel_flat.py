@@ -30,7 +30,7 @@ class _Run:
 class KernelChoice:
     """With what, and how, shards are updated."""
 
-    kernel: Kernel
+    kernels: Mapping[str, Kernel]  # by kind of device
     state_dtype: torch.dtype = torch.float32
     # Sums fp64 [n, 2] over the ranks that each hold a part of every parameter; None: each holds them whole.
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
@@ -60,7 +60,8 @@ class KernelFlat:
 
     @property
     def label(self) -> str:
-        return f"{self._kind.__name__}[{self._choice.kernel.name}]"
+        names = dict.fromkeys(kernel.name for kernel in self._choice.kernels.values())
+        return f"{self._kind.__name__}[{' + '.join(names)}]"
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -98,8 +99,10 @@ class KernelFlat:
                 spans[number] = [self._span(shard, run, rules) for run in taking]
         if self._kind is Lamb:
             spans = self._with_trust_ratios(numbers, spans, grad_scale)
-        if spans:
-            self._choice.kernel.update([span for of_shard in spans.values() for span in of_shard], grad_scale)
+        for device, kernel in self._choice.kernels.items():
+            there = [span for of_shard in spans.values() for span in of_shard if span.master.device.type == device]
+            if there:
+                kernel.update(there, grad_scale)
 
     def _span(self, shard: FlatShard, run: _Run, rules: dict[tuple[int, int], Rule]) -> Span:
         group = self._groups[shard.group]
@@ -132,13 +135,18 @@ class KernelFlat:
         self, numbers: Sequence[int], spans: dict[int, list[Span]], grad_scale: float
     ) -> dict[int, list[Span]]:
         """Take LAMB's first pass. Collective where parameters are split: a rank may own nothing of one."""
-        device = self._shards[numbers[0]].master.device
-        sums = torch.zeros(len(numbers), 2, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(numbers), 2, dtype=torch.float64)
         places = {number: row for row, number in enumerate(numbers)}
-        if spans:
-            rows = [places[number] for number, of_shard in spans.items() for _ in of_shard]
-            moments = self._choice.kernel.lamb_moments([s for of_shard in spans.values() for s in of_shard], grad_scale)
-            sums.index_add_(0, torch.tensor(rows, device=device), moments)
+        for device, kernel in self._choice.kernels.items():
+            there = {
+                number: of_shard
+                for number, of_shard in spans.items()
+                if self._shards[number].master.device.type == device
+            }
+            if there:
+                rows = [places[number] for number, of_shard in there.items() for _ in of_shard]
+                moments = kernel.lamb_moments([span for of_shard in there.values() for span in of_shard], grad_scale)
+                sums.index_add_(0, torch.tensor(rows), moments.cpu())
         if self._choice.sum_over_ranks is not None:
             sums = self._choice.sum_over_ranks(sums)
         ratios = trust_ratios(sums, [self._groups[self._shards[number].group] for number in numbers])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,20 +20,23 @@ from launcher.kernels.reference import ReferenceKernel
 class Lamb(torch.optim.Optimizer):
     """LAMB. Trust ratios are bounded by `min_coeff` and `max_coeff`; a parameter or direction of zeros has 1."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
-        super().__init__(params, given)
+    OPTIONS: ClassVar[dict[str, Any]] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "bias_correction": True,
+        "eps_inside_sqrt": False,
+        "max_coeff": 10.0,
+        "min_coeff": 0.01,
+    }
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        """options: those of `OPTIONS`. Raises: TypeError for another."""
+        unknown = sorted(set(options) - set(self.OPTIONS))
+        if unknown:
+            raise TypeError(f"Lamb has no option {unknown[0]}")
+        super().__init__(params, {**self.OPTIONS, **options})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads

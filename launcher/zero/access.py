@@ -107,7 +107,7 @@ def _set_grad(param: nn.Parameter, value: Tensor, write: _Write) -> None:
     if gradient is None or unit.grads is None:
         raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
     write(unit, slot, gradient, value)
-    unit.grads.forget_norm()
+    unit.grads.note_written()
 
 
 def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _Write) -> None:

@@ -19,7 +19,7 @@ from launcher.comm.groups import data_parallel_group as all_ranks
 from launcher.config.load import read_raw
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.layout import layout_unit
-from launcher.zero.parameters import UnitParameters, home_of
+from launcher.zero.parameters import Residence, UnitParameters, home_of
 
 _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
 _active: list[Init] = []
@@ -138,7 +138,7 @@ def shard_parameter(param: nn.Parameter, group: DataParallelGroup, dtype: torch.
         return
     layout = layout_unit([param.numel()], [0], group.world_size)
     owned = layout.chunk_range(group.rank)
-    home = UnitParameters([param], layout, group, dtype=converted, owned=owned, is_sharded=True)
+    home = UnitParameters([param], layout, group, Residence(converted, owned, is_sharded=True))
     home.claim()
     home.describe()
     home.broadcast([param], 0)

@@ -36,14 +36,19 @@ class UnitGradients:
         policy: ZeroPolicy,
         group: DataParallelGroup,
         owned: range,
+        *,
+        is_offloaded: bool = False,
     ) -> None:
+        """is_offloaded: the optimizer updates the unit in host memory."""
         self._names, self._params = members
         self._layout = layout
         self._group = group
         self._owned = owned
         self.state = UnitState.IDLE
         self._is_whole = len(owned) == layout.padded_numel
-        self._is_kept_whole = self._is_whole or not policy.stage.shards_gradients
+        self._leaves = is_offloaded and policy.stage.shards_gradients  # as soon as it is summed
+        self._is_kept_whole = not self._leaves and (self._is_whole or not policy.stage.shards_gradients)
+        self._link = group.link
         self._policy = policy
         sum_dtype = policy.precision.grad_dtype
         self._wire_dtype = policy.precision.wire_dtype or policy.precision.param_dtype
@@ -53,8 +58,12 @@ class UnitGradients:
         if self._is_kept_whole:
             self._local = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device)
             self.owned_grad = self._local[owned.start : owned.stop]  # 1-D [owned]
+        elif self._leaves:
+            self.owned_grad = self._away(sum_dtype)
         else:
             self.owned_grad = torch.zeros(len(owned), dtype=sum_dtype, device=group.device)
+        # 1-D [owned]: what the optimizer reads
+        self.home_grad = self._away(sum_dtype) if is_offloaded and not self._leaves else self.owned_grad
         self._factor = 1.0  # what the last sum over the ranks was multiplied by
         self._early_scale = self._exact_scale() if self._is_kept_whole else 1.0  # of gradients as they are taken
         self._filled = [False] * len(layout.slots)  # has a gradient in the local buffer
@@ -67,6 +76,9 @@ class UnitGradients:
         own = layout.chunk_range(group.rank) if self._is_whole else range(len(owned))
         self._counted = slice(own.start, own.stop)  # of `owned_grad`: each element is counted by one rank
         self._norm: Tensor | None = None  # scalar fp32, when it is known
+
+    def _away(self, dtype: torch.dtype) -> Tensor:
+        return self._link.empty(len(self._owned), dtype, is_pinned=self._policy.offload.pins_optimizer).zero_()
 
     def _exact_scale(self) -> float:
         """Return the factor of the average over ranks if taking it early rounds nothing, else 1.
@@ -145,14 +157,14 @@ class UnitGradients:
             local.mul_(1.0 / reduction.predivide)
             rest *= reduction.predivide
         sent = self._sent(local)
-        if self._is_whole or (self._is_kept_whole and not reduction.scatters):
+        if self._is_kept_whole and (self._is_whole or not reduction.scatters):
             self._reduction = collectives.all_reduce(self._group, local, rest, sent=sent)
         elif not reduction.scatters:
             self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
             self._reduction = collectives.all_reduce(self._group, self._arriving, rest, sent=sent)
         else:
             output = self.owned_grad
-            if self._owned_holds_sum:
+            if self._owned_holds_sum or self._leaves:
                 self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
             self._reduction = collectives.reduce_scatter(self._group, sent, output, rest)
 
@@ -199,27 +211,41 @@ class UnitGradients:
         self.state = check_transition(self.state, UnitState.REDUCED)
         self._filled = [False] * len(self._filled)
         self._num_backwards = 0
+        kept = self.owned_grad if self._arriving is None else self._keep(self._arriving)
+        if measure:
+            self._norm = norm_of(kept[self._counted])
+            if self.home_grad is not self.owned_grad:
+                self._link.copy(self.home_grad, self.owned_grad)
         if self._arriving is not None:
-            is_whole = len(self._arriving) != len(self.owned_grad)
-            arrived = self._arriving[self._owned.start : self._owned.stop] if is_whole else self._arriving
-            (self.owned_grad.add_ if self._owned_holds_sum else self.owned_grad.copy_)(arrived)
             self._group.buffers.give_back(self._arriving)
             self._arriving = None
         self._give_wire_back()
         if not self._is_kept_whole:
             self._owned_holds_sum = True
             self._give_local_back()
-        if measure:
-            self._norm = norm_of(self.owned_grad[self._counted])
+
+    def _keep(self, arrived: Tensor) -> Tensor:
+        """Add what has arrived to what the owner keeps; return the sum, on the device."""
+        if len(arrived) != len(self.owned_grad):
+            arrived = arrived[self._owned.start : self._owned.stop]
+        if not self._leaves:
+            return (self.owned_grad.add_ if self._owned_holds_sum else self.owned_grad.copy_)(arrived)
+        if self._owned_holds_sum:
+            self._link.join()
+            arrived.add_(self.owned_grad.to(arrived.device))
+        self._link.copy(self.owned_grad, arrived)
+        return arrived
 
     @property
     def norm(self) -> Tensor:
         """The 2-norm of this rank's share of the summed gradient, scalar fp32."""
         return self._norm if self._norm is not None else norm_of(self.owned_grad[self._counted])
 
-    def forget_norm(self) -> None:
-        """Forget the norm: `owned_grad` was written from elsewhere."""
+    def note_written(self) -> None:
+        """Take over that `owned_grad` was written from elsewhere."""
         self._norm = None
+        if self.home_grad is not self.owned_grad:
+            self._link.copy(self.home_grad, self.owned_grad)
 
     def _give_wire_back(self) -> None:
         if self._wire is not None:

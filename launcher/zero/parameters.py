@@ -6,6 +6,7 @@ Users keep their `nn.Parameter`s; only the storage under them is replaced by vie
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
@@ -15,7 +16,7 @@ from launcher.comm import collectives
 from launcher.comm.collectives import Pending
 from launcher.comm.groups import DataParallelGroup
 from launcher.zero.layout import ParamSlot, UnitLayout
-from launcher.zero.stages import ParameterState, Precision
+from launcher.zero.stages import ParameterState, Place, ZeroPolicy
 
 _ids = itertools.count()
 _HOME = "_launch_home"
@@ -27,6 +28,23 @@ class ZeroParamStatus(Enum):
     AVAILABLE = auto()
     NOT_AVAILABLE = auto()
     INFLIGHT = auto()
+
+
+@dataclass(frozen=True)
+class Residence:
+    """How the parameters of one unit are kept on this rank."""
+
+    dtype: torch.dtype
+    owned: range  # elements this rank updates
+    is_sharded: bool  # the owned range alone rests, the whole is gathered around its use
+    place: Place = Place.DEVICE  # where the owned range of a sharded unit rests
+    is_pinned: bool = True  # page-locked, in host memory
+
+    @staticmethod
+    def of(policy: ZeroPolicy, owned: range, *, is_sharded: bool) -> Residence:
+        """Return what a policy says about a unit."""
+        offload = policy.offload
+        return Residence(policy.precision.param_dtype, owned, is_sharded, offload.params, offload.pins_params)
 
 
 class UnitParameters:
@@ -41,17 +59,15 @@ class UnitParameters:
         params: list[nn.Parameter],
         layout: UnitLayout,
         group: DataParallelGroup,
-        *,
-        dtype: torch.dtype,
-        owned: range,
-        is_sharded: bool,
+        residence: Residence,
     ) -> None:
-        """Take the values over from `params`, which must be whole on every rank, as `dtype`."""
+        """Take the values over from `params`, which must be whole on every rank, in the residence's dtype."""
         self._params = params
         self._layout = layout
         self._group = group
-        self.owned = owned
-        self.is_sharded = is_sharded
+        self.owned = owned = residence.owned
+        self.is_sharded = is_sharded = residence.is_sharded
+        dtype = residence.dtype
         self.state = ParameterState.WHOLE
         self._gather: Pending | None = None
         self._num_bytes = layout.padded_numel * dtype.itemsize
@@ -65,8 +81,11 @@ class UnitParameters:
         self._absent = torch.empty(0, dtype=dtype, device=group.device)
         self._adopt()
         # 1-D [owned], model precision; a view of `flat` unless sharded.
-        self.shard = self._own_flat.clone() if is_sharded else self._own_flat
+        self.shard = self._own_flat
+        if is_sharded:
+            self.shard = self._empty(dtype, residence.place, is_pinned=residence.is_pinned).copy_(self._own_flat)
         self.master = self.shard  # 1-D [owned]; in fp32 the parameters are their own master
+        self.copy: Tensor | None = None  # 1-D [owned], 16-bit, beside the master: what an optimizer may write for us
 
     def _view_of(self, index: int) -> Tensor:
         slot = self._layout.slots[index]
@@ -97,10 +116,26 @@ class UnitParameters:
             param.ds_persist = not self.is_sharded  # type: ignore[attr-defined]
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
-    def keep_fp32_master(self, precision: Precision) -> None:
-        """Make an fp32 copy of the owned range for the optimizer, where the precision asks for one."""
-        if precision.has_master:
-            self.master = self.shard.float().clone()
+    def _empty(self, dtype: torch.dtype, place: Place, *, is_pinned: bool) -> Tensor:
+        numel = len(self.owned)
+        if place is Place.DEVICE:
+            return torch.empty(numel, dtype=dtype, device=self._group.device)
+        return self._group.link.empty(numel, dtype, is_pinned=is_pinned)
+
+    def keep_master(self, policy: ZeroPolicy, *, is_offloaded: bool) -> None:
+        """Make what the optimizer updates, where the shard itself is not: a copy in fp32, or in host memory."""
+        precision, offload = policy.precision, policy.offload
+        is_away = self.is_sharded and offload.params is not Place.DEVICE
+        if not precision.has_master and is_offloaded == is_away:
+            return
+        dtype = torch.float32 if precision.has_master else precision.param_dtype
+        place = offload.optimizer if is_offloaded else Place.DEVICE
+        self.master = self._empty(dtype, place, is_pinned=offload.pins_optimizer).copy_(self.shard)
+        if dtype != self.shard.dtype:
+            is_near = self.shard.device == self.master.device
+            self.copy = self.shard if is_near else torch.empty_like(self.master, dtype=self.shard.dtype)
+            if not is_near and is_offloaded:
+                self.copy = self._empty(self.shard.dtype, place, is_pinned=offload.pins_optimizer)
 
     def abandon(self) -> None:
         """Give the memory back: the parameters have moved to another unit."""
@@ -129,10 +164,17 @@ class UnitParameters:
         if self.state is not ParameterState.SHARDED:
             return
         self._group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
-        self._own_flat.copy_(self.shard)
+        self._fetch_shard()
         self._gather = collectives.all_gather(self._group, self.flat)
         self.state = ParameterState.GATHERING
         self._mark(ZeroParamStatus.INFLIGHT)
+
+    def _fetch_shard(self) -> None:
+        if self.shard.device == self._own_flat.device:
+            self._own_flat.copy_(self.shard)
+            return
+        self._group.link.copy(self._own_flat, self.shard)
+        self._group.link.join()
 
     def wait(self) -> None:
         """Block until what is on its way has arrived: the values are those of the last step. Cheap when nothing is."""
@@ -169,8 +211,10 @@ class UnitParameters:
 
         is_written: the optimizer has done the first part.
         """
-        if self.master is not self.shard and not is_written:
-            self.shard.copy_(self.master)
+        source = self.copy if is_written and self.copy is not None else self.master
+        if source is not self.shard:
+            self._group.link.copy(self.shard, source)
+            self._group.link.join()
         if not self.is_sharded and len(self.owned) != self._layout.padded_numel:
             self._gather = collectives.all_gather(self._group, self.flat)
             self.state = ParameterState.GATHERING

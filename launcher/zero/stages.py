@@ -89,6 +89,31 @@ class ParameterPolicy:
     granularity_threshold: int = 0  # modules whose parts are smaller on average are gathered as one
 
 
+class Place(Enum):
+    """Where something rests between its uses."""
+
+    DEVICE = "none"  # the values are those of the config's `device` keys
+    HOST = "cpu"
+    DISK = "nvme"
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """What leaves the device between its uses."""
+
+    optimizer: Place = Place.DEVICE  # masters, states and gradients, which are updated where they rest
+    params: Place = Place.DEVICE  # the shards of stage 3
+    optimizer_ratio: float = 1.0  # part of the elements whose optimizer goes away
+    pins_optimizer: bool = True  # page-locked host memory
+    pins_params: bool = True
+    cores_fraction: float = 1.0  # of the threads that update in host memory
+
+    @property
+    def is_any(self) -> bool:
+        """Say whether anything is offloaded."""
+        return self.optimizer is not Place.DEVICE or self.params is not Place.DEVICE
+
+
 @dataclass(frozen=True)
 class ZeroPolicy:
     """Everything that shapes the sharded machinery."""
@@ -100,6 +125,7 @@ class ZeroPolicy:
     max_grad_norm: float  # 0: no clipping
     parameters: ParameterPolicy = ParameterPolicy()
     reduction: Reduction = Reduction()
+    offload: OffloadPolicy = OffloadPolicy()
     skips_overflow: bool = True  # a step whose gradients are not finite
     accepts_unused: bool = True  # parameters that no rank used; else they are an error
     warns_of_new_paths: bool = False  # say when the model used its modules in another order than before

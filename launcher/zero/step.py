@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -11,7 +13,7 @@ from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import FlatOptimizer
 from launcher.zero.gradients import UnitGradients
-from launcher.zero.stages import ZeroPolicy
+from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.unit import FlatUnit
 
 # Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does.
@@ -63,19 +65,44 @@ def step_units(
     if used is not None and not policy.accepts_unused:
         raise _unused_error([unit for unit, _ in trained], used)
     if math.isfinite(norm) or not policy.skips_overflow:
-        optimizer.step(
-            None
-            if used is None
-            else {unit.index: unit.unused_ranges(flags) for (unit, _), flags in zip(trained, used, strict=True)},
-            _grad_scale(norm, policy.max_grad_norm, loss_scale),
-        )
-        for unit, _ in trained:
-            unit.params.publish_update(is_written=optimizer.writes_params)
-            if not policy.overlap_comm:
-                unit.params.wait()
+        unused = None
+        if used is not None:
+            unused = {unit.index: unit.unused_ranges(flags) for (unit, _), flags in zip(trained, used, strict=True)}
+
+        @contextlib.contextmanager
+        def around(index: int) -> Iterator[None]:
+            yield
+            _publish(units[index], optimizer, policy)
+
+        group.link.synchronize()
+        scale = _grad_scale(norm, policy.max_grad_norm, loss_scale)
+        if policy.offload.optimizer is not Place.DEVICE:
+            with _threads(policy.offload.cores_fraction):
+                optimizer.step(unused, scale, around)
+        else:  # in as few calls of a kernel as can be
+            optimizer.step(unused, scale)
+            for unit, _ in trained:
+                _publish(unit, optimizer, policy)
     for own in gradients:
         own.discard()
     return norm
+
+
+@contextlib.contextmanager
+def _threads(fraction: float) -> Iterator[None]:
+    """Let the CPU's kernels use a part of the threads that this rank has."""
+    given = torch.get_num_threads()
+    torch.set_num_threads(max(1, int(given * fraction)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(given)
+
+
+def _publish(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy) -> None:
+    unit.params.publish_update(is_written=optimizer.writes_params)
+    if not policy.overlap_comm:
+        unit.params.wait()
 
 
 def _grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:

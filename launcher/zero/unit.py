@@ -13,8 +13,8 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import StateRun
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.layout import UnitLayout
-from launcher.zero.parameters import UnitParameters
-from launcher.zero.stages import ZeroPolicy
+from launcher.zero.parameters import Residence, UnitParameters
+from launcher.zero.stages import Place, ZeroPolicy
 
 _UNIT = "_launch_unit"
 
@@ -33,19 +33,29 @@ class UnitMembers:
 class FlatUnit:
     """One unit on this rank. `owned` is what it updates: the whole buffer at stage 0, one chunk from stage 1 on."""
 
-    def __init__(self, members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, group: DataParallelGroup) -> None:
+    def __init__(
+        self,
+        members: UnitMembers,
+        layout: UnitLayout,
+        policy: ZeroPolicy,
+        group: DataParallelGroup,
+        *,
+        is_offloaded: bool = False,
+    ) -> None:
+        """is_offloaded: the unit is updated in host memory."""
         self.members = members
         self.layout = layout
         self.index = -1  # position among the engine's units
         self.group = group
         alone = group.process_group is None
+        self.is_offloaded = is_offloaded and bool(members.groups)
         owned = (
             range(layout.padded_numel) if alone or not policy.stage.shards_optimizer else layout.chunk_range(group.rank)
         )
         self.owned = owned
-        is_sharded = policy.stage.shards_parameters and not members.is_persistent and not alone
-        dtype = policy.precision.param_dtype
-        self.params = UnitParameters(members.params, layout, group, dtype=dtype, owned=owned, is_sharded=is_sharded)
+        rests_away = policy.offload.params is not Place.DEVICE
+        is_sharded = policy.stage.shards_parameters and not members.is_persistent and (rests_away or not alone)
+        self.params = UnitParameters(members.params, layout, group, Residence.of(policy, owned, is_sharded=is_sharded))
         self.params.claim()
         for param in members.params:
             setattr(param, _UNIT, self)
@@ -55,8 +65,10 @@ class FlatUnit:
         self.find_states: Callable[[FlatUnit], list[StateRun]] = lambda _unit: []
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         if members.groups:
-            self.params.keep_fp32_master(policy.precision)
-            self.grads = UnitGradients((members.names, members.params), layout, policy, group, owned)
+            self.params.keep_master(policy, is_offloaded=self.is_offloaded)
+            self.grads = UnitGradients(
+                (members.names, members.params), layout, policy, group, owned, is_offloaded=self.is_offloaded
+            )
 
     @property
     def numel(self) -> int:
@@ -98,8 +110,8 @@ class FlatUnit:
         owned: 1-D [owned]. Returns 1-D [padded], a new tensor of the same dtype.
         """
         if len(self.owned) == self.layout.padded_numel:
-            return owned.clone()
-        flat = torch.empty(self.layout.padded_numel, dtype=owned.dtype, device=owned.device)
+            return owned.to(self.group.device, copy=True)
+        flat = torch.empty(self.layout.padded_numel, dtype=owned.dtype, device=self.group.device)
         flat[self.owned.start : self.owned.stop] = owned
         collectives.all_gather(self.group, flat).wait()
         return flat

@@ -102,12 +102,20 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
         ),
         (
             '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
-            '1:46: zero_optimization.offload_optimizer.device "cpu" is not supported; offload is not in this release;'
-            " use a higher stage or a smaller micro-batch",
+            '1:56: offload_optimizer "cpu" needs stage 1, 2 or 3, not 0; set "stage": 3, or remove offload_optimizer',
         ),
         (
-            '{"optimizer": {"type": "Lamb"}}',
-            "1:24: optimizer type Lamb is not supported: its trust ratio needs whole parameters; "
+            '{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
+            '1:64: offload_param "cpu" needs stage 3, not 2; set "stage": 3, or remove offload_param',
+        ),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
+            '1:68: offload_optimizer "nvme" needs a folder; add "nvme_path" to offload_optimizer: a folder on the fast'
+            " disk of each host",
+        ),
+        (
+            '{"optimizer": {"type": "Muon"}}',
+            "1:24: optimizer type Muon is not supported: it orthogonalises whole matrices; "
             "pass it as an object under stage 0, or use an elementwise one such as AdamW or Lion",
         ),
         (

@@ -36,8 +36,7 @@ MakeFlat = Callable[[str, list[FlatShard]], FlatOptimizer]
 
 @pytest.fixture(params=["torch", "kernel"])
 def make_flat(request: pytest.FixtureRequest) -> MakeFlat:
-    kernel = ReferenceKernel() if request.param == "kernel" else None
-    means = Means(kernel, BufferPool(torch.device("cpu")))
+    means = Means({"cpu": ReferenceKernel()} if request.param == "kernel" else {}, BufferPool(torch.device("cpu")))
 
     def make(name: str, shards: list[FlatShard]) -> FlatOptimizer:
         return plan_from_config(name, OPTIONS.get(name, {}), nn.Linear(1, 1), None).build(shards, means)
@@ -159,7 +158,7 @@ def test_a_rank_may_own_nothing_of_a_group() -> None:
         groups = [{"params": [model.weight]}, {"params": [model.bias]}]
         plan = plan_from_config(name, {}, model, groups)
         shard = FlatShard(torch.ones(4), torch.ones(4), group=1)
-        plan.build([shard], Means(None, BufferPool(torch.device("cpu")))).step()
+        plan.build([shard], Means({}, BufferPool(torch.device("cpu")))).step()
         assert not torch.equal(shard.master, torch.ones(4))
 
 

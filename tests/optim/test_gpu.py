@@ -18,7 +18,8 @@ NUMEL = 1000
 
 
 def means_of(device: str) -> Means:
-    return Means(kernel_for(device), BufferPool(torch.device(device)))
+    kernel = kernel_for(device)
+    return Means({} if kernel is None else {device: kernel}, BufferPool(torch.device(device)))
 
 
 def train(name: str, device: str) -> torch.Tensor:
