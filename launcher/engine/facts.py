@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.kernels.cpu import cpu_kernel_status
 from launcher.optim.api import FlatShard
 from launcher.optim.factory import SUPPORTED_TYPES, plan_from_config
 
@@ -21,6 +22,7 @@ def torch_facts() -> dict[str, Any]:
     """Return versions, backends, devices, and the optimizer kernel of each kind of device; sizes in bytes."""
     has_cuda = torch.cuda.is_available()
     has_nccl = dist.is_available() and dist.is_nccl_available()
+    status = cpu_kernel_status()
     kinds = ["cpu", *(["cuda"] if has_cuda else [])]
     return {
         "version": str(torch.__version__),
@@ -29,6 +31,7 @@ def torch_facts() -> dict[str, Any]:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "devices": [_device(index) for index in range(torch.cuda.device_count())] if has_cuda else [],
+        "cpu_kernel": {"name": status.kernel.name if status.kernel else None, "reason": status.reason},
         "optimizers": {kind: {name: _kernel(name, kind) for name in SUPPORTED_TYPES} for kind in kinds},
     }
 
