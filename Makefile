@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # What to install when the machine has no torch yet; one that is already installed is used as it is.
 TORCH ?= torch==2.13.0
 RANKS ?= 2
+# Built by the installation.
+KERNELS := $(wildcard launcher/kernels/csrc/*.cpp launcher/kernels/csrc/*.h) launcher/kernels/csrc/CMakeLists.txt
 
 .PHONY: help demo test lint types docs bench clean
 .DEFAULT_GOAL := help
@@ -56,6 +58,6 @@ $(VENV)/.created:
 	@PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' .ci/make-venv
 	@touch $@
 
-$(VENV)/.installed-%: $(VENV)/.created pyproject.toml constraints.txt
+$(VENV)/.installed-%: $(VENV)/.created pyproject.toml constraints.txt $(KERNELS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
 	@touch $@

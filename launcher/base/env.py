@@ -50,6 +50,11 @@ LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./r
 SSH_PROCESSES = EnvVar(
     "LAUNCH_SSH_PROCESSES", "helper processes that hold SSH connections, 0 for none; default by hosts and cores", "read"
 )
+CPU_KERNEL = EnvVar(
+    "LAUNCH_CPU_KERNEL",
+    "C++ optimizer kernels: `AVX-512`, `AVX2`, `SSE2`, `NEON`, or `off`; default the best of this CPU",
+    "read",
+)
 # Set by Slurm; see cluster/slurm.py for their forms.
 SLURM_JOB_ID = EnvVar("SLURM_JOB_ID", "set by Slurm: number of the job", "read")
 SLURM_JOB_NODELIST = EnvVar("SLURM_JOB_NODELIST", "set by Slurm: nodes of the job, compressed", "read")

@@ -1,0 +1,172 @@
+"""The C++ kernel for CPUs: loads the library that was built with the package, and hands spans to it.
+
+The library (launcher/kernels/csrc) knows nothing of Python or torch: it gets addresses, lengths and hyper-parameters,
+and releases the GIL while it works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launcher.base.env import CPU_KERNEL
+from launcher.kernels.api import Adagrad, Adam, Kernel, Lamb, Lion, Rule, Sgd, Span
+
+LIBRARY = Path(__file__).with_name("libcpu_kernels.so")
+_ABI_VERSION = 1  # of csrc/library.cpp
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_RULES: dict[type[Rule], int] = {Adam: 0, Adagrad: 1, Lion: 2, Sgd: 3, Lamb: 4}
+
+
+class _Array(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_int64))
+
+
+class _Rule(ctypes.Structure):
+    """The fields of every rule of api.py, by their names."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
+        *((name, ctypes.c_double) for name in ("momentum", "dampening", "lr_decay", "trust_ratio")),
+        ("step", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("is_decoupled", "corrects_bias", "is_nesterov", "is_first")),
+        ("is_eps_inside_root", ctypes.c_int32),
+    )
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (
+        ("numel", ctypes.c_int64),
+        *((name, _Array) for name in ("master", "grad")),
+        ("states", _Array * 2),
+        ("param", _Array),
+        ("kind", ctypes.c_int64),
+        ("rule", _Rule),
+    )
+
+
+@dataclass(frozen=True)
+class CpuKernelStatus:
+    """What this process gets, and why."""
+
+    kernel: CpuKernel | None
+    reason: str  # one line for `launch report`
+
+
+class CpuKernel:
+    """The rules in C++ for one instruction set, on as many threads as torch uses; safe in forked children."""
+
+    def __init__(self, library: ctypes.CDLL, isa: int) -> None:
+        """isa: place in the library's list of what this CPU can run, the best first."""
+        self._library = library
+        self._isa = isa
+        self.name = f"C++ {library.launch_isa(isa).decode()}"
+
+    def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
+        """Update every span from its gradient times `grad_scale`. Raises: ValueError for tensors it cannot take."""
+        self._library.launch_update(self._isa, _spans(spans), len(spans), grad_scale, torch.get_num_threads())
+
+    def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:
+        """Update the moments of LAMB; return fp64 [num_spans, 2]: sums of squares of weights and directions."""
+        sums = torch.empty(len(spans), 2, dtype=torch.float64)
+        threads = torch.get_num_threads()
+        self._library.launch_lamb_moments(self._isa, _spans(spans), len(spans), grad_scale, threads, sums.data_ptr())
+        return sums
+
+    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the sum of squares of all elements, scalar fp64; the same bits for any number of threads."""
+        arrays = (_Array * len(grads))(*(_array(grad, grad.numel()) for grad in grads))
+        numels = (ctypes.c_int64 * len(grads))(*(grad.numel() for grad in grads))
+        threads = torch.get_num_threads()
+        total = self._library.launch_sum_of_squares(self._isa, arrays, numels, len(grads), threads)
+        return torch.tensor(total, dtype=torch.float64)
+
+
+def load_cpu_kernel() -> Kernel | None:
+    """Return the C++ kernel, None where there is none; `cpu_kernel_status` has the reason."""
+    return cpu_kernel_status().kernel
+
+
+@functools.cache
+def cpu_kernel_status() -> CpuKernelStatus:
+    """Load the library once a process and choose the instruction set: the best one, or that of LAUNCH_CPU_KERNEL."""
+    wanted = os.environ.get(CPU_KERNEL.name, "")
+    if wanted == "off":
+        return CpuKernelStatus(None, f"off by {CPU_KERNEL.name}")
+    try:
+        kernels = all_cpu_kernels()
+    except OSError as error:
+        return CpuKernelStatus(None, str(error))
+    names = [kernel.name.removeprefix("C++ ") for kernel in kernels]
+    if not wanted:
+        return CpuKernelStatus(kernels[0], f"the best of {', '.join(names)} on this CPU")
+    if wanted in names:
+        return CpuKernelStatus(kernels[names.index(wanted)], f"chosen by {CPU_KERNEL.name}")
+    return CpuKernelStatus(None, f"{CPU_KERNEL.name}={wanted}, but this CPU has {', '.join(names)}")
+
+
+def all_cpu_kernels() -> list[CpuKernel]:
+    """Return a kernel for each instruction set of this CPU, the best first.
+
+    Raises: OSError where the library is missing, older than this file, or cannot be loaded.
+    """
+    if not LIBRARY.exists():
+        raise OSError("not built: no C++ compiler was there when the package was installed; install it again with one")
+    library = _load(LIBRARY)
+    if library.launch_abi_version() != _ABI_VERSION:
+        raise OSError(f"{LIBRARY} was built from other sources than these; install the package again")
+    library.launch_isa.restype = ctypes.c_char_p
+    library.launch_sum_of_squares.restype = ctypes.c_double
+    batch = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int64)
+    library.launch_update.argtypes = batch
+    library.launch_lamb_moments.argtypes = (*batch, ctypes.c_void_p)
+    library.launch_sum_of_squares.argtypes = (
+        ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
+    )  # fmt: skip
+    kernels: list[CpuKernel] = []
+    while library.launch_isa(len(kernels)) is not None:
+        kernels.append(CpuKernel(library, len(kernels)))
+    return kernels
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        # The symbols of OpenMP are in no library that torch has made global: a torch built without it, or with
+        # another runtime. Then the system's own serves.
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
+
+
+def _spans(spans: Sequence[Span]) -> ctypes.Array[_Span]:
+    return (_Span * len(spans))(*map(_span, spans))
+
+
+def _span(span: Span) -> _Span:
+    numel = span.master.numel()
+    states = (_Array * 2)(*(_array(state, numel) for state in span.states))
+    param = _Array() if span.param is None else _array(span.param, numel)
+    rule = _Rule(**vars(span.rule))
+    return _Span(
+        numel, _array(span.master, numel), _array(span.grad, numel), states, param, _RULES[type(span.rule)], rule
+    )
+
+
+def _array(tensor: Tensor, numel: int) -> _Array:
+    """Return a tensor's address. Raises: ValueError for one whose memory is not a run of `numel` known elements."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None or tensor.device.type != "cpu" or tensor.numel() != numel or not tensor.is_contiguous():
+        found = f"{tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+        raise ValueError(
+            f"the C++ kernel takes contiguous fp32, bf16 or fp16 tensors of one length on the CPU: here {numel}"
+            f" elements; it was given {found}"
+        )
+    return _Array(tensor.data_ptr(), dtype)
