@@ -106,9 +106,8 @@ class KernelFlat:
 
     def _span(self, shard: FlatShard, run: _Run, rules: dict[tuple[int, int], Rule]) -> Span:
         group = self._groups[shard.group]
-        if run.states is None or len(run.states) != len(
-            state_names(self._kind, group)
-        ):  # SGD may get its momentum late
+        num_states = len(state_names(self._kind, group))
+        if run.states is None or len(run.states) < num_states:  # SGD may be given its momentum later
             run.states, run.num_steps = self._new_states(shard, run, group), 0
         run.num_steps += 1
         key = (shard.group, run.num_steps)
@@ -119,7 +118,7 @@ class KernelFlat:
             rules[key],
             shard.master[piece],
             shard.grad[piece],
-            run.states,
+            run.states[:num_states],
             None if shard.param is None else shard.param[piece],
         )
 
@@ -163,10 +162,10 @@ class KernelFlat:
 
     def states(self, shard: int) -> list[StateRun]:
         """Return the live states of one shard, in element order; runs that have not taken a step have none."""
-        names = state_names(self._kind, self._groups[self._shards[shard].group])
+        names = RULES[self._kind](self._groups[self._shards[shard].group], 1).STATES
         found = []
         for run in self._runs[shard]:
-            if run.states is not None and names:
+            if run.states:
                 state: dict[str, Any] = dict(zip(names, run.states, strict=True))
                 if counts_steps(self._kind):
                     state["step"] = torch.tensor(float(run.num_steps))
@@ -203,7 +202,8 @@ class KernelFlat:
         group = self._groups[shard.group]
         for run in self._runs[number].within(entry.start, entry.stop):
             piece = slice(run.start - entry.start, run.stop - entry.start)
-            run.states = self._new_states(shard, run, group)
             run.num_steps = int(entry.state.get("step", 1))  # torch counts no steps where only the first differs
-            for name, state in zip(state_names(self._kind, group), run.states, strict=True):
-                state.copy_(entry.state[name].reshape(-1)[piece])
+            run.states = tuple(
+                entry.state[name].reshape(-1)[piece].to(shard.master.device, self._choice.state_dtype, copy=True)
+                for name in RULES[self._kind](group, 1).STATES
+            )

@@ -29,7 +29,7 @@ def test_the_json_holds_the_facts_of_this_machine(tmp_path: Path) -> None:
     assert found["machine"]["python"] == platform.python_version()
     assert found["machine"]["packages"]["click"] == metadata.version("click")
     assert found["torch"]["version"].startswith(metadata.version("torch").partition("+")[0])
-    assert "fused" in found["torch"]["optimizers"]["cpu"]["AdamW"]
+    assert found["torch"]["optimizers"]["cpu"]["AdamW"] == f"AdamW[{found['torch']['cpu_kernel']['name']}]"
     assert found["torch"]["cpu_kernel"]["reason"]
     assert isinstance(found["torch"]["gloo"], bool)
     assert set(found["compilers"]) == {"gcc", "g++", "nvcc", "ninja"}
