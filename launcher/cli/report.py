@@ -41,6 +41,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     if "error" not in torch:
         kernels = [f"{kind}: {', '.join(dict.fromkeys(names.values()))}" for kind, names in torch["optimizers"].items()]
         rows.append(("optimizer", " · ".join(kernels)))
+        rows.append(("kernels", " · ".join(f"{kind}: {kernel}" for kind, kernel in torch["kernels"].items())))
     return [*rows, *[(section, _programs_text(found[section])) for section in ("compilers", "programs")]]
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.kernels.triton_kernels import load_triton_kernel, triton_problem
 from launcher.optim.api import FlatShard
 from launcher.optim.factory import SUPPORTED_TYPES, plan_from_config
 
@@ -30,7 +31,13 @@ def torch_facts() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "devices": [_device(index) for index in range(torch.cuda.device_count())] if has_cuda else [],
         "optimizers": {kind: {name: _kernel(name, kind) for name in SUPPORTED_TYPES} for kind in kinds},
+        "kernels": {"cuda": _gpu_kernel()},
     }
+
+
+def _gpu_kernel() -> str:
+    kernel = load_triton_kernel()
+    return f"torch ({triton_problem()})" if kernel is None else kernel.name
 
 
 def _device(index: int) -> dict[str, Any]:

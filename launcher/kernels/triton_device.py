@@ -91,12 +91,13 @@ def sum_blocks_of_spans(
     """Add up the partial sums of one span, always in the same order. Grid: num_spans, 2. sums: fp64 [..., 2]."""
     row = table + tl.program_id(0) * NUM_COLUMNS
     column = tl.program_id(1)
-    first = tl.load(row + FIRST_BLOCK)
-    end = first + tl.cdiv(tl.load(row + NUMEL), BLOCK)
+    start = tl.load(row + FIRST_BLOCK)
+    end = start + tl.cdiv(tl.load(row + NUMEL), BLOCK)
     total = tl.zeros((CHUNK,), tl.float64)
-    for start in range(first, end, CHUNK):
+    while start < end:
         blocks = start + tl.arange(0, CHUNK)
         total += tl.load(partials + 2 * blocks + column, mask=blocks < end, other=0.0)
+        start += CHUNK
     tl.store(sums + 2 * tl.load(row + OUTPUT_ROW) + column, tl.sum(total))
 
 
@@ -111,14 +112,12 @@ def _is_plain(row: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _elements(row: tl.tensor, BLOCK: tl.constexpr, IS_PLAIN: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return offsets of the block's elements within the span, int64, and which of them exist."""
-    offsets = (tl.program_id(0) - tl.load(row + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-    if IS_PLAIN:
-        exist = tl.full((BLOCK,), True, tl.int1)
-    else:
-        exist = offsets < tl.load(row + NUMEL)
-    return offsets, exist
+def _elements(row: tl.tensor, BLOCK: tl.constexpr, IS_PLAIN: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return where the block begins in its span (int64), the numbers of its elements (int32), and which exist."""
+    start = (tl.program_id(0) - tl.load(row + FIRST_BLOCK)) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    exist = tl.full((BLOCK,), True, tl.int1) if IS_PLAIN else lanes < tl.load(row + NUMEL) - start
+    return start, lanes, exist
 
 
 @triton.jit
@@ -131,13 +130,13 @@ def _update_block(
     BLOCK: tl.constexpr,
     IS_PLAIN: tl.constexpr,
 ) -> None:
-    offsets, exist = _elements(row, BLOCK, IS_PLAIN)
-    grad = _read(row + GRAD, offsets, exist, DTYPES[0], IS_PLAIN) * grad_scale
-    master = _read(row + MASTER, offsets, exist, DTYPES[1], IS_PLAIN)
+    start, lanes, exist = _elements(row, BLOCK, IS_PLAIN)
+    grad = _read(row + GRAD, start, lanes, exist, DTYPES[0], IS_PLAIN) * grad_scale
+    master = _read(row + MASTER, start, lanes, exist, DTYPES[1], IS_PLAIN)
     if DTYPES[3] is not None:
-        state_0 = _read(row + STATE_0, offsets, exist, DTYPES[3], IS_PLAIN)
+        state_0 = _read(row + STATE_0, start, lanes, exist, DTYPES[3], IS_PLAIN)
     if DTYPES[4] is not None:
-        state_1 = _read(row + STATE_1, offsets, exist, DTYPES[4], IS_PLAIN)
+        state_1 = _read(row + STATE_1, start, lanes, exist, DTYPES[4], IS_PLAIN)
 
     if RULE == "Adam":
         master, state_0, state_1 = _adam(master, grad, state_0, state_1, factor)
@@ -152,14 +151,14 @@ def _update_block(
     else:
         master = master - tl.load(factor) * _with_weight_decay(grad, master, tl.load(factor + 1))
 
-    _write(row + MASTER, offsets, exist, master, DTYPES[1], IS_PLAIN)
+    _write(row + MASTER, start, lanes, exist, master, DTYPES[1], IS_PLAIN)
     if DTYPES[2] is not None:
-        _write(row + PARAM, offsets, exist, master, DTYPES[2], IS_PLAIN)
+        _write(row + PARAM, start, lanes, exist, master, DTYPES[2], IS_PLAIN)
     if RULE != "Lamb":
         if DTYPES[3] is not None:
-            _write(row + STATE_0, offsets, exist, state_0, DTYPES[3], IS_PLAIN)
+            _write(row + STATE_0, start, lanes, exist, state_0, DTYPES[3], IS_PLAIN)
         if DTYPES[4] is not None:
-            _write(row + STATE_1, offsets, exist, state_1, DTYPES[4], IS_PLAIN)
+            _write(row + STATE_1, start, lanes, exist, state_1, DTYPES[4], IS_PLAIN)
 
 
 @triton.jit
@@ -172,14 +171,14 @@ def _lamb_moments_block(
     BLOCK: tl.constexpr,
     IS_PLAIN: tl.constexpr,
 ) -> None:
-    offsets, exist = _elements(row, BLOCK, IS_PLAIN)
-    grad = _read(row + GRAD, offsets, exist, DTYPES[0], IS_PLAIN) * grad_scale
-    master = _read(row + MASTER, offsets, exist, DTYPES[1], IS_PLAIN)
-    exp_avg = _read(row + STATE_0, offsets, exist, DTYPES[3], IS_PLAIN)
-    exp_avg_sq = _read(row + STATE_1, offsets, exist, DTYPES[4], IS_PLAIN)
+    start, lanes, exist = _elements(row, BLOCK, IS_PLAIN)
+    grad = _read(row + GRAD, start, lanes, exist, DTYPES[0], IS_PLAIN) * grad_scale
+    master = _read(row + MASTER, start, lanes, exist, DTYPES[1], IS_PLAIN)
+    exp_avg = _read(row + STATE_0, start, lanes, exist, DTYPES[3], IS_PLAIN)
+    exp_avg_sq = _read(row + STATE_1, start, lanes, exist, DTYPES[4], IS_PLAIN)
     exp_avg, exp_avg_sq = _moments(exp_avg, exp_avg_sq, grad, factor)
-    _write(row + STATE_0, offsets, exist, exp_avg, DTYPES[3], IS_PLAIN)
-    _write(row + STATE_1, offsets, exist, exp_avg_sq, DTYPES[4], IS_PLAIN)
+    _write(row + STATE_0, start, lanes, exist, exp_avg, DTYPES[3], IS_PLAIN)
+    _write(row + STATE_1, start, lanes, exist, exp_avg_sq, DTYPES[4], IS_PLAIN)
     tl.store(partial, _sum_of_squares(master, exist))
     tl.store(partial + 1, _sum_of_squares(_lamb_direction(master, exp_avg, exp_avg_sq, factor), exist))
 
@@ -188,8 +187,8 @@ def _lamb_moments_block(
 def _square_block(
     row: tl.tensor, partial: tl.tensor, DTYPES: tl.constexpr, BLOCK: tl.constexpr, IS_PLAIN: tl.constexpr
 ) -> None:
-    offsets, exist = _elements(row, BLOCK, IS_PLAIN)
-    tl.store(partial, _sum_of_squares(_read(row + GRAD, offsets, exist, DTYPES[0], IS_PLAIN), exist))
+    start, lanes, exist = _elements(row, BLOCK, IS_PLAIN)
+    tl.store(partial, _sum_of_squares(_read(row + GRAD, start, lanes, exist, DTYPES[0], IS_PLAIN), exist))
 
 
 @triton.jit
@@ -214,18 +213,14 @@ def _adam(
 
 
 @triton.jit
-def _adagrad(
-    master: tl.tensor, grad: tl.tensor, sums: tl.tensor, factor: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
+def _adagrad(master: tl.tensor, grad: tl.tensor, sums: tl.tensor, factor: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     grad = _with_weight_decay(grad, master, tl.load(factor + 1))
     sums = tl.fma(grad, grad, sums)
     return master - tl.load(factor) * tl.div_rn(grad, tl.sqrt_rn(sums) + tl.load(factor + 2)), sums
 
 
 @triton.jit
-def _lion(
-    master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, factor: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
+def _lion(master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, factor: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     mixed = exp_avg * tl.load(factor + 2) + grad * tl.load(factor + 3)
     direction = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, 0.0))  # 0 for NaN, as in torch
     exp_avg = tl.fma(grad, tl.load(factor + 5), exp_avg * tl.load(factor + 4))
@@ -263,9 +258,7 @@ def _moments(
 
 
 @triton.jit
-def _lamb_direction(
-    master: tl.tensor, exp_avg: tl.tensor, exp_avg_sq: tl.tensor, factor: tl.tensor
-) -> tl.tensor:
+def _lamb_direction(master: tl.tensor, exp_avg: tl.tensor, exp_avg_sq: tl.tensor, factor: tl.tensor) -> tl.tensor:
     # One of the two epsilons is zero: inside the root, or after it.
     variance = tl.div_rn(exp_avg_sq, tl.load(factor + 4))
     root = tl.sqrt_rn(variance + tl.load(factor + 5)) + tl.load(factor + 6)
@@ -277,40 +270,48 @@ def _lamb_direction(
 
 @triton.jit
 def _read(
-    cell: tl.tensor, offsets: tl.tensor, exist: tl.tensor, DTYPE: tl.constexpr, IS_PLAIN: tl.constexpr
+    cell: tl.tensor,
+    start: tl.tensor,
+    lanes: tl.tensor,
+    exist: tl.tensor,
+    DTYPE: tl.constexpr,
+    IS_PLAIN: tl.constexpr,
 ) -> tl.tensor:
     """Load elements as fp32 from the address in `cell`."""
-    if DTYPE == tl.bfloat16:
-        bits = tl.load(_pointers(cell, offsets, tl.uint16, IS_PLAIN), mask=exist, other=0)
+    if DTYPE.is_bf16():
+        bits = tl.load(_pointers(cell, start, lanes, tl.uint16, IS_PLAIN), mask=exist, other=0)
         values = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        values = tl.load(_pointers(cell, offsets, DTYPE, IS_PLAIN), mask=exist, other=0.0).to(tl.float32)
+        values = tl.load(_pointers(cell, start, lanes, DTYPE, IS_PLAIN), mask=exist, other=0.0).to(tl.float32)
     return values
 
 
 @triton.jit
 def _write(
     cell: tl.tensor,
-    offsets: tl.tensor,
+    start: tl.tensor,
+    lanes: tl.tensor,
     exist: tl.tensor,
     values: tl.tensor,
     DTYPE: tl.constexpr,
     IS_PLAIN: tl.constexpr,
 ) -> None:
     """Store fp32 values, rounded to nearest even, at the address in `cell`."""
-    if DTYPE == tl.bfloat16:
+    if DTYPE.is_bf16():
         # In integers, so that the interpreter rounds as a GPU does: its own conversion truncates, and loses subnormals.
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(values == values, rounded, 0x7FC0).to(tl.uint16)
-        tl.store(_pointers(cell, offsets, tl.uint16, IS_PLAIN), rounded, mask=exist)
+        tl.store(_pointers(cell, start, lanes, tl.uint16, IS_PLAIN), rounded, mask=exist)
     else:
-        tl.store(_pointers(cell, offsets, DTYPE, IS_PLAIN), values.to(DTYPE), mask=exist)
+        tl.store(_pointers(cell, start, lanes, DTYPE, IS_PLAIN), values.to(DTYPE), mask=exist)
 
 
 @triton.jit
-def _pointers(cell: tl.tensor, offsets: tl.tensor, DTYPE: tl.constexpr, IS_PLAIN: tl.constexpr) -> tl.tensor:
-    base = tl.load(cell).to(tl.pointer_type(DTYPE))
+def _pointers(
+    cell: tl.tensor, start: tl.tensor, lanes: tl.tensor, DTYPE: tl.constexpr, IS_PLAIN: tl.constexpr
+) -> tl.tensor:
+    base = tl.load(cell).to(tl.pointer_type(DTYPE)) + start
     if IS_PLAIN:
         base = tl.multiple_of(base, 16)
-    return base + offsets
+    return base + lanes

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.kernels.api import Adagrad, Adam, Kernel, Lamb, Lion, Rule, Sgd, Span
+from launcher.kernels.api import Adagrad, Adam, Kernel, Lamb, Lion, Rule, Span
 
-BLOCK_NUMEL = 2048  # 8 elements for each of 256 threads: 16 bytes of a 16-bit gradient
-_NUM_WARPS = 8
+BLOCK_NUMEL = 1024  # 8 elements for each of 128 threads: 16 bytes of a 16-bit gradient
+CHUNK_NUMEL = 1024  # partial sums that one program adds at a time
+_NUM_WARPS = 4
 _NUM_KEPT = 16
-_CHUNK_NUMEL = 1024  # partial sums that one program adds at a time
 _ALIGNMENT_BYTES = 16
 _MAX_STATES = 2
 _NUM_FACTORS = 9
@@ -70,20 +70,17 @@ class TritonKernel:
     """
 
     def __init__(self, block_numel: int = BLOCK_NUMEL) -> None:
-        """block_numel: elements of one program, a power of two."""
+        """block_numel: elements of one program, a power of two and at least 16."""
         import triton
 
         from launcher.kernels import triton_device
 
         self._code = triton_device
         self._block_numel = block_numel
-        self._version: str = triton.__version__
+        self.is_interpreted = not isinstance(triton_device.update, triton.JITFunction)
+        self.name = f"Triton {triton.__version__}" + (", interpreted" if self.is_interpreted else "")
         self._tables = lru_cache(_NUM_KEPT)(_upload_tables)
         self._factors = lru_cache(_NUM_KEPT)(_upload_factors)
-
-    @property
-    def name(self) -> str:
-        return f"Triton {self._version}"
 
     def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
         """Update every span from its gradient times `grad_scale`."""
@@ -101,7 +98,7 @@ class TritonKernel:
             self._launch(self._code.lamb_moments, part, factors, float(grad_scale), partials)
             with torch.cuda.device_of(sums):
                 self._code.sum_blocks_of_spans[(len(part.places), 2)](
-                    tables.spans, partials, sums, BLOCK=self._block_numel, CHUNK=_CHUNK_NUMEL
+                    tables.spans, partials, sums, BLOCK=self._block_numel, CHUNK=CHUNK_NUMEL
                 )
         return sums
 
@@ -174,16 +171,16 @@ def _upload_tables(rows: tuple[tuple[int, ...], ...], block_numel: int, device: 
         table.append([numel, sum(num_blocks), place, is_aligned, *addresses])
         num_blocks.append(-(-numel // block_numel))
     block_spans = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(num_blocks))
-    return _Tables(_to_device(torch.tensor(table), device), _to_device(block_spans, device))
+    return _Tables(to_device(torch.tensor(table), device), to_device(block_spans, device))
 
 
 def _upload_factors(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
     """Make the table of hyper-parameters: fp64 until here, fp32 from here on, as in torch."""
     table = [row + (0.0,) * (_NUM_FACTORS - len(row)) for row in rows]
-    return _to_device(torch.tensor(table, dtype=torch.float32), device)
+    return to_device(torch.tensor(table, dtype=torch.float32), device)
 
 
-def _to_device(table: Tensor, device: torch.device) -> Tensor:
+def to_device(table: Tensor, device: torch.device) -> Tensor:
     """Queue the copy of a table and do not wait for it."""
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
@@ -217,19 +214,23 @@ def _bias_corrections(rule: Adam | Lamb) -> tuple[float, float]:
 
 def load_triton_kernel() -> Kernel | None:
     """Return the kernel for GPUs, or None; `triton_problem` says why. Imports Triton at the first call."""
-    kernel = _load()
+    kernel = find_triton_kernel()
     return None if isinstance(kernel, str) else kernel
 
 
 def triton_problem() -> str | None:
     """Say why there is no kernel, or return None where there is one."""
-    kernel = _load()
+    kernel = find_triton_kernel()
     return kernel if isinstance(kernel, str) else None
 
 
 @cache
-def _load() -> TritonKernel | str:
+def find_triton_kernel() -> TritonKernel | str:
+    """Return the kernel for GPUs, or why there is none."""
     try:
-        return TritonKernel()
-    except (ImportError, OSError, RuntimeError) as error:  # not installed, or its library does not fit this system
+        kernel = TritonKernel()
+    except (ImportError, OSError) as error:  # not installed, or its library does not fit this system
         return f"Triton cannot be loaded: {error}"
+    if kernel.is_interpreted and torch.cuda.is_available():
+        return "TRITON_INTERPRET is set, and interpreted kernels cannot read a GPU's memory"
+    return kernel

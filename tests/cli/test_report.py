@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from launcher.agent import probe
 from launcher.job import inventory
 
 SECTIONS = (
-    "launch", "python", "packages", "machine", "memory", "torch", "devices", "optimizer", "compilers", "programs",
+    "launch", "python", "packages", "machine", "memory", "torch", "devices", "optimizer", "kernels", "compilers",
+    "programs",
 )  # fmt: skip
 
 
@@ -29,6 +31,7 @@ def test_the_json_holds_the_facts_of_this_machine(tmp_path: Path) -> None:
     assert found["machine"]["packages"]["click"] == metadata.version("click")
     assert found["torch"]["version"].startswith(metadata.version("torch").partition("+")[0])
     assert "fused" in found["torch"]["optimizers"]["cpu"]["AdamW"]
+    assert re.match(r"Triton \d|torch \(Triton cannot be loaded: .*triton", found["torch"]["kernels"]["cuda"])
     assert isinstance(found["torch"]["gloo"], bool)
     assert set(found["compilers"]) == {"gcc", "g++", "nvcc", "ninja"}
     assert {"sshd", "srun"} <= set(found["programs"])
