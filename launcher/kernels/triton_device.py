@@ -205,6 +205,7 @@ def _sum_of_squares(values: tl.tensor, exist: tl.tensor) -> tl.tensor:
 def _adam(
     master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, exp_avg_sq: tl.tensor, factor: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    # 1 - beta1, beta2, 1 - beta2, sqrt(bias correction 2), eps, lr / bias correction 1, 1 - lr * decay, L2
     grad = _with_weight_decay(grad, master, tl.load(factor + 7))
     exp_avg, exp_avg_sq = _moments(exp_avg, exp_avg_sq, grad, factor)
     denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(factor + 3)) + tl.load(factor + 4)
@@ -214,6 +215,7 @@ def _adam(
 
 @triton.jit
 def _adagrad(master: tl.tensor, grad: tl.tensor, sums: tl.tensor, factor: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    # lr of this step, weight decay, eps
     grad = _with_weight_decay(grad, master, tl.load(factor + 1))
     sums = tl.fma(grad, grad, sums)
     return master - tl.load(factor) * tl.div_rn(grad, tl.sqrt_rn(sums) + tl.load(factor + 2)), sums
@@ -221,6 +223,7 @@ def _adagrad(master: tl.tensor, grad: tl.tensor, sums: tl.tensor, factor: tl.ten
 
 @triton.jit
 def _lion(master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, factor: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    # lr, 1 - lr * decay, beta1, 1 - beta1, beta2, 1 - beta2
     mixed = exp_avg * tl.load(factor + 2) + grad * tl.load(factor + 3)
     direction = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, 0.0))  # 0 for NaN, as in torch
     exp_avg = tl.fma(grad, tl.load(factor + 5), exp_avg * tl.load(factor + 4))
@@ -231,6 +234,7 @@ def _lion(master: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, factor: tl.ten
 def _sgd_with_momentum(
     master: tl.tensor, grad: tl.tensor, buffer: tl.tensor, factor: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
+    # lr, weight decay, momentum, 1 - dampening, is_first, is_nesterov
     grad = _with_weight_decay(grad, master, tl.load(factor + 1))
     momentum = tl.load(factor + 2)
     is_first = tl.load(factor + 4) != 0
@@ -259,7 +263,7 @@ def _moments(
 
 @triton.jit
 def _lamb_direction(master: tl.tensor, exp_avg: tl.tensor, exp_avg_sq: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    # One of the two epsilons is zero: inside the root, or after it.
+    # 1 - beta1, beta2, 1 - beta2, bias corrections 1 and 2, eps inside the root, eps after it, weight decay, lr * ratio
     variance = tl.div_rn(exp_avg_sq, tl.load(factor + 4))
     root = tl.sqrt_rn(variance + tl.load(factor + 5)) + tl.load(factor + 6)
     return tl.div_rn(tl.div_rn(exp_avg, tl.load(factor + 3)), root) + tl.load(factor + 7) * master

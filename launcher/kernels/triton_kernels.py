@@ -24,6 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -85,9 +86,9 @@ class TritonKernel:
     def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
         """Update every span from its gradient times `grad_scale`."""
         for part in _parts([_tensors_of(span) for span in spans]):
-            factors = self._factors_of(part, spans)
+            tables, factors = self._tables_of(part), self._factors_of(part, spans)
             rule = type(spans[0].rule).__name__
-            self._launch(self._code.update, part, factors, float(grad_scale), RULE=rule)
+            self._launch(self._code.update, part, tables, factors, float(grad_scale), RULE=rule)
 
     def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:
         """Update the moments of LAMB; return fp64 [num_spans, 2]: sums of squares of weights and directions."""
@@ -95,7 +96,7 @@ class TritonKernel:
         for part in _parts([_tensors_of(span) for span in spans]):
             tables, factors = self._tables_of(part), self._factors_of(part, spans)
             partials = sums.new_empty(len(tables.block_spans), 2)
-            self._launch(self._code.lamb_moments, part, factors, float(grad_scale), partials)
+            self._launch(self._code.lamb_moments, part, tables, factors, float(grad_scale), partials)
             with torch.cuda.device_of(sums):
                 self._code.sum_blocks_of_spans[(len(part.places), 2)](
                     tables.spans, partials, sums, BLOCK=self._block_numel, CHUNK=CHUNK_NUMEL
@@ -106,15 +107,14 @@ class TritonKernel:
         """Return the sum of squares of all elements, scalar fp64 on their device: the same bits every time."""
         totals = []
         for part in _parts([(grad, None, None, None, None) for grad in grads]):
-            num_blocks = len(self._tables_of(part).block_spans)
-            partials = torch.empty(num_blocks, dtype=torch.float64, device=part.device)
-            self._launch(self._code.sum_of_squares, part, partials)
+            tables = self._tables_of(part)
+            partials = torch.empty(len(tables.block_spans), dtype=torch.float64, device=part.device)
+            self._launch(self._code.sum_of_squares, part, tables, partials)
             totals.append(partials.sum())
         return torch.stack(totals).sum()
 
-    def _launch(self, kernel: Any, part: _Part, *arguments: Tensor | float, **constants: str) -> None:
+    def _launch(self, kernel: Any, part: _Part, tables: _Tables, *arguments: Tensor | float, **constants: str) -> None:
         """Start one program for each block of the spans of `part`."""
-        tables = self._tables_of(part)
         if not len(tables.block_spans):
             return
         with torch.cuda.device_of(tables.spans):
@@ -165,11 +165,12 @@ def _parts(spans: list[_Tensors]) -> list[_Part]:
 
 def _upload_tables(rows: tuple[tuple[int, ...], ...], block_numel: int, device: torch.device) -> _Tables:
     """Make the tables of spans. rows: of each span its place in the call, its length and its five addresses."""
-    table, num_blocks = [], []
-    for place, numel, *addresses in rows:
-        is_aligned = all(address % _ALIGNMENT_BYTES == 0 for address in addresses)
-        table.append([numel, sum(num_blocks), place, is_aligned, *addresses])
-        num_blocks.append(-(-numel // block_numel))
+    num_blocks = [-(-numel // block_numel) for _, numel, *_ in rows]
+    first_blocks = accumulate(num_blocks, initial=0)
+    table = [
+        [numel, first_block, place, all(address % _ALIGNMENT_BYTES == 0 for address in addresses), *addresses]
+        for (place, numel, *addresses), first_block in zip(rows, first_blocks, strict=False)
+    ]
     block_spans = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(num_blocks))
     return _Tables(to_device(torch.tensor(table), device), to_device(block_spans, device))
 
