@@ -77,6 +77,7 @@ class TritonKernel:
         from launcher.kernels import triton_device
 
         self._code = triton_device
+        self._language = triton.language
         self._block_numel = block_numel
         self.is_interpreted = not isinstance(triton_device.update, triton.JITFunction)
         self.name = f"Triton {triton.__version__}" + (", interpreted" if self.is_interpreted else "")
@@ -131,7 +132,7 @@ class TritonKernel:
 
     def _dtype(self, tensor: Tensor | None) -> Any:
         """Return Triton's name for the dtype of `tensor`."""
-        return None if tensor is None else getattr(self._code.tl, str(tensor.dtype).removeprefix("torch."))
+        return None if tensor is None else getattr(self._language, str(tensor.dtype).removeprefix("torch."))
 
     def _tables_of(self, part: _Part) -> _Tables:
         rows = tuple(
