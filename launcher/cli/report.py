@@ -41,7 +41,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     if "error" not in torch:
         kernels = [f"{kind}: {', '.join(dict.fromkeys(names.values()))}" for kind, names in torch["optimizers"].items()]
         rows.append(("optimizer", " · ".join(kernels)))
-        rows.append(("kernels", _kernels_text(torch["cpu_kernel"])))
+        rows.append(("kernels", " · ".join(f"{kind}: {kernel}" for kind, kernel in torch["kernels"].items())))
     return [*rows, *[(section, _programs_text(found[section])) for section in ("compilers", "programs")]]
 
 
@@ -64,10 +64,6 @@ def _devices_text(machine: dict[str, Any], torch: dict[str, Any]) -> str:
     if count != len(devices) and (count or devices):
         texts.append(f"{count} device files, but torch can use {len(devices)}")
     return " · ".join(texts) or "no GPU"
-
-
-def _kernels_text(kernel: dict[str, str | None]) -> str:
-    return f"cpu: {kernel['name'] or 'no C++'} ({kernel['reason']})"
 
 
 def _programs_text(programs: dict[str, Any]) -> str:

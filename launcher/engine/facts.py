@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.comm.buffers import BufferPool
-from launcher.kernels.cpu import cpu_kernel_status
-from launcher.kernels.select import kernel_for
+from launcher.kernels.select import describe_kernels, kernel_for
 from launcher.optim.api import FlatShard
 from launcher.optim.factory import SUPPORTED_TYPES, Means, plan_from_config
 
@@ -24,7 +23,6 @@ def torch_facts() -> dict[str, Any]:
     """Return versions, backends, devices, and the optimizer kernel of each kind of device; sizes in bytes."""
     has_cuda = torch.cuda.is_available()
     has_nccl = dist.is_available() and dist.is_nccl_available()
-    status = cpu_kernel_status()
     kinds = ["cpu", *(["cuda"] if has_cuda else [])]
     return {
         "version": str(torch.__version__),
@@ -33,8 +31,8 @@ def torch_facts() -> dict[str, Any]:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "devices": [_device(index) for index in range(torch.cuda.device_count())] if has_cuda else [],
-        "cpu_kernel": {"name": status.kernel.name if status.kernel else None, "reason": status.reason},
         "optimizers": {kind: {name: _kernel(name, kind) for name in SUPPORTED_TYPES} for kind in kinds},
+        "kernels": describe_kernels(),
     }
 
 

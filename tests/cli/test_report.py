@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -29,8 +30,10 @@ def test_the_json_holds_the_facts_of_this_machine(tmp_path: Path) -> None:
     assert found["machine"]["python"] == platform.python_version()
     assert found["machine"]["packages"]["click"] == metadata.version("click")
     assert found["torch"]["version"].startswith(metadata.version("torch").partition("+")[0])
-    assert found["torch"]["optimizers"]["cpu"]["AdamW"] == f"AdamW[{found['torch']['cpu_kernel']['name']}]"
-    assert found["torch"]["cpu_kernel"]["reason"]
+    kernels = found["torch"]["kernels"]
+    assert re.match(r"(C\+\+ \S+) \(the best of .*\)$", kernels["cpu"])
+    assert found["torch"]["optimizers"]["cpu"]["AdamW"] == f"AdamW[{kernels['cpu'].partition(' (')[0]}]"
+    assert re.match(r"Triton \d|torch \(Triton cannot be loaded: .*triton", kernels["cuda"])
     assert isinstance(found["torch"]["gloo"], bool)
     assert set(found["compilers"]) == {"gcc", "g++", "nvcc", "ninja"}
     assert {"sshd", "srun"} <= set(found["programs"])

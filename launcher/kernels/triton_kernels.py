@@ -1,0 +1,238 @@
+"""Optimizer kernels for GPUs, in Triton: every span of a call in one launch.
+
+A launch reads three tables on the device. What is uploaded, and when:
+
+* The table of spans (int64 [num_spans, 9]: lengths, first blocks, addresses) and the span of each block (int32
+  [num_blocks]): when a call brings spans at other addresses or of other lengths than the last `_NUM_KEPT` calls did. In
+  training that is in the first step.
+* The table of hyper-parameters (fp32 [num_spans, 9]): when one of them has changed. With Adam that is in every step,
+  because of its bias corrections, which are computed here in fp64.
+
+Uploads go from pinned memory and do not wait: torch keeps a pinned block until the copy that was queued from it is
+done. `grad_scale` is an argument of the launch. So a step never waits for the device, and because Triton specialises
+on none of these numbers, it compiles once for each rule and set of dtypes.
+
+Spans whose tensors all begin at multiples of 16 bytes are moved 16 bytes at a time, except for their last block; others
+work, element by element. Spans of other dtypes than the rest of the call cost a launch of their own.
+
+Tables belong to the stream that was current when they were made: use a kernel on one stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.kernels.api import Adagrad, Adam, Kernel, Lamb, Lion, Rule, Span
+
+BLOCK_NUMEL = 1024  # 8 elements for each of 128 threads: 16 bytes of a 16-bit gradient
+CHUNK_NUMEL = 1024  # partial sums that one program adds at a time
+_NUM_WARPS = 4
+_NUM_KEPT = 16
+_ALIGNMENT_BYTES = 16
+_MAX_STATES = 2
+_NUM_FACTORS = 9
+
+_Tensors = tuple[Tensor | None, ...]  # of a span: gradient, master, parameter, two states; None for what is not there
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Spans of a call that have the same dtypes."""
+
+    places: list[int]  # of the spans within the call
+    tensors: list[_Tensors]
+
+    @property
+    def device(self) -> torch.device:
+        return _gradient(self.tensors[0]).device
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Where the spans of a launch are, on the device."""
+
+    spans: Tensor  # int64 [num_spans, 9], columns as in `triton_device`
+    block_spans: Tensor  # int32 [num_blocks]
+
+
+class TritonKernel:
+    """The update protocol on tensors of one GPU; with TRITON_INTERPRET=1, on tensors of the CPU.
+
+    Raises:
+        ImportError: Triton is not installed, or cannot be loaded.
+    """
+
+    def __init__(self, block_numel: int = BLOCK_NUMEL) -> None:
+        """block_numel: elements of one program, a power of two and at least 16."""
+        import triton
+
+        from launcher.kernels import triton_device
+
+        self._code = triton_device
+        self._language = triton.language
+        self._block_numel = block_numel
+        self.is_interpreted = not isinstance(triton_device.update, triton.JITFunction)
+        self.name = f"Triton {triton.__version__}" + (", interpreted" if self.is_interpreted else "")
+        self._tables = lru_cache(_NUM_KEPT)(_upload_tables)
+        self._factors = lru_cache(_NUM_KEPT)(_upload_factors)
+
+    def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
+        """Update every span from its gradient times `grad_scale`."""
+        for part in _parts([_tensors_of(span) for span in spans]):
+            tables, factors = self._tables_of(part), self._factors_of(part, spans)
+            rule = type(spans[0].rule).__name__
+            self._launch(self._code.update, part, tables, factors, float(grad_scale), RULE=rule)
+
+    def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:
+        """Update the moments of LAMB; return fp64 [num_spans, 2]: sums of squares of weights and directions."""
+        sums = torch.empty(len(spans), 2, dtype=torch.float64, device=spans[0].master.device)
+        for part in _parts([_tensors_of(span) for span in spans]):
+            tables, factors = self._tables_of(part), self._factors_of(part, spans)
+            partials = sums.new_empty(len(tables.block_spans), 2)
+            self._launch(self._code.lamb_moments, part, tables, factors, float(grad_scale), partials)
+            with torch.cuda.device_of(sums):
+                self._code.sum_blocks_of_spans[(len(part.places), 2)](
+                    tables.spans, partials, sums, BLOCK=self._block_numel, CHUNK=CHUNK_NUMEL
+                )
+        return sums
+
+    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the sum of squares of all elements, scalar fp64 on their device: the same bits every time."""
+        totals = []
+        for part in _parts([(grad, None, None, None, None) for grad in grads]):
+            tables = self._tables_of(part)
+            partials = torch.empty(len(tables.block_spans), dtype=torch.float64, device=part.device)
+            self._launch(self._code.sum_of_squares, part, tables, partials)
+            totals.append(partials.sum())
+        return torch.stack(totals).sum()
+
+    def _launch(self, kernel: Any, part: _Part, tables: _Tables, *arguments: Tensor | float, **constants: str) -> None:
+        """Start one program for each block of the spans of `part`."""
+        if not len(tables.block_spans):
+            return
+        with torch.cuda.device_of(tables.spans):
+            kernel[(len(tables.block_spans),)](
+                tables.spans,
+                tables.block_spans,
+                *arguments,
+                DTYPES=tuple(self._dtype(tensor) for tensor in part.tensors[0]),
+                BLOCK=self._block_numel,
+                **constants,
+                num_warps=_NUM_WARPS,
+                enable_fp_fusion=False,
+            )
+
+    def _dtype(self, tensor: Tensor | None) -> Any:
+        """Return Triton's name for the dtype of `tensor`."""
+        return None if tensor is None else getattr(self._language, str(tensor.dtype).removeprefix("torch."))
+
+    def _tables_of(self, part: _Part) -> _Tables:
+        rows = tuple(
+            (place, _gradient(tensors).numel(), *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+            for place, tensors in zip(part.places, part.tensors, strict=True)
+        )
+        return self._tables(rows, self._block_numel, part.device)
+
+    def _factors_of(self, part: _Part, spans: Sequence[Span]) -> Tensor:
+        return self._factors(tuple(factors_of(spans[place].rule) for place in part.places), part.device)
+
+
+def _tensors_of(span: Span) -> _Tensors:
+    return (span.grad, span.master, span.param, *span.states, *[None] * (_MAX_STATES - len(span.states)))
+
+
+def _gradient(tensors: _Tensors) -> Tensor:
+    assert tensors[0] is not None
+    return tensors[0]
+
+
+def _parts(spans: list[_Tensors]) -> list[_Part]:
+    """Sort the spans of a call by their dtypes: nearly always there is one part."""
+    parts: dict[tuple[torch.dtype | None, ...], _Part] = {}
+    for place, tensors in enumerate(spans):
+        part = parts.setdefault(tuple(None if t is None else t.dtype for t in tensors), _Part([], []))
+        part.places.append(place)
+        part.tensors.append(tensors)
+    return list(parts.values())
+
+
+def _upload_tables(rows: tuple[tuple[int, ...], ...], block_numel: int, device: torch.device) -> _Tables:
+    """Make the tables of spans. rows: of each span its place in the call, its length and its five addresses."""
+    num_blocks = [-(-numel // block_numel) for _, numel, *_ in rows]
+    first_blocks = accumulate(num_blocks, initial=0)
+    table = [
+        [numel, first_block, place, all(address % _ALIGNMENT_BYTES == 0 for address in addresses), *addresses]
+        for (place, numel, *addresses), first_block in zip(rows, first_blocks, strict=False)
+    ]
+    block_spans = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(num_blocks))
+    return _Tables(to_device(torch.tensor(table), device), to_device(block_spans, device))
+
+
+def _upload_factors(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+    """Make the table of hyper-parameters: fp64 until here, fp32 from here on, as in torch."""
+    table = [row + (0.0,) * (_NUM_FACTORS - len(row)) for row in rows]
+    return to_device(torch.tensor(table, dtype=torch.float32), device)
+
+
+def to_device(table: Tensor, device: torch.device) -> Tensor:
+    """Queue the copy of a table and do not wait for it."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
+def factors_of(rule: Rule) -> tuple[float, ...]:
+    """Return what the kernel of `rule` multiplies with: one row of the table of hyper-parameters."""
+    if isinstance(rule, Adam):
+        correction1, correction2 = _bias_corrections(rule)
+        decay, l2 = (rule.lr * rule.weight_decay, 0.0) if rule.is_decoupled else (0.0, rule.weight_decay)
+        moments = 1 - rule.beta1, rule.beta2, 1 - rule.beta2
+        return *moments, math.sqrt(correction2), rule.eps, rule.lr / correction1, 1 - decay, l2
+    if isinstance(rule, Lamb):
+        inside, after = (rule.eps, 0.0) if rule.is_eps_inside_root else (0.0, rule.eps)
+        moments = 1 - rule.beta1, rule.beta2, 1 - rule.beta2
+        return *moments, *_bias_corrections(rule), inside, after, rule.weight_decay, rule.lr * rule.trust_ratio
+    if isinstance(rule, Adagrad):
+        return rule.lr / (1 + (rule.step - 1) * rule.lr_decay), rule.weight_decay, rule.eps
+    if isinstance(rule, Lion):
+        kept = 1 - rule.lr * rule.weight_decay
+        return rule.lr, kept, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2
+    flags = float(rule.is_first), float(rule.is_nesterov)
+    return rule.lr, rule.weight_decay, rule.momentum, 1 - rule.dampening, *flags
+
+
+def _bias_corrections(rule: Adam | Lamb) -> tuple[float, float]:
+    return (1 - rule.beta1**rule.step, 1 - rule.beta2**rule.step) if rule.corrects_bias else (1.0, 1.0)
+
+
+# ---- whether there is one ----
+
+
+def load_triton_kernel() -> Kernel | None:
+    """Return the kernel for GPUs, or None; `triton_problem` says why. Imports Triton at the first call."""
+    kernel = find_triton_kernel()
+    return None if isinstance(kernel, str) else kernel
+
+
+def triton_problem() -> str | None:
+    """Say why there is no kernel, or return None where there is one."""
+    kernel = find_triton_kernel()
+    return kernel if isinstance(kernel, str) else None
+
+
+@cache
+def find_triton_kernel() -> TritonKernel | str:
+    """Return the kernel for GPUs, or why there is none."""
+    try:
+        kernel = TritonKernel()
+    except (ImportError, OSError) as error:  # not installed, or its library does not fit this system
+        return f"Triton cannot be loaded: {error}"
+    if kernel.is_interpreted and torch.cuda.is_available():
+        return "TRITON_INTERPRET is set, and interpreted kernels cannot read a GPU's memory"
+    return kernel

@@ -1,0 +1,209 @@
+"""The Triton kernels against the reference; `test_triton.py` runs this file in a process of its own.
+
+With TRITON_INTERPRET=1 everything runs interpreted, on the CPU; else compiled, on the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness.spans import RULES, Shard, check_rounded, check_update, random_shard
+
+from launcher.kernels import triton_device, triton_kernels
+from launcher.kernels.api import Adam, Lamb, Lion, Rule, Sgd, Span
+from launcher.kernels.reference import ReferenceKernel
+from launcher.kernels.triton_kernels import TritonKernel
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+BLOCK_NUMEL = 128
+# 1,000 in all. LAMB has two passes and takes the interpreter three times as long.
+NUM_CASES = {kind: 100 if kind is Lamb else 225 for kind in RULES}
+ADAM = Adam(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3)
+LAMB = Lamb(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1, step=3)
+SGD = Sgd(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, is_nesterov=False, is_first=False)
+only_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is nothing to see in the interpreter")
+
+
+@pytest.fixture(scope="module")
+def kernel() -> TritonKernel:
+    return TritonKernel(BLOCK_NUMEL)
+
+
+@pytest.fixture(autouse=True)
+def no_numpy_warnings() -> Iterator[None]:
+    """Numpy, which the interpreter computes with, warns of every inf and NaN."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+class Launches:
+    """Stands in for a kernel and counts how often it is launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.count = kernel, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.count += 1
+        return self.kernel[grid]
+
+
+def adam_shard(lengths: list[int], rules: list[Rule] | None = None) -> Shard:
+    """Lay spans of these lengths one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    stops = np.cumsum(lengths).tolist()
+    tensors = [torch.randn(stops[-1], generator=generator) for _ in range(4)]
+    ranges = list(zip([0, *stops], stops, strict=False))
+    rules = rules or [ADAM] * len(lengths)
+    return Shard(ranges, rules, tensors[0], tensors[1], (tensors[2], tensors[3].square()), tensors[0].bfloat16())
+
+
+# ---- parity ----
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+def test_random_shards(kernel: TritonKernel, kind: type[Rule]) -> None:
+    for seed in range(NUM_CASES[kind]):
+        try:
+            check_update(kernel, random_shard(kind, seed, BLOCK_NUMEL), DEVICE, grad_scale=[1.0, 0.25, 1 / 3][seed % 3])
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_every_length_of_a_tail_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(triton_device.update)
+    monkeypatch.setattr(triton_device, "update", launches)
+    rules = [replace(ADAM, lr=0.001 * number, is_decoupled=number % 2 == 0) for number in range(35)]
+    check_update(TritonKernel(16), adam_shard(list(range(35)), [*rules]), DEVICE, 0.5)
+    assert launches.count == 1
+
+
+def test_spans_of_other_dtypes_cost_a_launch_of_their_own(
+    kernel: TritonKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [random_shard(Lamb, seed, BLOCK_NUMEL) for seed in range(8)]
+    truth, taken = [shard.to("cpu") for shard in shards], [shard.to(DEVICE) for shard in shards]
+    launches = Launches(triton_device.lamb_moments)
+    monkeypatch.setattr(triton_device, "lamb_moments", launches)
+    sums = kernel.lamb_moments([span for shard in taken for span in shard.spans()])
+    assert 1 < launches.count <= len(shards)
+    expected = ReferenceKernel().lamb_moments([span for shard in truth for span in shard.spans()])
+    torch.testing.assert_close(sums.cpu(), expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_to_nearest_even_bit_by_bit(kernel: TritonKernel, dtype: torch.dtype) -> None:
+    # Every 16-bit pattern, exactly, just beside it, at the tie with its neighbour and just beside that.
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    low_bits = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    master = (numbers.view(torch.int32)[:, None] | low_bits).flatten().view(torch.float32)
+    taken, zeros = master.to(DEVICE), torch.zeros_like(master, device=DEVICE)
+    param = torch.zeros_like(master, dtype=dtype, device=DEVICE)
+    TritonKernel(16384).update([Span(replace(SGD, momentum=0.0), taken, zeros, (), param)])
+    expected = master.to(dtype)
+    is_nan = expected.isnan()
+    assert torch.equal(param.cpu().isnan(), is_nan)
+    assert torch.equal(param.cpu()[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
+
+
+def test_the_first_momentum_is_the_gradient_whatever_stands_there(kernel: TritonKernel) -> None:
+    master, grad = torch.ones(5, device=DEVICE), torch.full((5,), 2.0, device=DEVICE)
+    buffer = torch.full((5,), float("nan"), device=DEVICE)
+    kernel.update([Span(replace(SGD, is_first=True), master, grad, (buffer,))])
+    assert buffer.tolist() == [2.0] * 5
+    assert master.tolist() == pytest.approx([0.8] * 5)
+
+
+def test_a_weight_that_is_not_finite_stays_out_of_the_moments(kernel: TritonKernel) -> None:
+    shard = adam_shard([40], [replace(ADAM, is_decoupled=False, weight_decay=0.0)])
+    shard.master[3] = float("inf")
+    check_update(kernel, shard, DEVICE, 1.0)
+
+
+# ---- norms ----
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sum_of_squares(kernel: TritonKernel, seed: int) -> None:
+    grads = [span.grad for number in (seed, seed + 100) for span in random_shard(Lion, number, BLOCK_NUMEL).spans()]
+    total = kernel.sum_of_squares([grad.to(DEVICE) for grad in grads])
+    assert total.dtype == torch.float64
+    assert total.shape == ()
+    assert total.device.type == DEVICE
+    torch.testing.assert_close(total.cpu(), ReferenceKernel().sum_of_squares(grads), rtol=1e-12, atol=0, equal_nan=True)
+
+
+def test_squares_do_not_overflow_early_and_sums_are_the_same_every_time(kernel: TritonKernel) -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(numel, generator=generator).to(DEVICE) * 1e37 for numel in (1000, 7)]
+    totals = {kernel.sum_of_squares(grads).item() for _ in range(3)}
+    assert len(totals) == 1
+    assert 1e74 < totals.pop() < float("inf")
+    assert kernel.sum_of_squares([torch.zeros(0, device=DEVICE)]).item() == 0
+
+
+def test_norms_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "CHUNK_NUMEL", 4)
+    shard = adam_shard([16 * 9 + 1, 0, 3], [LAMB] * 3)
+    sums = TritonKernel(16).lamb_moments(shard.to(DEVICE).spans())
+    torch.testing.assert_close(sums.cpu(), ReferenceKernel().lamb_moments(shard.spans()), rtol=1e-6, atol=0)
+    assert sums[1].tolist() == [0, 0]
+
+
+# ---- what a step uploads ----
+
+
+def test_a_step_uploads_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded: list[torch.dtype] = []
+    to_device = triton_kernels.to_device
+
+    def counting(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+        uploaded.append(table.dtype)
+        return to_device(table, device)
+
+    monkeypatch.setattr(triton_kernels, "to_device", counting)
+    kernel, shard = TritonKernel(BLOCK_NUMEL), adam_shard([200, 50]).to(DEVICE)
+    kernel.update(shard.spans())
+    assert sorted(map(str, uploaded)) == ["torch.float32", "torch.int32", "torch.int64"]
+    shard.rules = [replace(ADAM, step=4)] * 2
+    kernel.update(shard.spans(), grad_scale=0.5)
+    assert uploaded[3:] == [torch.float32]
+    kernel.update(shard.spans(), grad_scale=0.25)
+    assert len(uploaded) == 4
+    shard.ranges[0] = (0, 199)  # the same addresses, but for another length
+    kernel.update(shard.spans())
+    assert sorted(map(str, uploaded[4:])) == ["torch.int32", "torch.int64"]
+
+
+@only_gpu
+def test_a_step_neither_waits_for_the_device_nor_compiles_again() -> None:
+    kernel, shard = TritonKernel(), adam_shard([5000, 3]).to(DEVICE)
+    kernel.update(shard.spans())
+    kernel.sum_of_squares([shard.grad])
+    cache = Path(os.environ["TRITON_CACHE_DIR"])
+    compiled = sorted(cache.iterdir())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(4, 40):
+            shard.rules = [replace(ADAM, step=step, lr=1 / step)] * 2
+            kernel.sum_of_squares([shard.grad])
+            kernel.update(shard.spans(), grad_scale=1 / step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sorted(cache.iterdir()) == compiled
+
+
+@only_gpu
+def test_hyperparameters_that_change_while_the_device_is_busy_reach_their_own_step() -> None:
+    kernel = TritonKernel()
+    master, grad = torch.zeros(1000, device=DEVICE), torch.ones(1000, device=DEVICE)
+    torch.cuda._sleep(100_000_000)
+    for step in range(50):
+        kernel.update([Span(replace(SGD, momentum=0.0, lr=2.0**step), master, grad, ())])
+    check_rounded(master, torch.full((1000,), -(2.0**50 - 1)))
