@@ -1,7 +1,7 @@
 """The building blocks of the schema: sections, keys, their types and their status.
 
 A key is one line: `name: Type = key(default, "meaning", status)`. `status` says what this release does with it:
-WORKS (the default), AT_STAGE_3, `inert(why)`, or `unsupported(use what instead)`.
+WORKS (the default), AT_STAGE_3, WITH_NVME, `inert(why)`, or `unsupported(use what instead)`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Support(Enum):
 
     WORKS = "works"
     AT_STAGE_3 = "works at stage 3"  # setting it at another stage is reported at start
+    WITH_NVME = "works with offload to nvme"  # setting it without is reported at start
     INERT = "accepted without effect here"  # setting it is reported at start
     UNSUPPORTED = "not supported"  # setting it to anything but its default is an error
 
@@ -50,6 +51,7 @@ class Status:
 
 WORKS = Status(Support.WORKS)
 AT_STAGE_3 = Status(Support.AT_STAGE_3)
+WITH_NVME = Status(Support.WITH_NVME)
 
 
 def inert(why: str) -> Status:

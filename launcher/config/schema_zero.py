@@ -7,6 +7,7 @@ from typing import Annotated
 
 from launcher.config.fields import (
     AT_STAGE_3,
+    WITH_NVME,
     AnyInt,
     Count,
     Flag,
@@ -29,6 +30,8 @@ _RANKS_JOINED = inert("a unit's gradients go to all their owners in one collecti
 _ONE_GATHER = inert("a unit is gathered in one collective, which is never slower than a broadcast from each rank")
 _UNIT_GATHER = inert("what is gathered at once is a unit; reduce_bucket_size bounds it")
 _WHOLE = inert("whole weights come from engine.state_dict()")
+_ONE_CALL_EACH = inert("each request is one system call of a thread")
+_THROUGH_HOST = inert("what is on disk goes through host memory")
 _ZEROPP = unsupported("quantized communication is not in this release; remove the key")
 
 
@@ -182,12 +185,11 @@ class ZeroOptimization(Section):
 class Aio(Section):
     """`aio`: how disks are read and written when something is offloaded to them."""
 
-    status = inert("nothing is offloaded to disk")
+    status = WITH_NVME
 
-    block_size: PositiveInt = key(1_048_576, "bytes of one request")
-    queue_depth: PositiveInt = key(8, "requests at the same time")
-    intra_op_parallelism: PositiveInt = key(1, "threads of one transfer")
-    thread_count: PositiveInt = key(1, "old name of intra_op_parallelism")
-    single_submit: Flag = key(False, "submit requests one by one")
-    overlap_events: Flag = key(True, "submit while waiting")
-    use_gds: Flag = key(False, "transfer between disk and GPU directly")
+    block_size: PositiveInt = key(1_048_576, "bytes of one request, rounded up to a multiple of 4096")
+    queue_depth: PositiveInt = key(8, "requests that each thread of a transfer keeps in flight; 128 at most in all")
+    intra_op_parallelism: PositiveInt = key(1, "threads of one transfer", alias=("thread_count", "num_threads"))
+    single_submit: Flag = key(False, "submit requests one by one", _ONE_CALL_EACH)
+    overlap_events: Flag = key(True, "submit while waiting", inert("requests never wait for each other"))
+    use_gds: Flag = key(False, "transfer between disk and GPU directly", _THROUGH_HOST)

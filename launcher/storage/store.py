@@ -80,10 +80,8 @@ class Store:
 
     def __init__(self, folder: str, settings: AioSettings) -> None:
         """Create the file in `folder`, which must exist. Raises: EngineError."""
-        self.settings = settings
         self._file = SwapFile(folder)
-        self._pool = futures.ThreadPoolExecutor(settings.num_requests, thread_name_prefix="launch-storage")
-        self._blocks = threading.local()
+        self._use(settings)
         self._pid = os.getpid()
         self._failure: EngineError | None = None
 
@@ -98,6 +96,11 @@ class Store:
     def size_bytes(self) -> int:
         """Bytes reserved on disk."""
         return self._file.size_bytes
+
+    def tune(self, settings: AioSettings) -> None:
+        """Go on with other settings, once what was started has ended."""
+        self._pool.shutdown()
+        self._use(settings)
 
     def reserve(self, num_bytes: int) -> Extent:
         """Take room on the disk. Raises: EngineError when there is not enough."""
@@ -122,6 +125,11 @@ class Store:
         """Finish what has begun, drop what has not, and remove the file. Raises nothing: a failure stood in `wait`."""
         self._pool.shutdown(cancel_futures=True)
         self._file.close()
+
+    def _use(self, settings: AioSettings) -> None:
+        self.settings = settings
+        self._pool = futures.ThreadPoolExecutor(settings.num_requests, thread_name_prefix="launch-storage")
+        self._blocks = threading.local()
 
     def _start(
         self, extent: Extent, memory: memoryview, move: Callable[[memoryview, int], None], verb: str
