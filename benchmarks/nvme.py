@@ -75,6 +75,8 @@ def main() -> None:
             with file.open("wb") as stream:
                 for _ in range(meter.size_bytes >> 20):
                     stream.write(os.urandom(1 << 20))
+                stream.flush()
+                os.fsync(stream.fileno())
             for settings in SETTINGS:
                 rows += measure(meter, file, settings, options)
         finally:

@@ -57,9 +57,9 @@ def _keys_of(section: type[Section], prefix: str) -> Iterator[KeyFacts]:
 def _section_status(section: type[Section]) -> str:
     """A section works when any of its keys does."""
     statuses = [status_of(section, name) for name in section.model_fields]
-    for support in (Support.WORKS, Support.WITH_NVME):
-        if any(status.support is support for status in statuses):
-            return support.value
+    for best in (Support.WORKS, Support.WITH_NVME):
+        if any(status.support is best for status in statuses):
+            return str(best.value)
     refused = [status for status in statuses if status.support is Support.UNSUPPORTED]
     return str((refused or statuses)[0])
 
