@@ -6,12 +6,14 @@ python benchmarks/nvme.py [--folder .] [--size 1GiB] [--seconds 1] [--rounds 7] 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import mmap
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from common import machine_line, measure_in_turns, median, spread, table
@@ -36,21 +38,34 @@ def fio_rate(file: Path, direction: str, settings: AioSettings, seconds: float) 
     return float(json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"])
 
 
-def measure(meter: DiskMeter, file: Path, settings: AioSettings, options: argparse.Namespace) -> list[list[str]]:
+def small_pages(num_bytes: int) -> memoryview:
+    """Return memory as fio has it, and most programs: pages of 4 KiB, where `aligned_buffer` asks for huge ones."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memoryview(memory)
+
+
+def rate(meter: DiskMeter, direction: str, settings: AioSettings, options: argparse.Namespace) -> float:
+    """Return our bytes per second."""
+    measured = meter.read_rate if direction == "read" else meter.write_rate
+    return measured(settings, options.seconds)
+
+
+def measure(
+    meters: dict[str, DiskMeter], file: Path, settings: AioSettings, options: argparse.Namespace
+) -> list[list[str]]:
     """Return the rows of one setting."""
-    ours = {"read": meter.read_rate, "write": meter.write_rate}
-    candidates: dict[str, Callable[[], float]] = {}
-    for direction, rate in ours.items():
-        candidates[f"fio {direction}"] = lambda way=direction: fio_rate(file, way, settings, options.seconds)
-        candidates[f"launch {direction}"] = lambda rate=rate: rate(settings, options.seconds)
-    samples = {name: [value / 1e9 for value in v] for name, v in measure_in_turns(candidates, options.rounds).items()}
     rows = []
-    for direction in ours:
-        launch, fio = samples[f"launch {direction}"], samples[f"fio {direction}"]
-        cells = [f"{median(values):.2f} ({spread(values)})" for values in (launch, fio)]
+    for direction in ("read", "write"):
+        candidates = {name: partial(rate, meter, direction, settings, options) for name, meter in meters.items()}
+        candidates["fio"] = partial(fio_rate, file, direction, settings, options.seconds)
+        samples = measure_in_turns(candidates, options.rounds)
+        found = {name: [value / 1e9 for value in values] for name, values in samples.items()}
+        fio = median(found["fio"])
+        cells = [f"{median(values):.2f} ({spread(values)})" for values in found.values()]
+        ratios = [f"**{median(found[name]) / fio:.2f}**" for name in meters]
         block = format_bytes(settings.block_size_bytes)
-        ratio = f"**{median(launch) / median(fio):.2f}**"
-        rows.append([f"{direction}, {block} × {settings.num_requests}", *cells, ratio])
+        rows.append([f"{direction}, {block} × {settings.num_requests}", *cells, *ratios])
     return rows
 
 
@@ -58,7 +73,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", default=".", help="on the disk to be measured")
-    parser.add_argument("--size", type=parse_bytes, default=1 << 30, help="of each of the two files")
+    parser.add_argument("--size", type=parse_bytes, default=1 << 30, help="of each of the three files")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
@@ -66,36 +81,43 @@ def main() -> None:
     if shutil.which("fio") is None:
         print("Not measured: fio is not installed (`apt-get install fio`).\n")
         return
-    rows = []
-    meter = DiskMeter(options.folder, options.size)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        try:
+    with contextlib.ExitStack() as stack:
+        meters = {
+            "launch": DiskMeter(options.folder, options.size),
+            "launch, small pages": DiskMeter(options.folder, options.size, small_pages),
+        }
+        for meter in meters.values():
+            stack.callback(meter.close)
             meter.fill(_FILL_S)
-            file = Path(folder) / "fio"
-            with file.open("wb") as stream:
-                for _ in range(meter.size_bytes >> 20):
-                    stream.write(os.urandom(1 << 20))
-                stream.flush()
-                os.fsync(stream.fileno())
-            for settings in SETTINGS:
-                rows += measure(meter, file, settings, options)
-        finally:
-            meter.close()
+        size_bytes = meters["launch"].size_bytes
+        file = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))) / "fio"
+        write_noise(file, size_bytes)
+        rows = [row for settings in SETTINGS for row in measure(meters, file, settings, options)]
     print(machine_line())
+    print(f"{format_bytes(size_bytes)} on {filesystem(options.folder)}, read and written over and over; GB/s, ", end="")
+    print(f"medians and quartiles of {options.rounds} rounds in turns, {options.seconds:g} s each, O_DIRECT, ", end="")
     print(
-        f"Read and written over and over: {format_bytes(meter.size_bytes)} on {filesystem(options.folder)}; GB/s, ",
+        "block size × requests in flight; `python benchmarks/nvme.py`. launch's buffers ask for huge pages, fio's ",
         end="",
     )
-    print(f"medians and quartiles of {options.rounds} rounds in turns, {options.seconds:g} s each, O_DIRECT; ", end="")
-    print("`python benchmarks/nvme.py`.\n")
-    print(table(["", "launch", "fio, libaio", "launch / fio"], rows))
+    print("are pages of 4 KiB; with such pages launch is the second column.\n")
+    print(table(["", *meters, "fio, libaio", "launch / fio", "small pages / fio"], rows))
     print()
+
+
+def write_noise(file: Path, num_bytes: int) -> None:
+    """Make fio's file, and wait until it is on the disk."""
+    with file.open("wb") as stream:
+        for _ in range(num_bytes >> 20):
+            stream.write(os.urandom(1 << 20))
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def filesystem(folder: str) -> str:
     """Return the type of the file system."""
-    command = ["stat", "--file-system", "--format=%T", folder]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run(["df", "--output=fstype", folder], check=True, capture_output=True, text=True)
+    return done.stdout.split()[-1]
 
 
 if __name__ == "__main__":

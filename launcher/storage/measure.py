@@ -48,8 +48,12 @@ class Rates:
 class DiskMeter:
     """A swap file full of noise in one folder, read and written with one setting after the other."""
 
-    def __init__(self, folder: str, size_bytes: int) -> None:
-        """Reserve `size_bytes`, at least one chunk. Raises: EngineError when that cannot be done in `folder`."""
+    def __init__(self, folder: str, size_bytes: int, allocate: Callable[[int], memoryview] = aligned_buffer) -> None:
+        """Reserve `size_bytes`, at least one chunk. Raises: EngineError when that cannot be done in `folder`.
+
+        allocate: makes the memory, of so many bytes.
+        """
+        self._allocate = allocate
         self._store = Store(folder, GRID[0])
         self._noise = os.urandom(CHUNK_BYTES)  # disks and file systems that compress gain nothing from it
         self._memories: list[memoryview] = []
@@ -107,7 +111,7 @@ class DiskMeter:
         settings = self._store.settings
         num_pending = 1 + -(-settings.request_bytes * settings.num_requests // CHUNK_BYTES)
         while len(self._memories) < num_pending:
-            self._memories.append(aligned_buffer(CHUNK_BYTES))
+            self._memories.append(self._allocate(CHUNK_BYTES))
             self._memories[-1][:] = self._noise
         pending: deque[Transfer] = deque()
         count, start_s = 0, time.monotonic()

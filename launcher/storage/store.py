@@ -1,7 +1,7 @@
 """Asynchronous reads and writes of a swap file.
 
 Every request is one `preadv` or `pwritev` of a thread. System calls release Python's lock, so that N threads keep N
-requests in flight, and on a disk that is as quick as the kernel's own queues (`benchmarks/nvme.py` compares).
+requests in flight, about as quick as the kernel's own queues are with the same memory (`benchmarks/nvme.py` compares).
 """
 
 from __future__ import annotations
