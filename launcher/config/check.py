@@ -12,7 +12,7 @@ from launcher.base.errors import ConfigError
 from launcher.base.suggest import did_you_mean
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
-from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, inert, shown, status_of
+from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
 from launcher.config.positions import Path
 from launcher.config.rules import precision_problems
 from launcher.config.rules_offload import offload_problems
@@ -73,7 +73,7 @@ def check(data: Mapping[str, Any], world_size: int | None, *, for_planning: bool
         config = Config.model_validate(renamed)
     except ValidationError as error:
         errors += [_from_pydantic(item) for item in error.errors(include_url=False)]
-    _check_support(Config, renamed, (), _Support(_stage_of(renamed), errors, notices))
+    _check_support(Config, renamed, (), _Support(renamed, errors, notices))
     for types in (_OPTIMIZERS, _SCHEDULERS):
         _check_typed_params(renamed, types, errors, notices)
     if config is not None:
@@ -144,7 +144,7 @@ def unknown_key(path: Path) -> Finding:
 class _Support:
     """Collects what is set without effect, or not supported."""
 
-    stage: Any  # as given: a number, or "auto"
+    data: Mapping[str, Any]  # the whole config
     errors: list[Finding]
     notices: list[Finding]
 
@@ -154,13 +154,21 @@ class _Support:
             self.errors.append(Finding(path, f"{name} {shown(value)} is not supported", status.note, True, True))
         elif status.support is Support.INERT:
             self.notices.append(Finding(path, f"{name} {shown(value)} has no effect: {status.note}", None, True))
-        elif status.support is Support.AT_STAGE_3 and self.stage not in (3, AUTO):
+        elif status.support is Support.AT_STAGE_3 and _zero_key(self.data, "stage", 0) not in (3, AUTO):
             self.notices.append(Finding(path, f"{name} {shown(value)} has no effect: it tunes stage 3", None, True))
+        elif status.support is Support.WITH_NVME and not _uses_disk(self.data):
+            why = "nothing is offloaded to nvme"
+            self.notices.append(Finding(path, f"{name} {shown(value)} has no effect: {why}", None, True))
 
 
-def _stage_of(data: Mapping[str, Any]) -> Any:
+def _zero_key(data: Mapping[str, Any], name: str, default: Any) -> Any:
     zero = data.get("zero_optimization")
-    return zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    return zero.get(name, default) if isinstance(zero, Mapping) else default
+
+
+def _uses_disk(data: Mapping[str, Any]) -> bool:
+    parts = (_zero_key(data, name, None) for name in ("offload_param", "offload_optimizer"))
+    return any(isinstance(part, Mapping) and str(part.get("device")).lower() == "nvme" for part in parts)
 
 
 def _check_support(section: type[Section], data: Mapping[str, Any], path: Path, findings: _Support) -> None:
@@ -178,13 +186,7 @@ def _check_support(section: type[Section], data: Mapping[str, Any], path: Path, 
         default = section.model_fields[name].get_default(call_default_factory=True)
         if value in (default, None, AUTO):
             continue
-        status = status_of(section, name)
-        if status.needs is not None:
-            other, wanted = status.needs
-            if data.get(other, section.model_fields[other].default) == wanted:
-                continue
-            status = inert(f'it is for "{other}": "{wanted}"')
-        findings.report(status, (*path, name), value)
+        findings.report(status_of(section, name), (*path, name), value)
 
 
 def _check_typed_params(data: Mapping[str, Any], types: _Types, errors: list[Finding], notices: list[Finding]) -> None:
@@ -215,7 +217,7 @@ def _check_typed_params(data: Mapping[str, Any], types: _Types, errors: list[Fin
         section.model_validate(dict(params))
     except ValidationError as error:
         errors += [_param_finding(name, type_name, section, item) for item in error.errors(include_url=False)]
-    _check_support(section, params, (name, "params"), _Support(_stage_of(data), errors, notices))
+    _check_support(section, params, (name, "params"), _Support(data, errors, notices))
 
 
 def _param_finding(name: str, type_name: str, section: type[Section], item: Any) -> Finding:

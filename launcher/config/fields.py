@@ -1,7 +1,7 @@
 """The building blocks of the schema: sections, keys, their types and their status.
 
 A key is one line: `name: Type = key(default, "meaning", status)`. `status` says what this release does with it:
-WORKS (the default), AT_STAGE_3, `works_with(key, value)`, `inert(why)`, or `unsupported(use what instead)`.
+WORKS (the default), AT_STAGE_3, WITH_NVME, `inert(why)`, or `unsupported(use what instead)`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class Support(Enum):
 
     WORKS = "works"
     AT_STAGE_3 = "works at stage 3"  # setting it at another stage is reported at start
-    WITH_ANOTHER = (
-        "works in some settings"  # where another key of its section has a certain value; else it is reported at start
-    )
+    WITH_NVME = "works with offload to nvme"  # setting it without is reported at start
     INERT = "accepted without effect here"  # setting it is reported at start
     UNSUPPORTED = "not supported"  # setting it to anything but its default is an error
 
@@ -46,21 +44,14 @@ class Status:
 
     support: Support
     note: str = ""
-    needs: tuple[str, str] | None = None  # a key of the same section, and its value
 
     def __str__(self) -> str:
-        if self.needs is not None:
-            return f'works with "{self.needs[0]}": "{self.needs[1]}"'
         return f"{self.support.value}: {self.note}" if self.note else self.support.value
 
 
 WORKS = Status(Support.WORKS)
 AT_STAGE_3 = Status(Support.AT_STAGE_3)
-
-
-def works_with(other: str, value: str) -> Status:
-    """Works where the key `other` of the same section is `value`, and has no effect elsewhere."""
-    return Status(Support.WITH_ANOTHER, needs=(other, value))
+WITH_NVME = Status(Support.WITH_NVME)
 
 
 def inert(why: str) -> Status:

@@ -57,8 +57,9 @@ def _keys_of(section: type[Section], prefix: str) -> Iterator[KeyFacts]:
 def _section_status(section: type[Section]) -> str:
     """A section works when any of its keys does."""
     statuses = [status_of(section, name) for name in section.model_fields]
-    if any(status.support is Support.WORKS for status in statuses):
-        return Support.WORKS.value
+    for best in (Support.WORKS, Support.WITH_NVME):
+        if any(status.support is best for status in statuses):
+            return str(best.value)
     refused = [status for status in statuses if status.support is Support.UNSUPPORTED]
     return str((refused or statuses)[0])
 
@@ -90,6 +91,7 @@ def markdown() -> str:
         f"* **works**: {counts[Support.WORKS]} keys;",
         f"* **{Support.AT_STAGE_3.value}**: {counts[Support.AT_STAGE_3]} keys; setting one at another stage is reported"
         " at start;",
+        f"* **{Support.WITH_NVME.value}**: {counts[Support.WITH_NVME]} keys; setting one without is reported at start;",
         f"* **{Support.INERT.value}**: {counts[Support.INERT]} keys; setting one is reported at start;",
         f"* **{Support.UNSUPPORTED.value}**: {counts[Support.UNSUPPORTED]} keys; setting one to anything but its"
         " default is an error that says what to use instead.",

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from launcher.config.fields import (
     AT_STAGE_3,
+    WITH_NVME,
     AnyInt,
     Count,
     Flag,
@@ -21,16 +22,16 @@ from launcher.config.fields import (
     inert,
     key,
     unsupported,
-    works_with,
 )
 
 _ANY_RANK = inert("every rank copies what it owns, at the same time")
-_ON_DISK = works_with("device", "nvme")
 _ALWAYS_FLAT = inert("units are flat buffers: gradients always stand in one")
 _RANKS_JOINED = inert("a unit's gradients go to all their owners in one collective")
 _ONE_GATHER = inert("a unit is gathered in one collective, which is never slower than a broadcast from each rank")
 _UNIT_GATHER = inert("what is gathered at once is a unit; reduce_bucket_size bounds it")
 _WHOLE = inert("whole weights come from engine.state_dict()")
+_ONE_CALL_EACH = inert("each request is one system call of a thread")
+_THROUGH_HOST = inert("what is on disk goes through host memory")
 _ZEROPP = unsupported("quantized communication is not in this release; remove the key")
 
 
@@ -40,10 +41,10 @@ class OffloadParam(Section):
     switch = ("device", "none")
 
     device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds the parameters")
-    nvme_path: OptText = key(None, "folder on a fast disk of each host", _ON_DISK)
-    buffer_count: PositiveInt = key(5, "buffers between disk and host memory", _ON_DISK)
-    buffer_size: PositiveInt = key(100_000_000, "elements of one such buffer", _ON_DISK)
-    max_in_cpu: Count = key(1_000_000_000, "elements kept in host memory beside the disk", _ON_DISK)
+    nvme_path: OptText = key(None, "folder on a fast disk of each host", WITH_NVME)
+    buffer_count: PositiveInt = key(5, "buffers between disk and host memory", WITH_NVME)
+    buffer_size: PositiveInt = key(100_000_000, "elements of one such buffer", WITH_NVME)
+    max_in_cpu: Count = key(1_000_000_000, "elements kept in host memory beside the disk", WITH_NVME)
     pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
 
 
@@ -53,12 +54,12 @@ class OffloadOptimizer(Section):
     switch = ("device", "none")
 
     device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds and updates the states")
-    nvme_path: OptText = key(None, "folder on a fast disk of each host", _ON_DISK)
-    buffer_count: PositiveInt = key(4, "buffers between disk and host memory", _ON_DISK)
+    nvme_path: OptText = key(None, "folder on a fast disk of each host", WITH_NVME)
+    buffer_count: PositiveInt = key(4, "buffers between disk and host memory", WITH_NVME)
     pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
-    pipeline_read: Flag = key(False, "read the next states while some are updated", _ON_DISK)
-    pipeline_write: Flag = key(False, "write updated states while the next are updated", _ON_DISK)
-    fast_init: Flag = key(False, "skip the first write of the states", _ON_DISK)
+    pipeline_read: Flag = key(False, "read the next states while some are updated", WITH_NVME)
+    pipeline_write: Flag = key(False, "write updated states while the next are updated", WITH_NVME)
+    fast_init: Flag = key(False, "skip the first write of the states", WITH_NVME)
     ratio: Fraction = key(1.0, "part of the states that is offloaded")
     super_offload: Flag = key(
         False, "offload for tightly coupled CPU and GPU", unsupported("transfers overlap anyway; remove the key")
@@ -184,12 +185,11 @@ class ZeroOptimization(Section):
 class Aio(Section):
     """`aio`: how disks are read and written when something is offloaded to them."""
 
-    status = inert("nothing is offloaded to disk")
+    status = WITH_NVME
 
-    block_size: PositiveInt = key(1_048_576, "bytes of one request")
-    queue_depth: PositiveInt = key(8, "requests at the same time")
-    intra_op_parallelism: PositiveInt = key(1, "threads of one transfer")
-    thread_count: PositiveInt = key(1, "old name of intra_op_parallelism")
-    single_submit: Flag = key(False, "submit requests one by one")
-    overlap_events: Flag = key(True, "submit while waiting")
-    use_gds: Flag = key(False, "transfer between disk and GPU directly")
+    block_size: PositiveInt = key(1_048_576, "bytes of one request, rounded up to a multiple of 4096")
+    queue_depth: PositiveInt = key(8, "requests that each thread of a transfer keeps in flight; 128 at most in all")
+    intra_op_parallelism: PositiveInt = key(1, "threads of one transfer", alias=("thread_count", "num_threads"))
+    single_submit: Flag = key(False, "submit requests one by one", _ONE_CALL_EACH)
+    overlap_events: Flag = key(True, "submit while waiting", inert("requests never wait for each other"))
+    use_gds: Flag = key(False, "transfer between disk and GPU directly", _THROUGH_HOST)

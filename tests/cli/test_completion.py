@@ -33,6 +33,7 @@ def complete(folder: Path, line: str) -> list[str]:
         ("launch --hostfile h", ["file,h"]),
         ("launch exec -H hosts l", ["file,l"]),
         ("launch check --inc", ["plain,--include"]),
+        ("launch io --si", ["plain,--size"]),
         ("launch config ch", ["plain,check"]),
         ("launch completion f", ["plain,fish"]),
     ],

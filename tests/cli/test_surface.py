@@ -77,6 +77,7 @@ TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "logs": {"rank": ("--rank",), "follow": ("-f", "--follow"), "num_lines": ("--tail",)},
     "kill": {"now": ("--now",)},
     "completion": {},
+    "io": {"size_bytes": ("--size",), "seconds": ("--seconds",), "as_json": ("--json",)},
     "report": {"as_json": ("--json",)},
 }
 
@@ -111,6 +112,7 @@ def test_the_options_of_the_tools_are_the_frozen_ones(name: str) -> None:
         ["config", "explain", "bf16.enabled"],
         ["ps"],
         ["check", "--help"],
+        ["io", ".", "--size", "64MiB", "--seconds", "1"],
         ["completion", "bash"],
     ],
 )
