@@ -1,7 +1,7 @@
 """Asynchronous reads and writes of a swap file.
 
 Every request is one `preadv` or `pwritev` of a thread. System calls release Python's lock, so that N threads keep N
-requests in flight, about as quick as the kernel's own queues are with the same memory (`benchmarks/nvme.py` compares).
+requests in flight. How the pages of the memory are matters more than who queues (`benchmarks/nvme.py` compares).
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -313,3 +315,13 @@ def test_aligned_memory_is_zeroed_at_a_page_and_private() -> None:
     base = memory.obj
     assert isinstance(base, mmap.mmap)
     assert len(base) == 3 * ALIGNMENT_BYTES
+
+
+def test_aligned_memory_is_not_for_forked_children_and_asks_for_huge_pages() -> None:
+    memory = aligned_buffer(4 << 20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    maps = Path("/proc/self/smaps").read_text()
+    ranges = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", maps, re.MULTILINE | re.DOTALL)
+    (flags,) = (found.split() for start, end, found in ranges if int(start, 16) <= address < int(end, 16))
+    assert "dc" in flags
+    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
