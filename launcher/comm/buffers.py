@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,8 +28,13 @@ def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
 class BufferPool:
     """Lends memory to storages of one device. One pool serves one engine; not thread-safe."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, allocate: Callable[[int], torch.UntypedStorage] | None = None) -> None:
+        """allocate: makes memory of so many bytes, of a kind the caller needs; None: torch's own.
+
+        What was allocated so is kept for lendings of equal size only: the pool holds little beside what is lent.
+        """
         self.device = device
+        self._allocate = allocate
         self._pools = device.type == "cpu" and _CAN_SWAP
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)  # bytes -> memory to lend
         self.lent_bytes = 0
@@ -40,6 +46,9 @@ class BufferPool:
         self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
         if self._pools and self._free[num_bytes]:
             _swap(storage, self._free[num_bytes].pop())
+        elif self._pools and self._allocate is not None:
+            self._free.clear()
+            _swap(storage, self._allocate(num_bytes))
         else:
             storage.resize_(num_bytes)
 

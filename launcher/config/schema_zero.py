@@ -24,6 +24,8 @@ from launcher.config.fields import (
     unsupported,
 )
 
+_UNITS_AT_ONCE = inert("what one unit needs is in memory together; pipeline_read and pipeline_write add one unit each")
+_NEVER_EMPTY = inert("states are first written after their first update")
 _ANY_RANK = inert("every rank copies what it owns, at the same time")
 _ALWAYS_FLAT = inert("units are flat buffers: gradients always stand in one")
 _RANKS_JOINED = inert("a unit's gradients go to all their owners in one collective")
@@ -55,11 +57,11 @@ class OffloadOptimizer(Section):
 
     device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds and updates the states")
     nvme_path: OptText = key(None, "folder on a fast disk of each host", WITH_NVME)
-    buffer_count: PositiveInt = key(4, "buffers between disk and host memory", WITH_NVME)
+    buffer_count: PositiveInt = key(4, "buffers between disk and host memory", _UNITS_AT_ONCE)
     pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
     pipeline_read: Flag = key(False, "read the next states while some are updated", WITH_NVME)
     pipeline_write: Flag = key(False, "write updated states while the next are updated", WITH_NVME)
-    fast_init: Flag = key(False, "skip the first write of the states", WITH_NVME)
+    fast_init: Flag = key(False, "skip the first write of the states", _NEVER_EMPTY)
     ratio: Fraction = key(1.0, "part of the states that is offloaded")
     super_offload: Flag = key(
         False, "offload for tightly coupled CPU and GPU", unsupported("transfers overlap anyway; remove the key")

@@ -22,8 +22,8 @@ from launcher.engine.casting import Casting, keep_autocast_to
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.engine import Engine, EngineParts, ShardedModel
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.policy import DTYPES, loss_scale_rules, zero_policy
-from launcher.engine.shards import let_units_find_states, owned_shards
+from launcher.engine.policy import DTYPES, loss_scale_rules, swap_space, zero_policy
+from launcher.engine.shards import let_units_find_states, owned_shards, reserve_states
 from launcher.kernels.select import kernel_for
 from launcher.optim.factory import (
     Means,
@@ -35,6 +35,7 @@ from launcher.optim.factory import (
 )
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
+from launcher.zero.home import Disks
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
 from launcher.zero.parameters import home_of
@@ -94,7 +95,7 @@ def initialize(
     _place_model(model, settings, policy, group)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters)
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
-    built = _shard(model, plan, policy, group, loss_scale_rules(settings))
+    built = _shard(model, plan, policy, group, loss_scale_rules(settings), swap_space(settings))
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None
     if training_data is not None:
@@ -190,9 +191,10 @@ def _shard(
     policy: ZeroPolicy,
     group: DataParallelGroup,
     scale_rules: LossScaleRules | None,
+    disks: Disks,
 ) -> ShardedModel:
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
-    units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, group)
+    units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, group, disks)
     reducer = GradientReducer([unit.grads for unit in units if unit.grads is not None], policy, group.world_size)
     schedule = ParameterSchedule(units, policy.parameters)
     install_hooks(model, units, reducer, schedule)
@@ -207,6 +209,7 @@ def _shard(
         (lambda sums: collectives.sum_scalars(group, sums.to(group.device))) if is_split else None,
     )
     flat_optimizer = plan.build(shards, means)
+    reserve_states(units, shards, flat_optimizer)
     let_units_find_states(units, shards, flat_optimizer)
     scaler = None if scale_rules is None else LossScaler(scale_rules)
     return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler))

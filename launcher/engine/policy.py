@@ -8,6 +8,9 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.config.schema import Config
 from launcher.config.schema_training import Fp16
 from launcher.optim.scaling import LossScaleRules
+from launcher.storage.store import AioSettings
+from launcher.zero.disk import Disk
+from launcher.zero.home import Disks
 from launcher.zero.stages import STAGES, OffloadPolicy, ParameterPolicy, Place, Precision, Reduction, ZeroPolicy
 
 DTYPES = {
@@ -29,7 +32,7 @@ def zero_policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
     return ZeroPolicy(
         stage=stage,
         precision=_precision(settings),
-        max_unit_numel=max(1, min(int(zero.reduce_bucket_size), int(zero.sub_group_size) * group.world_size)),
+        max_unit_numel=max(1, min(int(zero.reduce_bucket_size), _max_owned_numel(settings) * group.world_size)),
         overlap_comm=zero.overlap_comm is not False,
         max_grad_norm=float(settings.gradient_clipping),
         parameters=ParameterPolicy(
@@ -38,6 +41,7 @@ def zero_policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
             prefetch_numel=int(zero.stage3_prefetch_bucket_size) if zero.overlap_comm is not False else 0,
             max_live_numel=int(zero.stage3_max_live_parameters),
             max_reuse_distance=int(zero.stage3_max_reuse_distance),
+            num_read_ahead=int(zero.offload_param.buffer_count) - 1 if offload.params is Place.DISK else 0,
             granularity_threshold=int(zero.stage3_module_granularity_threshold),
         ),
         reduction=Reduction(
@@ -53,6 +57,30 @@ def zero_policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
     )
 
 
+def _max_owned_numel(settings: Config) -> int:
+    """Return the most elements of a unit that one rank may own."""
+    zero = settings.zero_optimization
+    is_on_disk = zero.offload_param.device == Place.DISK.value
+    return min(
+        int(zero.sub_group_size), int(zero.offload_param.buffer_size) if is_on_disk else int(zero.sub_group_size)
+    )
+
+
+def swap_space(settings: Config) -> Disks:
+    """Open the files of what is offloaded to disk. Raises: EngineError for a folder that cannot be written."""
+    zero, aio = settings.zero_optimization, settings.aio
+    optimizer, params = zero.offload_optimizer, zero.offload_param
+    given = AioSettings(int(aio.block_size), int(aio.queue_depth), int(aio.intra_op_parallelism))
+
+    def disk(device: str, folder: str | None, *, writes_behind: bool) -> Disk | None:
+        return Disk(str(folder), given, writes_behind=writes_behind) if device == Place.DISK.value else None
+
+    return Disks(
+        optimizer=disk(optimizer.device, optimizer.nvme_path, writes_behind=optimizer.pipeline_write),
+        params=disk(params.device, params.nvme_path, writes_behind=True),
+    )
+
+
 def _offload(settings: Config) -> OffloadPolicy:
     zero = settings.zero_optimization
     optimizer, params = zero.offload_optimizer, zero.offload_param
@@ -64,6 +92,8 @@ def _offload(settings: Config) -> OffloadPolicy:
         optimizer_ratio=float(optimizer.ratio),
         pins_optimizer=optimizer.pin_memory if pins is None else pins,
         pins_params=params.pin_memory if pins is None else pins,
+        reads_ahead=optimizer.pipeline_read,
+        max_host_params=int(params.max_in_cpu),
         cores_fraction=float(optimizer.cpuadam_cores_perc) if is_fraction_given else 1.0,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from launcher.optim.api import FlatOptimizer, FlatShard, StateRun
@@ -24,7 +26,8 @@ def owned_shards(units: list[FlatUnit], *, whole_parameters: bool, by_parameter:
                 shards.append(_shard(unit, slot.group, owned.start, len(owned), shape))
             continue
         segments = unit.layout.parts_in(unit.owned) if by_parameter else unit.layout.segments_in(unit.owned)
-        shards += [_shard(unit, segment.group, segment.start, segment.numel) for segment in segments]
+        with unit.swap.with_memory() if unit.swap is not None else contextlib.nullcontext():
+            shards += [_shard(unit, segment.group, segment.start, segment.numel) for segment in segments]
     return shards
 
 
@@ -37,6 +40,14 @@ def _shard(unit: FlatUnit, group: int, start: int, numel: int, shape: torch.Size
         kept.append(params.copy[place])
     master, grad, *copy = kept if shape is None else [tensor.view(shape) for tensor in kept]
     return FlatShard(master, grad, group, unit.index, start, *copy)
+
+
+def reserve_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: FlatOptimizer) -> None:
+    """Take room on disk for the states to come. Raises: EngineError when there is not enough."""
+    for number, shard in enumerate(shards):
+        swap = units[shard.unit].swap
+        if swap is not None:
+            swap.reserve(optimizer.sizes_of_states(number))
 
 
 def let_units_find_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: FlatOptimizer) -> None:

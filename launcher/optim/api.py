@@ -83,6 +83,10 @@ class FlatOptimizer(Protocol):
         """Return how many elements of optimizer state this rank holds."""
         ...
 
+    def sizes_of_states(self, shard: int) -> list[int]:
+        """Return the bytes of each state, by element, that a shard is going to have; empty where that is not known."""
+        ...
+
     def states(self, shard: int) -> list[StateRun]:
         """Return the live states of one shard, in element order; runs that have not taken a step have none."""
         ...

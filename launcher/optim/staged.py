@@ -66,6 +66,10 @@ class StagedFlat:
         """Return how many elements of optimizer state this rank holds."""
         return self._inner.state_numel()
 
+    def sizes_of_states(self, shard: int) -> list[int]:
+        """Return nothing: what states torch's classes make is known after their first step."""
+        return []
+
     def states(self, shard: int) -> list[StateRun]:
         """Return the live states of one shard, in element order."""
         return self._inner.states(shard)

@@ -43,10 +43,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite a parameter's master value and the parameter. `value` must be the same on every rank."""
     unit, slot = _trained(param)
     unit.params.wait()
-    _write(unit, slot, unit.params.master, value)
+    with unit.in_memory():
+        _write(unit, slot, unit.params.master, value)
     if unit.params.state is ParameterState.WHOLE:
         unit.params.flat[slot.offset : slot.end].copy_(value.reshape(-1))
-    _write(unit, slot, unit.params.shard, value)
+    with unit.params.shard_in_memory(writes=True):
+        _write(unit, slot, unit.params.shard, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -82,8 +84,10 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
             f"{unit.members.names[slot.index]} is whole on every rank",
             hint="use safe_set_full_fp32_param, or stage 3 with stage3_param_persistence_threshold 0",
         )
-    _set_local(unit, slot, unit.params.master, value)
-    _set_local(unit, slot, unit.params.shard, value)
+    with unit.in_memory():
+        _set_local(unit, slot, unit.params.master, value)
+    with unit.params.shard_in_memory(writes=True):
+        _set_local(unit, slot, unit.params.shard, value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -106,17 +110,19 @@ def _set_grad(param: nn.Parameter, value: Tensor, write: _Write) -> None:
     gradient = _owned_grad(unit)
     if gradient is None or unit.grads is None:
         raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
-    write(unit, slot, gradient, value)
-    unit.grads.note_written()
+    with unit.in_memory():
+        write(unit, slot, gradient, value)
+        unit.grads.note_written()
 
 
 def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _Write) -> None:
     unit, slot = _trained(param)
-    state = unit.optimizer_state(name)
-    if state is None:
-        raise _nothing(unit, slot, f"optimizer state {name}", "states exist after the first step")
-    write(unit, slot, state, value)
-    unit.write_optimizer_state(name, state)
+    with unit.in_memory():
+        state = unit.optimizer_state(name)
+        if state is None:
+            raise _nothing(unit, slot, f"optimizer state {name}", "states exist after the first step")
+        write(unit, slot, state, value)
+        unit.write_optimizer_state(name, state)
 
 
 # ---- where things are ----
@@ -153,10 +159,10 @@ def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
     if found is None:
         return None
     unit, slot = found
-    owned = owned_of(unit)
-    if owned is None:
-        return None
-    return unit.whole(owned)[slot.offset : slot.end].float().view(unit.params.shape_of(slot))
+    with unit.in_memory():
+        owned = owned_of(unit)
+        whole = None if owned is None else unit.whole(owned)
+    return None if whole is None else whole[slot.offset : slot.end].float().view(unit.params.shape_of(slot))
 
 
 def _part(unit: FlatUnit, slot: ParamSlot) -> tuple[slice, slice]:
@@ -169,8 +175,11 @@ def _part(unit: FlatUnit, slot: ParamSlot) -> tuple[slice, slice]:
 
 def _local(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
     found = _find(param)
-    owned = owned_of(found[0]) if found is not None else None
-    return None if found is None or owned is None else owned[_part(*found)[0]].float().clone()
+    if found is None:
+        return None
+    with found[0].in_memory():
+        owned = owned_of(found[0])
+        return None if owned is None else owned[_part(*found)[0]].float().clone()
 
 
 def _write(unit: FlatUnit, slot: ParamSlot, owned: Tensor, value: Tensor) -> None:

@@ -11,6 +11,7 @@ from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.collectives import Pending
 from launcher.comm.groups import DataParallelGroup
+from launcher.zero.home import HERE, Home
 from launcher.zero.layout import UnitLayout
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 
@@ -36,17 +37,16 @@ class UnitGradients:
         policy: ZeroPolicy,
         group: DataParallelGroup,
         owned: range,
-        *,
-        is_offloaded: bool = False,
+        home: Home = HERE,
     ) -> None:
-        """is_offloaded: the optimizer updates the unit in host memory."""
+        """home: where the optimizer updates the unit."""
         self._names, self._params = members
         self._layout = layout
         self._group = group
         self._owned = owned
         self.state = UnitState.IDLE
         self._is_whole = len(owned) == layout.padded_numel
-        self._leaves = is_offloaded and policy.stage.shards_gradients  # as soon as it is summed
+        self._leaves = home.is_away and policy.stage.shards_gradients  # as soon as it is summed
         self._is_kept_whole = not self._leaves and (self._is_whole or not policy.stage.shards_gradients)
         self._link = group.link
         self._policy = policy
@@ -59,11 +59,16 @@ class UnitGradients:
             self._local = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device)
             self.owned_grad = self._local[owned.start : owned.stop]  # 1-D [owned]
         elif self._leaves:
-            self.owned_grad = self._away(sum_dtype)
+            self.owned_grad = home.empty(len(owned), sum_dtype, group).zero_()
         else:
             self.owned_grad = torch.zeros(len(owned), dtype=sum_dtype, device=group.device)
         # 1-D [owned]: what the optimizer reads
-        self.home_grad = self._away(sum_dtype) if is_offloaded and not self._leaves else self.owned_grad
+        self.home_grad = self.owned_grad
+        if home.is_away and not self._leaves:
+            self.home_grad = home.empty(len(owned), sum_dtype, group).zero_()
+        self.swap = home.swapped(self.home_grad)
+        if self.swap is not None:
+            self.swap.drop()
         self._factor = 1.0  # what the last sum over the ranks was multiplied by
         self._early_scale = self._exact_scale() if self._is_kept_whole else 1.0  # of gradients as they are taken
         self._filled = [False] * len(layout.slots)  # has a gradient in the local buffer
@@ -76,9 +81,6 @@ class UnitGradients:
         own = layout.chunk_range(group.rank) if self._is_whole else range(len(owned))
         self._counted = slice(own.start, own.stop)  # of `owned_grad`: each element is counted by one rank
         self._norm: Tensor | None = None  # scalar fp32, when it is known
-
-    def _away(self, dtype: torch.dtype) -> Tensor:
-        return self._link.empty(len(self._owned), dtype, is_pinned=self._policy.offload.pins_optimizer).zero_()
 
     def _exact_scale(self) -> float:
         """Return the factor of the average over ranks if taking it early rounds nothing, else 1.
@@ -215,7 +217,7 @@ class UnitGradients:
         if measure:
             self._norm = norm_of(kept[self._counted])
             if self.home_grad is not self.owned_grad:
-                self._link.copy(self.home_grad, self.owned_grad)
+                self._send_home(self.owned_grad)
         if self._arriving is not None:
             self._group.buffers.give_back(self._arriving)
             self._arriving = None
@@ -231,10 +233,21 @@ class UnitGradients:
         if not self._leaves:
             return (self.owned_grad.add_ if self._owned_holds_sum else self.owned_grad.copy_)(arrived)
         if self._owned_holds_sum:
+            if self.swap is not None:
+                self.swap.bring_in()
             self._link.join()
             arrived.add_(self.owned_grad.to(arrived.device))
-        self._link.copy(self.owned_grad, arrived)
+        self._send_home(arrived)
         return arrived
+
+    def _send_home(self, grad: Tensor) -> None:
+        if self.swap is None:
+            self._link.copy(self.home_grad, grad)
+            return
+        self.swap.bring_in(reads=False)
+        self._link.copy(self.home_grad, grad)
+        self._link.synchronize()
+        self.swap.send_out()
 
     @property
     def norm(self) -> Tensor:
@@ -245,7 +258,7 @@ class UnitGradients:
         """Take over that `owned_grad` was written from elsewhere."""
         self._norm = None
         if self.home_grad is not self.owned_grad:
-            self._link.copy(self.home_grad, self.owned_grad)
+            self._send_home(self.owned_grad)
 
     def _give_wire_back(self) -> None:
         if self._wire is not None:
@@ -262,6 +275,8 @@ class UnitGradients:
         self.finish_reduction()
         if not self._is_kept_whole:
             self._give_local_back()
+        if self.swap is not None:
+            self.swap.drop()
         self._filled = [False] * len(self._filled)
         self.used = [False] * len(self.used)
         self._num_backwards = 0

@@ -5,7 +5,9 @@ Users keep their `nn.Parameter`s; only the storage under them is replaced by vie
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -15,8 +17,10 @@ from torch import Tensor, nn
 from launcher.comm import collectives
 from launcher.comm.collectives import Pending
 from launcher.comm.groups import DataParallelGroup
+from launcher.zero.disk import Swapped
+from launcher.zero.home import HERE, Home
 from launcher.zero.layout import ParamSlot, UnitLayout
-from launcher.zero.stages import ParameterState, Place, ZeroPolicy
+from launcher.zero.stages import ParameterState, Precision
 
 _ids = itertools.count()
 _HOME = "_launch_home"
@@ -37,14 +41,7 @@ class Residence:
     dtype: torch.dtype
     owned: range  # elements this rank updates
     is_sharded: bool  # the owned range alone rests, the whole is gathered around its use
-    place: Place = Place.DEVICE  # where the owned range of a sharded unit rests
-    is_pinned: bool = True  # page-locked, in host memory
-
-    @staticmethod
-    def of(policy: ZeroPolicy, owned: range, *, is_sharded: bool) -> Residence:
-        """Return what a policy says about a unit."""
-        offload = policy.offload
-        return Residence(policy.precision.param_dtype, owned, is_sharded, offload.params, offload.pins_params)
+    home: Home = HERE  # where the owned range of a sharded unit rests
 
 
 class UnitParameters:
@@ -82,9 +79,14 @@ class UnitParameters:
         self._adopt()
         # 1-D [owned], model precision; a view of `flat` unless sharded.
         self.shard = self._own_flat
+        self._home = residence.home if is_sharded else HERE
         if is_sharded:
-            self.shard = self._empty(dtype, residence.place, is_pinned=residence.is_pinned).copy_(self._own_flat)
+            self.shard = self._home.empty(len(owned), dtype, group).copy_(self._own_flat)
+        self._swap = self._home.swapped(self.shard)
+        if self._swap is not None:
+            self._swap.send_out()
         self.master = self.shard  # 1-D [owned]; in fp32 the parameters are their own master
+        self._master_swap: Swapped | None = None
         self.copy: Tensor | None = None  # 1-D [owned], 16-bit, beside the master: what an optimizer may write for us
 
     def _view_of(self, index: int) -> Tensor:
@@ -116,26 +118,23 @@ class UnitParameters:
             param.ds_persist = not self.is_sharded  # type: ignore[attr-defined]
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
-    def _empty(self, dtype: torch.dtype, place: Place, *, is_pinned: bool) -> Tensor:
-        numel = len(self.owned)
-        if place is Place.DEVICE:
-            return torch.empty(numel, dtype=dtype, device=self._group.device)
-        return self._group.link.empty(numel, dtype, is_pinned=is_pinned)
-
-    def keep_master(self, policy: ZeroPolicy, *, is_offloaded: bool) -> None:
-        """Make what the optimizer updates, where the shard itself is not: a copy in fp32, or in host memory."""
-        precision, offload = policy.precision, policy.offload
-        is_away = self.is_sharded and offload.params is not Place.DEVICE
-        if not precision.has_master and is_offloaded == is_away:
-            return
+    def keep_master(self, precision: Precision, home: Home) -> Swapped | None:
+        """Make what the optimizer updates at `home`, unless the shard itself is that. Returns its swap on disk."""
+        if not precision.has_master and home.place is self._home.place:
+            return self._swap
         dtype = torch.float32 if precision.has_master else precision.param_dtype
-        place = offload.optimizer if is_offloaded else Place.DEVICE
-        self.master = self._empty(dtype, place, is_pinned=offload.pins_optimizer).copy_(self.shard)
-        if dtype != self.shard.dtype:
+        self.master = home.empty(len(self.owned), dtype, self._group)
+        with self.shard_in_memory(reads=True):
+            self.master.copy_(self.shard)
+        self._master_swap = home.swapped(self.master)
+        if self._master_swap is not None:
+            self._master_swap.send_out()
+        if dtype != self.shard.dtype and self._swap is None:
             is_near = self.shard.device == self.master.device
             self.copy = self.shard if is_near else torch.empty_like(self.master, dtype=self.shard.dtype)
-            if not is_near and is_offloaded:
-                self.copy = self._empty(self.shard.dtype, place, is_pinned=offload.pins_optimizer)
+            if not is_near and home.is_away:
+                self.copy = home.empty(len(self.owned), self.shard.dtype, self._group)
+        return self._master_swap
 
     def abandon(self) -> None:
         """Give the memory back: the parameters have moved to another unit."""
@@ -164,10 +163,36 @@ class UnitParameters:
         if self.state is not ParameterState.SHARDED:
             return
         self._group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
-        self._fetch_shard()
+        with self.shard_in_memory(reads=True):
+            self._fetch_shard()
         self._gather = collectives.all_gather(self._group, self.flat)
         self.state = ParameterState.GATHERING
         self._mark(ZeroParamStatus.INFLIGHT)
+
+    @contextlib.contextmanager
+    def shard_in_memory(self, *, reads: bool = True, writes: bool = False) -> Iterator[None]:
+        """Have the shard in memory, wherever it rests; reads, writes: whether the disk's values are, or are changed."""
+        if self._swap is None:
+            yield
+            return
+        self._swap.bring_in(reads=reads)
+        try:
+            yield
+        finally:
+            if writes:
+                self._swap.send_out()
+            else:
+                self._swap.drop()
+
+    def start_reading(self) -> None:
+        """Start reading a shard that rests on disk: the unit will be gathered soon."""
+        if self._swap is not None and self.state is ParameterState.SHARDED:
+            self._swap.start_reading()
+
+    def stop_reading(self) -> None:
+        """Forget a shard that was read and not used."""
+        if self._swap is not None:
+            self._swap.drop()
 
     def _fetch_shard(self) -> None:
         if self.shard.device == self._own_flat.device:
@@ -213,8 +238,9 @@ class UnitParameters:
         """
         source = self.copy if is_written and self.copy is not None else self.master
         if source is not self.shard:
-            self._group.link.copy(self.shard, source)
-            self._group.link.join()
+            with self.shard_in_memory(reads=False, writes=True):
+                self._group.link.copy(self.shard, source)
+                self._group.link.join()
         if not self.is_sharded and len(self.owned) != self._layout.padded_numel:
             self._gather = collectives.all_gather(self._group, self.flat)
             self.state = ParameterState.GATHERING
@@ -222,9 +248,14 @@ class UnitParameters:
     def refresh(self) -> None:
         """Take the values of the whole parameters, which were written from elsewhere, as the new ones."""
         if self.is_sharded:
-            self.shard.copy_(self._own_flat)
+            with self.shard_in_memory(reads=False, writes=True):
+                self.shard.copy_(self._own_flat)
         if self.master is not self.shard:
-            self.master.copy_(self.shard)
+            if self._master_swap is not None:
+                self._master_swap.bring_in(reads=False)
+            self.master.copy_(self._own_flat)
+            if self._master_swap is not None:
+                self._master_swap.send_out()
 
 
 def home_of(param: nn.Parameter) -> UnitParameters | None:

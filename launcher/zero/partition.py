@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from launcher.comm.groups import DataParallelGroup
+from launcher.zero.home import NO_DISKS, Disks, Homes
 from launcher.zero.layout import UnitLayout, layout_unit, split_by_size
 from launcher.zero.leaves import external_parameters, is_leaf
 from launcher.zero.parameters import home_of
-from launcher.zero.stages import OffloadPolicy, ParameterPolicy, Place, ZeroPolicy
+from launcher.zero.stages import ParameterPolicy, ZeroPolicy
 from launcher.zero.unit import FlatUnit, UnitMembers
 
 # Neighbouring units are joined up to this size: a collective has a fixed cost of about 0.3 ms on gloo. Sharded units
@@ -45,6 +46,7 @@ def build_units(
     group_of: dict[nn.Parameter, int],
     policy: ZeroPolicy,
     group: DataParallelGroup,
+    disks: Disks = NO_DISKS,
 ) -> list[FlatUnit]:
     """Move the parameters of `model` into units, in forward order as registered.
 
@@ -53,7 +55,7 @@ def build_units(
     rank must call it with the same model.
     """
     units: list[FlatUnit] = []
-    share = _Share(policy.offload, sum(full_numel(param) for param in group_of))
+    homes = Homes(policy.offload, disks, sum(full_numel(param) for param in group_of))
     for run in _runs(model, set(group_of), policy):
         numels = [full_numel(param) for _, param in run.named]
         for part in split_by_size(numels, policy.max_unit_numel):
@@ -62,38 +64,25 @@ def build_units(
             groups = [group_of[param] for param in params] if run.is_trained else []
             members = UnitMembers([name for name, _ in named], params, run.anchors, groups, run.is_persistent)
             layout = layout_unit(numels[part.start : part.stop], groups or [0] * len(params), group.world_size)
-            is_offloaded = run.is_trained and share.takes(layout.padded_numel)
-            unit = _adopt(members, layout, policy, group, is_offloaded=is_offloaded)
+            unit = _adopt(members, layout, policy, group, homes)
             unit.index = len(units)
             units.append(unit)
     return units
 
 
-class _Share:
-    """Which units' optimizers are offloaded: the first ones, up to the part of all elements that was asked for."""
-
-    def __init__(self, policy: OffloadPolicy, numel: int) -> None:
-        self._left = 0.0 if policy.optimizer is Place.DEVICE else policy.optimizer_ratio * numel
-
-    def takes(self, numel: int) -> bool:
-        takes = self._left > 0
-        self._left -= numel
-        return takes
-
-
 def _adopt(
-    members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, group: DataParallelGroup, *, is_offloaded: bool
+    members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, group: DataParallelGroup, homes: Homes
 ) -> FlatUnit:
     """Build a unit; parameters that `zero.Init` has sharded are whole while it takes their values over."""
-    homes = [home for home in map(home_of, members.params) if home is not None]
-    for home in homes:
+    before = [home for home in map(home_of, members.params) if home is not None]
+    for home in before:
         home.start_gather()
-    for home in homes:
+    for home in before:
         home.wait()
-    unit = FlatUnit(members, layout, policy, group, is_offloaded=is_offloaded)
-    for home in homes:
+    unit = FlatUnit(members, layout, policy, group, homes)
+    for home in before:
         home.abandon()
-    del homes
+    del before
     group.buffers.note_freed(sum(slot.numel for slot in layout.slots))
     return unit
 

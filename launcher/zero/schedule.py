@@ -31,6 +31,7 @@ class ParameterSchedule:
         self._held: list[FlatUnit] = []  # used outside of their modules: whole until the outermost forward ends
         self._live: set[int] = set()  # units made whole from here; what the user gathers is the user's to release
         self._live_numel = 0
+        self._reading: set[int] = set()  # units whose shards were read ahead of being fetched
         self._ahead = 0  # how many of the upcoming uses have been looked at
         self._ahead_numel = 0  # elements fetched ahead and not used yet
         self.peak_live_numel = 0
@@ -152,6 +153,15 @@ class ParameterSchedule:
                 self._fetch(unit)
                 self._ahead_numel += unit.numel
             self._ahead += 1
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Start reading, of the shards that rest on disk, those of the units that are fetched after these."""
+        for distance in range(self._policy.num_read_ahead):
+            index = self._follower.upcoming(self._ahead + distance)
+            if index is not None:
+                self._units[index].params.start_reading()
+                self._reading.add(index)
 
     # ---- releasing ----
 
@@ -173,5 +183,8 @@ class ParameterSchedule:
     def _end_pass(self) -> None:
         for index in sorted(self._live):
             self._release(self._units[index])
+        for index in self._reading:
+            self._units[index].params.stop_reading()
+        self._reading.clear()
         self._follower.end()
         self._ahead = self._ahead_numel = 0

@@ -86,6 +86,7 @@ class ParameterPolicy:
     prefetch_numel: int = 0  # gathered ahead of their use
     max_live_numel: int = 0  # whole at the same time: above it nothing is fetched ahead or kept
     max_reuse_distance: int = 0  # kept when used again within so many elements
+    num_read_ahead: int = 0  # shards read from disk before they are fetched
     granularity_threshold: int = 0  # modules whose parts are smaller on average are gathered as one
 
 
@@ -107,6 +108,8 @@ class OffloadPolicy:
     pins_optimizer: bool = True  # page-locked host memory
     pins_params: bool = True
     cores_fraction: float = 1.0  # of the threads that update in host memory
+    reads_ahead: bool = False  # of the disk: the next unit's states while one is updated
+    max_host_params: int = 0  # elements of shards that rest in host memory beside the disk
 
     @property
     def is_any(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 
@@ -69,16 +70,11 @@ def step_units(
         if used is not None:
             unused = {unit.index: unit.unused_ranges(flags) for (unit, _), flags in zip(trained, used, strict=True)}
 
-        @contextlib.contextmanager
-        def around(index: int) -> Iterator[None]:
-            yield
-            _publish(units[index], optimizer, policy)
-
         group.link.synchronize()
         scale = _grad_scale(norm, policy.max_grad_norm, loss_scale)
         if policy.offload.optimizer is not Place.DEVICE:
             with _threads(policy.offload.cores_fraction):
-                optimizer.step(unused, scale, around)
+                optimizer.step(unused, scale, functools.partial(_in_place, units, optimizer, policy))
         else:  # in as few calls of a kernel as can be
             optimizer.step(unused, scale)
             for unit, _ in trained:
@@ -86,6 +82,21 @@ def step_units(
     for own in gradients:
         own.discard()
     return norm
+
+
+@contextlib.contextmanager
+def _in_place(units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, index: int) -> Iterator[None]:
+    """Have in memory what the update of unit `index` works on; then publish the update and send it out."""
+    unit = units[index]
+    if unit.swap is not None:
+        unit.swap.bring_in()
+        following = next((later.swap for later in units[index + 1 :] if later.swap is not None), None)
+        if policy.offload.reads_ahead and following is not None:
+            following.start_reading()
+    yield
+    _publish(unit, optimizer, policy)
+    if unit.swap is not None:
+        unit.swap.send_out(unit.state_tensors())
 
 
 @contextlib.contextmanager
@@ -134,10 +145,14 @@ def first_bad_gradient(units: list[FlatUnit], group: DataParallelGroup) -> str |
     names = [name for unit, _ in trained for name in unit.members.names]
     found, number = len(names), 0
     for unit, own in trained:
+        if own.swap is not None:
+            own.swap.bring_in()
         for slot, shared in unit.layout.slots_in(unit.owned):
             grad = own.owned_grad[shared.start - unit.owned.start : shared.stop - unit.owned.start]
             if found == len(names) and not torch.isfinite(grad).all():
                 found = number + slot.index
+        if own.swap is not None:
+            own.swap.drop()
         number += len(unit.members.names)
     first = min(collectives.gather_scalars(group, float(found)))
     return names[int(first)] if first < len(names) else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import StateRun
+from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
+from launcher.zero.home import HERE, Homes
 from launcher.zero.layout import UnitLayout
 from launcher.zero.parameters import Residence, UnitParameters
 from launcher.zero.stages import Place, ZeroPolicy
@@ -39,23 +42,23 @@ class FlatUnit:
         layout: UnitLayout,
         policy: ZeroPolicy,
         group: DataParallelGroup,
-        *,
-        is_offloaded: bool = False,
+        homes: Homes,
     ) -> None:
-        """is_offloaded: the unit is updated in host memory."""
+        """homes: asked where the unit rests."""
         self.members = members
         self.layout = layout
         self.index = -1  # position among the engine's units
         self.group = group
         alone = group.process_group is None
-        self.is_offloaded = is_offloaded and bool(members.groups)
         owned = (
             range(layout.padded_numel) if alone or not policy.stage.shards_optimizer else layout.chunk_range(group.rank)
         )
         self.owned = owned
         rests_away = policy.offload.params is not Place.DEVICE
         is_sharded = policy.stage.shards_parameters and not members.is_persistent and (rests_away or not alone)
-        self.params = UnitParameters(members.params, layout, group, Residence.of(policy, owned, is_sharded=is_sharded))
+        shard_home = homes.of_shard(len(owned)) if is_sharded else HERE
+        residence = Residence(policy.precision.param_dtype, owned, is_sharded, shard_home)
+        self.params = UnitParameters(members.params, layout, group, residence)
         self.params.claim()
         for param in members.params:
             setattr(param, _UNIT, self)
@@ -63,12 +66,14 @@ class FlatUnit:
             self.params.describe()
         self.params.release()
         self.find_states: Callable[[FlatUnit], list[StateRun]] = lambda _unit: []
+        self.swap: UnitSwap | None = None  # None: what the optimizer works on is always in memory
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         if members.groups:
-            self.params.keep_master(policy, is_offloaded=self.is_offloaded)
-            self.grads = UnitGradients(
-                (members.names, members.params), layout, policy, group, owned, is_offloaded=self.is_offloaded
-            )
+            home = homes.of_optimizer(layout.padded_numel)
+            master = self.params.keep_master(policy.precision, home)
+            self.grads = UnitGradients((members.names, members.params), layout, policy, group, owned, home=home)
+            if home.disk is not None and master is not None and self.grads.swap is not None:
+                self.swap = UnitSwap(home.disk, master, self.grads.swap)
 
     @property
     def numel(self) -> int:
@@ -79,6 +84,23 @@ class FlatUnit:
     def is_sharded(self) -> bool:
         """Say whether the parameters rest as shards."""
         return self.params.is_sharded
+
+    @contextlib.contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Have in memory, and write back, what the optimizer works on: master, states, gradient."""
+        if self.swap is None:
+            yield
+            return
+        self.swap.bring_in()
+        try:
+            yield
+        finally:
+            self.swap.send_out(self.state_tensors(), keeps_gradient=True)
+
+    def state_tensors(self) -> list[Tensor]:
+        """Return the optimizer's states of the owned range that there are now, by element."""
+        states = (value for run in self.find_states(self) for value in run.state.values())
+        return [value for value in states if isinstance(value, Tensor) and value.dim() > 0]
 
     def optimizer_state(self, name: str) -> Tensor | None:
         """Return a copy of a state of the owned range, 1-D [owned]; zeros where no step was taken. None: nowhere."""

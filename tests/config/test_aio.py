@@ -18,7 +18,7 @@ def about_aio(data: dict[str, Any]) -> list[str]:
     return [finding.message for finding in checked.notices if finding.path[0] == "aio"]
 
 
-@pytest.mark.parametrize("zero", [{}, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}])
+@pytest.mark.parametrize("zero", [{}, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}])
 def test_without_nvme_each_key_is_said_to_have_no_effect(zero: dict[str, Any]) -> None:
     assert about_aio({**zero, "aio": ACTING}) == [
         f"aio.{name} {value} has no effect: nothing is offloaded to nvme" for name, value in ACTING.items()

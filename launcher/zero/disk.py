@@ -1,0 +1,194 @@
+"""Memory that is on disk except around its use.
+
+What swaps is the memory under a storage: every tensor and view of it sees its values again once it is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from launcher.comm.buffers import BufferPool
+from launcher.storage.buffers import aligned_buffer
+from launcher.storage.store import AioSettings, Extent, Store, Transfer
+
+# Writes of single tensors in the background: each keeps its memory until it has ended.
+MAX_WRITES = 2
+
+
+class SwapState(Enum):
+    """Where the values are.
+
+    OUT -> READING (start_reading) -> IN (bring_in) -> WRITING (send_out) -> OUT (settle). `drop` leads to OUT.
+    """
+
+    OUT = auto()  # on disk only, if anywhere: there is no memory
+    READING = auto()  # the memory belongs to a read
+    IN = auto()
+    WRITING = auto()  # the memory may be read; it goes back when the write has ended
+
+
+class Disk:
+    """Swap space of one rank in one folder, with the memory that what is in use has in the meantime."""
+
+    def __init__(self, folder: str, settings: AioSettings, *, writes_behind: bool = False) -> None:
+        """writes_behind: a unit's states may be on their way to the disk while the next unit's are updated.
+
+        Raises: EngineError for a folder that cannot be written.
+        """
+        self.store = Store(folder, settings)
+        weakref.finalize(self, self.store.close)
+        self.memory = BufferPool(torch.device("cpu"), _aligned_storage)
+        self.writes_behind = writes_behind
+        self._writing: deque[Swapped] = deque()
+
+    def note_writing(self, swapped: Swapped) -> None:
+        """Remember whose memory a write has."""
+        self._writing.append(swapped)
+
+    def settle(self, *, max_writes: int) -> None:
+        """Wait until no more than so many writes go on in the background, and take their memory back."""
+        while len(self._writing) > max_writes:
+            self._writing.popleft().settle()
+
+
+def _aligned_storage(num_bytes: int) -> torch.UntypedStorage:
+    return torch.frombuffer(aligned_buffer(num_bytes), dtype=torch.uint8).untyped_storage()
+
+
+class Swapped:
+    """The memory of one storage. Transfers fail with an EngineError where they are waited for."""
+
+    def __init__(self, disk: Disk, tensor: Tensor, extent: Extent | None = None) -> None:
+        """Take a tensor's memory over; its values are in memory only, until they are sent out.
+
+        extent: room reserved before. Raises: EngineError when the disk has no room.
+        """
+        self._disk = disk
+        self._storage = tensor.untyped_storage()
+        self._num_bytes = self._storage.nbytes()
+        self._extent = extent or disk.store.reserve(self._num_bytes)
+        self._is_foreign = True  # memory from elsewhere, not from the disk's pool
+        self._transfer: Transfer | None = None
+        self.state = SwapState.IN
+
+    def _memory(self) -> memoryview:
+        return memoryview((ctypes.c_ubyte * self._num_bytes).from_address(self._storage.data_ptr())).cast("B")
+
+    def start_reading(self) -> None:
+        """Start bringing the values in, when they are out."""
+        if self.state is SwapState.OUT:
+            self._lend()
+            self._transfer = self._disk.store.read(self._extent, self._memory())
+            self.state = SwapState.READING
+
+    def bring_in(self, *, reads: bool = True) -> None:
+        """Return when the memory is there, with the values; without them (`reads=False`) they are undefined."""
+        if reads:
+            self.start_reading()
+        elif self.state is SwapState.OUT:
+            self._lend()
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
+        self.state = SwapState.IN
+
+    def send_out(self, *, max_writes: int = MAX_WRITES) -> None:
+        """Start writing the values to disk; the memory goes back once they are there.
+
+        max_writes: how many writes of this disk may go on when this returns.
+        """
+        self._transfer = self._disk.store.write(self._extent, self._memory())
+        self.state = SwapState.WRITING
+        self._disk.note_writing(self)
+        self._disk.settle(max_writes=max_writes)
+
+    def settle(self) -> None:
+        """Wait for a write, unless the values have been brought back in since it began."""
+        if self.state is SwapState.WRITING and self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
+            self._take_back()
+
+    def drop(self) -> None:
+        """Give the memory back without writing: what is on disk, if anything, is what counts."""
+        if self.state is SwapState.READING and self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
+        if self.state in (SwapState.READING, SwapState.IN):
+            self._take_back()
+
+    def _lend(self) -> None:
+        self._disk.memory.lend(self._storage, self._num_bytes)
+        self._is_foreign = False
+
+    def _take_back(self) -> None:
+        if self._is_foreign:
+            self._storage.resize_(0)
+            self._disk.memory.note_freed(self._num_bytes)
+        else:
+            self._disk.memory.take_back(self._storage)
+        self.state = SwapState.OUT
+
+
+class UnitSwap:
+    """What one unit's optimizer works on: master, states and gradient come in for its update and go out after it."""
+
+    def __init__(self, disk: Disk, master: Swapped, gradient: Swapped) -> None:
+        self._disk = disk
+        self._master = master
+        self._gradient = gradient
+        self._states: dict[int, tuple[Tensor, Swapped]] = {}  # by storage; the tensor keeps the storage's name its own
+        self._reserved: defaultdict[int, list[Extent]] = defaultdict(list)  # room for states to come, by size
+
+    def reserve(self, sizes_bytes: Iterable[int]) -> None:
+        """Take room for states that will exist after the first step. Raises: EngineError when there is none."""
+        for num_bytes in sizes_bytes:
+            self._reserved[num_bytes].append(self._disk.store.reserve(num_bytes))
+
+    @contextlib.contextmanager
+    def with_memory(self) -> Iterator[None]:
+        """Have memory without values under master and gradient, so that views of them can be made."""
+        parts = (self._master, self._gradient)
+        for swapped in parts:
+            swapped.bring_in(reads=False)
+        yield
+        for swapped in parts:
+            swapped.drop()
+
+    def start_reading(self) -> None:
+        """Start bringing everything in: its update comes soon."""
+        for swapped in self._all():
+            swapped.start_reading()
+
+    def bring_in(self) -> None:
+        """Return when everything is in memory."""
+        self.start_reading()
+        for swapped in self._all():
+            swapped.bring_in()
+
+    def send_out(self, states: Iterable[Tensor], *, keeps_gradient: bool = False) -> None:
+        """Write master and states back, and the gradient if it is kept. states: those the optimizer has now."""
+        for state in states:
+            storage = state.untyped_storage()
+            if storage._cdata not in self._states:
+                room = self._reserved[storage.nbytes()]
+                self._states[storage._cdata] = (state, Swapped(self._disk, state, room.pop() if room else None))
+        changed = [self._master, *(swapped for _, swapped in self._states.values())]
+        if keeps_gradient:
+            changed.append(self._gradient)
+        else:
+            self._gradient.drop()
+        for swapped in changed:
+            swapped.send_out(max_writes=2 * len(changed))
+        self._disk.settle(max_writes=len(changed) if self._disk.writes_behind else 0)
+
+    def _all(self) -> list[Swapped]:
+        return [self._master, self._gradient, *(swapped for _, swapped in self._states.values())]
