@@ -145,11 +145,11 @@ def _update_block(
     elif RULE == "Lion":
         master, state_0 = _lion(master, grad, state_0, factor)
     elif RULE == "Lamb":
-        master = master - tl.load(factor + 8) * _lamb_direction(master, state_0, state_1, factor)
+        master = tl.fma(_lamb_direction(master, state_0, state_1, factor), -tl.load(factor + 8), master)
     elif DTYPES[3] is not None:
         master, state_0 = _sgd_with_momentum(master, grad, state_0, factor)
     else:
-        master = master - tl.load(factor) * _with_weight_decay(grad, master, tl.load(factor + 1))
+        master = tl.fma(_with_weight_decay(grad, master, tl.load(factor + 1)), -tl.load(factor), master)
 
     _write(row + MASTER, start, lanes, exist, master, DTYPES[1], IS_PLAIN)
     if DTYPES[2] is not None:
@@ -209,7 +209,7 @@ def _adam(
     grad = _with_weight_decay(grad, master, tl.load(factor + 7))
     exp_avg, exp_avg_sq = _moments(exp_avg, exp_avg_sq, grad, factor)
     denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.load(factor + 3)) + tl.load(factor + 4)
-    master = master * tl.load(factor + 6) - tl.load(factor + 5) * tl.div_rn(exp_avg, denominator)
+    master = master * tl.load(factor + 6) - tl.div_rn(tl.load(factor + 5) * exp_avg, denominator)
     return master, exp_avg, exp_avg_sq
 
 
@@ -218,7 +218,7 @@ def _adagrad(master: tl.tensor, grad: tl.tensor, sums: tl.tensor, factor: tl.ten
     # lr of this step, weight decay, eps
     grad = _with_weight_decay(grad, master, tl.load(factor + 1))
     sums = tl.fma(grad, grad, sums)
-    return master - tl.load(factor) * tl.div_rn(grad, tl.sqrt_rn(sums) + tl.load(factor + 2)), sums
+    return master - tl.div_rn(tl.load(factor) * grad, tl.sqrt_rn(sums) + tl.load(factor + 2)), sums
 
 
 @triton.jit
@@ -240,13 +240,14 @@ def _sgd_with_momentum(
     is_first = tl.load(factor + 4) != 0
     buffer = tl.where(is_first, grad, tl.fma(grad, tl.load(factor + 3), buffer * momentum))
     is_nesterov = tl.load(factor + 5) != 0
-    return master - tl.load(factor) * tl.where(is_nesterov, grad + momentum * buffer, buffer), buffer
+    step = tl.where(is_nesterov, tl.fma(buffer, momentum, grad), buffer)
+    return tl.fma(step, -tl.load(factor), master), buffer
 
 
 @triton.jit
 def _with_weight_decay(grad: tl.tensor, master: tl.tensor, weight_decay: tl.tensor) -> tl.tensor:
     # Weights that are not finite must not reach the gradient where there is no decay: 0 * inf is NaN.
-    return tl.where(weight_decay != 0, grad + weight_decay * master, grad)
+    return tl.where(weight_decay != 0, tl.fma(master, weight_decay, grad), grad)
 
 
 @triton.jit
@@ -266,7 +267,7 @@ def _lamb_direction(master: tl.tensor, exp_avg: tl.tensor, exp_avg_sq: tl.tensor
     # 1 - beta1, beta2, 1 - beta2, bias corrections 1 and 2, eps inside the root, eps after it, weight decay, lr * ratio
     variance = tl.div_rn(exp_avg_sq, tl.load(factor + 4))
     root = tl.sqrt_rn(variance + tl.load(factor + 5)) + tl.load(factor + 6)
-    return tl.div_rn(tl.div_rn(exp_avg, tl.load(factor + 3)), root) + tl.load(factor + 7) * master
+    return tl.fma(master, tl.load(factor + 7), tl.div_rn(tl.div_rn(exp_avg, tl.load(factor + 3)), root))
 
 
 # ---- memory ----

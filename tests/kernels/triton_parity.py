@@ -150,7 +150,8 @@ def test_squares_do_not_overflow_early_and_sums_are_the_same_every_time(kernel: 
 
 def test_norms_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "CHUNK_NUMEL", 4)
-    shard = adam_shard([16 * 9 + 1, 0, 3], [LAMB] * 3)
+    # Without an epsilon what lies behind a tail is 0 / 0.
+    shard = adam_shard([16 * 9 + 1, 0, 3], [replace(LAMB, eps=0.0)] * 3)
     sums = TritonKernel(16).lamb_moments(shard.to(DEVICE).spans())
     torch.testing.assert_close(sums.cpu(), ReferenceKernel().lamb_moments(shard.spans()), rtol=1e-6, atol=0)
     assert sums[1].tolist() == [0, 0]
