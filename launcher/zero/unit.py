@@ -56,7 +56,7 @@ class FlatUnit:
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         if members.groups:
             self.params.keep_fp32_master(policy.precision)
-            self.grads = UnitGradients((members.names, members.params), layout, policy, group, owned)
+            self.grads = UnitGradients(members.params, layout, policy, group, owned)
 
     @property
     def numel(self) -> int:
