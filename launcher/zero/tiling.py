@@ -5,6 +5,7 @@ Memory-centric tiling as in ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ class TiledLinear(nn.Module):
         self.combine_out_splits = combine_out_splits
         self.use_bias = bias
         last = in_splits - 1
-        self.linears = nn.ModuleList(
+        self.linears: Any = nn.ModuleList(  # of lists of modules, which no annotation can say
             nn.ModuleList(
                 linear_cls(num_in, num_out, bias=bias and number == last, **linear_options)
                 for number, num_in in enumerate(self.in_sizes)
@@ -91,17 +92,14 @@ class TiledLinear(nn.Module):
                 f"TiledLinear: the input's parts have {[part.shape[-1] for part in parts]} features",
                 hint=f"they must have {self.in_sizes}",
             )
-        outputs = []
+        outputs: list[Tensor] = []
         for row in self.linears:
-            output: Tensor | None = None
-            for tile, part in zip(row, parts, strict=True):
-                term = tile(part)
-                output = term if output is None else output + term
-            outputs.append(output)
+            terms = (tile(part) for tile, part in zip(row, parts, strict=True))
+            outputs.append(functools.reduce(torch.add, terms))
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
     @torch.no_grad()
-    def copy_params_from(self, other: nn.Module) -> None:
+    def copy_params_from(self, other: Any) -> None:
         """Take over the weight and bias of a linear layer of the same features. Sharded ones: every rank must call it.
 
         Raises: EngineError for a layer of another form.
@@ -161,7 +159,7 @@ class _EmbeddingTile(nn.Module):
 class _Tiled(nn.Module):
     """A layer whose weight is in tiles. Its state dict, and whoever reads `weight`, see one weight."""
 
-    tiles: nn.ModuleList
+    tiles: Any  # nn.ModuleList of `tile_kind`
     tile_sizes: list[int]  # of the tiles along `tile_dim`; asking the tiles themselves would fetch them
     tile_dim: int
     tile_kind: type[nn.Module]
@@ -172,7 +170,7 @@ class _Tiled(nn.Module):
         return _joined([tile.weight for tile in self.tiles], self.tile_dim)
 
 
-class _TiledLinearLayer(_Tiled, nn.Linear):
+class _TiledLinearLayer(_Tiled, nn.Linear):  # type: ignore[override]  # `weight` is computed
     tile_dim = 0
     tile_kind = _LinearTile
 
@@ -181,7 +179,7 @@ class _TiledLinearLayer(_Tiled, nn.Linear):
         return torch.cat([tile(x, bias) for tile, bias in zip(self.tiles, biases, strict=True)], dim=-1)
 
 
-class _TiledEmbeddingLayer(_Tiled, nn.Embedding):
+class _TiledEmbeddingLayer(_Tiled, nn.Embedding):  # type: ignore[override]  # `weight` is computed
     tile_dim = 1
     tile_kind = _EmbeddingTile
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
-import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from harness.logs import logged
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from launcher import checkpointing
-from launcher.activation import checkpointing as room
 from launcher.activation import profile, settings
 from launcher.activation.rng import CudaRNGStatesTracker
 from launcher.activation.saved import _Kept
@@ -197,15 +197,14 @@ def test_an_engine_applies_its_section() -> None:
     assert settings.settings_in_force() == found
 
 
-def test_settings_without_effect_are_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.get_logger(), "propagate", True)
+def test_settings_without_effect_are_named() -> None:
     said: dict[str, Any] = {"partition_activations": True, "num_checkpoints": 2}
     if not torch.cuda.is_available():
         said |= {"checkpoint_in_cpu": True, "synchronize": True}
     checkpointing.configure(**said)
-    with caplog.at_level(logging.INFO):
+    with logged() as lines:
         run(checkpointing.checkpoint)
-    assert caplog.text.count("has no effect") == len(said)
+    assert sum("has no effect" in line for line in lines) == len(said)
 
 
 def test_an_mpu_without_a_group_is_refused() -> None:
@@ -213,17 +212,14 @@ def test_an_mpu_without_a_group_is_refused() -> None:
         checkpointing.configure(object())
 
 
-def test_times_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.get_logger(), "propagate", True)
+def test_times_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "WINDOW", 2)
     checkpointing.configure(profile=True)
-    with caplog.at_level(logging.INFO):
+    with logged() as lines:
         for _ in range(5):
             run(checkpointing.checkpoint)
-    lines = [record.getMessage() for record in caplog.records if "activation checkpoints" in record.getMessage()]
     assert len(lines) == 2
-    assert lines[0].startswith(f"activation checkpoints: {LAYERS} × forward ")
-    assert f"{LAYERS} × recompute " in lines[0]
+    assert re.fullmatch(r"activation checkpoints: 4 × forward .* ms · 4 × recompute .* ms \(means of 2\)", lines[0])
 
 
 # ---- random states ----

@@ -71,7 +71,10 @@ class GPT(nn.Module):
 def train(
     rank: int, world_size: int, stage: int, precision: str, use_reentrant: bool | None, is_shared: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses of this rank and the final weights. use_reentrant: None trains without recomputation."""
+    """Return the losses of this rank and the final weights. use_reentrant: None trains without recomputation.
+
+    The shared layer trains by SGD: Adam makes a difference of gradients that are nearly zero as large as any.
+    """
     import launcher
 
     config = {
@@ -86,7 +89,7 @@ def train(
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
         },
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "optimizer": {"type": "SGD" if is_shared else "AdamW", "params": {"lr": 0.3 if is_shared else 1e-2}},
     }
     torch.manual_seed(3)
     engine = launcher.initialize(model=GPT(is_shared), config=config)[0]
@@ -121,6 +124,5 @@ def test_a_layer_in_several_recomputed_segments(stage: int) -> None:
     for use_reentrant in (False, True):
         found = run_on_ranks(2, train, stage, "fp32", use_reentrant, True)
         for (losses, weights), (expected_losses, expected_weights) in zip(found, expected, strict=True):
-            assert losses == pytest.approx(expected_losses, rel=1e-5)
-            for name, value in expected_weights.items():
-                assert torch.allclose(weights[name], value, rtol=1e-3, atol=2e-5), name
+            assert losses == pytest.approx(expected_losses, rel=1e-6)
+            torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)

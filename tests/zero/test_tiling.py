@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
 import torch
+from harness.logs import logged
 from harness.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -195,9 +195,9 @@ def train(rank: int, world_size: int, max_live: int, how: str) -> dict[str, Any]
         model = Wide(8 if how == "tiles" else 1)
     options: dict[str, Any] = {"model": model, "config": config}
     if how == "groups":
-        options["model_parameters"] = [{"params": list(model.parameters()), "weight_decay": 0.01}]
+        options["model_parameters"] = [{"params": list(model.parameters()), "weight_decay": 0.0}]
     if how == "client":
-        options["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        options["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     engine = launcher.initialize(**options)[0]
     buffers, schedule, losses = engine._sharded.units[0].group.buffers, engine._sharded.schedule, []
     buffers.peak_bytes = buffers.lent_bytes
@@ -248,28 +248,19 @@ def test_tiles_of_a_tiled_linear_are_fetched_one_by_one(whole: dict[str, Any]) -
 
 def _announced(rank: int, world_size: int) -> list[str]:
     import launcher
-    from launcher.base.log import get_logger
 
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Keep()
-    get_logger().addHandler(handler)
     zero = {"stage": 3, "stage3_max_live_parameters": FEW}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": zero,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
     }
-    launcher.initialize(model=Wide(), config=config)
     tied = Wide()
     tied.twin = nn.Linear(512, WIDE)
     tied.twin.weight = tied.head.weight
-    launcher.initialize(model=tied, config=config)
-    get_logger().removeHandler(handler)
+    with logged() as lines:
+        launcher.initialize(model=Wide(), config=config)
+        launcher.initialize(model=tied, config=config)
     return [line for line in lines if "head.weight" in line]
 
 
