@@ -77,7 +77,8 @@ def train(
     """Return the losses of this rank and the final weights. use_reentrant: None trains without recomputation.
 
     The shared layer trains by SGD: Adam makes a difference of gradients that are nearly zero as large as any. Rank 1
-    leaves one of its parameters out, so that ranks do not agree on when the layer's gradients are complete.
+    leaves one of its parameters out, so that ranks do not agree on when the layer's gradients are complete; at stage 3
+    all ranks must use the same parameters.
     """
     import launcher
 
@@ -97,7 +98,7 @@ def train(
     }
     torch.manual_seed(3)
     model = GPT(is_shared)
-    model.layers[0].is_shifted = not is_shared or rank == 0
+    model.layers[0].is_shifted = not is_shared or rank == 0 or stage == 3
     engine = launcher.initialize(model=model, config=config)[0]
     if use_reentrant is not None:
         engine.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
