@@ -25,6 +25,7 @@ class _Keeper:
         self.settings = settings
         self.inputs = SavedInputs(settings)
         self.profile = CheckpointProfile(local_device()) if settings.profile else None
+        self.num_running = 0  # checkpointed functions that run now, one within the other
         if data_parallel_group().rank == 0:
             for note in self._notes():
                 get_logger().info("note: activation_checkpointing: %s", note)
@@ -71,7 +72,8 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     keeper = _current()
     if not torch.is_grad_enabled():
         return function(*args)
-    with keeper.inputs.kept():
+    # Within another checkpointed function the inputs are that one's to recompute: torch's own hooks drop them.
+    with keeper.inputs.kept() if keeper.num_running == 0 else contextlib.nullcontext():
         return torch.utils.checkpoint.checkpoint(_Call(function, keeper), *args, use_reentrant=False)
 
 
@@ -87,11 +89,17 @@ class _Call:
         self._states: dict[str, Tensor] | None = None  # of the tracker; None: it has not run
 
     def __call__(self, *args: Any) -> Any:
-        is_forward = self._states is None
+        self._keeper.num_running += 1
+        try:
+            return self._run(self._keeper, args)
+        finally:
+            self._keeper.num_running -= 1
+
+    def _run(self, keeper: _Keeper, args: tuple[Any, ...]) -> Any:
         with contextlib.ExitStack() as stack:
-            if self._keeper.profile is not None:
-                stack.enter_context(self._keeper.profile.span("forward" if is_forward else "recompute"))
-            if self._keeper.settings.synchronize:
+            if keeper.profile is not None:
+                stack.enter_context(keeper.profile.span("forward" if self._states is None else "recompute"))
+            if keeper.settings.synchronize:
                 stack.callback(_synchronize)
                 _synchronize()
             tracker = get_cuda_rng_tracker()

@@ -60,7 +60,7 @@ class SavedInputs:
             yield
 
     def _pack(self, tensor: Tensor, positions: Iterator[int]) -> Tensor | _Kept:
-        if not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
+        if not tensor.is_floating_point() or isinstance(tensor, nn.Parameter) or not tensor.numel():
             return tensor
         with torch.no_grad():
             elements, stride = _in_memory_order(tensor)

@@ -166,6 +166,19 @@ def test_contiguous_buffers_are_used_again_and_given_back() -> None:
     loss.backward()
 
 
+def test_a_checkpoint_within_a_checkpoint_keeps_nothing_of_its_own() -> None:
+    def outer(function: Any, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = checkpointing.checkpoint(function, x)
+        return x
+
+    checkpointing.configure(**CONTIGUOUS)
+    loss, grads, _ = run(lambda function, x: checkpointing.checkpoint(outer, function, x))
+    expected, expected_grads, _ = run(lambda function, x: function(function(function(x))))
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(one, other) for one, other in zip(grads, expected_grads, strict=True))
+
+
 def test_contiguous_buffers_need_their_number() -> None:
     checkpointing.configure(contiguous_checkpointing=True)
     with pytest.raises(EngineError, match="needs number_checkpoints; give"):
