@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
@@ -25,7 +25,6 @@ class _Keeper:
         self.settings = settings
         self.inputs = SavedInputs(settings)
         self.profile = CheckpointProfile(local_device()) if settings.profile else None
-        self.num_running = 0  # checkpointed functions that run now, one within the other
         if data_parallel_group().rank == 0:
             for note in self._notes():
                 get_logger().info("note: activation_checkpointing: %s", note)
@@ -73,7 +72,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args)
     # Within another checkpointed function the inputs are that one's to recompute: torch's own hooks drop them.
-    with keeper.inputs.kept() if keeper.num_running == 0 else contextlib.nullcontext():
+    with keeper.inputs.kept() if _Call.num_running == 0 else contextlib.nullcontext():
         return torch.utils.checkpoint.checkpoint(_Call(function, keeper), *args, use_reentrant=False)
 
 
@@ -83,17 +82,19 @@ non_reentrant_checkpoint = checkpoint
 class _Call:
     """One call of a checkpointed function: it runs for the first time forward, and from then on to recompute."""
 
+    num_running: ClassVar[int] = 0  # that run now, one within the other
+
     def __init__(self, function: Callable[..., Any], keeper: _Keeper) -> None:
         self._function = function
         self._keeper = keeper
         self._states: dict[str, Tensor] | None = None  # of the tracker; None: it has not run
 
     def __call__(self, *args: Any) -> Any:
-        self._keeper.num_running += 1
+        _Call.num_running += 1
         try:
             return self._run(self._keeper, args)
         finally:
-            self._keeper.num_running -= 1
+            _Call.num_running -= 1
 
     def _run(self, keeper: _Keeper, args: tuple[Any, ...]) -> Any:
         with contextlib.ExitStack() as stack:
