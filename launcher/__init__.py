@@ -20,14 +20,20 @@ _LAZY_NAMES = {
     "initialize": "launcher.engine.build",
     "preempted": "launcher.base.preemption",
 }
-# Public modules that are loaded the same way.
-_LAZY_MODULES = {"comm", "notebook", "zero"}
+# Public modules that are loaded the same way: name -> where it is.
+_LAZY_MODULES = {
+    "checkpointing": "launcher.activation",
+    "comm": "launcher.comm",
+    "notebook": "launcher.notebook",
+    "zero": "launcher.zero",
+}
 
 __all__ = [
     "EXIT_REQUEUE",
     "Engine",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "heartbeat",
     "init_distributed",
@@ -40,6 +46,7 @@ __all__ = [
 if TYPE_CHECKING:
     from typing import Any
 
+    from launcher import activation as checkpointing
     from launcher import comm, notebook, zero
     from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat
@@ -53,7 +60,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in _LAZY_MODULES:
-        return importlib.import_module(f"launcher.{name}")
+        return importlib.import_module(_LAZY_MODULES[name])
     module_name = _LAZY_NAMES.get(name)
     if module_name is None:
         raise AttributeError(f"module 'launcher' has no attribute {name!r}")
@@ -63,4 +70,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_LAZY_NAMES) | _LAZY_MODULES)
+    return sorted(set(globals()) | set(_LAZY_NAMES) | set(_LAZY_MODULES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import statistics
 import subprocess
 import sys
@@ -25,13 +26,19 @@ WIDE_SIGNATURES = {
     "run": "click passes every option of a command as one argument",
     "one_cycle": "keyword-only, the parameters of DeepSpeed's OneCycle",
     "build_loader": "keyword-only, the names of torch's DataLoader",
+    "TiledLinear.__init__": "DeepSpeed's signature, which scripts call by position and by name",
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def functions() -> Iterator[tuple[Path, Function]]:
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, Function):
                 yield path, node
 
@@ -68,10 +75,18 @@ def test_functions_and_classes_are_small() -> None:
 
 def test_signatures_are_narrow() -> None:
     wide = []
+    owners = {
+        node: owner.name
+        for path in SOURCES
+        for owner in ast.walk(parsed(path))
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+    }
     for path, node in functions():
         arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
         num_parameters = len([a for a in arguments if a.arg not in ("self", "cls")])
-        if num_parameters > MAX_PARAMETERS and node.name not in WIDE_SIGNATURES:
+        names = {node.name, f"{owners.get(node)}.{node.name}"}
+        if num_parameters > MAX_PARAMETERS and names.isdisjoint(WIDE_SIGNATURES):
             wide.append(f"{place(path, node)} {node.name}: {num_parameters}")
     assert wide == []
 

@@ -88,16 +88,14 @@ class Nebula(Section):
 
 
 class ActivationCheckpointing(Section):
-    """`activation_checkpointing`: settings of the checkpointing functions."""
+    """`activation_checkpointing`: what `launcher.checkpointing.checkpoint` does with the inputs it keeps."""
 
-    status = inert("use torch.utils.checkpoint, or the model's gradient_checkpointing_enable()")
-
-    partition_activations: Flag = key(False, "split saved activations over ranks")
-    number_checkpoints: OptInt = key(None, "checkpoints in the model")
-    contiguous_memory_optimization: Flag = key(False, "keep them in one buffer")
-    cpu_checkpointing: Flag = key(False, "keep them in host memory")
-    synchronize_checkpoint_boundary: Flag = key(False, "synchronise at each of them")
-    profile: Flag = key(False, "time them")
+    partition_activations: Flag = key(False, "each rank of the model-parallel group of configure(mpu_) keeps its part")
+    number_checkpoints: OptInt = key(None, "checkpoints of one forward: rows of the contiguous buffers")
+    contiguous_memory_optimization: Flag = key(False, "copy them to buffers for number_checkpoints of them")
+    cpu_checkpointing: Flag = key(False, "keep them in page-locked host memory")
+    synchronize_checkpoint_boundary: Flag = key(False, "wait for the GPU before and after each checkpointed function")
+    profile: Flag = key(False, "log the times of checkpointed forwards and of recomputations")
 
 
 # ---- profilers and monitors ----

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from launcher.activation.settings import use_section
 from launcher.base.errors import ConfigError, EngineError
 from launcher.comm import collectives
 from launcher.comm.exit import leave_in_order
@@ -24,6 +25,7 @@ from launcher.engine.engine import Engine, EngineParts, ShardedModel
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import DTYPES, loss_scale_rules, swap_space, zero_policy
 from launcher.engine.shards import let_units_find_states, owned_shards, reserve_states
+from launcher.engine.tiling import tile_to_fit
 from launcher.kernels.select import kernel_for
 from launcher.optim.factory import (
     Means,
@@ -91,8 +93,10 @@ def initialize(
         group.world_size,
     )
     policy = zero_policy(settings, group)
+    use_section(settings.activation_checkpointing)
     casting = _casting(model, settings, policy.precision, group)
     _place_model(model, settings, policy, group)
+    model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters)
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
     built = _shard(model, plan, policy, group, loss_scale_rules(settings), swap_space(settings))
@@ -195,7 +199,7 @@ def _shard(
 ) -> ShardedModel:
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
     units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, group, disks)
-    reducer = GradientReducer([unit.grads for unit in units if unit.grads is not None], policy, group.world_size)
+    reducer = GradientReducer([unit.grads for unit in units if unit.grads is not None], policy, group)
     schedule = ParameterSchedule(units, policy.parameters)
     install_hooks(model, units, reducer, schedule)
     if plan is None:

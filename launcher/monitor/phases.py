@@ -27,13 +27,17 @@ class PhaseTimer:
         if self._is_cuda:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
-            yield
-            last.record()
-            self._events.append((name, first, last))
+            try:  # a recomputation ends in an exception of torch's as soon as it has all it needs
+                yield
+            finally:
+                last.record()
+                self._events.append((name, first, last))
         else:
             start_s = time.perf_counter()
-            yield
-            self._seconds[name] += time.perf_counter() - start_s
+            try:
+                yield
+            finally:
+                self._seconds[name] += time.perf_counter() - start_s
 
     def take(self) -> dict[str, float]:
         """Return the seconds of every phase since the last call. On a GPU this waits for it."""

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 _NAMES = {
     "GatheredParameters": "gathered",
     "Init": "construct",
+    "TiledLinear": "tiling",
     "ZeroParamStatus": "parameters",
+    "tile_large_layers": "tiling",
     **dict.fromkeys(
         (
             "get_z3_leaf_modules",
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from launcher.zero.leaves import unset_z3_leaf_modules as unset_z3_leaf_modules
     from launcher.zero.leaves import z3_leaf_module as z3_leaf_module
     from launcher.zero.parameters import ZeroParamStatus as ZeroParamStatus
+    from launcher.zero.tiling import TiledLinear as TiledLinear
+    from launcher.zero.tiling import tile_large_layers as tile_large_layers
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.collectives import Pending
 from launcher.comm.groups import DataParallelGroup
@@ -32,15 +31,16 @@ class UnitGradients:
 
     def __init__(
         self,
-        members: tuple[list[str], list[nn.Parameter]],
+        params: list[nn.Parameter],
         layout: UnitLayout,
         policy: ZeroPolicy,
         group: DataParallelGroup,
         owned: range,
+        *,
         home: Home = HERE,
     ) -> None:
         """home: where the optimizer updates the unit."""
-        self._names, self._params = members
+        self._params = params
         self._layout = layout
         self._group = group
         self._owned = owned
@@ -74,6 +74,8 @@ class UnitGradients:
         self._filled = [False] * len(layout.slots)  # has a gradient in the local buffer
         self._arrived = [False] * len(layout.slots)  # has a gradient of the current backward
         self._num_arrived = 0
+        self._is_sent = False  # the sum of the current backward was begun
+        self._graph_task, self._num_in_task = -1, 0  # autograd's current graph, and how many gradients came from it
         self.used = [False] * len(layout.slots)  # had a gradient on this rank since the last step
         self._num_backwards = 0  # since the local buffer was last empty
         self._owned_holds_sum = False  # an earlier micro-batch is in `owned_grad`
@@ -101,22 +103,41 @@ class UnitGradients:
         self._num_arrived = 0
         self._num_backwards += 1
         self._norm = None
+        if self._is_sent:
+            self._drop_late()
+        self._is_sent = False
+
+    def _drop_late(self) -> None:
+        for param in self._params:  # there are some only after a pass that an exception ended
+            param.grad = None
 
     @property
     def is_complete(self) -> bool:
-        """Say whether every parameter's gradient of this backward has arrived."""
+        """Say whether every parameter's gradient of this backward has arrived, at least once."""
         return self._num_arrived == len(self._arrived)
+
+    @property
+    def is_done_in_graph(self) -> bool:
+        """Say whether the graph autograd runs now has delivered every parameter's gradient: it reads none any more."""
+        return self._num_in_task == len(self._arrived)
+
+    @property
+    def has_late(self) -> bool:
+        """Say whether gradients came after the sum was begun. They wait in `param.grad`."""
+        return self._is_sent and any(param.grad is not None for param in self._params)
+
+    def note_arrival(self, graph_task: int) -> None:
+        """Count a gradient that the graph `graph_task` has delivered."""
+        self._num_in_task = self._num_in_task + 1 if graph_task == self._graph_task else 1
+        self._graph_task = graph_task
 
     def take(self, index: int) -> None:
         """Move the gradient autograd left on parameter `index` into the buffer.
 
-        Raises: EngineError when the unit's sum is on its way already.
+        After the sum was begun it stays where it is, and autograd adds further ones to it: see `reduce_late`.
         """
-        if self.state is UnitState.REDUCING:
-            raise EngineError(
-                f"a second gradient of {self._names[index]} came in one backward pass",
-                hint='set "overlap_comm": false; reentrant activation checkpointing does this',
-            )
+        if self._is_sent:
+            return
         self.state = check_transition(self.state, UnitState.ACCUMULATING)
         param = self._params[index]
         grad, param.grad = param.grad, None
@@ -146,6 +167,7 @@ class UnitGradients:
         """Start summing the gradients over the ranks, times `scale`. Every rank must call it in the same order."""
         self.state = check_transition(self.state, UnitState.ACCUMULATING)
         self.state = check_transition(self.state, UnitState.REDUCING)
+        self._is_sent = True
         local = self._buffer()
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if not filled:  # unused on this rank: other ranks may have used it, so its place is sent as zeros
@@ -169,6 +191,19 @@ class UnitGradients:
             if self._owned_holds_sum or self._leaves:
                 self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
             self._reduction = collectives.reduce_scatter(self._group, sent, output, rest)
+
+    def reduce_late(self, scale: float) -> None:
+        """Start adding the gradients that came too late to the sum, which must have ended.
+
+        Every rank must call it in the same order, also one that has no such gradients.
+        """
+        if self._is_kept_whole:
+            self._reopen()
+        self._num_backwards += 1
+        self._is_sent = False
+        for index in range(len(self._params)):
+            self.take(index)
+        self.start_reduction(scale)
 
     def _sent(self, local: Tensor) -> Tensor:
         """Return what travels: `local`, or a copy of it in the wire's dtype."""

@@ -47,7 +47,7 @@ def _gradient_hook(
 ) -> Callable[[Tensor], None]:
     def on_gradient(_param: Tensor) -> None:
         reducer.take_gradient(gradients, index)
-        if gradients.is_complete:
+        if gradients.is_done_in_graph:
             schedule.after_gradients(unit)
 
     return on_gradient

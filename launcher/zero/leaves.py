@@ -1,4 +1,4 @@
-"""What users say about their modules before an engine is built: gathered as one, or read by another module."""
+"""What is said about modules before an engine is built: gathered as one, a tile, or read by another module."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from launcher.base.errors import EngineError
 
 _LEAF_MARK = "_launch_is_leaf"
+_TILE_MARK = "_launch_is_tile"
 _EXTERNAL_MARK = "_launch_external_parameters"
 
 
@@ -62,6 +63,16 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 z3_leaf_module = is_leaf
+
+
+def set_tile(module: nn.Module) -> None:
+    """Mark a module as a tile: gathered by itself, whatever it is part of (a leaf is gathered whole all the same)."""
+    setattr(module, _TILE_MARK, True)
+
+
+def is_tile(module: nn.Module) -> bool:
+    """Say whether a module is a tile."""
+    return bool(module.__dict__.get(_TILE_MARK, False))
 
 
 def mark_leaves(model: nn.Module, classes: Sequence[str], names: Sequence[str], suffixes: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from launcher.comm.groups import DataParallelGroup
 from launcher.zero.home import NO_DISKS, Disks, Homes
 from launcher.zero.layout import UnitLayout, layout_unit, split_by_size
-from launcher.zero.leaves import external_parameters, is_leaf
+from launcher.zero.leaves import external_parameters, is_leaf, is_tile
 from launcher.zero.parameters import home_of
 from launcher.zero.stages import ParameterPolicy, ZeroPolicy
 from launcher.zero.unit import FlatUnit, UnitMembers
@@ -171,16 +171,24 @@ def _items(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _split(module: nn.Module, policy: ZeroPolicy) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Yield a module whole, or where it is too large its parts."""
-    numel = sum(full_numel(param) for param in module.parameters())
-    children = list(module.children())
-    if not children or numel <= _largest_block(policy) or is_leaf(module) or _is_fine_grained(module, policy):
+    """Yield a module whole, or where it is too large or holds tiles its parts."""
+    if _stays_whole(module, policy):
         yield module, list(module.modules())
         return
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         yield module, [module]
-    for child in children:
+    for child in module.children():
         yield from _split(child, policy)
+
+
+def _stays_whole(module: nn.Module, policy: ZeroPolicy) -> bool:
+    """Say whether a module with everything inside is gathered as one."""
+    if is_leaf(module) or is_tile(module) or not any(True for _ in module.children()):
+        return True
+    if any(is_tile(part) for part in module.modules()):
+        return False
+    numel = sum(full_numel(param) for param in module.parameters())
+    return numel <= _largest_block(policy) or _is_fine_grained(module, policy)
 
 
 def _largest_block(policy: ZeroPolicy) -> int:

@@ -6,7 +6,11 @@ first, which is about the order in which backward completes them; a unit that is
 
 from __future__ import annotations
 
+import torch
+
 from launcher.base.errors import EngineError
+from launcher.comm import collectives
+from launcher.comm.groups import DataParallelGroup
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.stages import ZeroPolicy
 
@@ -18,11 +22,13 @@ MAX_IN_FLIGHT = 2
 class GradientReducer:
     """Starts reductions as units complete and bounds how many are on their way."""
 
-    def __init__(self, gradients: list[UnitGradients], policy: ZeroPolicy, world_size: int) -> None:
+    def __init__(self, gradients: list[UnitGradients], policy: ZeroPolicy, group: DataParallelGroup) -> None:
         """gradients: those of all units that have any, in forward order."""
         self._gradients = gradients
         self._policy = policy
-        self._scale = policy.reduction.factor(world_size)
+        self._group = group
+        self._scale = policy.reduction.factor(group.world_size)
+        self._graph_tasks: set[int] = set()  # autograd's graphs that have delivered gradients in this backward
         self._in_backward = False
         self._reduces = False
         self._is_boundary = False
@@ -37,6 +43,7 @@ class GradientReducer:
         self._is_boundary = is_boundary
         self._reduces = is_boundary or self._policy.stage.shards_gradients
         self._next = len(self._gradients) - 1
+        self._graph_tasks.clear()
         for gradients in self._gradients:
             gradients.begin_backward()
 
@@ -47,6 +54,9 @@ class GradientReducer:
                 "a backward pass ran outside of engine.backward(loss)",
                 hint="call engine.backward(loss), or engine.scale(loss).backward(), instead of loss.backward()",
             )
+        graph_task = torch._C._current_graph_task_id()
+        self._graph_tasks.add(graph_task)
+        gradients.note_arrival(graph_task)
         gradients.take(index)
         if self._reduces and self._policy.overlap_comm:
             while self._next >= 0 and self._gradients[self._next].is_complete:
@@ -57,6 +67,27 @@ class GradientReducer:
         self._in_backward = False
         while self._reduces and self._next >= 0:
             self._reduce_next()
+        if self._reduces and self._policy.overlap_comm and len(self._graph_tasks) > 1:
+            self._reduce_late()
+
+    def _reduce_late(self) -> None:
+        """Sum what came after its unit's sum was begun.
+
+        Reentrant checkpointing runs backward passes within the backward pass. Each of them delivers the gradients of
+        what it has used, so what several of them use gets several gradients. Which units had late ones may differ
+        between ranks whose models use different parameters: all ranks sum what any of them has.
+        """
+        has_late = [float(gradients.has_late) for gradients in self._gradients]
+        num_ranks = collectives.sum_scalars(
+            self._group, torch.tensor(has_late, dtype=torch.float64, device=self._group.device)
+        )
+        late = [gradients for gradients, num in zip(self._gradients, num_ranks.tolist(), strict=True) if num]
+        if late:
+            self.wait()
+        for gradients in reversed(late):
+            self._make_room()
+            gradients.reduce_late(self._scale)
+            self._in_flight.append(gradients)
 
     def complete(self) -> None:
         """Reduce, before a step, what the last backward pass did not: it was not known to be the last."""
@@ -86,9 +117,12 @@ class GradientReducer:
             self._advanced.append(oldest)
 
     def _reduce_next(self) -> None:
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._advance_oldest()
+        self._make_room()
         gradients = self._gradients[self._next]
         gradients.start_reduction(self._scale)
         self._in_flight.append(gradients)
         self._next -= 1
+
+    def _make_room(self) -> None:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._advance_oldest()

@@ -28,6 +28,8 @@ class ParameterSchedule:
         self._depth = 0  # modules with units whose forward is running
         self._uses = [0] * len(units)  # of those, how many use each unit
         self._in_backward = False
+        # Graphs whose backward reads each unit: reentrant checkpointing runs a graph of its own within the model's.
+        self._graphs: list[set[int]] = [set() for _ in units]
         self._held: list[FlatUnit] = []  # used outside of their modules: whole until the outermost forward ends
         self._live: set[int] = set()  # units made whole from here; what the user gathers is the user's to release
         self._live_numel = 0
@@ -74,8 +76,8 @@ class ParameterSchedule:
         """See to it that a parameter a running forward has asked for is there; return whether it had to be fetched."""
         if unit.params.state is ParameterState.WHOLE:
             return False
-        if unit.is_sharded and self._depth == 0:
-            return False  # outside of a forward: the user looks at the parameter, perhaps on one rank only
+        if unit.is_sharded and self._depth == 0 and not self._in_backward:
+            return False  # outside of a pass: the user looks at the parameter, perhaps on one rank only
         self._use([unit])
         if not unit.is_sharded:
             return False
@@ -92,11 +94,14 @@ class ParameterSchedule:
 
     def before_backward(self, units: Sequence[FlatUnit]) -> None:
         """Make `units` whole: the backward of their module is about to run."""
+        for unit in units:
+            self._graphs[unit.index].add(torch._C._current_graph_task_id())
         self._use(units)
 
     def after_gradients(self, unit: FlatUnit) -> None:
-        """Release a unit that no more backward reads."""
-        if self._uses[unit.index] == 0:
+        """Release a unit that no more backward reads: the graph that runs is done with it."""
+        self._graphs[unit.index].discard(torch._C._current_graph_task_id())
+        if self._uses[unit.index] == 0 and not self._graphs[unit.index]:
             self._release(unit)
 
     def end_backward(self) -> None:
@@ -186,5 +191,7 @@ class ParameterSchedule:
         for index in self._reading:
             self._units[index].params.stop_reading()
         self._reading.clear()
+        for graphs in self._graphs:
+            graphs.clear()
         self._follower.end()
         self._ahead = self._ahead_numel = 0

@@ -71,7 +71,7 @@ class FlatUnit:
         if members.groups:
             home = homes.of_optimizer(layout.padded_numel)
             master = self.params.keep_master(policy.precision, home)
-            self.grads = UnitGradients((members.names, members.params), layout, policy, group, owned, home=home)
+            self.grads = UnitGradients(members.params, layout, policy, group, owned, home=home)
             if home.disk is not None and master is not None and self.grads.swap is not None:
                 self.swap = UnitSwap(home.disk, master, self.grads.swap)
 

@@ -24,7 +24,7 @@ from launcher.optim.torch_schedules import schedule_from_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_SOURCES = "".join(
-    path.read_text() for room in ("engine", "monitor") for path in (ROOT / "launcher" / room).glob("*.py")
+    path.read_text() for room in ("activation", "engine", "monitor") for path in (ROOT / "launcher" / room).glob("*.py")
 )
 COMET_NAMES = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 # Keys that act without the engine reading them by name.

@@ -181,6 +181,39 @@ class RecomputedReentrant(Plain):
         return x
 
 
+class ReentrantRepeated(Plain):
+    """One block in several recomputed segments: each of their backward passes delivers its gradients."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x.requires_grad_(True)
+        for index in (0, 1, 0, 2, 0, 3):
+            x = checkpoint(self.blocks[index], x, use_reentrant=True)
+        return x
+
+
+class ReentrantTied(Tied):
+    """A weight that is read in one recomputed segment, in another, and outside of them."""
+
+    def body(self, x: Tensor) -> Tensor:
+        weight = self.blocks[3].up.weight[:WIDTH]
+        x = F.linear(x, weight)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return F.linear(x, weight)
+
+
+class ReentrantLoss(Plain):
+    """A loss that is recomputed part by part, from parameters whose module is not called."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
+            hidden = F.linear(hidden, self.blocks[2].down.weight[:, :WIDTH])
+            return F.mse_loss(F.linear(hidden, self.head.weight, self.head.bias).squeeze(-1), target)
+
+        parts = zip(self.body(x).chunk(2), y.chunk(2), strict=True)
+        return sum((checkpoint(loss_of, *part, use_reentrant=True) for part in parts), torch.zeros(())) / 2
+
+
 class Experts(nn.Module):
     """A mixture whose experts depend on the data: each rank may call others, in another order."""
 
@@ -256,6 +289,9 @@ MODELS: dict[str, type[nn.Module]] = {
         Structured,
         Recomputed,
         RecomputedReentrant,
+        ReentrantRepeated,
+        ReentrantTied,
+        ReentrantLoss,
         Mixture,
         Containers,
         TwoForwards,
