@@ -43,17 +43,14 @@ class OptimizerPlan:
     name: str
     param_groups: list[dict[str, Any]]  # live: "params" and every option of the optimizer
     defaults: dict[str, Any]
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups of shards
+    build: Callable[[list[FlatShard]], FlatOptimizer]  # over this rank's shards
     client: torch.optim.Optimizer | None = None
     whole_parameters: bool = False  # each shard must be a whole parameter in its own shape (stage 0 only)
     notice: str | None = None  # what to say at start
 
-    def build(self, shards: list[FlatShard]) -> FlatOptimizer:
-        """Build the optimizer over this rank's shards."""
-        return TorchFlat(self.name, shards, self.param_groups, self.make)
 
-
-def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+def as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return parameters, and groups of them, as groups with a list of parameters each."""
     entries = list(parameters)
     groups = [dict(entry) for entry in entries if isinstance(entry, Mapping)]
     loose = [entry for entry in entries if not isinstance(entry, Mapping)]
@@ -80,7 +77,7 @@ def plan_from_config(
     # DeepSpeed's "Adam" means AdamW unless adam_w_mode is false; configs in the wild rely on it.
     if name == "Adam" and options["adam_w_mode"]:
         name = "AdamW"
-    groups = _as_groups(model.parameters() if model_parameters is None else model_parameters)
+    groups = as_groups(model.parameters() if model_parameters is None else model_parameters)
     # Through the class's own constructor, over stand-ins: it knows its options and completes every group.
     kind = ELEMENTWISE[name]
     stand_ins = [{**group, "params": [torch.zeros(1)]} for group in groups]
@@ -88,7 +85,8 @@ def plan_from_config(
     unset: dict[str, Any] = {key: None for key in ("fused", "foreach") if key in probe.defaults}
     defaults = {**probe.defaults, **unset}
     live = [{**full, **unset, **group} for full, group in zip(probe.param_groups, groups, strict=True)]
-    return OptimizerPlan(name, live, defaults, functools.partial(construct, kind, defaults))
+    make = functools.partial(construct, kind, defaults)
+    return OptimizerPlan(name, live, defaults, functools.partial(TorchFlat, name, param_groups=live, make=make))
 
 
 def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +130,7 @@ def plan_from_client(
         name,
         optimizer.param_groups,
         optimizer.defaults,
-        make,
+        functools.partial(TorchFlat, name, param_groups=optimizer.param_groups, make=make),
         client=optimizer,
         whole_parameters=untested and rules.stage == 0,
         notice=notice if untested and rules.stage > 0 else None,

@@ -6,6 +6,8 @@ first, which is about the order in which backward completes them; a unit that is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from launcher.base.errors import EngineError
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.stages import ZeroPolicy
@@ -23,6 +25,8 @@ class GradientReducer:
         self._gradients = gradients
         self._policy = policy
         self._scale = policy.reduction.factor(world_size)
+        # Asked at each reduction, alike on every rank: is the next step to get each rank's own gradients? Stage 0 only.
+        self.keeps_local: Callable[[], bool] = lambda: False
         self._in_backward = False
         self._reduces = False
         self._is_boundary = False
@@ -89,6 +93,6 @@ class GradientReducer:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._advance_oldest()
         gradients = self._gradients[self._next]
-        gradients.start_reduction(self._scale)
+        gradients.start_reduction(self._scale, stays_local=self.keeps_local())
         self._in_flight.append(gradients)
         self._next -= 1
