@@ -5,9 +5,10 @@ its chunks to their owners (all-to-all); an owner averages what it got and sends
 (all-gather). What a sign leaves out stays with the rank that took it, the worker and the server error, and is added
 before the next signs are taken.
 
-A sign stands for the mean magnitude of its block of 1,024 elements. That scale makes what is left out as small as one
-scale can, and smaller than what was there, so that errors do not grow (Karimireddy et al.,
-https://arxiv.org/abs/1901.09847). One scale for a whole tensor, as papers have it, would drown small parameters.
+A sign stands for the root mean square of its block of 1,024 elements, so that signs have the norm of what they stand
+for. (The mean magnitude, which leaves out less at once, is worse in the long run: of 4,096 normal elements, the same in
+each of 1,024 calls, it leaves an error of 32 times their norm that goes on growing; the root mean square one of 4 that
+does not.) One scale for a whole tensor, as papers have it, would drown small parameters.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class CompressedMean:
             is_padding[place] = False
         self._padding = is_padding.nonzero().view(-1)  # a few hundred indices a run
         self._own_padding = is_padding[self._own].nonzero().view(-1)
-        self._block_numels = (~is_padding).view(-1, BLOCK_NUMEL).sum(1).clamp(min=1).float()
+        self._block_roots = (~is_padding).view(-1, BLOCK_NUMEL).sum(1).clamp(min=1).float().sqrt()
         self._table = sign_table(group.device)
 
     def average(self, flat: Tensor, resting: Sequence[int] = ()) -> None:
@@ -86,19 +87,17 @@ class CompressedMean:
         kept = [(part, part.clone()) for run in resting for part in self._parts(flat, self.places[run])]
         rank, world_size, buffers = self._group.rank, self._group.world_size, self._group.buffers
         wire, received = (buffers.borrow(self.numel // BLOCK_NUMEL * _BLOCK_BYTES, torch.uint8) for _ in range(2))
-        chunks, chunk_numels = flat.chunk(world_size), self._block_numels.chunk(world_size)
+        chunks, roots = flat.chunk(world_size), self._block_roots.chunk(world_size)
         wires = wire.chunk(world_size)
-        for chunk, error, numels, signs in zip(
-            chunks, self.worker_error.chunk(world_size), chunk_numels, wires, strict=True
-        ):
-            _compress(chunk, error, numels, signs)
+        for chunk, error, root, signs in zip(chunks, self.worker_error.chunk(world_size), roots, wires, strict=True):
+            _compress(chunk, error, root, signs)
         self.worker_error.index_fill_(0, self._padding, 0.0)
         collectives.all_to_all(self._group, wire, received).wait()
         mean = chunks[rank].zero_()  # its own signs are on the wire already
         for signs in received.chunk(world_size):
             mean.add_(self._decoded(signs))
         mean.div_(world_size).index_fill_(0, self._own_padding, 0.0)
-        _compress(mean, self.server_error, chunk_numels[rank], wires[rank])
+        _compress(mean, self.server_error, roots[rank], wires[rank])
         self.server_error.index_fill_(0, self._own_padding, 0.0)
         collectives.all_gather(self._group, wire).wait()
         for chunk, signs in zip(chunks, wires, strict=True):
@@ -127,11 +126,14 @@ def _split(wire: Tensor) -> tuple[Tensor, Tensor]:
     return wire[: num_blocks * _SIGN_BYTES], wire[num_blocks * _SIGN_BYTES :].view(torch.float32)
 
 
-def _compress(values: Tensor, error: Tensor, block_numels: Tensor, wire: Tensor) -> None:
-    """Write signs and scales of `values` + `error` to `wire`, and into `error` what they leave out."""
+def _compress(values: Tensor, error: Tensor, roots: Tensor, wire: Tensor) -> None:
+    """Write signs and scales of `values` + `error` to `wire`, and into `error` what they leave out.
+
+    roots: of the number of elements of each block, padding left out.
+    """
     signs, scales = _split(wire)
     error.add_(values)
     blocks = error.view(-1, BLOCK_NUMEL)
-    torch.div(torch.linalg.vector_norm(blocks, ord=1, dim=1), block_numels, out=scales)
+    torch.div(torch.linalg.vector_norm(blocks, dim=1), roots, out=scales)
     signs.copy_(pack_signs(error))
     blocks.sub_(torch.copysign(scales.unsqueeze(1), blocks))

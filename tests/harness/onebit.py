@@ -37,7 +37,7 @@ class ReferenceMean:
             block = wanted[start : start + BLOCK]
             row = torch.zeros(1, BLOCK)
             row[0, : len(block)] = block
-            scale = torch.linalg.vector_norm(row, ord=1, dim=1) / len(block)
+            scale = torch.linalg.vector_norm(row, dim=1) / torch.tensor(float(len(block))).sqrt()
             sent[start : start + BLOCK] = torch.where(block.signbit(), -scale, scale)
         error.copy_(wanted - sent)
         return sent

@@ -17,8 +17,8 @@ from launcher.optim.onebit.flat import OneBitFlat, ParamState, denominator, desc
 
 def is_variance_step(step: int, scaler: int) -> bool:
     """Say whether `step` (from 0) updates the variance: intervals of 1, 2, 4, ... steps, `scaler` of each."""
-    power = (step // scaler + 1).bit_length() - 1  # intervals of 2**power begin at step scaler * (2**power - 1)
-    return (step - scaler * (2**power - 1)) % 2**power == 0
+    interval = 1 << ((step // scaler + 1).bit_length() - 1)  # its first one begins at step scaler * (interval - 1)
+    return (step - scaler * (interval - 1)) % interval == 0
 
 
 def is_exchange_step(step: int, scaler: int, clipper: int) -> bool:
