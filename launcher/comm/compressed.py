@@ -13,7 +13,7 @@ does not.) One scale for a whole tensor, as papers have it, would drown small pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -25,12 +25,16 @@ from launcher.comm.groups import DataParallelGroup
 BLOCK_NUMEL = 1024
 _SIGN_BYTES = BLOCK_NUMEL // 8
 _BLOCK_BYTES = _SIGN_BYTES + torch.float32.itemsize  # on the wire: signs and the scale
+# Blocks worked on together, by kind of device: temporaries stay in a CPU's cache. 8 M elements on one thread took 33 ms
+# to compress as a whole, 11 ms in these.
+_PIECE_BLOCKS = {"cpu": 2**8}
+_DEFAULT_PIECE_BLOCKS = 2**14
 
 
 def pack_signs(values: Tensor) -> Tensor:
     """Return the sign bits of `values`, eight a byte, lowest bit first; a set bit is a negative element.
 
-    values: 1-D fp32, numel a multiple of 8. Returns 1-D uint8.
+    values: fp32, contiguous, the last dimension a multiple of 8. Returns uint8, the last dimension an eighth.
     """
     word = (values.view(torch.int32) < 0).view(torch.int64)  # eight elements: one byte each, 0 or 1
     for shift in (7, 14, 28):  # bring neighbours together: 2, then 4, then 8 of them stand in the lowest byte
@@ -39,8 +43,8 @@ def pack_signs(values: Tensor) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, table: Tensor) -> Tensor:
-    """Return +1 or -1 for each bit of `packed` (1-D uint8), 1-D fp32. table: `sign_table()` on the same device."""
-    return table.index_select(0, packed.int()).view(-1)
+    """Return +1 or -1 (fp32) for each bit of `packed` (uint8 [rows, bytes]). table: `sign_table()` on its device."""
+    return table.index_select(0, packed.reshape(-1).int()).view(len(packed), -1)
 
 
 def sign_table(device: torch.device) -> Tensor:
@@ -73,7 +77,7 @@ class CompressedMean:
             is_padding[place] = False
         self._padding = is_padding.nonzero().view(-1)  # a few hundred indices a run
         self._own_padding = is_padding[self._own].nonzero().view(-1)
-        self._block_roots = (~is_padding).view(-1, BLOCK_NUMEL).sum(1).clamp(min=1).float().sqrt()
+        self._block_roots = (~is_padding).view(-1, BLOCK_NUMEL).sum(1, keepdim=True).clamp(min=1).float().sqrt()
         self._table = sign_table(group.device)
 
     def average(self, flat: Tensor, resting: Sequence[int] = ()) -> None:
@@ -95,23 +99,22 @@ class CompressedMean:
         collectives.all_to_all(self._group, wire, received).wait()
         mean = chunks[rank].zero_()  # its own signs are on the wire already
         for signs in received.chunk(world_size):
-            mean.add_(self._decoded(signs))
+            self._add_decoded(signs, mean)
         mean.div_(world_size).index_fill_(0, self._own_padding, 0.0)
         _compress(mean, self.server_error, roots[rank], wires[rank])
         self.server_error.index_fill_(0, self._own_padding, 0.0)
         collectives.all_gather(self._group, wire).wait()
         for chunk, signs in zip(chunks, wires, strict=True):
-            chunk.copy_(self._decoded(signs))
+            self._add_decoded(signs, chunk.zero_())
         flat.index_fill_(0, self._padding, 0.0)
         for part, value in kept:
             part.copy_(value)
         buffers.give_back(wire)
         buffers.give_back(received)
 
-    def _decoded(self, wire: Tensor) -> Tensor:
-        signs, scales = _split(wire)
-        values = unpack_signs(signs, self._table).view(-1, BLOCK_NUMEL)
-        return values.mul_(scales.unsqueeze(1)).view(-1)
+    def _add_decoded(self, wire: Tensor, target: Tensor) -> None:
+        for signs, scales, values in _in_pieces(*_split(wire), _blocks(target)):
+            values.addcmul_(unpack_signs(signs, self._table), scales)
 
     def _parts(self, flat: Tensor, place: slice) -> list[Tensor]:
         """Return what a run has here: its values and worker error, and what of its server error is this rank's."""
@@ -120,20 +123,29 @@ class CompressedMean:
         return [flat[place], self.worker_error[place], self.server_error[served]]
 
 
+def _blocks(flat: Tensor) -> Tensor:
+    return flat.view(-1, BLOCK_NUMEL)
+
+
 def _split(wire: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two parts of a chunk on the wire: packed signs (uint8), then the scale of each block (fp32)."""
-    num_blocks = wire.numel() // _BLOCK_BYTES
-    return wire[: num_blocks * _SIGN_BYTES], wire[num_blocks * _SIGN_BYTES :].view(torch.float32)
+    """Return the parts of a chunk on the wire: packed signs, uint8 [blocks, bytes], then scales, fp32 [blocks, 1]."""
+    num_sign_bytes = wire.numel() // _BLOCK_BYTES * _SIGN_BYTES
+    return wire[:num_sign_bytes].view(-1, _SIGN_BYTES), wire[num_sign_bytes:].view(torch.float32).unsqueeze(1)
+
+
+def _in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors of as many rows, one a block, into pieces."""
+    num_blocks = _PIECE_BLOCKS.get(tensors[0].device.type, _DEFAULT_PIECE_BLOCKS)
+    return zip(*(tensor.split(num_blocks) for tensor in tensors), strict=True)
 
 
 def _compress(values: Tensor, error: Tensor, roots: Tensor, wire: Tensor) -> None:
     """Write signs and scales of `values` + `error` to `wire`, and into `error` what they leave out.
 
-    roots: of the number of elements of each block, padding left out.
+    roots: of the number of elements of each block, padding left out, [blocks, 1].
     """
-    signs, scales = _split(wire)
-    error.add_(values)
-    blocks = error.view(-1, BLOCK_NUMEL)
-    torch.div(torch.linalg.vector_norm(blocks, dim=1), roots, out=scales)
-    signs.copy_(pack_signs(error))
-    blocks.sub_(torch.copysign(scales.unsqueeze(1), blocks))
+    for signs, scales, blocks, given, root in _in_pieces(*_split(wire), _blocks(error), _blocks(values), roots):
+        blocks.add_(given)
+        torch.div(torch.linalg.vector_norm(blocks, dim=1, keepdim=True), root, out=scales)
+        signs.copy_(pack_signs(blocks))
+        blocks.sub_(torch.copysign(scales, blocks))

@@ -16,6 +16,7 @@ from launcher.comm import observe
 from launcher.comm.compressed import CompressedMean
 from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import FlatShard, StateRun, Unused
+from launcher.optim.lion import BATCH_NUMEL, DEFAULT_BATCH_NUMEL
 
 
 @dataclass(eq=False)
@@ -212,17 +213,27 @@ def root_of(variance: Tensor, num_updates: int, options: Mapping[str, Any]) -> T
     return variance.sqrt().div_(correction**0.5).add_(options["eps"])
 
 
-def denominator(param: ParamState) -> Tensor:
-    """Return the denominator of a parameter's update; infinite where the variance is zero. A new tensor."""
-    variance = param.state["exp_avg_sq"]
+def denominator(variance: Tensor, param: ParamState) -> Tensor:
+    """Return the denominator of a parameter's update; infinite where the variance is zero. A new tensor.
+
+    variance: of all its elements or some of them.
+    """
     root = root_of(variance, param.state["variance_step"], param.options)
     return root.masked_fill_(variance == 0, torch.inf)
+
+
+def move_against(param: ParamState, rate: float) -> None:
+    """Step by `rate` times the momentum, over the root of the variance."""
+    piece_numel = BATCH_NUMEL.get(param.master.device.type, DEFAULT_BATCH_NUMEL)
+    flats = (param.master, param.momentum, param.state["exp_avg_sq"])
+    for master, momentum, variance in zip(*(flat.view(-1).split(piece_numel) for flat in flats), strict=True):
+        master.addcdiv_(momentum, denominator(variance, param), value=-rate)
 
 
 def descend(param: ParamState) -> None:
     """Take AdamW's step from the momentum and variance as they stand."""
     param.master.mul_(1 - param.options["lr"] * param.options["weight_decay"])
-    param.master.addcdiv_(param.momentum, denominator(param), value=-param.rate)
+    move_against(param, param.rate)
 
 
 def _rests(shard: FlatShard, unused: Unused) -> bool:

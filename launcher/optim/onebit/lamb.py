@@ -80,7 +80,7 @@ def trust_ratio(param: ParamState, update: Tensor) -> Tensor:
 
 def _adaptive(param: ParamState) -> Tensor:
     """Return Adam's update without the learning rate, a new tensor."""
-    return torch.div(param.momentum, denominator(param)).mul_(param.correction)
+    return torch.div(param.momentum, denominator(param.state["exp_avg_sq"], param)).mul_(param.correction)
 
 
 def _add_decay(update: Tensor, param: ParamState) -> Tensor:

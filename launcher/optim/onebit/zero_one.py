@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from launcher.optim.onebit.flat import OneBitFlat, ParamState, denominator, descend
+from launcher.optim.onebit.flat import OneBitFlat, ParamState, descend, move_against
 
 
 def is_variance_step(step: int, scaler: int) -> bool:
@@ -23,9 +23,8 @@ def is_variance_step(step: int, scaler: int) -> bool:
 
 def is_exchange_step(step: int, scaler: int, clipper: int) -> bool:
     """Say whether ranks exchange after local step `step` (from 0, counted from `var_freeze_step`)."""
-    doublings, offset = divmod(step, scaler)
-    interval = min(clipper, 1 << min(doublings, clipper.bit_length()))
-    return (offset + 1) % interval == 0 or offset + 1 == scaler
+    interval = min(clipper, 1 << min(step // scaler, clipper.bit_length()))
+    return (step + 1) % interval == 0
 
 
 class ZeroOneAdam(OneBitFlat):
@@ -72,7 +71,7 @@ class ZeroOneAdam(OneBitFlat):
         for param in moved:
             state = param.state
             torch.mul(state["anchor"], state["path_decay"], out=param.master)
-            param.master.addcdiv_(param.momentum, denominator(param), value=-state["path_rate"])
+            move_against(param, state["path_rate"])
             state.update(path_steps=0, path_rate=0.0)
 
 
