@@ -91,6 +91,7 @@ def _has_own(group: DataParallelGroup) -> bool:
 def _exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tensor]) -> list[dist.Work]:
     """Send `sends[peer]` to, and receive `receives[peer]` from, every other rank at once."""
     operations = []
+    observe.note_sent(sum(sends[peer].nbytes for peer in range(group.world_size) if peer != group.rank))
     for distance in range(1, group.world_size):  # each rank starts at another peer: no rank is a hot spot
         to = (group.rank + distance) % group.world_size
         source = (group.rank - distance) % group.world_size
@@ -126,6 +127,7 @@ def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale
 def _reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale: float) -> Pending:
     wide = torch.promote_types(output.dtype, torch.float32)  # sums and their scale are never 16-bit
     if _has_own(group) and flat.dtype == output.dtype == wide:
+        observe.note_sent(output.nbytes * (group.world_size - 1))
         work = _reduce_scatter_single(output, flat, group=group.process_group, async_op=True)
         return Pending([work], lambda: _scaled(output, scale))
     chunks = list(flat.chunk(group.world_size))
@@ -176,10 +178,33 @@ def _all_gather(group: DataParallelGroup, flat: Tensor) -> Pending:
     if _has_own(group):
         numel = flat.numel() // group.world_size
         own = flat[group.rank * numel : (group.rank + 1) * numel]
+        observe.note_sent(own.nbytes * (group.world_size - 1))
         return Pending([_all_gather_single(flat, own, group=group.process_group, async_op=True)])
     chunks = list(flat.chunk(group.world_size))
     own_everywhere = [chunks[group.rank]] * group.world_size
     return Pending(_exchange(group, own_everywhere, chunks))
+
+
+def all_to_all(group: DataParallelGroup, flat: Tensor, output: Tensor) -> Pending:
+    """Send chunk r of `flat` to rank r, and make chunk r of `output` what rank r has sent here.
+
+    flat, output: 1-D, of the same dtype, numel = world size * chunk; they must not overlap. Every rank must call it, in
+    the same order.
+    """
+    if group.process_group is None:
+        output.copy_(flat)
+        return Pending()
+    begun_s = observe.begin(group)
+    return _observed("all_to_all", group, flat, begun_s, _all_to_all(group, flat, output))
+
+
+def _all_to_all(group: DataParallelGroup, flat: Tensor, output: Tensor) -> Pending:
+    if _has_own(group):
+        observe.note_sent(flat.nbytes // group.world_size * (group.world_size - 1))
+        return Pending([dist.all_to_all_single(output, flat, group=group.process_group, async_op=True)])
+    sends, receives = list(flat.chunk(group.world_size)), list(output.chunk(group.world_size))
+    receives[group.rank].copy_(sends[group.rank])
+    return Pending(_exchange(group, sends, receives))
 
 
 def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0, *, sent: Tensor | None = None) -> Pending:
@@ -201,6 +226,7 @@ def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0, *, se
 def _all_reduce(group: DataParallelGroup, flat: Tensor, sent: Tensor, scale: float) -> Pending:
     # Of two terms every order is rank order, and gloo's own is quicker there.
     if (_has_own(group) or group.world_size == 2) and sent is flat and flat.dtype == torch.float32:
+        observe.note_sent(2 * (group.world_size - 1) * flat.nbytes // group.world_size)  # a ring's: the least there is
         work = dist.all_reduce(flat, group=group.process_group, async_op=True)
         return Pending([work], lambda: _scaled(flat, scale))
     own = flat.chunk(group.world_size)[group.rank]
@@ -224,6 +250,7 @@ def sum_scalars(group: DataParallelGroup, values: Tensor) -> Tensor:
 
 def _gather_small(group: DataParallelGroup, own: Tensor) -> list[Tensor]:
     begun_s = observe.begin(group)
+    observe.note_sent(own.nbytes * (group.world_size - 1))
     parts = [torch.empty_like(own) for _ in range(group.world_size)]
     dist.all_gather(parts, own, group=group.process_group)
     if begun_s is not None:
@@ -244,6 +271,8 @@ def broadcast(group: DataParallelGroup, tensors: list[Tensor], source: int = 0) 
     if group.process_group is None:
         return
     begun_s = observe.begin(group)
+    if group.rank == source:
+        observe.note_sent(sum(tensor.nbytes for tensor in tensors) * (group.world_size - 1))
     works = [dist.broadcast(t, src=source, group=group.process_group, async_op=True) for t in tensors]
     for work in works:
         work.wait()

@@ -84,7 +84,7 @@ def bandwidths_gbps(kind: str, num_bytes: int, world_size: int, duration_s: floa
     """Return the algorithm's and the bus bandwidth of one call in 10⁹ bit/s."""
     algorithm = num_bytes * 8 / 1e9 / max(duration_s, 1e-9)
     share = (world_size - 1) / world_size
-    factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(kind, 1.0)
+    factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}.get(kind, 1.0)
     return algorithm, algorithm * factor
 
 

@@ -1,6 +1,6 @@
 """Who watches the collectives: nobody, unless a config asks; then calls are measured here.
 
-`collectives` asks twice a call whether anybody listens, and does nothing else when nobody does.
+`collectives` asks twice a call whether anybody listens. Only the bytes sent are always counted: that is one addition.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ WaitSpan = Callable[[str], contextlib.AbstractContextManager[None]]  # kind of c
 
 _meters: list[Meter] = []
 _wait_spans: list[WaitSpan] = []
+_sent = [0]  # bytes so far
 
 
 def set_meter(meter: Meter | None) -> None:
@@ -54,6 +55,16 @@ def set_wait_span(span: WaitSpan | None) -> None:
 def wait_span() -> WaitSpan | None:
     """Return what is to be entered around a wait."""
     return _wait_spans[0] if _wait_spans else None
+
+
+def note_sent(num_bytes: int) -> None:
+    """Count bytes that a collective sends from this rank to others."""
+    _sent[0] += num_bytes
+
+
+def sent_bytes() -> int:
+    """Return the bytes this process has sent in collectives so far; where a backend chooses the way, the least."""
+    return _sent[0]
 
 
 def begin(group: DataParallelGroup) -> float | None:

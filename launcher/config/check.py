@@ -14,7 +14,7 @@ from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
 from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
 from launcher.config.positions import Path
-from launcher.config.rules import precision_problems
+from launcher.config.rules import one_bit_problems, precision_problems
 from launcher.config.rules_offload import offload_problems
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
@@ -256,7 +256,8 @@ def _fill_params(config: Config) -> Config:
 
 def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
     """Check the rules that hold between keys."""
-    findings = [Finding(*problem) for problem in (*precision_problems(config), *offload_problems(config))]
+    problems = (*precision_problems(config), *one_bit_problems(config), *offload_problems(config))
+    findings = [Finding(*problem) for problem in problems]
     if config.elasticity.enabled is True:
         return findings + _elastic_findings(config, world_size)
     return findings + _batch_findings(config, world_size)

@@ -1,9 +1,11 @@
-"""Rules between the keys of precision and of how gradients travel."""
+"""Rules between the keys of precision, of how gradients travel, and of optimizers that decide it."""
 
 from __future__ import annotations
 
+from launcher.config.fields import AUTO
 from launcher.config.positions import Path
 from launcher.config.schema import Config
+from launcher.config.schema_optimizers import ONE_BIT_OPTIMIZERS
 
 Problem = tuple[Path, str, str]  # the key, what is wrong, what to do
 
@@ -64,3 +66,25 @@ def _reduction(config: Config) -> list[Problem]:
     if factor != 1.0 and config.prescale_gradients is True:
         return [(path, "prescale_gradients divides before sending too", "use one of them")]
     return []
+
+
+def one_bit_problems(config: Config) -> list[Problem]:
+    """Return what an optimizer with one-bit communication cannot do with the other keys."""
+    name = "" if config.optimizer is None else config.optimizer.type
+    if name not in ONE_BIT_OPTIMIZERS:
+        return []
+    problems: list[Problem] = []
+    if config.zero_optimization.stage not in (0, AUTO):
+        message = f"{name} cannot run at ZeRO stage {config.zero_optimization.stage}: every rank needs whole momenta"
+        problems.append((("zero_optimization", "stage"), message, "use stage 0, or an optimizer such as AdamW"))
+    fp16, bf16, sums = config.fp16, config.bf16, config.data_types.grad_accum_dtype
+    for section, kept in (("fp16", fp16.fp16_master_weights_and_grads), ("bf16", bf16.bf16_master_weights_and_grads)):
+        if kept is True and getattr(config, section).enabled is True:
+            path = (section, f"{section}_master_weights_and_grads")
+            problems.append((path, f"{name} needs fp32 masters: its errors are corrected in small steps", "remove it"))
+    if sums not in (None, "fp32", AUTO):
+        problems.append((("data_types", "grad_accum_dtype"), f"{name} needs gradient sums in fp32", "use fp32"))
+    if name == "OneBitLamb" and fp16.enabled is True and fp16.loss_scale not in (0, AUTO):
+        path = ("fp16", "loss_scale")
+        problems.append((path, f"{name} needs a dynamic loss scale, as in DeepSpeed", 'use "loss_scale": 0'))
+    return problems

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from launcher.config.fields import (
     Betas,
-    Count,
     Flag,
     Fraction,
     NonNegative,
@@ -71,35 +70,48 @@ class LambParams(Section):
     min_coeff: Number = key(0.01, "smallest trust ratio")
 
 
-class OneBitAdamParams(AdamParams):
+_ANY_BACKEND = inert("signs travel through the engine's own collectives, on any backend")
+
+
+class OneBitParams(Section):
+    """What the optimizers with one-bit communication share."""
+
+    lr: NonNegative = key(1e-3, "learning rate")
+    betas: Betas = key([0.9, 0.999], "decay of the first and second moment")
+    eps: NonNegative = key(1e-8, "added to the denominator")
+    weight_decay: NonNegative = key(0.0, "decoupled weight decay")
+    bias_correction: Flag = key(True, "correct the moments' start")
+    amsgrad: Flag = key(False, "largest second moment so far", unsupported("the variance is frozen; remove the key"))
+    cuda_aware: Flag = key(False, "MPI sends from device memory", _ANY_BACKEND)
+    comm_backend_name: Text = key("nccl", "backend of the compressed collective", _ANY_BACKEND)
+
+
+class OneBitAdamParams(OneBitParams):
     """Parameters of OneBitAdam."""
 
-    freeze_step: Count = key(100_000, "first compressed step")
-    cuda_aware: Flag = key(False, "MPI sends from device memory")
-    comm_backend_name: Text = key("nccl", "backend of the compressed collective")
+    freeze_step: PositiveInt = key(100_000, "steps of AdamW before compression")
 
 
-class ZeroOneAdamParams(AdamParams):
+class ZeroOneAdamParams(OneBitParams):
     """Parameters of ZeroOneAdam."""
 
-    var_freeze_step: Count = key(100_000, "step that freezes the variance")
-    var_update_scaler: PositiveInt = key(16, "interval of variance updates")
-    local_step_scaler: PositiveInt = key(32_678, "growth of the local steps")
-    local_step_clipper: PositiveInt = key(16, "most local steps")
-    cuda_aware: Flag = key(False, "MPI sends from device memory")
-    comm_backend_name: Text = key("nccl", "backend of the compressed collective")
+    var_freeze_step: PositiveInt = key(100_000, "steps before the variance is frozen and ranks step by themselves")
+    var_update_scaler: PositiveInt = key(16, "variance updates after which their interval doubles")
+    local_step_scaler: PositiveInt = key(32_678, "local steps after which the interval of exchanges doubles")
+    local_step_clipper: PositiveInt = key(16, "longest interval of exchanges, in steps")
 
 
-class OneBitLambParams(LambParams):
+class OneBitLambParams(OneBitParams):
     """Parameters of OneBitLamb."""
 
-    freeze_step: Count = key(100_000, "first compressed step")
-    cuda_aware: Flag = key(False, "MPI sends from device memory")
-    comm_backend_name: Text = key("nccl", "backend of the compressed collective")
-    coeff_beta: Fraction = key(0.9, "decay of the trust ratio")
-    factor_max: Number = key(4.0, "largest change of the trust ratio")
-    factor_min: Number = key(0.5, "smallest change of the trust ratio")
-    factor_threshold: Number = key(0.1, "largest change in one step")
+    freeze_step: PositiveInt = key(100_000, "steps of LAMB before compression")
+    eps_inside_sqrt: Flag = key(False, "add eps under the root")
+    max_coeff: Number = key(10.0, "largest trust ratio")
+    min_coeff: Number = key(0.01, "smallest trust ratio")
+    coeff_beta: Fraction = key(0.9, "decay of the mean trust ratio")
+    factor_max: Number = key(4.0, "largest factor of the frozen trust ratio")
+    factor_min: Number = key(0.5, "smallest factor of the frozen trust ratio")
+    factor_threshold: Number = key(0.1, "largest relative change of the factor in one step")
 
 
 class MuonParams(Section):
@@ -218,7 +230,10 @@ OPTIMIZER_PARAMS: dict[str, type[Section]] = {
 WORKING_OPTIMIZERS = (
     "Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD",
     "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "Rprop",
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb",
 )  # fmt: skip
+# Their ranks exchange signs of momenta: stage 0 only.
+ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 _WHOLE = "; pass it as an object under stage 0, or use an elementwise one such as AdamW or Lion"
 # Why a type is refused, and what to do.
 REFUSED_OPTIMIZERS = {
@@ -226,9 +241,6 @@ REFUSED_OPTIMIZERS = {
     "Adafactor": "it keeps sums of whole rows and columns" + _WHOLE,
     "LBFGS": "it evaluates the loss again inside its step; use AdamW",
     "SparseAdam": "gradients are summed dense; use Adam",
-    "OneBitAdam": "compressed gradients are not in this release; use AdamW",
-    "ZeroOneAdam": "compressed gradients are not in this release; use AdamW",
-    "OneBitLamb": "compressed gradients are not in this release; use AdamW",
     "MuAdam": "pass the mup package's optimizer as an object",
     "MuAdamW": "pass the mup package's optimizer as an object",
     "MuSGD": "pass the mup package's optimizer as an object",

@@ -35,6 +35,8 @@ from launcher.optim.factory import (
     plan_from_client,
     plan_from_config,
 )
+from launcher.optim.onebit.flat import OneBitFlat
+from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
 from launcher.zero.home import Disks
@@ -97,7 +99,7 @@ def initialize(
     casting = _casting(model, settings, policy.precision, group)
     _place_model(model, settings, policy, group)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
-    plan = _optimizer_plan(settings, optimizer, model, model_parameters)
+    plan = _optimizer_plan(settings, optimizer, model, model_parameters, group)
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
     built = _shard(model, plan, policy, group, loss_scale_rules(settings), swap_space(settings))
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
@@ -214,6 +216,9 @@ def _shard(
     )
     flat_optimizer = plan.build(shards, means)
     reserve_states(units, shards, flat_optimizer)
+    if isinstance(flat_optimizer, OneBitFlat):
+        one_bit = flat_optimizer
+        reducer.keeps_local = lambda: one_bit.wants_local_gradients
     let_units_find_states(units, shards, flat_optimizer)
     scaler = None if scale_rules is None else LossScaler(scale_rules)
     return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler))
@@ -224,13 +229,18 @@ def _optimizer_plan(
     optimizer: ClientOptimizer | None,
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
+    group: DataParallelGroup,
 ) -> OptimizerPlan | None:
     """Return what trains the model; None when nothing was given that could: the engine is for inference."""
     if optimizer is not None:
         rules = ZeroRules(int(settings.zero_optimization.stage), settings.zero_allow_untested_optimizer)
         return plan_from_client(optimizer, model, model_parameters, rules)
     section = settings.optimizer
-    return None if section is None else plan_from_config(section.type, section.params, model, model_parameters)
+    if section is None:
+        return None
+    if section.type in ONE_BIT:
+        return one_bit_plan(section.type, section.params, model, model_parameters, group)
+    return plan_from_config(section.type, section.params, model, model_parameters)
 
 
 def _scheduler(settings: Config, client: Any, optimizer: ZeroOptimizer | None) -> Any:

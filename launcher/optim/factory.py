@@ -61,7 +61,7 @@ class OptimizerPlan:
     name: str
     param_groups: list[dict[str, Any]]  # live: "params" and every option of the optimizer
     defaults: dict[str, Any]
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups of shards
+    build: Callable[[list[FlatShard], Means], FlatOptimizer]  # over this rank's shards
     client: torch.optim.Optimizer | None = None
     kind: type[torch.optim.Optimizer] | None = None  # whose steps kernels can take; None: only the class itself can
     whole_parameters: bool = False  # each shard must be a whole parameter in its own shape (stage 0 only)
@@ -72,25 +72,34 @@ class OptimizerPlan:
         """Say whether every parameter must be a shard of its own, though flat and perhaps not whole."""
         return self.kind is Lamb
 
-    def build(self, shards: list[FlatShard], means: Means) -> FlatOptimizer:
-        """Build the optimizer over this rank's shards."""
-        if self.kind is not None:
-            devices = {shard.master.device.type for shard in shards}
-            kernels = {device: means.kernels.get(device, ReferenceKernel()) for device in devices}
-            if devices <= set(means.kernels) or not torch_can(self.kind, self.param_groups):
-                choice = KernelChoice(kernels, means.state_dtype, means.sum_over_ranks)
-                return KernelFlat(self.kind, shards, self.param_groups, choice)
 
-        def build(over: list[FlatShard]) -> FlatOptimizer:
-            return TorchFlat(self.name, over, self.param_groups, self.make)
+def _build(
+    name: str,
+    param_groups: list[dict[str, Any]],
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    kind: type[torch.optim.Optimizer] | None,
+    shards: list[FlatShard],
+    means: Means,
+) -> FlatOptimizer:
+    """Build an optimizer of a torch class, by kernels where they are there and can take its steps."""
+    if kind is not None:
+        devices = {shard.master.device.type for shard in shards}
+        kernels = {device: means.kernels.get(device, ReferenceKernel()) for device in devices}
+        if devices <= set(means.kernels) or not torch_can(kind, param_groups):
+            choice = KernelChoice(kernels, means.state_dtype, means.sum_over_ranks)
+            return KernelFlat(kind, shards, param_groups, choice)
 
-        in_fp32 = all(kept.dtype == torch.float32 for shard in shards for kept in (shard.master, shard.grad))
-        if in_fp32 or means.state_dtype != torch.float32:
-            return build(shards)
-        return StagedFlat(shards, means.buffers, build)
+    def build(over: list[FlatShard]) -> FlatOptimizer:
+        return TorchFlat(name, over, param_groups, make)
+
+    in_fp32 = all(kept.dtype == torch.float32 for shard in shards for kept in (shard.master, shard.grad))
+    if in_fp32 or means.state_dtype != torch.float32:
+        return build(shards)
+    return StagedFlat(shards, means.buffers, build)
 
 
-def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+def as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return parameters, and groups of them, as groups with a list of parameters each."""
     entries = list(parameters)
     groups = [dict(entry) for entry in entries if isinstance(entry, Mapping)]
     loose = [entry for entry in entries if not isinstance(entry, Mapping)]
@@ -117,7 +126,7 @@ def plan_from_config(
     # DeepSpeed's "Adam" means AdamW unless adam_w_mode is false; configs in the wild rely on it.
     if name == "Adam" and options["adam_w_mode"]:
         name = "AdamW"
-    groups = _as_groups(model.parameters() if model_parameters is None else model_parameters)
+    groups = as_groups(model.parameters() if model_parameters is None else model_parameters)
     # Through the class's own constructor, over stand-ins: it knows its options and completes every group.
     kind = BY_NAME[name]
     stand_ins = [{**group, "params": [torch.zeros(1)]} for group in groups]
@@ -127,7 +136,7 @@ def plan_from_config(
     if "bias_correction" in options:
         defaults["bias_correction"] = options["bias_correction"]
     live = [{**defaults, **full, **unset, **group} for full, group in zip(probe.param_groups, groups, strict=True)]
-    made_by = functools.partial(construct, kind, defaults)
+    make = functools.partial(construct, kind, defaults)
     wants_torch = options.get("torch_adam", False)
     if wants_torch and not torch_can(kind, live):
         raise ConfigError(
@@ -135,8 +144,9 @@ def plan_from_config(
             where="optimizer.params.torch_adam",
             hint="remove one of them",
         )
-    by_kernel = has_rule(kind, live) and not wants_torch
-    return OptimizerPlan(name, live, defaults, made_by, kind=kind if by_kernel else None)
+    by_kernel = kind if has_rule(kind, live) and not wants_torch else None
+    build = functools.partial(_build, name, live, make, by_kernel)
+    return OptimizerPlan(name, live, defaults, build, kind=by_kernel)
 
 
 def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,15 +184,16 @@ def plan_from_client(
         make = functools.partial(construct, type(optimizer), dict(optimizer.defaults))
     else:
         make = functools.partial(retarget, optimizer)
+    kind = type(optimizer) if has_rule(type(optimizer), optimizer.param_groups) else None
     untested = not is_known(optimizer)
     notice = f"optimizer {name} is untested: its update must treat each element by itself"
     return OptimizerPlan(
         name,
         optimizer.param_groups,
         optimizer.defaults,
-        make,
+        functools.partial(_build, name, optimizer.param_groups, make, kind),
         client=optimizer,
-        kind=type(optimizer) if has_rule(type(optimizer), optimizer.param_groups) else None,
+        kind=kind,
         whole_parameters=untested and rules.stage == 0,
         notice=notice if untested and rules.stage > 0 else None,
     )

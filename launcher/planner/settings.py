@@ -14,7 +14,7 @@ from launcher.planner.memory import Offload, Precision, Setting
 
 # States per parameter of each optimizer; SGD keeps one when it has momentum.
 OPTIMIZER_STATES = {
-    "Adam": 2, "AdamW": 2, "Lamb": 2, "OneBitAdam": 3, "ZeroOneAdam": 3, "OneBitLamb": 3, "MuAdam": 2, "MuAdamW": 2,
+    "Adam": 2, "AdamW": 2, "Lamb": 2, "OneBitAdam": 3, "ZeroOneAdam": 5, "OneBitLamb": 4, "MuAdam": 2, "MuAdamW": 2,
     "Adagrad": 1, "Lion": 1, "Muon": 1, "SGD": 0, "MuSGD": 0,
 }  # fmt: skip
 DEFAULT_PRECISION = "bf16"

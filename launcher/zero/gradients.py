@@ -82,6 +82,7 @@ class UnitGradients:
         self._reduction: Pending | None = None
         own = layout.chunk_range(group.rank) if self._is_whole else range(len(owned))
         self._counted = slice(own.start, own.stop)  # of `owned_grad`: each element is counted by one rank
+        self._is_local = False  # the last reduction left every rank its own gradient
         self._norm: Tensor | None = None  # scalar fp32, when it is known
 
     def _exact_scale(self) -> float:
@@ -163,8 +164,11 @@ class UnitGradients:
             self._local = self._group.buffers.borrow(self._layout.padded_numel, self._wire_dtype)
         return self._local
 
-    def start_reduction(self, scale: float) -> None:
-        """Start summing the gradients over the ranks, times `scale`. Every rank must call it in the same order."""
+    def start_reduction(self, scale: float, *, stays_local: bool = False) -> None:
+        """Start summing the gradients over the ranks, times `scale`. Every rank must call it in the same order.
+
+        stays_local: send nothing; every rank's own gradient becomes what has the same mean over the ranks as the sum.
+        """
         self.state = check_transition(self.state, UnitState.ACCUMULATING)
         self.state = check_transition(self.state, UnitState.REDUCING)
         self._is_sent = True
@@ -176,6 +180,12 @@ class UnitGradients:
         local[end:].zero_()
         rest = scale / self._early_scale
         self._factor = rest
+        self._is_local = stays_local
+        if stays_local:
+            if rest * self._group.world_size != 1.0:
+                local.mul_(rest * self._group.world_size)
+            self._reduction = Pending()
+            return
         reduction = self._policy.reduction
         if reduction.predivide != 1.0 and self._group.process_group is not None:
             local.mul_(1.0 / reduction.predivide)
@@ -250,7 +260,7 @@ class UnitGradients:
         self._num_backwards = 0
         kept = self.owned_grad if self._arriving is None else self._keep(self._arriving)
         if measure:
-            self._norm = norm_of(kept[self._counted])
+            self._norm = self._measured(kept)
             if self.home_grad is not self.owned_grad:
                 self._send_home(self.owned_grad)
         if self._arriving is not None:
@@ -286,8 +296,16 @@ class UnitGradients:
 
     @property
     def norm(self) -> Tensor:
-        """The 2-norm of this rank's share of the summed gradient, scalar fp32."""
-        return self._norm if self._norm is not None else norm_of(self.owned_grad[self._counted])
+        """The 2-norm of this rank's share of the gradient, scalar fp32: squares of all ranks add up to the whole.
+
+        Where every rank has its own gradient the whole is their mean square, which no norm of their mean exceeds.
+        """
+        return self._norm if self._norm is not None else self._measured(self.owned_grad)
+
+    def _measured(self, grad: Tensor) -> Tensor:
+        if self._is_local:
+            return norm_of(grad) / math.sqrt(self._group.world_size)
+        return norm_of(grad[self._counted])
 
     def note_written(self) -> None:
         """Take over that `owned_grad` was written from elsewhere."""

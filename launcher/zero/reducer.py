@@ -6,6 +6,8 @@ first, which is about the order in which backward completes them; a unit that is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from launcher.base.errors import EngineError
@@ -29,6 +31,8 @@ class GradientReducer:
         self._group = group
         self._scale = policy.reduction.factor(group.world_size)
         self._graph_tasks: set[int] = set()  # autograd's graphs that have delivered gradients in this backward
+        # Asked at each reduction, alike on every rank: is the next step to get each rank's own gradients? Stage 0 only.
+        self.keeps_local: Callable[[], bool] = lambda: False
         self._in_backward = False
         self._reduces = False
         self._is_boundary = False
@@ -119,7 +123,7 @@ class GradientReducer:
     def _reduce_next(self) -> None:
         self._make_room()
         gradients = self._gradients[self._next]
-        gradients.start_reduction(self._scale)
+        gradients.start_reduction(self._scale, stays_local=self.keeps_local())
         self._in_flight.append(gradients)
         self._next -= 1
 

@@ -16,9 +16,15 @@ from launcher.config.fields import Section, Support, status_of
 from launcher.config.load import load_config
 from launcher.config.reference import all_keys, markdown
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
+from launcher.config.schema_optimizers import (
+    ONE_BIT_OPTIMIZERS,
+    OPTIMIZER_PARAMS,
+    REFUSED_OPTIMIZERS,
+    WORKING_OPTIMIZERS,
+)
 from launcher.config.schema_schedules import SCHEDULER_PARAMS, WORKING_SCHEDULERS
 from launcher.optim.catalog import BY_NAME
+from launcher.optim.onebit.plan import ONE_BIT
 from launcher.optim.schedules import SCHEDULES
 from launcher.optim.torch_schedules import schedule_from_config
 
@@ -87,7 +93,8 @@ def test_schedules_that_work_exist_and_take_their_parameters() -> None:
 
 
 def test_optimizers_that_work_exist_and_every_other_one_is_refused_with_a_reason() -> None:
-    assert set(WORKING_OPTIMIZERS) == set(BY_NAME)
+    assert set(WORKING_OPTIMIZERS) == set(BY_NAME) | set(ONE_BIT)
+    assert set(ONE_BIT_OPTIMIZERS) == set(ONE_BIT)
     assert set(OPTIMIZER_PARAMS) <= set(WORKING_OPTIMIZERS) | set(REFUSED_OPTIMIZERS)
     classes = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)} - {"Optimizer"}
     assert classes <= set(WORKING_OPTIMIZERS) | set(REFUSED_OPTIMIZERS)
