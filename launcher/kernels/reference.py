@@ -116,9 +116,9 @@ def _sgd(rule: Sgd, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tenso
 def _lamb_direction(rule: Lamb, master: Tensor, states: list[Tensor]) -> Tensor:
     correction1 = 1 - rule.beta1**rule.step if rule.corrects_bias else 1.0
     correction2 = 1 - rule.beta2**rule.step if rule.corrects_bias else 1.0
-    variance = states[1] / correction2
+    variance = states[1] * (1 / correction2)
     root = _sqrt(variance + rule.eps) if rule.is_eps_inside_root else _sqrt(variance) + rule.eps
-    return (states[0] / correction1 / root).add(master, alpha=rule.weight_decay)
+    return (states[0] * (1 / correction1) / root).add(master, alpha=rule.weight_decay)
 
 
 def _sqrt(values: Tensor) -> Tensor:

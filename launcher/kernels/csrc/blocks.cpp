@@ -132,9 +132,9 @@ struct Lion {
                   float*) const {
     for (int64_t i = 0; i < numel; ++i) {
       const float direction = exp_avg[i] * beta1 + grad[i] * grad1;
-      const float signed_lr = direction > 0 ? lr : direction < 0 ? -lr : 0.0f;  // NaN: 0, as torch.sign has it
+      const float sign = float(direction > 0) - float(direction < 0);  // of NaN 0, as torch.sign has it
       exp_avg[i] = fma(grad[i], grad2, exp_avg[i] * beta2);
-      master[i] = master[i] * keep - signed_lr;
+      master[i] = master[i] * keep - lr * sign;
     }
   }
 
@@ -174,14 +174,14 @@ struct Lamb {
       : moments(rule),
         minus_lr(float(-(rule.lr * rule.trust_ratio))),
         weight_decay(float(rule.weight_decay)),
-        correction1(float(moments.correction1)),
-        correction2(float(moments.correction2)),
+        factor1(float(1 / moments.correction1)),
+        factor2(float(1 / moments.correction2)),
         eps_inside(rule.is_eps_inside_root ? float(rule.eps) : 0.0f),
         eps_outside(rule.is_eps_inside_root ? 0.0f : float(rule.eps)) {}
 
   float direction(float master, float exp_avg, float exp_avg_sq) const {
-    const float root = sqrtf(exp_avg_sq / correction2 + eps_inside) + eps_outside;
-    return fma(master, weight_decay, exp_avg / correction1 / root);
+    const float root = sqrtf(exp_avg_sq * factor2 + eps_inside) + eps_outside;
+    return fma(master, weight_decay, exp_avg * factor1 / root);
   }
 
   void update_moments(int64_t numel, const float* __restrict master, const float* __restrict grad,
@@ -200,32 +200,51 @@ struct Lamb {
   }
 
   Moments moments;
-  float minus_lr, weight_decay, correction1, correction2, eps_inside, eps_outside;
+  float minus_lr, weight_decay, factor1, factor2, eps_inside, eps_outside;
 };
 
 // ---- sums ----
 
-// Squares of fp32 as doubles, where they are exact and cannot overflow. Element i goes to lane i mod 32 of its block,
-// so the order of additions is that of the blocks and of no instruction set.
+// Squares of fp32 as doubles, where they are exact and cannot overflow. Element i of a block goes to lane i mod 32, and
+// the lanes are added in order: the result depends on the blocks and on no instruction set.
 class SumOfSquares {
  public:
   void add(const float* values, int64_t numel) {
+    Lanes lanes[4] = {lanes_[0], lanes_[1], lanes_[2], lanes_[3]};  // in registers
+    const auto add_32 = [&lanes](const float* from) {
+      for (int k = 0; k < 4; ++k) add_squares(lanes[k], from + 8 * k);
+    };
     int64_t i = 0;
-    for (; i + NUM_LANES <= numel; i += NUM_LANES)
-      for (int64_t lane = 0; lane < NUM_LANES; ++lane) add_to(lane, values[i + lane]);
-    for (int64_t lane = 0; i + lane < numel; ++lane) add_to(lane, values[i + lane]);
+    for (; i + 32 <= numel; i += 32) add_32(values + i);
+    float rest[32] = {};
+    __builtin_memcpy(rest, values + i, (numel - i) * sizeof(float));
+    add_32(rest);
+    for (int k = 0; k < 4; ++k) lanes_[k] = lanes[k];
   }
 
   double total() const {
     double sum = 0;
-    for (double lane : lanes_) sum += lane;
+    for (int lane = 0; lane < 32; ++lane) sum += lanes_[lane / 8][lane % 8];
     return sum;
   }
 
  private:
-  static constexpr int64_t NUM_LANES = 32;
-  void add_to(int64_t lane, double value) { lanes_[lane] += value * value; }
-  double lanes_[NUM_LANES] = {};
+  typedef float Floats __attribute__((vector_size(32)));
+  typedef double Lanes __attribute__((vector_size(64)));
+
+  static void add_squares(Lanes& lanes, const float* values) {
+#if defined(__AVX512F__)
+    const __m512d wide = _mm512_cvtps_pd(_mm256_loadu_ps(values));
+    lanes = _mm512_fmadd_pd(wide, wide, lanes);  // the product is exact: fused or not is the same
+#else
+    Floats floats;
+    __builtin_memcpy(&floats, values, sizeof floats);
+    const Lanes wide = __builtin_convertvector(floats, Lanes);
+    lanes += wide * wide;
+#endif
+  }
+
+  Lanes lanes_[4] = {};
 };
 
 // ---- what the table offers ----
