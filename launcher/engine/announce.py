@@ -11,10 +11,12 @@ from launcher.config.auto import AutoChoice
 from launcher.engine.dump import state_text
 from launcher.engine.engine import EngineParts
 from launcher.engine.policy import precision_notice
+from launcher.kernels.select import describe_kernels
+from launcher.optim.factory import OptimizerPlan
 
 
 def announce(
-    parts: EngineParts, notices: Sequence[Diagnostic], choices: Sequence[AutoChoice], warning: str | None
+    parts: EngineParts, notices: Sequence[Diagnostic], choices: Sequence[AutoChoice], plan: OptimizerPlan | None
 ) -> None:
     """Say in a few lines what this run will do. notices: keys without effect; choices: what "auto" became."""
     log = get_logger()
@@ -30,6 +32,8 @@ def announce(
         batch.world_size,
         batch.train_batch_size,
     )
+    if plan is not None and (plan.kind is not None or plan.why_torch is not None):
+        log.info("optimizer kernel: %s", _kernel_text(plan, parts.group.device.type))
     for reason, together in itertools.groupby(sorted(choices, key=lambda c: c.reason), key=lambda c: c.reason):
         log.info("auto: %s (%s)", " · ".join(f"{choice.key} = {choice.value}" for choice in together), reason)
     for notice in notices:
@@ -37,7 +41,14 @@ def announce(
     precision = precision_notice(parts.settings)
     if precision is not None:
         log.info("note: %s", precision)
-    if warning is not None:
-        log.warning(warning)
+    if plan is not None and plan.notice is not None:
+        log.warning(plan.notice)
     if parts.settings.dump_state:
         log.info("%s", state_text(parts.settings, policy, parts.sharded.units))
+
+
+def _kernel_text(plan: OptimizerPlan, device_type: str) -> str:
+    """Say what updates the shards, and why it is that."""
+    if plan.why_torch is not None:
+        return f"torch's own ({plan.why_torch})"
+    return describe_kernels().get(device_type, f"torch (there is none for {device_type})")

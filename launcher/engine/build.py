@@ -116,7 +116,7 @@ def initialize(
         )
     parts = EngineParts(group, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
     if group.rank == 0:
-        announce(parts, loaded.notices, choices, None if plan is None else plan.notice)
+        announce(parts, loaded.notices, choices, plan)
     return Engine(model, parts), built.optimizer, loader, scheduler
 
 

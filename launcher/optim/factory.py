@@ -29,7 +29,7 @@ from launcher.optim.catalog import (
 from launcher.optim.flat import TorchFlat
 from launcher.optim.kernel_flat import KernelChoice, KernelFlat
 from launcher.optim.lamb import Lamb
-from launcher.optim.rules import has_rule, torch_can
+from launcher.optim.rules import torch_can, why_no_rule
 from launcher.optim.staged import StagedFlat
 
 SUPPORTED_TYPES = tuple(BY_NAME)
@@ -64,6 +64,7 @@ class OptimizerPlan:
     build: Callable[[list[FlatShard], Means], FlatOptimizer]  # over this rank's shards
     client: torch.optim.Optimizer | None = None
     kind: type[torch.optim.Optimizer] | None = None  # whose steps kernels can take; None: only the class itself can
+    why_torch: str | None = None  # why kernels cannot, for the start line
     whole_parameters: bool = False  # each shard must be a whole parameter in its own shape (stage 0 only)
     notice: str | None = None  # what to say at start
 
@@ -144,9 +145,10 @@ def plan_from_config(
             where="optimizer.params.torch_adam",
             hint="remove one of them",
         )
-    by_kernel = kind if has_rule(kind, live) and not wants_torch else None
+    why_torch = "torch_adam was asked for" if wants_torch else why_no_rule(kind, live)
+    by_kernel = kind if why_torch is None else None
     build = functools.partial(_build, name, live, make, by_kernel)
-    return OptimizerPlan(name, live, defaults, build, kind=by_kernel)
+    return OptimizerPlan(name, live, defaults, build, kind=by_kernel, why_torch=why_torch)
 
 
 def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,7 +186,8 @@ def plan_from_client(
         make = functools.partial(construct, type(optimizer), dict(optimizer.defaults))
     else:
         make = functools.partial(retarget, optimizer)
-    kind = type(optimizer) if has_rule(type(optimizer), optimizer.param_groups) else None
+    why_torch = why_no_rule(type(optimizer), optimizer.param_groups)
+    kind = type(optimizer) if why_torch is None else None
     untested = not is_known(optimizer)
     notice = f"optimizer {name} is untested: its update must treat each element by itself"
     return OptimizerPlan(
@@ -194,6 +197,7 @@ def plan_from_client(
         functools.partial(_build, name, optimizer.param_groups, make, kind),
         client=optimizer,
         kind=kind,
+        why_torch=why_torch,
         whole_parameters=untested and rules.stage == 0,
         notice=notice if untested and rules.stage > 0 else None,
     )

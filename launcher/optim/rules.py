@@ -66,9 +66,12 @@ RULES: dict[type[torch.optim.Optimizer], MakeRule] = {
 _OTHER_STEPS = ("amsgrad", "maximize", "differentiable", "capturable", "foreach", "fused")
 
 
-def has_rule(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:
-    """Say whether kernels take exactly the steps that a class would with these groups."""
-    return kind in RULES and not any(group.get(option) for group in groups for option in _OTHER_STEPS)
+def why_no_rule(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> str | None:
+    """Say why kernels cannot take the steps that a class would with these groups; None where they can, exactly."""
+    if kind not in RULES:
+        return f"there is no kernel for {kind.__name__}"
+    asked = [option for option in _OTHER_STEPS if any(group.get(option) for group in groups)]
+    return f"{asked[0]} was asked for" if asked else None
 
 
 def torch_can(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:

@@ -10,15 +10,19 @@ from torch import Tensor, nn
 from launcher.comm import collectives
 from launcher.comm.collectives import Pending
 from launcher.comm.groups import DataParallelGroup
+from launcher.kernels.select import kernel_for
 from launcher.zero.home import HERE, Home
 from launcher.zero.layout import UnitLayout
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 
 
-def norm_of(grad: Tensor) -> Tensor:
-    """Return the 2-norm of a gradient, scalar fp32. (A fp64 sum is 40 times slower on a CPU.)"""
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
-    return norm
+def sum_of_squares(grad: Tensor) -> Tensor:
+    """Return the sum of squares of a gradient, scalar fp64; not finite when an element is not."""
+    kernel = kernel_for(grad.device.type)
+    if kernel is not None:
+        return kernel.sum_of_squares([grad])
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)  # its sum in fp64 is 40 times slower on a CPU
+    return norm.double().square()
 
 
 class UnitGradients:
@@ -83,7 +87,7 @@ class UnitGradients:
         own = layout.chunk_range(group.rank) if self._is_whole else range(len(owned))
         self._counted = slice(own.start, own.stop)  # of `owned_grad`: each element is counted by one rank
         self._is_local = False  # the last reduction left every rank its own gradient
-        self._norm: Tensor | None = None  # scalar fp32, when it is known
+        self._square: Tensor | None = None  # scalar fp64: the sum of squares, when it is known
 
     def _exact_scale(self) -> float:
         """Return the factor of the average over ranks if taking it early rounds nothing, else 1.
@@ -103,7 +107,7 @@ class UnitGradients:
         self._arrived = [False] * len(self._arrived)
         self._num_arrived = 0
         self._num_backwards += 1
-        self._norm = None
+        self._square = None
         if self._is_sent:
             self._drop_late()
         self._is_sent = False
@@ -250,7 +254,7 @@ class UnitGradients:
             self._give_wire_back()  # what was sent has been added: the sum itself is on its way now
 
     def finish_reduction(self, *, measure: bool = False) -> None:
-        """Wait for the sum and give temporary buffers back. measure: take the norm while the sum is in the cache."""
+        """Wait for the sum and give temporary buffers back. measure: sum its squares while the sum is in the cache."""
         if self._reduction is None:
             return
         self._reduction.wait()
@@ -260,7 +264,7 @@ class UnitGradients:
         self._num_backwards = 0
         kept = self.owned_grad if self._arriving is None else self._keep(self._arriving)
         if measure:
-            self._norm = self._measured(kept)
+            self._square = self._measured(kept)
             if self.home_grad is not self.owned_grad:
                 self._send_home(self.owned_grad)
         if self._arriving is not None:
@@ -295,21 +299,21 @@ class UnitGradients:
         self.swap.send_out()
 
     @property
-    def norm(self) -> Tensor:
-        """The 2-norm of this rank's share of the gradient, scalar fp32: squares of all ranks add up to the whole.
+    def square(self) -> Tensor:
+        """The sum of squares of this rank's share of the gradient, scalar fp64: all ranks' add up to the whole.
 
         Where every rank has its own gradient the whole is their mean square, which no norm of their mean exceeds.
         """
-        return self._norm if self._norm is not None else self._measured(self.owned_grad)
+        return self._square if self._square is not None else self._measured(self.owned_grad)
 
     def _measured(self, grad: Tensor) -> Tensor:
         if self._is_local:
-            return norm_of(grad) / math.sqrt(self._group.world_size)
-        return norm_of(grad[self._counted])
+            return sum_of_squares(grad) / self._group.world_size
+        return sum_of_squares(grad[self._counted])
 
     def note_written(self) -> None:
         """Take over that `owned_grad` was written from elsewhere."""
-        self._norm = None
+        self._square = None
         if self.home_grad is not self.owned_grad:
             self._send_home(self.owned_grad)
 
@@ -334,5 +338,5 @@ class UnitGradients:
         self.used = [False] * len(self.used)
         self._num_backwards = 0
         self._owned_holds_sum = False
-        self._norm = None
+        self._square = None
         self.state = check_transition(self.state, UnitState.IDLE)

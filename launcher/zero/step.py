@@ -30,8 +30,7 @@ def global_grad_norm(gradients: list[UnitGradients], group: DataParallelGroup) -
     """
     if not gradients:
         return 0.0, None
-    # Norms of units in fp32, their squares in fp64.
-    total = torch.stack([own.norm for own in gradients]).double().square().sum().reshape(1)
+    total = torch.stack([own.square.to(group.device) for own in gradients]).sum().reshape(1)
     num_unused = sum(own.used.count(False) for own in gradients)
     both = torch.cat([total, torch.tensor([float(num_unused)], dtype=torch.float64, device=group.device)])
     summed, unused_anywhere = collectives.sum_scalars(group, both).tolist()
