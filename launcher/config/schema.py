@@ -9,6 +9,7 @@ from launcher.config.fields import (
     Flag,
     NonNegative,
     OptCount,
+    OptFlag,
     OptInt,
     OptMapping,
     OptText,
@@ -73,6 +74,7 @@ class Config(Section):
     bf16: Bf16 = key(Bf16, "bfloat16", alias=("bfloat16",))
     torch_autocast: TorchAutocast = key(TorchAutocast, "torch's mixed precision")
     amp: Amp = key(Amp, "Apex mixed precision")
+    tf32: OptFlag = key(None, "TF32 in fp32 products on GPUs (not a key of DeepSpeed); null: as torch is set")
     data_types: DataTypes = key(DataTypes, "precisions of sums and buffers")
     zero_optimization: ZeroOptimization = key(ZeroOptimization, "sharding over ranks")
     aio: Aio = key(Aio, "disk access")

@@ -19,7 +19,7 @@ from launcher.config.batch import solve_batch
 from launcher.config.load import load_config
 from launcher.config.schema import Config
 from launcher.engine.announce import announce
-from launcher.engine.casting import Casting, keep_autocast_to
+from launcher.engine.casting import Casting, keep_autocast_to, set_tf32
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.engine import Engine, EngineParts, ShardedModel
 from launcher.engine.optimizer import ZeroOptimizer
@@ -96,6 +96,8 @@ def initialize(
     )
     policy = zero_policy(settings, group)
     use_section(settings.activation_checkpointing)
+    if group.device.type == "cuda":
+        set_tf32(settings.tf32)
     casting = _casting(model, settings, policy.precision, group)
     _place_model(model, settings, policy, group)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)

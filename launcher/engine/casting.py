@@ -32,6 +32,13 @@ class Casting:
         return value if self.input_dtype is None else cast_floats(value, self.input_dtype)
 
 
+def set_tf32(allowed: bool | None) -> None:
+    """Let fp32 products on GPUs use TF32 (10 bits of mantissa), or forbid it, process-wide; None: leave torch as it is."""
+    if allowed is not None:
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with the floating-point tensors in nested lists, tuples and dictionaries cast to `dtype`."""
     if isinstance(value, Tensor):

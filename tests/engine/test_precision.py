@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import launcher
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
+from launcher.engine.casting import set_tf32
 from launcher.optim.scaling import MAX_OVERFLOWS_AT_MINIMUM
 
 STEPS = 3
@@ -371,3 +372,17 @@ def test_a_changed_path_is_reported_where_asked() -> None:
     first, second = run_on_ranks(2, _paths, True)
     assert [line.split(" than")[0] for line in first] == said
     assert second == run_on_ranks(2, _paths, False)[0] == []
+
+
+def test_tf32_is_a_switch_of_the_process() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        set_tf32(True)
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
+        set_tf32(None)
+        assert torch.get_float32_matmul_precision() == "high"
+        set_tf32(False)
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", False)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
