@@ -33,7 +33,7 @@ class Casting:
 
 
 def set_tf32(allowed: bool | None) -> None:
-    """Let fp32 products on GPUs use TF32 (10 bits of mantissa), or forbid it, process-wide; None: leave torch as it is."""
+    """Let fp32 products on GPUs use TF32 (10 bits of mantissa), or forbid it; None: leave torch as it is set."""
     if allowed is not None:
         torch.set_float32_matmul_precision("high" if allowed else "highest")
         torch.backends.cudnn.allow_tf32 = allowed
