@@ -29,6 +29,7 @@ class BareSession(Session):
         super().__init__(number, task, job_id)
         self._mark = secrets.token_hex(16)
         self._num_stop_lines = 0
+        self._lost: TransportError | None = None
         self._stderr_done = threading.Event()
         self._stdout = MarkedStream(self._mark, lambda data: self.keep(data, self.result.stdout))
         self._stderr = MarkedStream(self._mark, lambda data: self.keep(data, self.result.stderr))
@@ -38,7 +39,10 @@ class BareSession(Session):
         variables = {} if self.result.transport == "local" else forwarded(os.environ)
         variables |= host_variables(self.number)
         self.result.started_s = time.time()
-        channel.write(script_for(self._mark, self.task.command, self.task.cwd, variables, GRACE_S))
+        try:
+            channel.write(script_for(self._mark, self.task.command, self.task.cwd, variables, GRACE_S))
+        except TransportError as error:  # the shell may have ended already: its status says more
+            self._lost = error
         while self._stdout.end is None and (data := channel.read(READ_BYTES)):
             self._stdout.feed(data)
             self.has_answered = self.has_answered or self._stdout.has_begun
@@ -84,7 +88,7 @@ class BareSession(Session):
     def _unfinished(self, channel: Channel) -> TransportError:
         status = channel.wait(_STATUS_WAIT_S)
         if status is None:
-            return TransportError("the connection was lost")
+            return self._lost or TransportError("the connection was lost")
         if self._stdout.has_begun:
             return TransportError(f"its shell was ended before the command (exit status {status})")
         words = channel.stderr_tail()
