@@ -9,6 +9,7 @@ computes next to nothing. All candidates of a case work on the same memory, in t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import subprocess
 import sys
@@ -147,9 +148,10 @@ def peer(name: str, memory: Memory) -> torch.optim.Optimizer | None:
     optimizer: torch.optim.Optimizer
     if name == "DeepSpeedCPUAdam":
         try:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
+            with contextlib.redirect_stdout(sys.stderr):  # its log does not belong on the page
+                from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-            optimizer = DeepSpeedCPUAdam([param], **options)
+                optimizer = DeepSpeedCPUAdam([param], **options)
         except Exception as error:  # noqa: BLE001  # not installed, no compiler, no ninja: whatever its own build raises
             print(f"without DeepSpeedCPUAdam: {error}", file=sys.stderr)
             return None
