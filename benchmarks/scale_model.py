@@ -23,8 +23,8 @@ from harness.sshd import LoopbackSshd
 
 from launcher.cluster.cluster import Host
 from launcher.transport.fanout import MAX_PARALLEL
+from launcher.transport.sharing import CORES_A_PROCESS, FILES_A_HOST, HOSTS_A_PROCESS, MAX_PROCESSES
 from launcher.transport.ssh import SshOptions, SshTransport
-from launcher.transport.ssh_pool import CORES_A_PROCESS, FILES_A_HOST, HOSTS_A_PROCESS, MAX_PROCESSES
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW, MANY = 25, 250

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from launcher.base.errors import UsageError
+from launcher.base.errors import Diagnostic, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
@@ -110,11 +111,18 @@ def show_results(results: Sequence[HostResult]) -> None:
     failures: dict[tuple[str, str | None], list[HostResult]] = {}
     for result in results:
         if result.error is not None:
-            failures.setdefault((result.error.message, result.error.hint), []).append(result)
+            failures.setdefault(_without_host(result.host.name, result.error), []).append(result)
         elif result.exit_code:
             failures.setdefault((f"exit code {result.exit_code}", None), []).append(result)
     for (message, hint), members in failures.items():
-        _complain(members, message, hint)
+        error = members[0].error if len(members) == 1 else None
+        _complain(members, *((message, hint) if error is None else (error.message, error.hint)))
+
+
+def _without_host(name: str, error: Diagnostic) -> tuple[str, str | None]:
+    """Return message and hint with HOST for the host's name: what befell many hosts is then told once."""
+    own = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])")
+    return own.sub("HOST", error.message), error.hint and own.sub("HOST", error.hint)
 
 
 def _complain(results: Sequence[HostResult], message: str, hint: str | None) -> None:

@@ -49,7 +49,13 @@ def _complete_job(_ctx: click.Context, _param: click.Parameter, incomplete: str)
     return [CompletionItem(entry.job_id, help=f"{entry.state}: {shlex.join(entry.command)}") for entry in jobs]
 
 
-job_argument = click.argument("job", shell_complete=_complete_job)
+def _named_job(_ctx: click.Context, _param: click.Parameter, job: str | None) -> str:
+    if job is None:
+        raise UsageError("no JOB is named", hint="launch ps shows the jobs there are")
+    return job
+
+
+job_argument = click.argument("job", required=False, metavar="JOB", callback=_named_job, shell_complete=_complete_job)
 
 
 @click.command("ps", short_help="Show jobs that run, or ended today.")

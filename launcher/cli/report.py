@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -39,10 +40,19 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("devices", _devices_text(machine, torch)),
     ]
     if "error" not in torch:
-        kernels = [f"{kind}: {', '.join(dict.fromkeys(names.values()))}" for kind, names in torch["optimizers"].items()]
-        rows.append(("optimizer", " · ".join(kernels)))
+        optimizers = [f"{kind}: {_by_kernel(names.values())}" for kind, names in torch["optimizers"].items()]
+        rows.append(("optimizer", " · ".join(optimizers)))
         rows.append(("kernels", " · ".join(f"{kind}: {kernel}" for kind, kernel in torch["kernels"].items())))
     return [*rows, *[(section, _programs_text(found[section])) for section in ("compilers", "programs")]]
+
+
+def _by_kernel(labels: Iterable[str]) -> str:
+    """Return labels such as `SGD[torch]` with each kernel named once, behind its optimizers."""
+    names: dict[str, list[str]] = {}
+    for label in dict.fromkeys(labels):
+        name, _, kernel = label.partition("[")
+        names.setdefault(f" [{kernel}" if kernel else "", []).append(name)
+    return ", ".join(", ".join(group) + kernel for kernel, group in names.items())
 
 
 def _torch_text(torch: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from launcher.transport.slurm_queue import JobState, job_state, submit
 
 _POLL_S = 1.0
 _READ_BYTES = 1 << 16
+_NO_SCRIPT = {"-m", "--module", "--no_python", "--no-python"}  # options of `launch run`: SCRIPT is no file of Python
 _BATCH_OPTIONS = (
     click.option("-J", "--job-name", help="Default: the script's name."),
     click.option("-N", "--nodes", type=click.IntRange(1), default=1, help="Default: 1."),
@@ -90,6 +91,7 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
     if not submits:
         click.echo(text, nl=False)
         return
+    _warn_of_missing(values["script"], launch_args)
     job_id = _submit_chain(text, chain, options)
     if follow:
         ctx.exit(_follow(job_id))
@@ -100,6 +102,12 @@ def _batch_options(values: dict[str, Any]) -> BatchOptions:
     chosen = {name: value for name, value in values.items() if name in names}
     chosen["job_name"] = values["job_name"] or Path(values["script"]).stem or "launch"
     return BatchOptions(**chosen)
+
+
+def _warn_of_missing(script: str, launch_args: list[str]) -> None:
+    """Say that the script is not here. The nodes may know better, but rarely do, and the job would wait to fail."""
+    if _NO_SCRIPT.isdisjoint(launch_args) and not Path(script).exists():
+        click.echo(f"! {script} does not exist here, and the job will look for it from this folder", err=True)
 
 
 def _submit_chain(text: str, length: int, options: BatchOptions) -> int:
@@ -130,10 +138,13 @@ def _lint(path: str) -> int:
 
 def _follow(job_id: int) -> int:
     """Copy the job's log to stdout until the job is over; returns its exit code. Ctrl-C leaves the job running."""
-    position, state = 0, job_state(job_id)
+    position, state, told = 0, job_state(job_id), "None"
     try:
         while True:
             state = job_state(job_id)
+            if state.state == "PENDING" and state.reason != told:
+                told = state.reason
+                click.echo(f"job {job_id} waits in the queue: {told}", err=True)
             position = _copy_new(state, position)
             if state.is_over:
                 break

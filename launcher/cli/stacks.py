@@ -30,8 +30,12 @@ examples:
 def stacks(job: str, shows_all: bool) -> None:
     """Show the Python stacks of all ranks of JOB; the job goes on. JOB is an id of `launch ps`, or its beginning."""
     entry = find_job(job)
+    if entry.state == "elsewhere":
+        raise UsageError(
+            f"the launcher of {entry.job_id} runs on {entry.machine}", hint=f"there: launch stacks {entry.job_id}"
+        )
     if entry.state != "running":
-        raise UsageError(f"{entry.job_id} does not run on this machine", hint="launch ps shows what does")
+        raise UsageError(f"{entry.job_id} has ended", hint=f"what its ranks wrote: launch logs {entry.job_id}")
     folder = Path(entry.run_folder)
     before = _versions(folder)
     if not send_signal(entry, STACKS_SIGNAL):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 import time
 
@@ -27,7 +26,7 @@ class BareSession(Session):
 
     def __init__(self, number: int, task: Task, job_id: str) -> None:
         super().__init__(number, task, job_id)
-        self._mark = secrets.token_hex(16)
+        self._mark = os.urandom(16).hex()
         self._num_stop_lines = 0
         self._lost: TransportError | None = None
         self._stderr_done = threading.Event()

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from launcher.base.signals import NOTICE_SIGNAL
+from launcher.base.signals import NOTICE_SIGNAL, take_held
 
 STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show where every rank stands, and go on
 
@@ -45,6 +45,7 @@ class SignalQueue:
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             handled.discard(signal.SIGHUP)  # `nohup launch`: the job is to outlive its terminal
         previous = {number: signal.signal(number, remember) for number in handled}
+        self._arrived += take_held()
         try:
             yield
         finally:

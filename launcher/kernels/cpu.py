@@ -118,7 +118,7 @@ def all_cpu_kernels() -> list[CpuKernel]:
     Raises: OSError where the library is missing, older than this file, or cannot be loaded.
     """
     if not LIBRARY.exists():
-        raise OSError("not built: no C++ compiler was there when the package was installed; install it again with one")
+        raise OSError("not built: install the package again where a C++ compiler is found")
     library = _load(LIBRARY)
     if library.launch_abi_version() != _ABI_VERSION:
         raise OSError(f"{LIBRARY} was built from other sources than these; install the package again")

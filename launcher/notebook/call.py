@@ -55,6 +55,8 @@ def run(
             "run() works in the main thread only: the interrupt button is a signal, and signals arrive there",
             hint="call it from a cell",
         )
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise UsageError(f"args is {args!r}, no tuple of arguments", hint="one argument x is given as (x,)")
     cluster = _local_cluster(num_gpus)
     call = _call_file(fn, args, kwargs or {})
     with tempfile.TemporaryDirectory(prefix="launch-call-") as name:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _KEEPALIVE_S = 15
 _IDLE_CHECK_S = 5.0
 _TCP_USER_TIMEOUT_MS = 30_000  # unacknowledged data this old ends the connection: a node crashed or is cut off
+_READ_AHEAD_BYTES = 1 << 15
 _MAX_OFFERED_KEYS = 6  # sshd's MaxAuthTries: an agent full of keys must not use up the tries of the right one
 
 
@@ -75,6 +76,21 @@ def open_jump(connection: paramiko.Transport, jump: SshTarget, target: SshTarget
         ) from None
 
 
+class EagerSocket(socket.socket):
+    """A socket whose `recv` takes what has arrived all at once, and gives it out piece by piece.
+
+    paramiko reads each packet in two steps. Every step that asks the system lets go of the interpreter lock, and then
+    stands in line for it behind the threads of all other connections.
+    """
+
+    _ahead = b""
+
+    def recv(self, max_bytes: int, flags: int = 0, /) -> bytes:
+        data = self._ahead or super().recv(max(max_bytes, _READ_AHEAD_BYTES), flags)
+        self._ahead = data[max_bytes:]
+        return data[:max_bytes]
+
+
 def _tcp(target: SshTarget) -> socket.socket:
     try:
         sock = socket.create_connection((target.address, target.port), target.connect_timeout_s)
@@ -102,7 +118,7 @@ def _tcp(target: SshTarget) -> socket.socket:
         option = getattr(socket, name, None)  # not every platform has every option
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    return sock
+    return EagerSocket(fileno=sock.detach())  # paramiko sets the timeout it wants
 
 
 def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: list[KnownKey]) -> paramiko.Transport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -82,3 +83,22 @@ def test_without_a_notice_every_code_is_a_failure(tmp_path: Path, code: int) -> 
     result = Launch(tmp_path, "--num_gpus", "2", script).wait()
     assert result.code == code
     assert "✗ rank 1 " in result.err
+
+
+def test_a_notice_that_comes_while_launch_is_still_starting_is_kept_for_the_ranks(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    os.mkfifo(hostfile)  # `launch` waits for its hosts, long before it knows of any rank
+    job = Launch(tmp_path, "--hostfile", hostfile, scripts.write(tmp_path, OBEDIENT))
+    wait_until(lambda: catches(job.process.pid, signal.SIGUSR1), "launch to take the notice")
+    job.signal(signal.SIGUSR1)
+    hostfile.write_text("localhost slots=2\n")
+    result = job.wait()
+    assert result.code == 75, result.err
+    assert result.out.count("SAVED") == 2
+
+
+def catches(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler for a signal: proc(5), SigCgt."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) & 1 << (number - 1))
