@@ -11,10 +11,11 @@ from launcher.config.auto import AutoChoice
 from launcher.engine.dump import state_text
 from launcher.engine.engine import EngineParts
 from launcher.engine.policy import precision_notice
+from launcher.optim.factory import OptimizerPlan
 
 
 def announce(
-    parts: EngineParts, notices: Sequence[Diagnostic], choices: Sequence[AutoChoice], warning: str | None
+    parts: EngineParts, notices: Sequence[Diagnostic], choices: Sequence[AutoChoice], plan: OptimizerPlan | None
 ) -> None:
     """Say in a few lines what this run will do. notices: keys without effect; choices: what "auto" became."""
     log = get_logger()
@@ -37,7 +38,9 @@ def announce(
     precision = precision_notice(parts.settings)
     if precision is not None:
         log.info("note: %s", precision)
-    if warning is not None:
-        log.warning(warning)
+    if plan is not None and plan.summary is not None:
+        log.info("%s", plan.summary)
+    if plan is not None and plan.notice is not None:
+        log.warning("%s", plan.notice)
     if parts.settings.dump_state:
         log.info("%s", state_text(parts.settings, policy, parts.sharded.units))

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.comm.groups import DataParallelGroup
 from launcher.kernels.api import Kernel, Rule, Span
 from launcher.optim.api import Around, FlatShard, StateRun, Unused
 from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
+from launcher.optim.muon.matrices import Matrices
+from launcher.optim.muon.muon import MUON_KINDS
 from launcher.optim.rules import RULES, counts_steps, state_names
 from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs
 
@@ -34,12 +37,13 @@ class KernelChoice:
     state_dtype: torch.dtype = torch.float32
     # Sums fp64 [n, 2] over the ranks that each hold a part of every parameter; None: each holds them whole.
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    ranks: DataParallelGroup | None = None  # who bring whole matrices together; None: this process alone
 
 
 class KernelFlat:
     """One optimizer class whose every step is one call of a kernel: unscale, clip, update, write the 16-bit copy.
 
-    Masters and gradients may be fp32, bf16 or fp16. LAMB needs one shard for each parameter.
+    Masters and gradients may be fp32, bf16 or fp16. LAMB and Muon need one shard for each parameter.
     """
 
     writes_params = True
@@ -57,6 +61,7 @@ class KernelFlat:
         self._groups = param_groups
         self._choice = choice
         self._runs = [Runs(_Run(0, shard.master.numel()), self._split) for shard in shards]
+        self._matrices = Matrices(shards if kind in MUON_KINDS else [], param_groups, choice.ranks)
 
     @property
     def label(self) -> str:
@@ -99,8 +104,14 @@ class KernelFlat:
                 spans[number] = [self._span(shard, run, rules) for run in taking]
         if self._kind is Lamb:
             spans = self._with_trust_ratios(numbers, spans, grad_scale)
+        rest = [span for number, of_shard in spans.items() if number not in self._matrices for span in of_shard]
+        self._take(rest, grad_scale)
+        for descents in self._matrices.descents(numbers, spans, grad_scale):
+            self._take(descents, 1.0)
+
+    def _take(self, spans: Sequence[Span], grad_scale: float) -> None:
         for device, kernel in self._choice.kernels.items():
-            there = [span for of_shard in spans.values() for span in of_shard if span.master.device.type == device]
+            there = [span for span in spans if span.master.device.type == device]
             if there:
                 kernel.update(there, grad_scale)
 
@@ -172,7 +183,7 @@ class KernelFlat:
         for run in self._runs[shard]:
             if run.states:
                 state: dict[str, Any] = dict(zip(names, run.states, strict=True))
-                if counts_steps(self._kind):
+                if counts_steps(self._kind, self._groups[self._shards[shard].group]):
                     state["step"] = torch.tensor(float(run.num_steps))
                 found.append(StateRun(run.start, run.stop, state))
         return found

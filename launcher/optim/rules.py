@@ -10,6 +10,7 @@ import torch
 from launcher.kernels.api import Adagrad, Adam, Lion, Rule, Sgd
 from launcher.optim import lion
 from launcher.optim.lamb import Lamb, lamb_rule
+from launcher.optim.muon.muon import MUON_KINDS, muon_rule
 
 Group = Mapping[str, Any]
 # From a group and the number of the step being taken, from 1, to the rule of that step.
@@ -61,7 +62,10 @@ RULES: dict[type[torch.optim.Optimizer], MakeRule] = {
     torch.optim.SGD: _sgd,
     lion.Lion: _lion,
     Lamb: lamb_rule,
+    **dict.fromkeys(MUON_KINDS, muon_rule),
 }
+# Their steps need whole parameters: every shard is a part of one.
+BY_PARAMETER = (Lamb, *MUON_KINDS)
 # Options that ask for something no rule has, when they are set.
 _OTHER_STEPS = ("amsgrad", "maximize", "differentiable", "capturable", "foreach", "fused")
 
@@ -73,7 +77,7 @@ def has_rule(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) ->
 
 def torch_can(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:
     """Say whether the class itself takes the same steps over flat shards."""
-    return kind is not Lamb and all(group.get("bias_correction", True) for group in groups)
+    return kind not in BY_PARAMETER and all(group.get("bias_correction", True) for group in groups)
 
 
 def state_names(kind: type[torch.optim.Optimizer], group: Group) -> tuple[str, ...]:
@@ -82,6 +86,6 @@ def state_names(kind: type[torch.optim.Optimizer], group: Group) -> tuple[str, .
     return () if isinstance(rule, Sgd) and not rule.momentum else rule.STATES
 
 
-def counts_steps(kind: type[torch.optim.Optimizer]) -> bool:
-    """Say whether torch keeps a `step` beside the states."""
-    return kind not in (torch.optim.SGD, lion.Lion)
+def counts_steps(kind: type[torch.optim.Optimizer], group: Group) -> bool:
+    """Say whether torch keeps a `step` beside the states of a group's elements."""
+    return not isinstance(RULES[kind](group, 1), Lion | Sgd)
