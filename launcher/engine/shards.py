@@ -62,7 +62,8 @@ def reserve_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: Fl
     for number, shard in enumerate(shards):
         swap = units[shard.unit].swap
         if swap is not None:
-            swap.reserve(optimizer.sizes_of_states(number))
+            sizes_bytes = optimizer.sizes_of_states(number)
+            swap.reserve(sizes_bytes[name] for name in sizes_bytes if name not in units[shard.unit].resident_states)
 
 
 def let_units_find_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: FlatOptimizer) -> None:

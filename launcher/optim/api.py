@@ -102,8 +102,8 @@ class FlatOptimizer(Protocol):
         """Return how many elements of optimizer state this rank holds."""
         ...
 
-    def sizes_of_states(self, shard: int) -> list[int]:
-        """Return the bytes of each state, by element, that a shard is going to have; empty where that is not known."""
+    def sizes_of_states(self, shard: int) -> dict[str, int]:
+        """Return the bytes of each state, by name, that a shard is going to have; empty where that is not known."""
         ...
 
     def states(self, shard: int) -> list[StateRun]:

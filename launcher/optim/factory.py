@@ -209,9 +209,12 @@ def _check_client(name: str, is_tested: bool, rules: ZeroRules) -> None:
         return
     if name.lower() in WHOLE_PARAMETERS:
         why = WHOLE_PARAMETERS[name.lower()]
+        instead = "or an elementwise optimizer such as AdamW or Lion"
+        if "muon" in name.lower():
+            instead = 'torch.optim.Muon, or "optimizer": {"type": "Muon"} in the config'
         raise EngineError(
             f"optimizer {name} cannot be sharded by ZeRO stage {rules.stage}: it {why}, and shards are flat",
-            hint="use stage 0, or an elementwise optimizer such as AdamW or Lion",
+            hint=f"use stage 0, {instead}",
         )
     if not rules.allow_untested:
         raise EngineError(

@@ -111,9 +111,9 @@ class TorchFlat:
         states = (value for state in self._inner.state.values() for value in state.values())
         return sum(value.numel() for value in states if isinstance(value, Tensor) and value.dim() > 0)
 
-    def sizes_of_states(self, shard: int) -> list[int]:
+    def sizes_of_states(self, shard: int) -> dict[str, int]:
         """Return nothing: what states torch's classes make is known after their first step."""
-        return []
+        return {}
 
     def states(self, shard: int) -> list[StateRun]:
         """Return the live states of one shard, in element order; runs that have not taken a step have none."""

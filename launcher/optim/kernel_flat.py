@@ -171,10 +171,10 @@ class KernelFlat:
         """Return how many elements of optimizer state this rank holds."""
         return sum(state.numel() for runs in self._runs for run in runs for state in run.states or ())
 
-    def sizes_of_states(self, shard: int) -> list[int]:
-        """Return the bytes of each state that a shard is going to have."""
+    def sizes_of_states(self, shard: int) -> dict[str, int]:
+        """Return the bytes of each state, by name, that a shard is going to have."""
         names = state_names(self._kind, self._groups[self._shards[shard].group])
-        return [self._shards[shard].master.numel() * self._choice.state_dtype.itemsize for _ in names]
+        return dict.fromkeys(names, self._shards[shard].master.numel() * self._choice.state_dtype.itemsize)
 
     def states(self, shard: int) -> list[StateRun]:
         """Return the live states of one shard, in element order; runs that have not taken a step have none."""

@@ -112,12 +112,16 @@ class Matrices:
         return self._handed_out(ranks, batch, workers, updates, parts[batch[0]])
 
     def _workers(self, ranks: DataParallelGroup, batch: Sequence[int]) -> dict[int, int]:
-        """Return the rank that orthogonalises each matrix: the dearest first, each to the one with the least to do."""
+        """Return the rank that orthogonalises each matrix: the dearest first, each to the one with the least to do.
+
+        Of ranks with as much to do the one that owns most of it.
+        """
         loads = [0] * ranks.world_size
         workers = {}
         work = {number: self._wholes[number].numel * min(as_matrix(self._wholes[number].shape)) for number in batch}
         for number in sorted(batch, key=lambda number: work[number], reverse=True):
-            workers[number] = loads.index(min(loads))
+            parts = self._wholes[number].parts
+            workers[number] = min(range(ranks.world_size), key=lambda rank: (loads[rank], -len(parts[rank])))
             loads[workers[number]] += work[number]
         return workers
 
