@@ -29,6 +29,10 @@ class _Array(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_int64))
 
 
+_States = _Array * 2
+_NO_ARRAY = _Array()
+
+
 class _Rule(ctypes.Structure):
     """The fields of every rule of api.py, by their names."""
 
@@ -45,7 +49,7 @@ class _Span(ctypes.Structure):
     _fields_ = (
         ("numel", ctypes.c_int64),
         *((name, _Array) for name in ("master", "grad")),
-        ("states", _Array * 2),
+        ("states", _States),
         ("param", _Array),
         ("kind", ctypes.c_int64),
         ("rule", _Rule),
@@ -147,14 +151,14 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _spans(spans: Sequence[Span]) -> ctypes.Array[_Span]:
-    return (_Span * len(spans))(*map(_span, spans))
+    rules = {id(rule): _Rule(**vars(rule)) for rule in {id(span.rule): span.rule for span in spans}.values()}
+    return (_Span * len(spans))(*(_span(span, rules[id(span.rule)]) for span in spans))
 
 
-def _span(span: Span) -> _Span:
+def _span(span: Span, rule: _Rule) -> _Span:
     numel = span.master.numel()
-    states = (_Array * 2)(*(_array(state, numel) for state in span.states))
-    param = _Array() if span.param is None else _array(span.param, numel)
-    rule = _Rule(**vars(span.rule))
+    states = _States(*[_array(state, numel) for state in span.states])
+    param = _NO_ARRAY if span.param is None else _array(span.param, numel)
     return _Span(
         numel, _array(span.master, numel), _array(span.grad, numel), states, param, _RULES[type(span.rule)], rule
     )

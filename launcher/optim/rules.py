@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from launcher.base.errors import EngineError
 from launcher.kernels.api import Adagrad, Adam, Lion, Rule, Sgd
 from launcher.optim import lion
 from launcher.optim.lamb import Lamb, lamb_rule
@@ -23,8 +24,8 @@ def _adam(group: Group, step: int, *, is_decoupled: bool = False) -> Adam:
         float(group["lr"]),
         beta1,
         beta2,
-        group["eps"],
-        group["weight_decay"],
+        float(group["eps"]),
+        float(group["weight_decay"]),
         step,
         is_decoupled=is_decoupled or bool(group.get("decoupled_weight_decay")),
         corrects_bias=group.get("bias_correction", True),
@@ -40,8 +41,8 @@ def _adagrad(group: Group, step: int) -> Adagrad:
 
 
 def _lion(group: Group, step: int) -> Lion:
-    beta1, beta2 = group["betas"]
-    return Lion(float(group["lr"]), beta1, beta2, group["weight_decay"])
+    beta1, beta2 = map(float, group["betas"])
+    return Lion(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
 
 
 def _sgd(group: Group, step: int) -> Sgd:
@@ -75,6 +76,17 @@ def has_rule(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) ->
     return kind in RULES and not any(group.get(option) for group in groups for option in _OTHER_STEPS)
 
 
+def check_steps(groups: Sequence[Group]) -> None:
+    """Raises: EngineError for an option that no rule knows, set after the optimizer was built."""
+    for number, group in enumerate(groups):
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise EngineError(
+                    f"optimizer group {number} sets {option}, which the kernel that was chosen at start does not know",
+                    hint=f"set {option} before initialize(), which then takes torch's own optimizer",
+                )
+
+
 def torch_can(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:
     """Say whether the class itself takes the same steps over flat shards."""
     return kind not in BY_PARAMETER and all(group.get("bias_correction", True) for group in groups)
@@ -82,7 +94,11 @@ def torch_can(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -
 
 def state_names(kind: type[torch.optim.Optimizer], group: Group) -> tuple[str, ...]:
     """Return the names of the states of a group's elements, as torch names them."""
-    rule = RULES[kind](group, 1)
+    return states_of(RULES[kind](group, 1))
+
+
+def states_of(rule: Rule) -> tuple[str, ...]:
+    """Return the names of the states that a step reads and writes."""
     return () if isinstance(rule, Sgd) and not rule.momentum else rule.STATES
 
 
