@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class TorchFlat:
         """
         check_state(state, self._name, len(self._outer), len(self._shards))
         for mine, given in zip(self._outer, state["groups"], strict=True):
-            mine.update(given)
+            mine.update(copy.deepcopy(given))  # a learning rate may be a tensor
         for number, entries in enumerate(state["shards"]):
             for run in self._runs[number]:
                 self._inner.state.pop(run.param, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -212,7 +213,7 @@ class KernelFlat:
         check_state(state, self._kind.__name__, len(self._groups), len(self._shards))
         check_steps(state["groups"])
         for mine, given in zip(self._groups, state["groups"], strict=True):
-            mine.update(given)
+            mine.update(copy.deepcopy(given))  # a learning rate may be a tensor
         for number, entries in enumerate(state["shards"]):
             for run in self._runs[number]:
                 run.states, run.num_steps = None, 0

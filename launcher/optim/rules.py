@@ -37,7 +37,8 @@ def _adamw(group: Group, step: int) -> Adam:
 
 
 def _adagrad(group: Group, step: int) -> Adagrad:
-    return Adagrad(float(group["lr"]), group["eps"], group["weight_decay"], group["lr_decay"], step)
+    lr, eps, weight_decay, lr_decay = (float(group[key]) for key in ("lr", "eps", "weight_decay", "lr_decay"))
+    return Adagrad(lr, eps, weight_decay, lr_decay, step)
 
 
 def _lion(group: Group, step: int) -> Lion:
@@ -46,14 +47,10 @@ def _lion(group: Group, step: int) -> Lion:
 
 
 def _sgd(group: Group, step: int) -> Sgd:
-    return Sgd(
-        float(group["lr"]),
-        group["momentum"],
-        group["dampening"],
-        group["weight_decay"],
-        is_nesterov=group["nesterov"],
-        is_first=step == 1,
+    lr, momentum, dampening, weight_decay = (
+        float(group[key]) for key in ("lr", "momentum", "dampening", "weight_decay")
     )
+    return Sgd(lr, momentum, dampening, weight_decay, is_nesterov=group["nesterov"], is_first=step == 1)
 
 
 RULES: dict[type[torch.optim.Optimizer], MakeRule] = {

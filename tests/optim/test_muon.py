@@ -21,6 +21,8 @@ from launcher.config.load import load_config
 from launcher.optim.muon import matrices
 from launcher.optim.muon.muon import Muon
 from launcher.optim.muon.orthogonal import Iteration, orthogonalized
+from launcher.optim.muon.plan import hidden_matrices
+from launcher.zero.tiling import tile_large_layers
 
 SAMPLES, STEPS, TOKENS = 8, 5, 11
 WIDE, NARROW = 36, 20
@@ -348,6 +350,16 @@ def test_hidden_matrices_are_muons_unless_the_parameter_says_otherwise() -> None
     assert any(
         "Muon updates 4 matrices (3,212 elements), AdamW the other 10 parameters (1,139)" in line for line in lines
     )
+
+
+def test_tiles_are_what_their_parameter_was() -> None:
+    model = nn.ModuleDict({"wte": nn.Embedding(40, 8), "up": nn.Linear(8, 40), "down": nn.Linear(40, 8)})
+    model["down"].weight.use_muon = False  # type: ignore[assignment]
+    tile_large_layers(model, 100)
+    is_muons = hidden_matrices(model)
+    names = {name for name, param in model.named_parameters() if is_muons(param)}
+    assert names == {f"up.tiles.{number}.weight" for number in range(len(names))}
+    assert len(names) > 1
 
 
 def test_zero_init_hides_no_shape() -> None:

@@ -114,11 +114,12 @@ def uses_muon(group: Mapping[str, Any]) -> bool:
 
 def muon_rule(group: Mapping[str, Any], step: int) -> Adam | Sgd:
     """Return the rule of one step: of matrices SGD with momentum, whose direction is orthogonalised in between."""
-    lr, weight_decay = float(group["lr"]), group["weight_decay"]
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if uses_muon(group):
-        return Sgd(lr, group["momentum"], 0.0, weight_decay, is_nesterov=group.get("nesterov", True), is_first=False)
-    beta1, beta2 = group["betas"]
-    return Adam(lr, beta1, beta2, group["eps"], weight_decay, step)
+        momentum, is_nesterov = float(group["momentum"]), bool(group.get("nesterov", True))
+        return Sgd(lr, momentum, 0.0, weight_decay, is_nesterov=is_nesterov, is_first=False)
+    beta1, beta2 = map(float, group["betas"])
+    return Adam(lr, beta1, beta2, float(group["eps"]), weight_decay, step)
 
 
 def iteration(group: Mapping[str, Any], device: torch.device) -> Iteration:

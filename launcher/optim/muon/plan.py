@@ -51,7 +51,7 @@ def hidden_matrices(model: nn.Module) -> Callable[[nn.Parameter], bool]:
         param
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for param in module.parameters(recurse=False)
+        for param in module.parameters()  # its tiles, where it was tiled
     }
     output_layer = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(output_layer, nn.Module):
