@@ -63,12 +63,14 @@ def _width(console: Console, table: Table) -> int:
 def _headline(found: Estimate) -> list[str]:
     model, machines, work = found.model, found.machines, found.workload
     precision = found.rows[0].setting.precision
+    beside = precision.state_bytes_beside_matrices
     frozen = model.num_params - model.num_trainable
     size = f"{model.num_params:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
     world = f"{_counted(machines.num_nodes, 'node')} × {_counted(machines.gpus_per_node, 'GPU')}"
     bytes_each = (
         f"{precision.name}: {precision.param_bytes} bytes a parameter, {precision.master_bytes} master, "
         f"{precision.grad_bytes} gradient, {precision.state_bytes} optimizer states"
+        + (f", {beside} where it is no hidden matrix" if beside is not None else "")
     )
     lines = [f"{model.name} · {size} · {model.source}", f"{world} = world {machines.world_size} · {bytes_each}"]
     if work is None:

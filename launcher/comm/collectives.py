@@ -90,14 +90,16 @@ def _has_own(group: DataParallelGroup) -> bool:
 
 def _exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tensor]) -> list[dist.Work]:
     """Send `sends[peer]` to, and receive `receives[peer]` from, every other rank at once."""
-    operations = []
+    operations: list[dist.P2POp] = []
     observe.note_sent(sum(sends[peer].nbytes for peer in range(group.world_size) if peer != group.rank))
     for distance in range(1, group.world_size):  # each rank starts at another peer: no rank is a hot spot
         to = (group.rank + distance) % group.world_size
         source = (group.rank - distance) % group.world_size
-        operations.append(dist.P2POp(dist.isend, sends[to], to, group.process_group))
-        operations.append(dist.P2POp(dist.irecv, receives[source], source, group.process_group))
-    return list(dist.batch_isend_irecv(operations))
+        if sends[to].numel():
+            operations.append(dist.P2POp(dist.isend, sends[to], to, group.process_group))
+        if receives[source].numel():
+            operations.append(dist.P2POp(dist.irecv, receives[source], source, group.process_group))
+    return list(dist.batch_isend_irecv(operations)) if operations else []
 
 
 def _observed(kind: str, group: DataParallelGroup, flat: Tensor, begun_s: float | None, pending: Pending) -> Pending:
@@ -205,6 +207,23 @@ def _all_to_all(group: DataParallelGroup, flat: Tensor, output: Tensor) -> Pendi
     sends, receives = list(flat.chunk(group.world_size)), list(output.chunk(group.world_size))
     receives[group.rank].copy_(sends[group.rank])
     return Pending(_exchange(group, sends, receives))
+
+
+def exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tensor]) -> Pending:
+    """Send `sends[r]` to every rank r, and fill `receives[r]` with what rank r has sent here.
+
+    sends, receives: 1-D, of one dtype and any sizes, where the two sides of each transfer agree; 0 sends nothing. Every
+    rank must call it, in the same order.
+    """
+    receives[group.rank].copy_(sends[group.rank])
+    if group.process_group is None:
+        return Pending()
+    begun_s = observe.begin(group)
+    pending = Pending(_exchange(group, sends, receives), kind="all_to_all")
+    if begun_s is not None:
+        pending.wait()
+        observe.end(begun_s, "all_to_all", group, sends)
+    return pending
 
 
 def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0, *, sent: Tensor | None = None) -> Pending:

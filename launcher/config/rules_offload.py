@@ -9,7 +9,7 @@ from launcher.config.schema import Config
 from launcher.config.schema_zero import OffloadOptimizer, OffloadParam
 
 # Types whose step the engine's own kernels take, range by range as a disk delivers them.
-KERNEL_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD")
+KERNEL_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
 
 
 def offload_problems(config: Config) -> list[Problem]:

@@ -117,14 +117,16 @@ class OneBitLambParams(OneBitParams):
 class MuonParams(Section):
     """Parameters of Muon."""
 
-    lr: NonNegative = key(0.02, "learning rate")
-    momentum: Fraction = key(0.95, "momentum")
-    weight_decay: NonNegative = key(0.0, "weight decay")
-    muon_lr: OptNumber = key(None, "learning rate of matrices")
-    adam_lr: OptNumber = key(None, "learning rate of everything else")
+    lr: OptNumber = key(None, "learning rate; null: 0.02 for matrices, 3e-4 for everything else")
+    momentum: Fraction = key(0.95, "momentum of matrices")
+    weight_decay: NonNegative = key(0.0, "decoupled weight decay")
+    muon_lr: OptNumber = key(None, "learning rate of matrices instead of `lr`")
+    adam_lr: OptNumber = key(None, "learning rate of everything else instead of `lr`")
     betas: Betas = key([0.9, 0.95], "betas of everything else")
     eps: NonNegative = key(1e-10, "eps of everything else")
-    ns_method: Annotated[str, choice("gram", "standard")] = key("gram", "orthogonalisation")
+    ns_method: Annotated[str, choice("gram", "standard")] = key(
+        "gram", "Newton-Schulz iteration: on the Gram matrix, quicker where matrices are not square, or the original"
+    )
 
 
 class SgdParams(Section):
@@ -230,14 +232,13 @@ OPTIMIZER_PARAMS: dict[str, type[Section]] = {
 WORKING_OPTIMIZERS = (
     "Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD",
     "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "Rprop",
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb",
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon",
 )  # fmt: skip
 # Their ranks exchange signs of momenta: stage 0 only.
 ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 _WHOLE = "; pass it as an object under stage 0, or use an elementwise one such as AdamW or Lion"
 # Why a type is refused, and what to do.
 REFUSED_OPTIMIZERS = {
-    "Muon": "it orthogonalises whole matrices" + _WHOLE,
     "Adafactor": "it keeps sums of whole rows and columns" + _WHOLE,
     "LBFGS": "it evaluates the loss again inside its step; use AdamW",
     "SparseAdam": "gradients are summed dense; use Adam",

@@ -172,7 +172,7 @@ class ZeroOptimization(Section):
     override_module_apply: Flag = key(True, "gather inside Module.apply", inert("zero.Init always does"))
     log_trace_cache_warnings: Flag = key(False, "say when the order of modules has changed", AT_STAGE_3)
     enable_sanity_checks: Flag = key(False, "check more at run time", inert("the checks are always on"))
-    save_muon_momentum_buffer_in_memory: Flag = key(False, "keep Muon's momentum off the disk", inert("no offload"))
+    save_muon_momentum_buffer_in_memory: Flag = key(False, "keep momentum buffers (Muon, SGD) in memory", WITH_NVME)
     leaf_module: LeafModule = key(LeafModule, "modules that are fetched whole")
     cpu_offload: OptFlag = key(None, "old name of offload_optimizer.device=cpu")
     cpu_offload_param: OptFlag = key(None, "old name of offload_param.device=cpu")

@@ -41,8 +41,10 @@ def announce(
     precision = precision_notice(parts.settings)
     if precision is not None:
         log.info("note: %s", precision)
+    if plan is not None and plan.summary is not None:
+        log.info("%s", plan.summary)
     if plan is not None and plan.notice is not None:
-        log.warning(plan.notice)
+        log.warning("%s", plan.notice)
     if parts.settings.dump_state:
         log.info("%s", state_text(parts.settings, policy, parts.sharded.units))
 

@@ -35,6 +35,7 @@ from launcher.optim.factory import (
     plan_from_client,
     plan_from_config,
 )
+from launcher.optim.muon.plan import muon_plan
 from launcher.optim.onebit.flat import OneBitFlat
 from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
 from launcher.optim.scaling import LossScaler, LossScaleRules
@@ -215,6 +216,7 @@ def _shard(
         group.buffers,
         policy.precision.param_dtype if policy.precision.has_16bit_states else torch.float32,
         (lambda sums: collectives.sum_scalars(group, sums.to(group.device))) if is_split else None,
+        group,
     )
     flat_optimizer = plan.build(shards, means)
     reserve_states(units, shards, flat_optimizer)
@@ -242,6 +244,8 @@ def _optimizer_plan(
         return None
     if section.type in ONE_BIT:
         return one_bit_plan(section.type, section.params, model, model_parameters, group)
+    if section.type == "Muon":
+        return muon_plan(section.params, model, model_parameters)
     return plan_from_config(section.type, section.params, model, model_parameters)
 
 

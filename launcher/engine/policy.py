@@ -93,6 +93,7 @@ def _offload(settings: Config) -> OffloadPolicy:
         pins_optimizer=optimizer.pin_memory if pins is None else pins,
         pins_params=params.pin_memory if pins is None else pins,
         reads_ahead=optimizer.pipeline_read,
+        resident_states=frozenset({"momentum_buffer"} if zero.save_muon_momentum_buffer_in_memory else ()),
         max_host_params=int(params.max_in_cpu),
         cores_fraction=float(optimizer.cpuadam_cores_perc) if is_fraction_given else 1.0,
     )

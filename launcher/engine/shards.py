@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 
-from launcher.optim.api import FlatOptimizer, FlatShard, StateRun
+from launcher.optim.api import FlatOptimizer, FlatShard, StateRun, Whole
+from launcher.zero.layout import ParamSlot
 from launcher.zero.unit import FlatUnit
 
 
@@ -26,9 +28,22 @@ def owned_shards(units: list[FlatUnit], *, whole_parameters: bool, by_parameter:
                 shards.append(_shard(unit, slot.group, owned.start, len(owned), shape))
             continue
         segments = unit.layout.parts_in(unit.owned) if by_parameter else unit.layout.segments_in(unit.owned)
+        wholes = [_whole(unit, slot) for slot in unit.layout.slots] if by_parameter else [None] * len(segments)
         with unit.swap.with_memory() if unit.swap is not None else contextlib.nullcontext():
-            shards += [_shard(unit, segment.group, segment.start, segment.numel) for segment in segments]
+            for segment, whole in zip(segments, wholes, strict=True):
+                shard = _shard(unit, segment.group, segment.start, segment.numel)
+                shards.append(replace(shard, whole=whole))
     return shards
+
+
+def _whole(unit: FlatUnit, slot: ParamSlot) -> Whole:
+    is_split = len(unit.owned) < unit.layout.padded_numel
+    parts = []
+    for rank in range(unit.layout.world_size):
+        owned = unit.layout.chunk_range(rank) if is_split else unit.owned
+        start, stop = (min(max(at, slot.offset), slot.end) - slot.offset for at in (owned.start, owned.stop))
+        parts.append(range(start, stop))
+    return Whole(unit.params.shape_of(slot), tuple(parts))
 
 
 def _shard(unit: FlatUnit, group: int, start: int, numel: int, shape: torch.Size | None = None) -> FlatShard:
@@ -39,7 +54,7 @@ def _shard(unit: FlatUnit, group: int, start: int, numel: int, shape: torch.Size
     if params.copy is not None:
         kept.append(params.copy[place])
     master, grad, *copy = kept if shape is None else [tensor.view(shape) for tensor in kept]
-    return FlatShard(master, grad, group, unit.index, start, *copy)
+    return FlatShard(master, grad, group, unit.index, start, copy[0] if copy else None)
 
 
 def reserve_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: FlatOptimizer) -> None:
@@ -47,7 +62,8 @@ def reserve_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: Fl
     for number, shard in enumerate(shards):
         swap = units[shard.unit].swap
         if swap is not None:
-            swap.reserve(optimizer.sizes_of_states(number))
+            sizes_bytes = optimizer.sizes_of_states(number)
+            swap.reserve(sizes_bytes[name] for name in sizes_bytes if name not in units[shard.unit].resident_states)
 
 
 def let_units_find_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: FlatOptimizer) -> None:

@@ -8,7 +8,25 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A parameter of which ranks own parts."""
+
+    shape: torch.Size
+    parts: tuple[range, ...]  # the elements each rank owns, by rank: one after another, or everywhere all
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def is_split(self) -> bool:
+        """Say whether each rank owns its own elements."""
+        return len(self.parts) > 1 and sum(map(len, self.parts)) == self.numel
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,7 @@ class FlatShard:
     unit: int = 0  # index of the unit it is part of
     start: int = 0  # of its first element, within the owned range of that unit
     param: Tensor | None = None  # same shape, the 16-bit copy of an fp32 master that the forward reads
+    whole: Whole | None = None  # the parameter it is a part of, where shards are made parameter by parameter
 
 
 # Elements of units whose parameters got no gradient on any rank: unit index -> ranges within its owned range.
@@ -83,8 +102,8 @@ class FlatOptimizer(Protocol):
         """Return how many elements of optimizer state this rank holds."""
         ...
 
-    def sizes_of_states(self, shard: int) -> list[int]:
-        """Return the bytes of each state, by element, that a shard is going to have; empty where that is not known."""
+    def sizes_of_states(self, shard: int) -> dict[str, int]:
+        """Return the bytes of each state, by name, that a shard is going to have; empty where that is not known."""
         ...
 
     def states(self, shard: int) -> list[StateRun]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from launcher.optim.lamb import Lamb
 from launcher.optim.lion import Lion
+from launcher.optim.muon.muon import MUON_KINDS
 
 # Elementwise, each held by a parity test (tests/optim/test_parity.py). Config name -> class.
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
@@ -40,6 +41,7 @@ BY_NAME: dict[str, type[torch.optim.Optimizer]] = {**ELEMENTWISE, "Lamb": Lamb}
 WHOLE_PARAMETERS = {
     "adafactor": "keeps row and column sums of whole matrices",
     "muon": "orthogonalises whole matrices",
+    "muonwithauxadam": "orthogonalises whole matrices",
     "shampoo": "preconditions whole matrices",
     "soap": "preconditions whole matrices",
     "lamb": "scales each step by norms of whole parameters",
@@ -62,8 +64,8 @@ FUSED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether it is exactly one of `BY_NAME`; a subclass may do anything."""
-    return type(optimizer) in BY_NAME.values()
+    """Say whether it is exactly one of `BY_NAME`, or Muon; a subclass may do anything."""
+    return type(optimizer) in (*BY_NAME.values(), *MUON_KINDS)
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from launcher.base.errors import ConfigError, EngineError
 from launcher.base.suggest import did_you_mean
 from launcher.comm.buffers import BufferPool
+from launcher.comm.groups import DataParallelGroup
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.kernels.api import Kernel
 from launcher.kernels.reference import ReferenceKernel
@@ -28,8 +29,7 @@ from launcher.optim.catalog import (
 )
 from launcher.optim.flat import TorchFlat
 from launcher.optim.kernel_flat import KernelChoice, KernelFlat
-from launcher.optim.lamb import Lamb
-from launcher.optim.rules import torch_can, why_no_rule
+from launcher.optim.rules import BY_PARAMETER, torch_can, why_no_rule
 from launcher.optim.staged import StagedFlat
 
 SUPPORTED_TYPES = tuple(BY_NAME)
@@ -52,6 +52,7 @@ class Means:
     state_dtype: torch.dtype = torch.float32
     # Sums fp64 [n, 2] over the ranks that each own a part of every parameter; None: each rank owns them whole.
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    ranks: DataParallelGroup | None = None  # None: this process alone
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,16 @@ class OptimizerPlan:
     kind: type[torch.optim.Optimizer] | None = None  # whose steps kernels can take; None: only the class itself can
     why_torch: str | None = None  # why kernels cannot, for the start line
     whole_parameters: bool = False  # each shard must be a whole parameter in its own shape (stage 0 only)
-    notice: str | None = None  # what to say at start
+    notice: str | None = None  # what to warn of at start
+    summary: str | None = None  # what to say at start
 
     @property
     def by_parameter(self) -> bool:
         """Say whether every parameter must be a shard of its own, though flat and perhaps not whole."""
-        return self.kind is Lamb
+        return self.kind in BY_PARAMETER
 
 
-def _build(
+def build_of_kind(
     name: str,
     param_groups: list[dict[str, Any]],
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
@@ -87,7 +89,7 @@ def _build(
         devices = {shard.master.device.type for shard in shards}
         kernels = {device: means.kernels.get(device, ReferenceKernel()) for device in devices}
         if devices <= set(means.kernels) or not torch_can(kind, param_groups):
-            choice = KernelChoice(kernels, means.state_dtype, means.sum_over_ranks)
+            choice = KernelChoice(kernels, means.state_dtype, means.sum_over_ranks, means.ranks)
             return KernelFlat(kind, shards, param_groups, choice)
 
     def build(over: list[FlatShard]) -> FlatOptimizer:
@@ -147,7 +149,7 @@ def plan_from_config(
         )
     why_torch = "torch_adam was asked for" if wants_torch else why_no_rule(kind, live)
     by_kernel = kind if why_torch is None else None
-    build = functools.partial(_build, name, live, make, by_kernel)
+    build = functools.partial(build_of_kind, name, live, make, by_kernel)
     return OptimizerPlan(name, live, defaults, build, kind=by_kernel, why_torch=why_torch)
 
 
@@ -194,7 +196,7 @@ def plan_from_client(
         name,
         optimizer.param_groups,
         optimizer.defaults,
-        functools.partial(_build, name, optimizer.param_groups, make, kind),
+        functools.partial(build_of_kind, name, optimizer.param_groups, make, kind),
         client=optimizer,
         kind=kind,
         why_torch=why_torch,
@@ -211,9 +213,12 @@ def _check_client(name: str, is_tested: bool, rules: ZeroRules) -> None:
         return
     if name.lower() in WHOLE_PARAMETERS:
         why = WHOLE_PARAMETERS[name.lower()]
+        instead = "or an elementwise optimizer such as AdamW or Lion"
+        if "muon" in name.lower():
+            instead = 'torch.optim.Muon, or "optimizer": {"type": "Muon"} in the config'
         raise EngineError(
             f"optimizer {name} cannot be sharded by ZeRO stage {rules.stage}: it {why}, and shards are flat",
-            hint="use stage 0, or an elementwise optimizer such as AdamW or Lion",
+            hint=f"use stage 0, {instead}",
         )
     if not rules.allow_untested:
         raise EngineError(

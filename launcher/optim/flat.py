@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -111,9 +112,9 @@ class TorchFlat:
         states = (value for state in self._inner.state.values() for value in state.values())
         return sum(value.numel() for value in states if isinstance(value, Tensor) and value.dim() > 0)
 
-    def sizes_of_states(self, shard: int) -> list[int]:
+    def sizes_of_states(self, shard: int) -> dict[str, int]:
         """Return nothing: what states torch's classes make is known after their first step."""
-        return []
+        return {}
 
     def states(self, shard: int) -> list[StateRun]:
         """Return the live states of one shard, in element order; runs that have not taken a step have none."""
@@ -141,7 +142,7 @@ class TorchFlat:
         """
         check_state(state, self._name, len(self._outer), len(self._shards))
         for mine, given in zip(self._outer, state["groups"], strict=True):
-            mine.update(given)
+            mine.update(copy.deepcopy(given))  # a learning rate may be a tensor
         for number, entries in enumerate(state["shards"]):
             for run in self._runs[number]:
                 self._inner.state.pop(run.param, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.comm.groups import DataParallelGroup
 from launcher.kernels.api import Kernel, Rule, Span
 from launcher.optim.api import Around, FlatShard, StateRun, Unused
 from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
-from launcher.optim.rules import RULES, counts_steps, state_names
+from launcher.optim.muon.matrices import Matrices
+from launcher.optim.muon.muon import MUON_KINDS
+from launcher.optim.rules import RULES, check_steps, counts_steps, state_names, states_of
 from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs
 
 
@@ -34,12 +38,13 @@ class KernelChoice:
     state_dtype: torch.dtype = torch.float32
     # Sums fp64 [n, 2] over the ranks that each hold a part of every parameter; None: each holds them whole.
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    ranks: DataParallelGroup | None = None  # who bring whole matrices together; None: this process alone
 
 
 class KernelFlat:
     """One optimizer class whose every step is one call of a kernel: unscale, clip, update, write the 16-bit copy.
 
-    Masters and gradients may be fp32, bf16 or fp16. LAMB needs one shard for each parameter.
+    Masters and gradients may be fp32, bf16 or fp16. LAMB and Muon need one shard for each parameter.
     """
 
     writes_params = True
@@ -57,6 +62,10 @@ class KernelFlat:
         self._groups = param_groups
         self._choice = choice
         self._runs = [Runs(_Run(0, shard.master.numel()), self._split) for shard in shards]
+        self._by_unit: dict[int, list[int]] = {}
+        for number, shard in enumerate(shards):
+            self._by_unit.setdefault(shard.unit, []).append(number)
+        self._matrices = Matrices(shards if kind in MUON_KINDS else [], param_groups, choice.ranks)
 
     @property
     def label(self) -> str:
@@ -77,16 +86,17 @@ class KernelFlat:
     # ---- the step ----
 
     def step(self, unused: Unused | None = None, grad_scale: float = 1.0, around: Around | None = None) -> None:
-        """Update every shard from its gradient times `grad_scale`, except the `unused` elements."""
+        """Update every shard from its gradient times `grad_scale`, except the `unused` elements.
+
+        Raises: EngineError for an option set since, that asks for steps kernels do not take.
+        """
+        check_steps(self._groups)
         if around is None:
             self._update(range(len(self._shards)), unused, grad_scale)
             return
-        for unit in dict.fromkeys(shard.unit for shard in self._shards):
+        for unit, numbers in self._by_unit.items():
             with around(unit):
-                self._update(self._of_unit(unit), unused, grad_scale)
-
-    def _of_unit(self, unit: int) -> list[int]:
-        return [number for number, shard in enumerate(self._shards) if shard.unit == unit]
+                self._update(numbers, unused, grad_scale)
 
     def _update(self, numbers: Sequence[int], unused: Unused | None, grad_scale: float) -> None:
         rules: dict[tuple[int, int], Rule] = {}  # of (group, steps taken)
@@ -99,28 +109,34 @@ class KernelFlat:
                 spans[number] = [self._span(shard, run, rules) for run in taking]
         if self._kind is Lamb:
             spans = self._with_trust_ratios(numbers, spans, grad_scale)
+        rest = [span for number, of_shard in spans.items() if number not in self._matrices for span in of_shard]
+        self._take(rest, grad_scale)
+        for descents in self._matrices.descents(numbers, spans, grad_scale):
+            self._take(descents, 1.0)
+
+    def _take(self, spans: Sequence[Span], grad_scale: float) -> None:
         for device, kernel in self._choice.kernels.items():
-            there = [span for of_shard in spans.values() for span in of_shard if span.master.device.type == device]
+            there = [span for span in spans if span.master.device.type == device]
             if there:
                 kernel.update(there, grad_scale)
 
     def _span(self, shard: FlatShard, run: _Run, rules: dict[tuple[int, int], Rule]) -> Span:
-        group = self._groups[shard.group]
-        num_states = len(state_names(self._kind, group))
+        rule = self._rule(shard.group, run.num_steps + 1, rules)
+        num_states = len(states_of(rule))
         if run.states is None or len(run.states) < num_states:  # SGD may be given its momentum later
-            run.states, run.num_steps = self._new_states(shard, run, group), 0
+            run.states, run.num_steps = self._new_states(shard, run, self._groups[shard.group]), 0
+            rule = self._rule(shard.group, 1, rules)
         run.num_steps += 1
-        key = (shard.group, run.num_steps)
-        if key not in rules:
-            rules[key] = RULES[self._kind](group, run.num_steps)
-        piece = slice(run.start, run.stop)
-        return Span(
-            rules[key],
-            shard.master[piece],
-            shard.grad[piece],
-            run.states[:num_states],
-            None if shard.param is None else shard.param[piece],
-        )
+        master, grad, param = shard.master, shard.grad, shard.param
+        if run.stop - run.start < master.numel():
+            piece = slice(run.start, run.stop)
+            master, grad, param = master[piece], grad[piece], None if param is None else param[piece]
+        return Span(rule, master, grad, run.states[:num_states], param)
+
+    def _rule(self, group: int, step: int, rules: dict[tuple[int, int], Rule]) -> Rule:
+        if (group, step) not in rules:
+            rules[group, step] = RULES[self._kind](self._groups[group], step)
+        return rules[group, step]
 
     def _new_states(self, shard: FlatShard, run: _Run, group: dict[str, Any]) -> tuple[Tensor, ...]:
         first = group.get("initial_accumulator_value", 0.0)
@@ -160,10 +176,10 @@ class KernelFlat:
         """Return how many elements of optimizer state this rank holds."""
         return sum(state.numel() for runs in self._runs for run in runs for state in run.states or ())
 
-    def sizes_of_states(self, shard: int) -> list[int]:
-        """Return the bytes of each state that a shard is going to have."""
+    def sizes_of_states(self, shard: int) -> dict[str, int]:
+        """Return the bytes of each state, by name, that a shard is going to have."""
         names = state_names(self._kind, self._groups[self._shards[shard].group])
-        return [self._shards[shard].master.numel() * self._choice.state_dtype.itemsize for _ in names]
+        return dict.fromkeys(names, self._shards[shard].master.numel() * self._choice.state_dtype.itemsize)
 
     def states(self, shard: int) -> list[StateRun]:
         """Return the live states of one shard, in element order; runs that have not taken a step have none."""
@@ -172,7 +188,7 @@ class KernelFlat:
         for run in self._runs[shard]:
             if run.states:
                 state: dict[str, Any] = dict(zip(names, run.states, strict=True))
-                if counts_steps(self._kind):
+                if counts_steps(self._kind, self._groups[self._shards[shard].group]):
                     state["step"] = torch.tensor(float(run.num_steps))
                 found.append(StateRun(run.start, run.stop, state))
         return found
@@ -191,11 +207,13 @@ class KernelFlat:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied.
 
-        Raises: EngineError for the state of another optimizer, or of other groups or shards.
+        Raises: EngineError for the state of another optimizer, of other groups or shards, or of steps that kernels do
+        not take.
         """
         check_state(state, self._kind.__name__, len(self._groups), len(self._shards))
+        check_steps(state["groups"])
         for mine, given in zip(self._groups, state["groups"], strict=True):
-            mine.update(given)
+            mine.update(copy.deepcopy(given))  # a learning rate may be a tensor
         for number, entries in enumerate(state["shards"]):
             for run in self._runs[number]:
                 run.states, run.num_steps = None, 0

@@ -67,13 +67,13 @@ class Lamb(torch.optim.Optimizer):
 
 def lamb_rule(group: Mapping[str, Any], step: int) -> LambRule:
     """Return the rule of one step, its trust ratio not known yet."""
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = map(float, group["betas"])
     return LambRule(
         float(group["lr"]),
         beta1,
         beta2,
-        group["eps"],
-        group["weight_decay"],
+        float(group["eps"]),
+        float(group["weight_decay"]),
         step,
         corrects_bias=group["bias_correction"],
         is_eps_inside_root=group["eps_inside_sqrt"],

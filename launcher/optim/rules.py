@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from launcher.base.errors import EngineError
 from launcher.kernels.api import Adagrad, Adam, Lion, Rule, Sgd
 from launcher.optim import lion
 from launcher.optim.lamb import Lamb, lamb_rule
+from launcher.optim.muon.muon import MUON_KINDS, muon_rule
 
 Group = Mapping[str, Any]
 # From a group and the number of the step being taken, from 1, to the rule of that step.
@@ -22,8 +24,8 @@ def _adam(group: Group, step: int, *, is_decoupled: bool = False) -> Adam:
         float(group["lr"]),
         beta1,
         beta2,
-        group["eps"],
-        group["weight_decay"],
+        float(group["eps"]),
+        float(group["weight_decay"]),
         step,
         is_decoupled=is_decoupled or bool(group.get("decoupled_weight_decay")),
         corrects_bias=group.get("bias_correction", True),
@@ -35,23 +37,20 @@ def _adamw(group: Group, step: int) -> Adam:
 
 
 def _adagrad(group: Group, step: int) -> Adagrad:
-    return Adagrad(float(group["lr"]), group["eps"], group["weight_decay"], group["lr_decay"], step)
+    lr, eps, weight_decay, lr_decay = (float(group[key]) for key in ("lr", "eps", "weight_decay", "lr_decay"))
+    return Adagrad(lr, eps, weight_decay, lr_decay, step)
 
 
 def _lion(group: Group, step: int) -> Lion:
-    beta1, beta2 = group["betas"]
-    return Lion(float(group["lr"]), beta1, beta2, group["weight_decay"])
+    beta1, beta2 = map(float, group["betas"])
+    return Lion(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
 
 
 def _sgd(group: Group, step: int) -> Sgd:
-    return Sgd(
-        float(group["lr"]),
-        group["momentum"],
-        group["dampening"],
-        group["weight_decay"],
-        is_nesterov=group["nesterov"],
-        is_first=step == 1,
+    lr, momentum, dampening, weight_decay = (
+        float(group[key]) for key in ("lr", "momentum", "dampening", "weight_decay")
     )
+    return Sgd(lr, momentum, dampening, weight_decay, is_nesterov=group["nesterov"], is_first=step == 1)
 
 
 RULES: dict[type[torch.optim.Optimizer], MakeRule] = {
@@ -61,7 +60,10 @@ RULES: dict[type[torch.optim.Optimizer], MakeRule] = {
     torch.optim.SGD: _sgd,
     lion.Lion: _lion,
     Lamb: lamb_rule,
+    **dict.fromkeys(MUON_KINDS, muon_rule),
 }
+# Their steps need whole parameters: every shard is a part of one.
+BY_PARAMETER = (Lamb, *MUON_KINDS)
 # Options that ask for something no rule has, when they are set.
 _OTHER_STEPS = ("amsgrad", "maximize", "differentiable", "capturable", "foreach", "fused")
 
@@ -74,17 +76,32 @@ def why_no_rule(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]])
     return f"{asked[0]} was asked for" if asked else None
 
 
+def check_steps(groups: Sequence[Group]) -> None:
+    """Raises: EngineError for an option that no rule knows, set after the optimizer was built."""
+    for number, group in enumerate(groups):
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise EngineError(
+                    f"optimizer group {number} sets {option}, which the kernel that was chosen at start does not know",
+                    hint=f"set {option} before initialize(), which then takes torch's own optimizer",
+                )
+
+
 def torch_can(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:
     """Say whether the class itself takes the same steps over flat shards."""
-    return kind is not Lamb and all(group.get("bias_correction", True) for group in groups)
+    return kind not in BY_PARAMETER and all(group.get("bias_correction", True) for group in groups)
 
 
 def state_names(kind: type[torch.optim.Optimizer], group: Group) -> tuple[str, ...]:
     """Return the names of the states of a group's elements, as torch names them."""
-    rule = RULES[kind](group, 1)
+    return states_of(RULES[kind](group, 1))
+
+
+def states_of(rule: Rule) -> tuple[str, ...]:
+    """Return the names of the states that a step reads and writes."""
     return () if isinstance(rule, Sgd) and not rule.momentum else rule.STATES
 
 
-def counts_steps(kind: type[torch.optim.Optimizer]) -> bool:
-    """Say whether torch keeps a `step` beside the states."""
-    return kind not in (torch.optim.SGD, lion.Lion)
+def counts_steps(kind: type[torch.optim.Optimizer], group: Group) -> bool:
+    """Say whether torch keeps a `step` beside the states of a group's elements."""
+    return not isinstance(RULES[kind](group, 1), Lion | Sgd)

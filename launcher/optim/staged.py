@@ -66,9 +66,9 @@ class StagedFlat:
         """Return how many elements of optimizer state this rank holds."""
         return self._inner.state_numel()
 
-    def sizes_of_states(self, shard: int) -> list[int]:
+    def sizes_of_states(self, shard: int) -> dict[str, int]:
         """Return nothing: what states torch's classes make is known after their first step."""
-        return []
+        return {}
 
     def states(self, shard: int) -> list[StateRun]:
         """Return the live states of one shard, in element order."""

@@ -7,7 +7,7 @@ The layout is that of Rajbhandari et al. 2020, "ZeRO", section 5, with gradients
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.base.errors import UsageError
 from launcher.planner.model import ModelFacts
@@ -32,7 +32,8 @@ class Precision:
     param_bytes: int
     master_bytes: int  # 0: the parameters are their own master
     grad_bytes: int  # of the sum over micro-batches and ranks
-    state_bytes: int  # all states of the optimizer together
+    state_bytes: float  # all states of the optimizer together
+    state_bytes_beside_matrices: int | None = None  # of what is no hidden matrix, where an optimizer tells them apart
 
     @classmethod
     def of(
@@ -52,6 +53,15 @@ class Precision:
             return cls(name, 4, 0, 4, 4 * num_states)
         master, grad = (0, 2) if has_16bit_master else (4, 4)
         return cls(name, 2, master, grad, (2 if has_16bit_states else 4) * num_states)
+
+    def averaged_over(self, model: ModelFacts) -> Precision:
+        """Return one whose elements all have the states that those of a model have on average."""
+        beside = self.state_bytes_beside_matrices
+        if beside is None or not model.num_trainable:
+            return self
+        part = model.num_in_matrices / model.num_trainable
+        average = part * self.state_bytes + (1 - part) * beside
+        return replace(self, state_bytes=average, state_bytes_beside_matrices=None)
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ class RankMemory:
 
 def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMemory:
     """Return the bytes of model states and of units in flight of one rank; no activations, no context."""
-    stage, precision, offload = setting.stage, setting.precision, setting.offload
+    stage, precision, offload = setting.stage, setting.precision.averaged_over(model), setting.offload
     owned = model.num_trainable / (world_size if stage >= 1 else 1)
     small = model.numel_below(setting.persistent_numel) if stage == 3 else 0
     whole = small if stage == 3 else model.num_params
@@ -180,7 +190,7 @@ def _gathered_numel(units: list[int], setting: Setting) -> int:
     return min(sum(units), max(largest + ahead, kept))
 
 
-def _optimizer_bytes(precision: Precision, at_home: bool) -> int:
+def _optimizer_bytes(precision: Precision, at_home: bool) -> float:
     own = 0 if at_home else precision.param_bytes
     return (precision.master_bytes or own) + precision.state_bytes
 

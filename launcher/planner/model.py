@@ -14,6 +14,8 @@ _STEPS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _MAX_COUNT = 10**15
 # The first number in a dotted name is the place in a list of modules, which the engine makes a unit of.
 _BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)\.")
+# Names of what Muon leaves to AdamW: what reads or writes tokens, and what is no matrix.
+_BESIDE_MATRICES = re.compile(r"embed|lm_head|\bw[tp]e\b|norm|\bln_|bias$", re.IGNORECASE)
 _TYPICAL_VOCABULARY = 50_257
 # Layers, hidden size, heads of models of this many parameters; 125M to 175B from Brown et al. 2020, table 2.1.
 _TYPICAL_SHAPES = {
@@ -87,6 +89,12 @@ class ModelFacts:
     @cached_property
     def num_trainable(self) -> int:
         return sum(param.numel for param in self.params if param.trainable)
+
+    @cached_property
+    def num_in_matrices(self) -> int:
+        """Trained elements of hidden matrices, as names tell."""
+        trained = (param for param in self.params if param.trainable)
+        return sum(param.numel for param in trained if not _BESIDE_MATRICES.search(param.name))
 
     @cached_property
     def num_params(self) -> int:

@@ -12,7 +12,7 @@ from launcher.config.fields import AUTO, Auto
 from launcher.config.schema import Config
 from launcher.planner.memory import Offload, Precision, Setting
 
-# States per parameter of each optimizer; SGD keeps one when it has momentum.
+# States per parameter of each optimizer; SGD keeps one when it has momentum, Muon two beside matrices.
 OPTIMIZER_STATES = {
     "Adam": 2, "AdamW": 2, "Lamb": 2, "OneBitAdam": 3, "ZeroOneAdam": 5, "OneBitLamb": 4, "MuAdam": 2, "MuAdamW": 2,
     "Adagrad": 1, "Lion": 1, "Muon": 1, "SGD": 0, "MuSGD": 0,
@@ -128,5 +128,7 @@ def _precision(config: Config, name: str | None) -> Precision:
         has_16bit_states=is_bf16 and config.bf16.bf16_optimizer_states,
         num_states=num_states,
     )
+    if optimizer is not None and optimizer.type == "Muon":
+        precision = replace(precision, state_bytes_beside_matrices=2 * int(precision.state_bytes))
     sums = config.data_types.grad_accum_dtype
     return precision if sums is None else replace(precision, grad_bytes=4 if sums == "fp32" else 2)

@@ -109,6 +109,7 @@ class OffloadPolicy:
     pins_params: bool = True
     cores_fraction: float = 1.0  # of the threads that update in host memory
     reads_ahead: bool = False  # of the disk: the next unit's states while one is updated
+    resident_states: frozenset[str] = frozenset()  # names of optimizer states that stay in memory beside the disk
     max_host_params: int = 0  # elements of shards that rest in host memory beside the disk
 
     @property

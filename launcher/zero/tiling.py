@@ -265,6 +265,8 @@ def _cut(param: nn.Parameter, sizes: list[int], dim: int) -> Iterator[nn.Paramet
     with GatheredParameters(param):
         for part in param.detach().split(sizes, dim):
             tile = nn.Parameter(part.clone() if is_sharded else part.contiguous(), param.requires_grad)
+            if hasattr(param, "use_muon"):
+                tile.use_muon = param.use_muon  # type: ignore[attr-defined]  # what users say of it to Muon
             if is_sharded:
                 shard_parameter(tile, group)
             yield tile

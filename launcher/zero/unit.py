@@ -66,6 +66,7 @@ class FlatUnit:
             self.params.describe()
         self.params.release()
         self.find_states: Callable[[FlatUnit], list[StateRun]] = lambda _unit: []
+        self.resident_states = policy.offload.resident_states
         self.swap: UnitSwap | None = None  # None: what the optimizer works on is always in memory
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         if members.groups:
@@ -98,9 +99,13 @@ class FlatUnit:
             self.swap.send_out(self.state_tensors(), keeps_gradient=True)
 
     def state_tensors(self) -> list[Tensor]:
-        """Return the optimizer's states of the owned range that there are now, by element."""
-        states = (value for run in self.find_states(self) for value in run.state.values())
-        return [value for value in states if isinstance(value, Tensor) and value.dim() > 0]
+        """Return the optimizer's states of the owned range that there are now, by element, and go where masters go."""
+        states = (item for run in self.find_states(self) for item in run.state.items())
+        return [
+            value
+            for name, value in states
+            if isinstance(value, Tensor) and value.dim() > 0 and name not in self.resident_states
+        ]
 
     def optimizer_state(self, name: str) -> Tensor | None:
         """Return a copy of a state of the owned range, 1-D [owned]; zeros where no step was taken. None: nowhere."""

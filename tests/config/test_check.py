@@ -114,8 +114,8 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
             " disk of each host",
         ),
         (
-            '{"optimizer": {"type": "Muon"}}',
-            "1:24: optimizer type Muon is not supported: it orthogonalises whole matrices; "
+            '{"optimizer": {"type": "Adafactor"}}',
+            "1:24: optimizer type Adafactor is not supported: it keeps sums of whole rows and columns; "
             "pass it as an object under stage 0, or use an elementwise one such as AdamW or Lion",
         ),
         (

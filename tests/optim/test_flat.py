@@ -173,6 +173,10 @@ class Lamb(torch.optim.SGD):
     """A class whose name says that it needs whole parameters."""
 
 
+class Muon(torch.optim.SGD):
+    """A Muon of somebody else's."""
+
+
 def plan(kind: Any, stage: int, allow_untested: bool = False) -> OptimizerPlan:
     model = nn.Linear(3, 3, bias=False)
     return plan_from_client(lambda p: kind(p), model, None, ZeroRules(stage, allow_untested))
@@ -186,11 +190,17 @@ def test_untested_optimizers_need_the_key() -> None:
     assert plan(Homemade, 0).notice is None
 
 
-@pytest.mark.parametrize("kind", [Lamb, torch.optim.Adafactor, torch.optim.Muon])
+@pytest.mark.parametrize("kind", [Lamb, Muon, torch.optim.Adafactor])
 def test_optimizers_of_whole_parameters_run_at_stage_0_only(kind: Any) -> None:
     with pytest.raises(EngineError, match=r"cannot be sharded by ZeRO stage 1: it .* whole"):
         plan(kind, 1, allow_untested=True)
     assert plan(kind, 0).whole_parameters
+
+
+def test_a_muon_that_cannot_be_sharded_is_pointed_to_the_one_that_can() -> None:
+    with pytest.raises(EngineError) as caught:
+        plan(Muon, 1)
+    assert '"optimizer": {"type": "Muon"}' in str(caught.value.diagnostics[0].hint)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])

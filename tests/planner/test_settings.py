@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from launcher.base.errors import ConfigError
 from launcher.config.load import load_config
-from launcher.planner.memory import Offload, Precision, Setting
+from launcher.planner.memory import Offload, Precision, Setting, rank_memory
+from launcher.planner.model import ModelFacts, Parameter
 from launcher.planner.settings import as_config, from_config, ladder, micro_batch_of, refusals, resolve
 
 BASE = Setting(0, Precision.of("bf16"))
@@ -90,6 +92,14 @@ def test_a_config_full_of_auto(precisions: dict[str, Any], expected: str) -> Non
     }
     found, batch = setting_of(config)
     assert (found.precision.name, found.max_unit_numel, batch) == (expected, 1024**2, 1)
+
+
+def test_muon_keeps_one_state_of_a_matrix_and_two_of_the_rest() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Muon"}}
+    names = {"embed_tokens.weight": 10, "layers.0.mlp.up.weight": 20, "layers.0.norm.weight": 2, "lm_head.weight": 8}
+    model = ModelFacts("a model", "a test", tuple(Parameter(name, numel) for name, numel in names.items()))
+    found = rank_memory(model, replace(setting_of(config)[0], stage=0), 1)
+    assert found.optimizer == 4 * (20 + 2 * (10 + 2 + 8))
 
 
 @pytest.mark.parametrize(("params", "num_states"), [({}, 0), ({"momentum": 0.9}, 1)])

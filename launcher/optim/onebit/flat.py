@@ -158,9 +158,9 @@ class OneBitFlat(ABC):
         num_errors = self._mean.worker_error.numel() + self._mean.server_error.numel()
         return num_errors + sum(tensor.numel() for tensor in tensors if tensor.dim() > 0)
 
-    def sizes_of_states(self, shard: int) -> list[int]:
+    def sizes_of_states(self, shard: int) -> dict[str, int]:
         """Return nothing: the states stand in buffers of all parameters."""
-        return []
+        return {}
 
     def states(self, shard: int) -> list[StateRun]:
         """Return the live states of one parameter; none before its first step."""

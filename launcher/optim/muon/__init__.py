@@ -1,0 +1,1 @@
+"""Muon: matrices move along their orthogonalised momentum, everything else is AdamW's."""

@@ -1,0 +1,158 @@
+"""Muon in plain torch, with AdamW for what is no matrix; and its step as rules that kernels take.
+
+Jordan et al., https://kellerjordan.github.io/posts/muon/; options and defaults are DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from launcher.base.errors import EngineError
+from launcher.kernels.api import Adam, Sgd, Span
+from launcher.kernels.reference import ReferenceKernel
+from launcher.optim.muon.orthogonal import Iteration, orthogonalized
+
+NS_METHODS = ("gram", "standard")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over the groups that set `use_muon`, AdamW over the others."""
+
+    OF_MATRICES: ClassVar[dict[str, Any]] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
+    OF_THE_REST: ClassVar[dict[str, Any]] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+
+    def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
+        """param_groups: each with `params`, `use_muon` and what it sets of the options above.
+
+        Raises: EngineError for a group that does not say `use_muon`, or for Muon over parameters of fewer than two
+        dimensions.
+        """
+        groups = [dict(group) for group in param_groups]
+        for number, group in enumerate(groups):
+            _check(number, group)
+        defaults = (self.OF_MATRICES if group["use_muon"] else self.OF_THE_REST for group in groups)
+        super().__init__([{**full, **group} for full, group in zip(defaults, groups, strict=True)], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        kernel = ReferenceKernel()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                span = self._span(param, group)
+                if group["use_muon"]:
+                    how = iteration(group, param.device)
+                    matrix = direction(span).view(as_matrix(param.shape)).to(how.dtype)
+                    span = descent(span, orthogonalized(matrix, how).reshape(-1), group, param.shape)
+                kernel.update([span])
+        return loss
+
+    def _span(self, param: Tensor, group: dict[str, Any]) -> Span:
+        state = self.state[param]
+        state["step"] = state.get("step", 0) + 1
+        rule = muon_rule(group, state["step"])
+        names = () if isinstance(rule, Sgd) and not rule.momentum else rule.STATES
+        for name in names:
+            if name not in state:
+                state[name] = torch.zeros_like(param)
+        states = tuple(state[name].view(-1) for name in names)
+        assert param.grad is not None
+        return Span(rule, param.view(-1), param.grad.view(-1), states)
+
+
+# Classes whose matrices are orthogonalised; torch has its own since 2.9, over matrices alone.
+MUON_KINDS: tuple[type[torch.optim.Optimizer], ...] = (
+    (Muon, torch.optim.Muon) if hasattr(torch.optim, "Muon") else (Muon,)
+)
+
+
+def _check(number: int, group: Mapping[str, Any]) -> None:
+    if "use_muon" not in group:
+        raise EngineError(
+            f"optimizer group {number} does not say whether Muon updates it", hint='add "use_muon": True or False'
+        )
+    flat = [shape_of(param) for param in group["params"] if len(shape_of(param)) < 2]
+    if group["use_muon"] and flat:
+        raise EngineError(
+            f"optimizer group {number} uses Muon for a parameter of shape {tuple(flat[0])}, which is no matrix",
+            hint='move it to a group with "use_muon": False',
+        )
+    if group.get("ns_method", NS_METHODS[0]) not in NS_METHODS:
+        raise EngineError(
+            f"optimizer group {number} has the unknown ns_method {group['ns_method']!r}",
+            hint=f"use one of {', '.join(NS_METHODS)}",
+        )
+
+
+def shape_of(param: Tensor) -> torch.Size:
+    """Return the shape of a parameter, also of one that is sharded."""
+    shape: torch.Size = getattr(param, "ds_shape", param.shape)
+    return shape
+
+
+def as_matrix(shape: torch.Size) -> tuple[int, int]:
+    """Return rows and columns: the filters of a convolution are its rows."""
+    return shape[0], math.prod(shape[1:])
+
+
+def uses_muon(group: Mapping[str, Any]) -> bool:
+    """Say whether a group's parameters are matrices to orthogonalise; torch's own class has no others."""
+    return bool(group.get("use_muon", True))
+
+
+def muon_rule(group: Mapping[str, Any], step: int) -> Adam | Sgd:
+    """Return the rule of one step: of matrices SGD with momentum, whose direction is orthogonalised in between."""
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    if uses_muon(group):
+        momentum, is_nesterov = float(group["momentum"]), bool(group.get("nesterov", True))
+        return Sgd(lr, momentum, 0.0, weight_decay, is_nesterov=is_nesterov, is_first=False)
+    beta1, beta2 = map(float, group["betas"])
+    return Adam(lr, beta1, beta2, float(group["eps"]), weight_decay, step)
+
+
+def iteration(group: Mapping[str, Any], device: torch.device) -> Iteration:
+    """Return how the matrices of a group are orthogonalised on a device.
+
+    In bf16, as torch's own class always does; but where bf16 gains nothing, on CPUs, in fp32.
+    """
+    if "ns_method" in group:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        return Iteration(dtype, is_gram=group["ns_method"] == "gram")
+    return Iteration(torch.bfloat16, False, tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
+
+
+def direction(span: Span, grad_scale: float = 1.0) -> Tensor:
+    """Bring the momentum of a span up to date; return where it leads (fp32, a new tensor), to be orthogonalised."""
+    assert isinstance(span.rule, Sgd)
+    grad = span.grad.float() * grad_scale
+    if not span.states:
+        return grad
+    momentum = span.states[0].float()
+    momentum.lerp_(grad, 1 - span.rule.momentum)
+    if momentum is not span.states[0]:
+        span.states[0].copy_(momentum)
+    return grad.lerp_(momentum, span.rule.momentum) if span.rule.is_nesterov else momentum.clone()
+
+
+def descent(span: Span, update: Tensor, group: Mapping[str, Any], shape: torch.Size) -> Span:
+    """Return the span that moves weights against what the direction became, 1-D, as long as the shape asks for."""
+    assert isinstance(span.rule, Sgd)
+    rows, columns = as_matrix(shape)
+    if group.get("adjust_lr_fn") == "match_rms_adamw":
+        ratio = 0.2 * math.sqrt(max(rows, columns))  # Liu et al., https://arxiv.org/abs/2502.16982
+    else:
+        ratio = math.sqrt(max(1.0, rows / columns))
+    rule = replace(span.rule, lr=span.rule.lr * ratio, weight_decay=span.rule.weight_decay / ratio, momentum=0.0)
+    return Span(rule, span.master, update, (), span.param)
