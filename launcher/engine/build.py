@@ -221,7 +221,7 @@ def _shard(
         reducer.keeps_local = lambda: one_bit.wants_local_gradients
     let_units_find_states(units, shards, flat_optimizer)
     scaler = None if scale_rules is None else LossScaler(scale_rules)
-    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler))
+    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler, units))
 
 
 def _optimizer_plan(

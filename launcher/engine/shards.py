@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from launcher.optim.api import FlatOptimizer, FlatShard, StateRun
+from launcher.optim.api import FlatOptimizer, FlatShard, StateRun, by_unit
 from launcher.zero.unit import FlatUnit
 
 
@@ -52,9 +52,7 @@ def reserve_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: Fl
 
 def let_units_find_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: FlatOptimizer) -> None:
     """Have each unit reach the optimizer states of its owned range."""
-    numbers: dict[int, list[int]] = {}
-    for number, shard in enumerate(shards):
-        numbers.setdefault(shard.unit, []).append(number)
+    numbers = by_unit(shards)
 
     def runs_of(unit: FlatUnit) -> list[StateRun]:
         return [

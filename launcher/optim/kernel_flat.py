@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from launcher.kernels.api import Kernel, Rule, Span
-from launcher.optim.api import Around, FlatShard, StateRun, Unused
+from launcher.optim.api import Around, FlatShard, StateRun, Unused, by_unit
 from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
 from launcher.optim.rules import RULES, counts_steps, state_names
-from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs
+from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs, saved_runs
 
 
 @dataclass(eq=False)
@@ -81,12 +82,9 @@ class KernelFlat:
         if around is None:
             self._update(range(len(self._shards)), unused, grad_scale)
             return
-        for unit in dict.fromkeys(shard.unit for shard in self._shards):
+        for unit, numbers in by_unit(self._shards).items():
             with around(unit):
-                self._update(self._of_unit(unit), unused, grad_scale)
-
-    def _of_unit(self, unit: int) -> list[int]:
-        return [number for number, shard in enumerate(self._shards) if shard.unit == unit]
+                self._update(numbers, unused, grad_scale)
 
     def _update(self, numbers: Sequence[int], unused: Unused | None, grad_scale: float) -> None:
         rules: dict[tuple[int, int], Rule] = {}  # of (group, steps taken)
@@ -177,18 +175,15 @@ class KernelFlat:
                 found.append(StateRun(run.start, run.stop, state))
         return found
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, around: Around | None = None) -> dict[str, Any]:
         """Return `name`, `groups` (hyper-parameters) and `shards` (lists of `StateRun` as dicts)."""
         return {
             "name": self._kind.__name__,
             "groups": [options_of(group) for group in self._groups],
-            "shards": [
-                [{"start": run.start, "stop": run.stop, "state": run.state} for run in self.states(number)]
-                for number in range(len(self._shards))
-            ],
+            "shards": saved_runs(self._shards, self.states, around),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], around: Around | None = None) -> None:
         """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied.
 
         Raises: EngineError for the state of another optimizer, or of other groups or shards.
@@ -196,11 +191,16 @@ class KernelFlat:
         check_state(state, self._kind.__name__, len(self._groups), len(self._shards))
         for mine, given in zip(self._groups, state["groups"], strict=True):
             mine.update(given)
-        for number, entries in enumerate(state["shards"]):
-            for run in self._runs[number]:
-                run.states, run.num_steps = None, 0
-            for entry in coalesced(entries):
-                self._load(number, entry)
+        for unit, numbers in by_unit(self._shards).items():
+            with contextlib.nullcontext() if around is None else around(unit):
+                for number in numbers:
+                    self._load_shard(number, state["shards"][number])
+
+    def _load_shard(self, number: int, entries: Sequence[Mapping[str, Any]]) -> None:
+        for run in self._runs[number]:
+            run.states, run.num_steps = None, 0
+        for entry in coalesced(entries):
+            self._load(number, entry)
 
     def _load(self, number: int, entry: StateRun) -> None:
         shard = self._shards[number]
