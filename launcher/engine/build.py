@@ -18,7 +18,7 @@ from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import solve_batch
 from launcher.config.load import load_config
 from launcher.config.schema import Config
-from launcher.engine.announce import announce
+from launcher.engine.announce import announce, announce_disks
 from launcher.engine.casting import Casting, keep_autocast_to
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.engine import Engine, EngineParts, ShardedModel
@@ -101,7 +101,8 @@ def initialize(
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, group)
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
-    built = _shard(model, plan, policy, group, loss_scale_rules(settings), swap_space(settings))
+    disks = swap_space(settings)
+    built = _shard(model, plan, policy, group, loss_scale_rules(settings), disks)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None
     if training_data is not None:
@@ -115,6 +116,7 @@ def initialize(
             pin_memory=group.device.type == "cuda",
         )
     parts = EngineParts(group, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
+    announce_disks(disks)
     if group.rank == 0:
         announce(parts, loaded.notices, choices, None if plan is None else plan.notice)
     return Engine(model, parts), built.optimizer, loader, scheduler

@@ -128,6 +128,10 @@ class Swapped:
         if self.state in (SwapState.READING, SwapState.IN):
             self._take_back()
 
+    def forget(self) -> None:
+        """Have the disk keep nothing of this: its values are needed no more."""
+        self._disk.settle(max_writes=0)
+
     def _lend(self) -> None:
         self._disk.memory.lend(self._storage, self._num_bytes)
         self._is_foreign = False
