@@ -377,7 +377,7 @@ def test_forked_workers_load_data_beside_an_engine_on_disk(tmp_path: Path) -> No
                 engine.backward(loss)
                 engine.step()
                 losses[-1].append(loss.item())
-    assert losses[0] == losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # the norm is summed in another order
 
 
 # ---- the keys ----
