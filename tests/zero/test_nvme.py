@@ -310,7 +310,12 @@ def _init_and_train(rank: int, world_size: int, where: str, folder: str) -> dict
             one.backward(loss)
             one.step()
             losses[-1].append(loss.item())
-    return {"held": held, "files": (before, after), "losses": losses, "device": engine.module.head.weight.ds_tensor.device}
+    return {
+        "held": held,
+        "files": (before, after),
+        "losses": losses,
+        "device": engine.module.head.weight.ds_tensor.device,
+    }
 
 
 @pytest.mark.parametrize("where", WHERE)
