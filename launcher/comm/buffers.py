@@ -31,12 +31,13 @@ class BufferPool:
     def __init__(self, device: torch.device, allocate: Callable[[int], torch.UntypedStorage] | None = None) -> None:
         """allocate: makes memory of so many bytes, of a kind the caller needs; None: torch's own.
 
-        What was allocated so is kept for lendings of equal size only: the pool holds little beside what is lent.
+        With it the pool never holds more than the most that was lent at the same time.
         """
         self.device = device
         self._allocate = allocate
         self._pools = device.type == "cpu" and _CAN_SWAP
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)  # bytes -> memory to lend
+        self._free_bytes = 0
         self.lent_bytes = 0
         self.peak_bytes = 0  # largest `lent_bytes` so far
 
@@ -46,8 +47,9 @@ class BufferPool:
         self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
         if self._pools and self._free[num_bytes]:
             _swap(storage, self._free[num_bytes].pop())
+            self._free_bytes -= num_bytes
         elif self._pools and self._allocate is not None:
-            self._free.clear()
+            self._trim()
             _swap(storage, self._allocate(num_bytes))
         else:
             storage.resize_(num_bytes)
@@ -62,6 +64,14 @@ class BufferPool:
         kept = torch.UntypedStorage(0, device=self.device)
         _swap(kept, storage)
         self._free[num_bytes].append(kept)
+        self._free_bytes += num_bytes
+
+    def _trim(self) -> None:
+        """Let memory of other sizes go until there is room for what is being lent."""
+        while self._free_bytes and self.lent_bytes + self._free_bytes > self.peak_bytes:
+            num_bytes = next(size for size, kept in self._free.items() if kept)
+            self._free[num_bytes].pop()
+            self._free_bytes -= num_bytes
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor with undefined content; give it back with `give_back`."""

@@ -1,10 +1,12 @@
-"""What rank 0 says when an engine starts."""
+"""What is said when an engine starts."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 
+from launcher.base import env
 from launcher.base.errors import Diagnostic
 from launcher.base.log import get_logger
 from launcher.config.auto import AutoChoice
@@ -13,6 +15,14 @@ from launcher.engine.engine import EngineParts
 from launcher.engine.policy import precision_notice
 from launcher.kernels.select import describe_kernels
 from launcher.optim.factory import OptimizerPlan
+from launcher.zero.home import Disks
+
+
+def announce_disks(disks: Disks) -> None:
+    """Say what is on the disks of this host. For the first rank of each host: every host has its own disks."""
+    if int(os.environ.get(env.LOCAL_RANK.name, "0")) == 0:
+        for notice in disks.notices:
+            get_logger().info("disk: %s", notice)
 
 
 def announce(

@@ -18,7 +18,7 @@ from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import solve_batch
 from launcher.config.load import load_config
 from launcher.config.schema import Config
-from launcher.engine.announce import announce
+from launcher.engine.announce import announce, announce_disks
 from launcher.engine.casting import Casting, keep_autocast_to, set_tf32
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.engine import Engine, EngineParts, ShardedModel
@@ -104,7 +104,8 @@ def initialize(
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, group)
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
-    built = _shard(model, plan, policy, group, loss_scale_rules(settings), swap_space(settings))
+    disks = swap_space(settings)
+    built = _shard(model, plan, policy, group, loss_scale_rules(settings), disks)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None
     if training_data is not None:
@@ -118,6 +119,7 @@ def initialize(
             pin_memory=group.device.type == "cuda",
         )
     parts = EngineParts(group, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
+    announce_disks(disks)
     if group.rank == 0:
         announce(parts, loaded.notices, choices, plan)
     return Engine(model, parts), built.optimizer, loader, scheduler
@@ -225,7 +227,7 @@ def _shard(
         reducer.keeps_local = lambda: one_bit.wants_local_gradients
     let_units_find_states(units, shards, flat_optimizer)
     scaler = None if scale_rules is None else LossScaler(scale_rules)
-    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler))
+    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler, units))
 
 
 def _optimizer_plan(

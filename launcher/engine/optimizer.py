@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from launcher.base.errors import EngineError
 from launcher.optim.api import FlatOptimizer
 from launcher.optim.factory import OptimizerPlan
 from launcher.optim.scaling import LossScaler
+from launcher.zero.unit import FlatUnit
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -19,12 +22,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
     by `engine.step()`, which knows the accumulation boundary; states are this rank's shards, in `optimizer`.
     """
 
-    def __init__(self, flat: FlatOptimizer, plan: OptimizerPlan, loss_scaler: LossScaler | None = None) -> None:
-        """loss_scaler: None where the precision needs none."""
+    def __init__(
+        self,
+        flat: FlatOptimizer,
+        plan: OptimizerPlan,
+        loss_scaler: LossScaler | None = None,
+        units: Sequence[FlatUnit] = (),
+    ) -> None:
+        """loss_scaler: None where the precision needs none. units: those that `flat` updates, by index."""
         super().__init__(plan.param_groups, dict(plan.defaults))
         self.param_groups = flat.param_groups  # the client's own list, where a client brought the optimizer
         self.optimizer = flat
         self._client = plan.client
+        self._units = units
+        self._rests_on_disk = any(unit.swap is not None for unit in units)
         self.loss_scaler = loss_scaler
         self.overflow = False  # the last step was skipped because the gradient norm was not finite
 
@@ -70,12 +81,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's states, the hyper-parameters and the loss scale; see `FlatOptimizer.state_dict`."""
-        state = self.optimizer.state_dict()
+        """Return this rank's states, the hyper-parameters and the loss scale; see `FlatOptimizer.state_dict`.
+
+        States that rest on disk are copied to host memory, which must hold them all; the others are live.
+        """
+        state = self.optimizer.state_dict(self._reading if self._rests_on_disk else None)
         return state if self.loss_scaler is None else {**state, "loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()` of the same rank, world size and stage."""
-        self.optimizer.load_state_dict(state_dict)
+        self.optimizer.load_state_dict(state_dict, self._replacing if self._rests_on_disk else None)
         if self.loss_scaler is not None and "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+
+    def _reading(self, index: int) -> AbstractContextManager[None]:
+        return self._units[index].in_memory(writes=False)
+
+    def _replacing(self, index: int) -> AbstractContextManager[None]:
+        return self._units[index].with_new_states()

@@ -8,9 +8,7 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.config.schema import Config
 from launcher.config.schema_training import Fp16
 from launcher.optim.scaling import LossScaleRules
-from launcher.storage.store import AioSettings
-from launcher.zero.disk import Disk
-from launcher.zero.home import Disks
+from launcher.zero.home import Disks, open_disk
 from launcher.zero.stages import STAGES, OffloadPolicy, ParameterPolicy, Place, Precision, Reduction, ZeroPolicy
 
 DTYPES = {
@@ -69,15 +67,9 @@ def _max_owned_numel(settings: Config) -> int:
 def swap_space(settings: Config) -> Disks:
     """Open the files of what is offloaded to disk. Raises: EngineError for a folder that cannot be written."""
     zero, aio = settings.zero_optimization, settings.aio
-    optimizer, params = zero.offload_optimizer, zero.offload_param
-    given = AioSettings(int(aio.block_size), int(aio.queue_depth), int(aio.intra_op_parallelism))
-
-    def disk(device: str, folder: str | None, *, writes_behind: bool) -> Disk | None:
-        return Disk(str(folder), given, writes_behind=writes_behind) if device == Place.DISK.value else None
-
     return Disks(
-        optimizer=disk(optimizer.device, optimizer.nvme_path, writes_behind=optimizer.pipeline_write),
-        params=disk(params.device, params.nvme_path, writes_behind=True),
+        optimizer=open_disk(zero.offload_optimizer, aio, writes_behind=zero.offload_optimizer.pipeline_write),
+        params=open_disk(zero.offload_param, aio, writes_behind=True),
     )
 
 

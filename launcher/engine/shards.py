@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from launcher.optim.api import FlatOptimizer, FlatShard, StateRun, Whole
+from launcher.optim.api import FlatOptimizer, FlatShard, StateRun, Whole, by_unit
 from launcher.zero.layout import ParamSlot
 from launcher.zero.unit import FlatUnit
 
@@ -68,9 +68,7 @@ def reserve_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: Fl
 
 def let_units_find_states(units: list[FlatUnit], shards: list[FlatShard], optimizer: FlatOptimizer) -> None:
     """Have each unit reach the optimizer states of its owned range."""
-    numbers: dict[int, list[int]] = {}
-    for number, shard in enumerate(shards):
-        numbers.setdefault(shard.unit, []).append(number)
+    numbers = by_unit(shards)
 
     def runs_of(unit: FlatUnit) -> list[StateRun]:
         return [

@@ -52,6 +52,14 @@ Unused = Mapping[int, Sequence[range]]
 Around = Callable[[int], AbstractContextManager[None]]
 
 
+def by_unit(shards: Sequence[FlatShard]) -> dict[int, list[int]]:
+    """Return the places of the shards of each unit."""
+    places: dict[int, list[int]] = {}
+    for number, shard in enumerate(shards):
+        places.setdefault(shard.unit, []).append(number)
+    return places
+
+
 @contextlib.contextmanager
 def all_at_once(shards: Sequence[FlatShard], around: Around | None) -> Iterator[None]:
     """Have all units in place together, for an optimizer that cannot update one after another."""
@@ -110,10 +118,16 @@ class FlatOptimizer(Protocol):
         """Return the live states of one shard, in element order; runs that have not taken a step have none."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return hyper-parameters by group and states by shard; tensors are live, not copies."""
+    def state_dict(self, around: Around | None = None) -> dict[str, Any]:
+        """Return hyper-parameters by group and states by shard.
+
+        around: entered for each unit while its states are copied; None: tensors are live, not copies.
+        """
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied."""
+    def load_state_dict(self, state: Mapping[str, Any], around: Around | None = None) -> None:
+        """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied.
+
+        around: entered for each unit, as in `step`.
+        """
         ...

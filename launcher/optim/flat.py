@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launcher.optim.api import Around, FlatShard, StateRun, Unused, all_at_once
 from launcher.optim.catalog import kernel_of, ready_fused_sgd
-from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs
+from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs, saved_runs
 
 
 @dataclass(eq=False)
@@ -124,18 +124,15 @@ class TorchFlat:
             if self._inner.state.get(run.param)
         ]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, around: Around | None = None) -> dict[str, Any]:
         """Return `name`, `groups` (hyper-parameters) and `shards` (lists of `StateRun` as dicts)."""
         return {
             "name": self._name,
             "groups": [options_of(group) for group in self._outer],
-            "shards": [
-                [{"start": run.start, "stop": run.stop, "state": run.state} for run in self.states(number)]
-                for number in range(len(self._shards))
-            ],
+            "shards": saved_runs(self._shards, self.states, around),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], around: Around | None = None) -> None:
         """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied.
 
         Raises: EngineError for the state of another optimizer, or of other groups or shards.
@@ -143,11 +140,12 @@ class TorchFlat:
         check_state(state, self._name, len(self._outer), len(self._shards))
         for mine, given in zip(self._outer, state["groups"], strict=True):
             mine.update(copy.deepcopy(given))  # a learning rate may be a tensor
-        for number, entries in enumerate(state["shards"]):
-            for run in self._runs[number]:
-                self._inner.state.pop(run.param, None)
-            for entry in coalesced(entries):
-                self._load(number, entry)
+        with all_at_once(self._shards, around):
+            for number, entries in enumerate(state["shards"]):
+                for run in self._runs[number]:
+                    self._inner.state.pop(run.param, None)
+                for entry in coalesced(entries):
+                    self._load(number, entry)
 
     def _load(self, number: int, entry: StateRun) -> None:
         group = self._inner.param_groups[self._shards[number].group]

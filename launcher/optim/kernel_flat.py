@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from launcher.comm.groups import DataParallelGroup
 from launcher.kernels.api import Kernel, Rule, Span
-from launcher.optim.api import Around, FlatShard, StateRun, Unused
+from launcher.optim.api import Around, FlatShard, StateRun, Unused, by_unit
 from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
 from launcher.optim.muon.matrices import Matrices
 from launcher.optim.muon.muon import MUON_KINDS
 from launcher.optim.rules import RULES, check_steps, counts_steps, state_names, states_of
-from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs
+from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs, saved_runs
 
 
 @dataclass(eq=False)
@@ -62,9 +63,7 @@ class KernelFlat:
         self._groups = param_groups
         self._choice = choice
         self._runs = [Runs(_Run(0, shard.master.numel()), self._split) for shard in shards]
-        self._by_unit: dict[int, list[int]] = {}
-        for number, shard in enumerate(shards):
-            self._by_unit.setdefault(shard.unit, []).append(number)
+        self._by_unit = by_unit(shards)
         self._matrices = Matrices(shards if kind in MUON_KINDS else [], param_groups, choice.ranks)
 
     @property
@@ -193,18 +192,15 @@ class KernelFlat:
                 found.append(StateRun(run.start, run.stop, state))
         return found
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, around: Around | None = None) -> dict[str, Any]:
         """Return `name`, `groups` (hyper-parameters) and `shards` (lists of `StateRun` as dicts)."""
         return {
             "name": self._kind.__name__,
             "groups": [options_of(group) for group in self._groups],
-            "shards": [
-                [{"start": run.start, "stop": run.stop, "state": run.state} for run in self.states(number)]
-                for number in range(len(self._shards))
-            ],
+            "shards": saved_runs(self._shards, self.states, around),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], around: Around | None = None) -> None:
         """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied.
 
         Raises: EngineError for the state of another optimizer, of other groups or shards, or of steps that kernels do
@@ -214,11 +210,16 @@ class KernelFlat:
         check_steps(state["groups"])
         for mine, given in zip(self._groups, state["groups"], strict=True):
             mine.update(copy.deepcopy(given))  # a learning rate may be a tensor
-        for number, entries in enumerate(state["shards"]):
-            for run in self._runs[number]:
-                run.states, run.num_steps = None, 0
-            for entry in coalesced(entries):
-                self._load(number, entry)
+        for unit, numbers in self._by_unit.items():
+            with contextlib.nullcontext() if around is None else around(unit):
+                for number in numbers:
+                    self._load_shard(number, state["shards"][number])
+
+    def _load_shard(self, number: int, entries: Sequence[Mapping[str, Any]]) -> None:
+        for run in self._runs[number]:
+            run.states, run.num_steps = None, 0
+        for entry in coalesced(entries):
+            self._load(number, entry)
 
     def _load(self, number: int, entry: StateRun) -> None:
         shard = self._shards[number]

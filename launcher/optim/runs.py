@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import EngineError
-from launcher.optim.api import FlatShard, StateRun, Unused
+from launcher.optim.api import Around, FlatShard, StateRun, Unused, by_unit
 
 
 class Run(Protocol):
@@ -72,6 +73,29 @@ def check_state(state: Mapping[str, Any], name: str, num_groups: int, num_shards
     if found != expected:
         shown = ["{} with {} groups over {} shards".format(*facts) for facts in (found, expected)]
         raise EngineError(f"the optimizer state is of {shown[0]}, this run has {shown[1]}")
+
+
+def saved_runs(
+    shards: Sequence[FlatShard], states: Callable[[int], list[StateRun]], around: Around | None
+) -> list[list[dict[str, Any]]]:
+    """Return the runs of every shard as dicts. around: entered for each unit while its states are copied."""
+    saved: list[list[dict[str, Any]]] = [[] for _ in shards]
+    for unit, numbers in by_unit(shards).items():
+        with contextlib.nullcontext() if around is None else around(unit):
+            for number in numbers:
+                saved[number] = [
+                    {
+                        "start": run.start,
+                        "stop": run.stop,
+                        "state": run.state if around is None else _copied(run.state),
+                    }
+                    for run in states(number)
+                ]
+    return saved
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def coalesced(entries: Sequence[Mapping[str, Any]]) -> list[StateRun]:

@@ -74,13 +74,13 @@ class StagedFlat:
         """Return the live states of one shard, in element order."""
         return self._inner.states(shard)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, around: Around | None = None) -> dict[str, Any]:
         """Return hyper-parameters by group and states by shard."""
-        return self._inner.state_dict()
+        return self._inner.state_dict(around)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], around: Around | None = None) -> None:
         """Continue from a state of `state_dict()`."""
-        self._inner.load_state_dict(state)
+        self._inner.load_state_dict(state, around)
 
 
 def _fp32_like(kept: Tensor) -> Tensor:

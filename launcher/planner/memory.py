@@ -18,6 +18,8 @@ PLACES = ("none", "cpu", "nvme")
 # the parameters beside the blocks, which backward meets first (output layer) and last (embedding).
 REDUCING_UNITS = 2
 GRADIENT_UNITS = REDUCING_UNITS + 2
+# Whose states on disk are in memory at once: one is read, one updated, one written.
+UNITS_IN_MEMORY = 3
 MIB = 2**20
 # Rules of thumb for recent GPUs; docs/memory.md says how to find those of yours.
 CUDA_CONTEXT_BYTES = 600 * MIB
@@ -71,7 +73,6 @@ class Offload:
     optimizer: str = "none"
     param: str = "none"
     optimizer_ratio: float = 1.0  # part of the states that is offloaded
-    optimizer_buffers: int = 4
     param_buffers: int = 5
     param_buffer_numel: int = 100_000_000
     param_numel_in_cpu: int = 1_000_000_000  # kept in host memory beside the disk
@@ -150,8 +151,10 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     grads_away = precision.grad_bytes * owned * ratio
     grads = precision.grad_bytes * (model.num_trainable if keeps_sum else owned * (1 - ratio))
     params_here = whole + (sharded if offload.param == "none" else 0.0)
-    optimizer_host, optimizer_disk = _split_optimizer(offload, precision, away + grads_away, owned * ratio)
-    param_host, param_disk = _split_params(offload, precision.param_bytes * sharded, precision.param_bytes)
+    largest = min(offload.sub_group_numel, max(model.unit_numels(setting.max_unit_numel), default=0) / world_size)
+    in_memory = min(1.0, UNITS_IN_MEMORY * largest / owned) if owned else 0.0
+    optimizer_host, optimizer_disk = _split_optimizer(offload, away + grads_away, in_memory)
+    param_host, param_disk = _split_params(offload, precision.param_bytes * sharded, precision.param_bytes, largest)
     return RankMemory(
         parameters=_whole(precision.param_bytes * params_here),
         gradients=_whole(grads),
@@ -195,23 +198,21 @@ def _optimizer_bytes(precision: Precision, at_home: bool) -> float:
     return (precision.master_bytes or own) + precision.state_bytes
 
 
-def _split_optimizer(offload: Offload, precision: Precision, total: float, numel: float) -> tuple[float, float]:
-    """Return what of the offloaded optimizer is in host memory and what on disk."""
+def _split_optimizer(offload: Offload, total: float, in_memory: float) -> tuple[float, float]:
+    """Return what of the offloaded optimizer is in host memory and what on disk. in_memory: part that is at a time."""
     if offload.optimizer != "nvme":
         return total, 0.0
-    # Each buffer holds one kind (parameter, gradient, state) of the group that is updated.
-    widest = max(precision.master_bytes, precision.grad_bytes)
-    return min(total, offload.optimizer_buffers * min(offload.sub_group_numel, numel) * widest), total
+    return total * in_memory, total
 
 
-def _split_params(offload: Offload, total: float, element_bytes: int) -> tuple[float, float]:
+def _split_params(offload: Offload, total: float, element_bytes: int, largest_numel: float) -> tuple[float, float]:
     """Return what of the offloaded parameters is in host memory and what on disk."""
     if offload.param == "none":
         return 0.0, 0.0
     if offload.param == "cpu":
         return total, 0.0
     kept = min(total, offload.param_numel_in_cpu * element_bytes)
-    buffers = offload.param_buffers * offload.param_buffer_numel * element_bytes
+    buffers = offload.param_buffers * min(offload.param_buffer_numel, largest_numel) * element_bytes
     return kept + min(total - kept, buffers), total - kept
 
 

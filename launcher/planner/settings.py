@@ -39,13 +39,15 @@ def ladder(base: Setting) -> list[Setting]:
     ]
 
 
+EXAMPLE_FOLDER = "/local_nvme"  # which disk it is going to be the planner cannot know
+
+
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
     zero: dict[str, Any] = {"stage": setting.stage}
-    if setting.offload.optimizer != "none":
-        zero["offload_optimizer"] = {"device": setting.offload.optimizer}
-    if setting.offload.param != "none":
-        zero["offload_param"] = {"device": setting.offload.param}
+    for name, place in (("offload_optimizer", setting.offload.optimizer), ("offload_param", setting.offload.param)):
+        if place != "none":
+            zero[name] = {"device": place, **({"nvme_path": EXAMPLE_FOLDER} if place == "nvme" else {})}
     if setting.precision.name == "fp32":
         return {"zero_optimization": zero}
     return {setting.precision.name: {"enabled": True}, "zero_optimization": zero}
@@ -91,7 +93,6 @@ def from_config(config: Config, precision_name: str | None = None) -> Setting:
             optimizer="cpu" if zero.cpu_offload else optimizer.device,
             param="cpu" if zero.cpu_offload_param else param.device,
             optimizer_ratio=optimizer.ratio,
-            optimizer_buffers=optimizer.buffer_count,
             param_buffers=param.buffer_count,
             param_buffer_numel=param.buffer_size,
             param_numel_in_cpu=param.max_in_cpu,

@@ -93,6 +93,11 @@ class Store:
         return f"{self._file.folder}: no O_DIRECT on this file system, reads and writes go through the page cache"
 
     @property
+    def folder(self) -> str:
+        """Where the file is."""
+        return self._file.folder
+
+    @property
     def size_bytes(self) -> int:
         """Bytes reserved on disk."""
         return self._file.size_bytes

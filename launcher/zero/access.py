@@ -131,7 +131,7 @@ def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _
 def _owned_grad(unit: FlatUnit) -> Tensor | None:
     if unit.grads is None:
         return None
-    unit.grads.finish_reduction()
+    unit.grads.finish_reduction(measure=True)
     return unit.grads.owned_grad if unit.grads.state is UnitState.REDUCED else None
 
 
@@ -159,7 +159,7 @@ def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
     if found is None:
         return None
     unit, slot = found
-    with unit.in_memory():
+    with unit.in_memory(writes=False):
         owned = owned_of(unit)
         whole = None if owned is None else unit.whole(owned)
     return None if whole is None else whole[slot.offset : slot.end].float().view(unit.params.shape_of(slot))
@@ -177,7 +177,7 @@ def _local(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
     found = _find(param)
     if found is None:
         return None
-    with found[0].in_memory():
+    with found[0].in_memory(writes=False):
         owned = owned_of(found[0])
         return None if owned is None else owned[_part(*found)[0]].float().clone()
 

@@ -18,6 +18,7 @@ from launcher.comm.groups import DataParallelGroup, init_distributed
 from launcher.comm.groups import data_parallel_group as all_ranks
 from launcher.config.load import read_raw
 from launcher.zero.gathered import GatheredParameters
+from launcher.zero.home import HERE, Home, shard_homes
 from launcher.zero.layout import layout_unit
 from launcher.zero.parameters import Residence, UnitParameters, home_of
 
@@ -33,10 +34,11 @@ _REFUSED = frozenset(
 class Init:
     """Within this `with` block every module's parameters are sharded once the module has been built.
 
-    A model larger than one rank's memory can be built: what is whole at a time is one module. Rank 0's initial values
-    count. Functions of `torch.nn.init` and `Module.apply` see whole parameters; other changes need
+    A model larger than one rank's memory can be built: what is whole at a time is one module. Shards rest where the
+    config's `offload_param` says, in host memory or on disk, also those of a single rank, which are whole. Rank 0's
+    initial values count. Functions of `torch.nn.init` and `Module.apply` see whole parameters; other changes need
     `GatheredParameters(params, modifier_rank=0)`. Every rank must build the same modules in the same order. With a
-    single rank, or `enabled=False`, nothing is sharded. A block within a block does nothing of its own.
+    single rank and no offload, or `enabled=False`, nothing is sharded. A block within a block does nothing of its own.
     """
 
     def __init__(
@@ -51,10 +53,11 @@ class Init:
         **other: Any,
     ) -> None:
         """module: an existing model to shard at once. dtype: of the parameters; None: what the config's `bf16` and
-        `fp16` sections say, and without them as the parameters are built.
+        `fp16` sections say, and without them as the parameters are built. remote_device: "cpu", "nvme" or "none"
+        instead of the config's `offload_param.device`.
 
-        other: further arguments of DeepSpeed's signature. Raises: EngineError for one that would change what is built;
-        ConfigError for a config that cannot be read.
+        other: further arguments of DeepSpeed's signature. Raises: EngineError for one that would change what is built,
+        or a disk that is too full; ConfigError for a config that cannot be read.
         """
         unknown = sorted(set(other) - _HARMLESS - _REFUSED)
         refused = sorted(name for name in _REFUSED if other.get(name) is not None)
@@ -62,18 +65,18 @@ class Init:
             raise EngineError(f"zero.Init has no argument {unknown[0]}", hint=did_you_mean(unknown[0], _HARMLESS))
         if refused:
             raise EngineError(f"zero.Init({refused[0]}=...) is not supported", hint="it shards over all ranks")
-        if remote_device not in (None, "cpu", "none"):
-            raise EngineError(f'zero.Init(remote_device="{remote_device}") is not supported', hint="leave it out")
         given = config if config is not None else config_dict_or_path
         self._dtype = dtype if dtype is not None or given is None else _configured_dtype(given)
         self._enabled = enabled
         if enabled:
             init_distributed()
         self._group = all_ranks()
+        self._homes = shard_homes(given, remote_device, self._group.world_size) if enabled else None
         self._stack = contextlib.ExitStack()
         self._built: list[weakref.ref[nn.Module]] = []
         if module is not None and enabled:
             self._shard_all(module)
+            self._homes = None
 
     def __enter__(self) -> Init:
         if self._enabled and not _active:
@@ -98,6 +101,7 @@ class Init:
                 if module is not None:
                     self._shard_own(module)
         self._built.clear()
+        self._homes = None  # the file goes when the last parameter has moved to an engine
 
     def _remember(self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(module, *args, **kwargs)
@@ -115,7 +119,8 @@ class Init:
     def _shard_own(self, module: nn.Module) -> None:
         for param in module.parameters(recurse=False):
             if home_of(param) is None and not param.is_meta:
-                shard_parameter(param, self._group, self._dtype)
+                home = HERE if self._homes is None else self._homes.of_shard(param.numel() // self._group.world_size)
+                shard_parameter(param, self._group, self._dtype, home)
 
 
 def _configured_dtype(config: Any) -> torch.dtype:
@@ -127,22 +132,24 @@ def _configured_dtype(config: Any) -> torch.dtype:
     return torch.float32
 
 
-def shard_parameter(param: nn.Parameter, group: DataParallelGroup, dtype: torch.dtype | None = None) -> None:
-    """Keep only this rank's chunk of a parameter, of rank 0's values. Every rank must call it.
+def shard_parameter(
+    param: nn.Parameter, group: DataParallelGroup, dtype: torch.dtype | None = None, home: Home = HERE
+) -> None:
+    """Keep only this rank's chunk of a parameter, of rank 0's values, at `home`. Every rank must call it.
 
-    dtype: to convert floating-point parameters to. With a single rank only device and dtype change.
+    dtype: to convert floating-point parameters to. With a single rank and no other home only device and dtype change.
     """
     converted = dtype if dtype is not None and param.is_floating_point() else param.dtype
     param.data = param.data.to(device=group.device, dtype=converted)
-    if group.process_group is None:
+    if group.process_group is None and not home.is_away:
         return
     layout = layout_unit([param.numel()], [0], group.world_size)
     owned = layout.chunk_range(group.rank)
-    home = UnitParameters([param], layout, group, Residence(converted, owned, is_sharded=True))
-    home.claim()
-    home.describe()
-    home.broadcast([param], 0)
-    home.release()
+    parts = UnitParameters([param], layout, group, Residence(converted, owned, is_sharded=True, home=home))
+    parts.claim()
+    parts.describe()
+    parts.broadcast([param], 0)
+    parts.release()
     group.buffers.note_freed(layout.slots[0].numel)
 
 

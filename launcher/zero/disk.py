@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm.buffers import BufferPool
-from launcher.storage.buffers import aligned_buffer
+from launcher.storage.buffers import aligned_buffer, padded
 from launcher.storage.store import AioSettings, Extent, Store, Transfer
 
 # Writes of single tensors in the background: each keeps its memory until it has ended.
@@ -80,7 +80,10 @@ class Swapped:
         self.state = SwapState.IN
 
     def _memory(self) -> memoryview:
-        return memoryview((ctypes.c_ubyte * self._num_bytes).from_address(self._storage.data_ptr())).cast("B")
+        memory = (ctypes.c_ubyte * self._num_bytes).from_address(self._storage.data_ptr())
+        # A transfer keeps the memory alive, should everything else be gone before it has ended.
+        memory.owner = self._storage  # type: ignore[attr-defined]
+        return memoryview(memory).cast("B")
 
     def start_reading(self) -> None:
         """Start bringing the values in, when they are out."""
@@ -125,6 +128,10 @@ class Swapped:
         if self.state in (SwapState.READING, SwapState.IN):
             self._take_back()
 
+    def forget(self) -> None:
+        """Have the disk keep nothing of this: its values are needed no more."""
+        self._disk.settle(max_writes=0)
+
     def _lend(self) -> None:
         self._disk.memory.lend(self._storage, self._num_bytes)
         self._is_foreign = False
@@ -146,22 +153,40 @@ class UnitSwap:
         self._master = master
         self._gradient = gradient
         self._states: dict[int, tuple[Tensor, Swapped]] = {}  # by storage; the tensor keeps the storage's name its own
-        self._reserved: defaultdict[int, list[Extent]] = defaultdict(list)  # room for states to come, by size
+        self._room: list[Extent] = []  # of the states
+        self._free: list[Extent] = []  # parts of it that no state has
 
     def reserve(self, sizes_bytes: Iterable[int]) -> None:
         """Take room for states that will exist after the first step. Raises: EngineError when there is none."""
-        for num_bytes in sizes_bytes:
-            self._reserved[num_bytes].append(self._disk.store.reserve(num_bytes))
+        self._add_room(sum(map(padded, sizes_bytes)))
+
+    def _add_room(self, num_bytes: int) -> None:
+        self._room.append(self._disk.store.reserve(num_bytes))
+        self._free.append(self._room[-1])
+
+    def _take_room(self, num_bytes: int) -> Extent:
+        """Return room for one state. States may be cut more finely than was known: then the room is cut, too."""
+        needed = padded(num_bytes)
+        if all(extent.num_bytes < needed for extent in self._free):
+            self._add_room(needed)
+        index = next(index for index, extent in enumerate(self._free) if extent.num_bytes >= needed)
+        found = self._free[index]
+        self._free[index] = Extent(found.offset + needed, found.num_bytes - needed)
+        return Extent(found.offset, num_bytes)
+
+    def forget_states(self) -> None:
+        """Make room for states that take the place of those there are."""
+        self._disk.settle(max_writes=0)
+        self._states.clear()
+        self._free = list(self._room)
 
     @contextlib.contextmanager
     def with_memory(self) -> Iterator[None]:
         """Have memory without values under master and gradient, so that views of them can be made."""
-        parts = (self._master, self._gradient)
-        for swapped in parts:
+        for swapped in (self._master, self._gradient):
             swapped.bring_in(reads=False)
         yield
-        for swapped in parts:
-            swapped.drop()
+        self.drop()
 
     def start_reading(self) -> None:
         """Start bringing everything in: its update comes soon."""
@@ -179,8 +204,7 @@ class UnitSwap:
         for state in states:
             storage = state.untyped_storage()
             if storage._cdata not in self._states:
-                room = self._reserved[storage.nbytes()]
-                self._states[storage._cdata] = (state, Swapped(self._disk, state, room.pop() if room else None))
+                self._states[storage._cdata] = (state, Swapped(self._disk, state, self._take_room(storage.nbytes())))
         changed = [self._master, *(swapped for _, swapped in self._states.values())]
         if keeps_gradient:
             changed.append(self._gradient)
@@ -189,6 +213,11 @@ class UnitSwap:
         for swapped in changed:
             swapped.send_out(max_writes=2 * len(changed))
         self._disk.settle(max_writes=len(changed) if self._disk.writes_behind else 0)
+
+    def drop(self) -> None:
+        """Give the memory of everything back without writing."""
+        for swapped in self._all():
+            swapped.drop()
 
     def _all(self) -> list[Swapped]:
         return [self._master, self._gradient, *(swapped for _, swapped in self._states.values())]

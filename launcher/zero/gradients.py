@@ -304,7 +304,13 @@ class UnitGradients:
 
         Where every rank has its own gradient the whole is their mean square, which no norm of their mean exceeds.
         """
-        return self._square if self._square is not None else self._measured(self.owned_grad)
+        if self._square is None:
+            if self.swap is not None and self._leaves:
+                self.swap.bring_in()
+            self._square = self._measured(self.owned_grad).to(self._group.device)
+            if self.swap is not None and self._leaves:
+                self.swap.drop()
+        return self._square
 
     def _measured(self, grad: Tensor) -> Tensor:
         if self._is_local:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from launcher.base.errors import EngineError
+from launcher.base.units import format_bytes
 from launcher.comm.groups import DataParallelGroup
+from launcher.config.load import load_config, read_raw
+from launcher.config.schema_zero import Aio, OffloadOptimizer, OffloadParam
+from launcher.storage.store import AioSettings
 from launcher.zero.disk import Disk, Swapped
 from launcher.zero.stages import OffloadPolicy, Place
 
@@ -37,6 +44,7 @@ class Home:
 
 
 HERE = Home()
+_REMOTE_DEVICES = frozenset(place.value for place in Place)
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,57 @@ class Disks:
     optimizer: Disk | None = None
     params: Disk | None = None
 
+    @property
+    def notices(self) -> list[str]:
+        """What a user of this host should know about the folders, each thing once."""
+        stores = [disk.store for disk in (self.optimizer, self.params) if disk is not None]
+        sizes: dict[str, int] = {}
+        for store in stores:
+            sizes[store.folder] = sizes.get(store.folder, 0) + store.size_bytes
+        said = [f"{folder}: {format_bytes(size)} reserved for this rank" for folder, size in sizes.items()]
+        return [*said, *dict.fromkeys(store.notice for store in stores if store.notice is not None)]
+
 
 NO_DISKS = Disks()
+
+
+def open_disk(section: OffloadOptimizer | OffloadParam, aio: Aio, *, writes_behind: bool) -> Disk | None:
+    """Open the file of what a section offloads to disk; None where it does not.
+
+    Raises: EngineError for a folder that cannot be written.
+    """
+    if section.device != Place.DISK.value:
+        return None
+    settings = AioSettings(int(aio.block_size), int(aio.queue_depth), int(aio.intra_op_parallelism))
+    return Disk(str(section.nvme_path), settings, writes_behind=writes_behind)
+
+
+def shard_homes(config: Any, remote_device: str | None, world_size: int) -> Homes | None:
+    """Return the homes of shards that are made before there is an engine; None where they rest on the device.
+
+    config: that of the engine to come; None: none is known. remote_device: instead of its `offload_param.device`.
+    Raises: ConfigError, EngineError.
+    """
+    raw = read_raw(config).get("zero_optimization") if config is not None else None
+    asks = isinstance(raw, Mapping) and ("offload_param" in raw or raw.get("cpu_offload_param") is True)
+    section, aio, is_old = OffloadParam(), Aio(), False
+    if asks:
+        settings = load_config(config, world_size=world_size).config
+        section, aio = settings.zero_optimization.offload_param, settings.aio
+        is_old = settings.zero_optimization.cpu_offload_param is True
+    device = remote_device or ("cpu" if is_old else section.device)
+    if device not in _REMOTE_DEVICES or (device == Place.DISK.value and not section.nvme_path):
+        raise EngineError(
+            f'zero.Init(remote_device="{device}") is not possible',
+            hint='"none", "cpu", or "nvme" with a config whose offload_param names an nvme_path',
+        )
+    section = section.model_copy(update={"device": device})
+    policy = OffloadPolicy(
+        params=Place(device), pins_params=section.pin_memory, max_host_params=int(section.max_in_cpu)
+    )
+    if policy.params is Place.DEVICE:
+        return None
+    return Homes(policy, Disks(params=open_disk(section, aio, writes_behind=True)), trained_numel=0)
 
 
 class Homes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from launcher.zero.gradients import UnitGradients
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import ParameterPolicy
@@ -32,7 +32,7 @@ def install_hooks(
             readers.setdefault(anchor, []).append(unit)
         if unit.grads is not None and reducer is not None:
             for index, param in enumerate(unit.members.params):
-                hook = _gradient_hook(reducer, schedule, unit, unit.grads, index)
+                hook = _gradient_hook(reducer, schedule, unit, index)
                 handles.append(param.register_post_accumulate_grad_hook(hook))
     for module, read in readers.items():
         reader = _Reader(schedule, read)
@@ -43,11 +43,17 @@ def install_hooks(
 
 
 def _gradient_hook(
-    reducer: GradientReducer, schedule: ParameterSchedule, unit: FlatUnit, gradients: UnitGradients, index: int
+    reducer: GradientReducer, schedule: ParameterSchedule, unit: FlatUnit, index: int
 ) -> Callable[[Tensor], None]:
+    # Python's garbage collector does not look into a tensor's hooks: an engine held from there would stay for ever.
+    find_reducer, find_schedule, find_unit = weakref.ref(reducer), weakref.ref(schedule), weakref.ref(unit)
+
     def on_gradient(_param: Tensor) -> None:
-        reducer.take_gradient(gradients, index)
-        if gradients.is_done_in_graph:
+        reducer, schedule, unit = find_reducer(), find_schedule(), find_unit()
+        if reducer is None or schedule is None or unit is None or unit.grads is None:
+            return  # the engine has gone, the model is its user's
+        reducer.take_gradient(unit.grads, index)
+        if unit.grads.is_done_in_graph:
             schedule.after_gradients(unit)
 
     return on_gradient

@@ -79,10 +79,10 @@ class UnitParameters:
         self._adopt()
         # 1-D [owned], model precision; a view of `flat` unless sharded.
         self.shard = self._own_flat
-        self._home = residence.home if is_sharded else HERE
+        self.home = residence.home if is_sharded else HERE  # where the shard rests
         if is_sharded:
-            self.shard = self._home.empty(len(owned), dtype, group).copy_(self._own_flat)
-        self._swap = self._home.swapped(self.shard)
+            self.shard = self.home.empty(len(owned), dtype, group).copy_(self._own_flat)
+        self._swap = self.home.swapped(self.shard)
         if self._swap is not None:
             self._swap.send_out()
         self.master = self.shard  # 1-D [owned]; in fp32 the parameters are their own master
@@ -114,13 +114,15 @@ class UnitParameters:
                 param.ds_id = next(_ids)  # type: ignore[attr-defined]
             param.ds_shape = self._views[slot.index].shape  # type: ignore[attr-defined]
             param.ds_numel = slot.numel  # type: ignore[attr-defined]
-            param.ds_tensor = self.shard[start : start + len(shared)]  # type: ignore[attr-defined]
+            part = self.shard[start : start + len(shared)]
+            # What is on disk has no memory to read.
+            param.ds_tensor = part if self._swap is None else part.to("meta")  # type: ignore[attr-defined]
             param.ds_persist = not self.is_sharded  # type: ignore[attr-defined]
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
     def keep_master(self, precision: Precision, home: Home) -> Swapped | None:
         """Make what the optimizer updates at `home`, unless the shard itself is that. Returns its swap on disk."""
-        if not precision.has_master and home.place is self._home.place:
+        if not precision.has_master and home.place is self.home.place:
             return self._swap
         dtype = torch.float32 if precision.has_master else precision.param_dtype
         self.master = home.empty(len(self.owned), dtype, self._group)
@@ -129,15 +131,16 @@ class UnitParameters:
         self._master_swap = home.swapped(self.master)
         if self._master_swap is not None:
             self._master_swap.send_out()
-        if dtype != self.shard.dtype and self._swap is None:
-            is_near = self.shard.device == self.master.device
-            self.copy = self.shard if is_near else torch.empty_like(self.master, dtype=self.shard.dtype)
-            if not is_near and home.is_away:
-                self.copy = home.empty(len(self.owned), self.shard.dtype, self._group)
+        is_near = self.shard.device == self.master.device
+        # Beside a master on disk no copy stays in host memory, which may not hold all of them.
+        if dtype != self.shard.dtype and self._swap is None and (is_near or home.disk is None):
+            self.copy = self.shard if is_near else home.empty(len(self.owned), self.shard.dtype, self._group)
         return self._master_swap
 
     def abandon(self) -> None:
-        """Give the memory back: the parameters have moved to another unit."""
+        """Give memory and disk back: the parameters have moved to another unit."""
+        if self._swap is not None:
+            self._swap.forget()
         if self.is_sharded and self.state is not ParameterState.SHARDED:
             self._group.buffers.take_back(self.flat.untyped_storage())
             self.state = ParameterState.SHARDED

@@ -261,14 +261,14 @@ def _tile(module: Any, param: nn.Parameter, max_numel: int) -> tuple[nn.Paramete
 
 def _cut(param: nn.Parameter, sizes: list[int], dim: int) -> Iterator[nn.Parameter]:
     """Yield the tiles of a weight; of one that `zero.Init` has sharded, sharded too."""
-    is_sharded, group = home_of(param) is not None, data_parallel_group()
+    before, group = home_of(param), data_parallel_group()
     with GatheredParameters(param):
         for part in param.detach().split(sizes, dim):
-            tile = nn.Parameter(part.clone() if is_sharded else part.contiguous(), param.requires_grad)
+            tile = nn.Parameter(part.clone() if before is not None else part.contiguous(), param.requires_grad)
             if hasattr(param, "use_muon"):
                 tile.use_muon = param.use_muon  # type: ignore[attr-defined]  # what users say of it to Muon
-            if is_sharded:
-                shard_parameter(tile, group)
+            if before is not None:
+                shard_parameter(tile, group, home=before.home)
             yield tile
 
 

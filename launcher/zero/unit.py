@@ -87,8 +87,8 @@ class FlatUnit:
         return self.params.is_sharded
 
     @contextlib.contextmanager
-    def in_memory(self) -> Iterator[None]:
-        """Have in memory, and write back, what the optimizer works on: master, states, gradient."""
+    def in_memory(self, *, writes: bool = True) -> Iterator[None]:
+        """Have in memory what the optimizer works on: master, states, gradient. writes: they are changed."""
         if self.swap is None:
             yield
             return
@@ -96,7 +96,18 @@ class FlatUnit:
         try:
             yield
         finally:
-            self.swap.send_out(self.state_tensors(), keeps_gradient=True)
+            if writes:
+                self.swap.send_out(self.state_tensors(), keeps_gradient=True)
+            else:
+                self.swap.drop()
+
+    @contextlib.contextmanager
+    def with_new_states(self) -> Iterator[None]:
+        """Have in memory what `in_memory` has, for states that take the place of those there are."""
+        if self.swap is not None:
+            self.swap.forget_states()
+        with self.in_memory():
+            yield
 
     def state_tensors(self) -> list[Tensor]:
         """Return the optimizer's states of the owned range that there are now, by element, and go where masters go."""

@@ -82,7 +82,7 @@ def test_disk_holds_what_the_host_would_and_the_host_holds_buffers() -> None:
     buffers = {"param_numel_in_cpu": 0, "param_buffer_numel": 1000, "sub_group_numel": 500}
     memory = rank_memory(MODEL, Setting(3, BF16, Offload("nvme", "nvme", **buffers)), N)
     assert memory.disk == P * 18 // N
-    assert memory.host == 4 * 500 * 4 + 5 * 1000 * 2
+    assert memory.host == 3 * 500 * 16 + 5 * 500 * 2
 
 
 def test_units_in_flight() -> None:

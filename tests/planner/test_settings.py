@@ -55,14 +55,20 @@ def test_every_key_that_counts_is_read() -> None:
             "stage3_prefetch_bucket_size": 18,
             "stage3_max_live_parameters": 20,
             "stage3_max_reuse_distance": 19,
-            "offload_optimizer": {"device": "nvme", "buffer_count": 14, "ratio": 0.5},
-            "offload_param": {"device": "nvme", "buffer_count": 15, "buffer_size": 16, "max_in_cpu": 17},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 14, "ratio": 0.5},
+            "offload_param": {
+                "device": "nvme",
+                "nvme_path": "/nvme",
+                "buffer_count": 15,
+                "buffer_size": 16,
+                "max_in_cpu": 17,
+            },
         },
     }
     found, batch = setting_of(config)
     assert batch == 4
     assert found.precision == Precision("bf16", 2, 0, 2, 2)
-    assert found.offload == Offload("nvme", "nvme", 0.5, 14, 15, 16, 17, 12)
+    assert found.offload == Offload("nvme", "nvme", 0.5, 15, 16, 17, 12)
     assert (found.max_unit_numel, found.persistent_numel, found.overlaps) == (11, 13, False)
     assert (found.prefetch_numel, found.kept_numel) == (18, 19)
 

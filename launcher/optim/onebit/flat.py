@@ -17,6 +17,7 @@ from launcher.comm.compressed import CompressedMean
 from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import Around, FlatShard, StateRun, Unused, all_at_once
 from launcher.optim.lion import BATCH_NUMEL, DEFAULT_BATCH_NUMEL
+from launcher.optim.runs import saved_runs
 
 
 @dataclass(eq=False)
@@ -167,21 +168,18 @@ class OneBitFlat(ABC):
         param = self._params[shard]
         return [StateRun(0, param.master.numel(), dict(param.state))] if param.state["step"] else []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, around: Around | None = None) -> dict[str, Any]:
         """Return what a continued run needs; `errors`, and between exchanges momenta, are this rank's own."""
         return {
             "name": self.name,
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in self._groups],
-            "shards": [
-                [{"start": run.start, "stop": run.stop, "state": run.state} for run in self.states(number)]
-                for number in range(len(self._params))
-            ],
+            "shards": saved_runs([param.shard for param in self._params], self.states, around),
             "num_steps": self._num_steps,
             "errors": {"worker": self._mean.worker_error, "server": self._mean.server_error},
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], around: Around | None = None) -> None:
         """Continue from a state of `state_dict()`. Tensors are copied. Errors of another world size are forgotten.
 
         Raises: EngineError for the state of another optimizer, or of other groups or parameters.
@@ -196,8 +194,9 @@ class OneBitFlat(ABC):
             raise EngineError(f"the optimizer state is of {found}, this run has {mine}, or of other sizes")
         for mine_group, given in zip(self._groups, state["groups"], strict=True):
             mine_group.update(given)
-        for param, runs in zip(self._params, state["shards"], strict=True):
-            _load(param.state, runs[0]["state"] if runs else {})
+        with all_at_once([param.shard for param in self._params], around):
+            for param, runs in zip(self._params, state["shards"], strict=True):
+                _load(param.state, runs[0]["state"] if runs else {})
         self._num_steps = state["num_steps"]
         for mine_error, error in (
             (self._mean.worker_error, state["errors"]["worker"]),
