@@ -46,6 +46,7 @@ bench: $(VENV)/.installed-dev ## measure everything beside the peers, write docs
 	PYTHONPATH=tests $(BIN)/python benchmarks/parity_table.py --worst --output $(VENV)/bench/8_parity.md
 	PYTHONPATH=tests $(BIN)/python benchmarks/memory_table.py > $(VENV)/bench/9_memory.md
 	$(BIN)/python benchmarks/nvme.py > $(VENV)/bench/9_nvme.md
+	$(BIN)/python benchmarks/nvme_step.py > $(VENV)/bench/9_nvme_step.md
 	$(BIN)/python benchmarks/growth.py > $(VENV)/bench/9_growth.md
 	$(BIN)/python benchmarks/cpu_kernels.py > $(VENV)/bench/9_kernels.md
 	cat benchmarks/header.md $(VENV)/bench/*.md > docs/benchmarks.md

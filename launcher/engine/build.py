@@ -26,6 +26,7 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import DTYPES, loss_scale_rules, swap_space, zero_policy
 from launcher.engine.shards import let_units_find_states, owned_shards, reserve_states
 from launcher.engine.tiling import tile_to_fit
+from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
 from launcher.optim.factory import (
     Means,
@@ -213,8 +214,11 @@ def _shard(
         return ShardedModel(units, reducer, schedule, None)
     shards = owned_shards(units, whole_parameters=plan.whole_parameters, by_parameter=plan.by_parameter)
     is_split = policy.stage.shards_optimizer and group.process_group is not None
+    # Torch's optimizers update everything at once, which from a disk would have to be in memory together.
+    last_resort = ReferenceKernel() if policy.offload.optimizer is Place.DISK else None
+    found = {kind: kernel_for(kind) or last_resort for kind in (group.device.type, "cpu")}
     means = Means(
-        {kind: kernel for kind in (group.device.type, "cpu") if (kernel := kernel_for(kind)) is not None},
+        {kind: kernel for kind, kernel in found.items() if kernel is not None},
         group.buffers,
         policy.precision.param_dtype if policy.precision.has_16bit_states else torch.float32,
         (lambda sums: collectives.sum_scalars(group, sums.to(group.device))) if is_split else None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.launching import ROOT
 from harness.parity import RESTLESS_SCALE, Case, train_engine
 from harness.ranks import run_on_ranks
 from harness.zoo import SAMPLES, batches, build
@@ -259,6 +261,13 @@ def test_host_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, wor
         assert many == few
 
 
+def test_without_the_kernel_library_units_still_come_in_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.engine.build.kernel_for", lambda _kind: None)
+    assert max(_peaks(0, 1, 16, str(tmp_path))) <= 3 * 4 * 64 * 64 * 4
+
+
 def test_memory_of_other_sizes_makes_room() -> None:
     from launcher.comm.buffers import BufferPool
 
@@ -422,3 +431,20 @@ def test_every_key_that_works_with_nvme_is_read(tmp_path: Path) -> None:
     assert max(unit.numel for unit in units) <= 700
     in_host = sum(unit.numel for unit in units if unit.params.home.disk is None)
     assert 0 < in_host <= 600
+
+
+def test_the_example_config_trains(tmp_path: Path) -> None:
+    import launcher
+
+    settings = json.loads((ROOT / "examples" / "configs" / "zero3_nvme.json").read_text())
+    for section in BOTH:
+        settings["zero_optimization"][section]["nvme_path"] = str(tmp_path)
+    engine = launcher.initialize(model=build("Plain"), config=settings)[0]
+    x, y = (part.to(torch.bfloat16) for part in batches(1)[0])
+    losses = []
+    for _ in range(40):
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
