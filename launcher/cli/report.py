@@ -40,13 +40,13 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("devices", _devices_text(machine, torch)),
     ]
     if "error" not in torch:
-        optimizers = [f"{kind}: {_by_kernel(names.values())}" for kind, names in torch["optimizers"].items()]
+        optimizers = [f"{kind}: {by_kernel(names.values())}" for kind, names in torch["optimizers"].items()]
         rows.append(("optimizer", " · ".join(optimizers)))
         rows.append(("kernels", " · ".join(f"{kind}: {kernel}" for kind, kernel in torch["kernels"].items())))
     return [*rows, *[(section, _programs_text(found[section])) for section in ("compilers", "programs")]]
 
 
-def _by_kernel(labels: Iterable[str]) -> str:
+def by_kernel(labels: Iterable[str]) -> str:
     """Return labels such as `SGD[torch]` with each kernel named once, behind its optimizers."""
     names: dict[str, list[str]] = {}
     for label in dict.fromkeys(labels):

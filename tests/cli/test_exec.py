@@ -53,6 +53,17 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
     assert "./-c" in odd.err
 
 
+def test_what_befell_many_hosts_is_told_once(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("127.0.0.[1-4] slots=1\n127.0.0.5:2 slots=1\n")
+    result = run_launch(tmp_path, "exec", "--hostfile", hostfile, "--ssh_port", "1", "true")
+    assert result.code == 69
+    assert "✗ 127.0.0.[1-4]: connection refused by " in result.err
+    assert "@HOST port 1\n" in result.err
+    assert "@127.0.0.5 port 2\n" in result.err
+    assert result.err.count("connection refused") == 2
+
+
 def test_hosts_without_a_hostfile_are_refused(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "exec", "--include", "node-a", "true")
     assert result.code == 2

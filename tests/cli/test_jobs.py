@@ -158,3 +158,11 @@ def test_kill_ends_a_job_on_all_hosts(sshd: LoopbackSshd, tmp_path: Path) -> Non
     assert result.code == 0, result.err
     assert job.wait().code == 143
     assert not members_of_job(job.job_id)
+
+
+@pytest.mark.parametrize("command", ["logs", "kill", "stacks"])
+def test_a_command_without_its_job_says_where_jobs_are_listed(tmp_path: Path, command: str) -> None:
+    result = launch(tmp_path, command)
+    assert result.code == 2
+    assert "no JOB is named" in result.err
+    assert "launch ps" in result.err

@@ -48,6 +48,13 @@ def test_the_text_names_every_section(tmp_path: Path) -> None:
     assert "hf_very_secret" not in result.out
 
 
+def test_each_kernel_is_named_once_behind_its_optimizers() -> None:
+    from launcher.cli.report import by_kernel
+
+    labels = ["Adam[torch fused]", "AdamW[C++ AVX2]", "SGD[torch fused]", "Adam[torch fused]", "does not run: why"]
+    assert by_kernel(labels) == "Adam, SGD [torch fused], AdamW [C++ AVX2], does not run: why"
+
+
 @pytest.mark.usefixtures("no_torch")
 def test_a_torch_that_cannot_start_is_a_finding_with_its_reason() -> None:
     from launcher.cli.report import rows

@@ -59,6 +59,10 @@ class Launch:
         return self._out.read_text(errors="replace")
 
     @property
+    def err(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    @property
     def job_id(self) -> str:
         wait_until(lambda: " · job " in self.out, "the start line")
         return Result(0, self.out, "").job_id
@@ -70,8 +74,8 @@ class Launch:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            raise AssertionError(f"launch hung:\n{self.out}\n{self._err.read_text(errors='replace')}") from None
-        return Result(code, self.out, self._err.read_text(errors="replace"))
+            raise AssertionError(f"launch hung:\n{self.out}\n{self.err}") from None
+        return Result(code, self.out, self.err)
 
     def signal(self, number: int) -> None:
         """Send a signal to the launcher alone."""

@@ -184,6 +184,8 @@ def test_without_cloudpickle_importable_functions_work_and_others_name_the_remed
 def test_wrong_numbers_and_threads_are_refused() -> None:
     with pytest.raises(UsageError, match="num_gpus is 0"):
         launcher.notebook.run(print, num_gpus=0)
+    with pytest.raises(UsageError, match=r"args is 3, no tuple.*\(x,\)"):
+        launcher.notebook.run(print, 3)  # type: ignore[arg-type]
     errors: list[BaseException] = []
 
     def call() -> None:

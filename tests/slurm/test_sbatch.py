@@ -78,6 +78,16 @@ def test_an_interrupt_ends_the_following_and_not_the_job(slurm: LoopbackSlurm, t
     wait_until(lambda: states(slurm, job) == ["CANCELLED"], "the end", 30)
 
 
+def test_what_a_job_waits_for_and_a_script_that_is_not_there_are_told(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    following = Launch(tmp_path, "sbatch", "--nodes", "9", "--time", "5", "--follow", "nosuch.py", env=slurm.env)
+    try:
+        wait_until(lambda: "waits in the queue: PartitionNodeLimit" in following.err, "the reason", 60)
+        assert "! nosuch.py does not exist here" in following.err
+    finally:
+        following.signal(signal.SIGINT)
+        slurm.run("scancel", following.wait().out.split()[0])
+
+
 def test_a_chain_runs_one_after_the_other(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "import sys; sys.exit(1)")
     result = sbatch(slurm, tmp_path, "--time", "5", "--chain", "3", "--submit", script)
