@@ -131,13 +131,16 @@ def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _
 def _owned_grad(unit: FlatUnit) -> Tensor | None:
     if unit.grads is None:
         return None
-    unit.grads.finish_reduction()
+    unit.grads.settle()
     return unit.grads.owned_grad if unit.grads.state is UnitState.REDUCED else None
 
 
 def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:
     unit = unit_of(param)
-    return None if unit is None or unit.grads is None else (unit, unit.params.slot_of(param))
+    if unit is None or unit.grads is None:
+        return None
+    unit.group.link.synchronize()  # a copy of the last step may still write, or read, what is going to be touched
+    return unit, unit.params.slot_of(param)
 
 
 def _trained(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot]:
