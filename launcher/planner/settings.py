@@ -42,10 +42,9 @@ def ladder(base: Setting) -> list[Setting]:
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
     zero: dict[str, Any] = {"stage": setting.stage}
-    if setting.offload.optimizer != "none":
-        zero["offload_optimizer"] = {"device": setting.offload.optimizer}
-    if setting.offload.param != "none":
-        zero["offload_param"] = {"device": setting.offload.param}
+    for name, place in (("offload_optimizer", setting.offload.optimizer), ("offload_param", setting.offload.param)):
+        if place != "none":
+            zero[name] = {"device": place, **({"nvme_path": "/local_nvme"} if place == "nvme" else {})}
     if setting.precision.name == "fp32":
         return {"zero_optimization": zero}
     return {setting.precision.name: {"enabled": True}, "zero_optimization": zero}

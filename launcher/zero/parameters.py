@@ -21,7 +21,7 @@ from launcher.comm.link import Arrival, at_once
 from launcher.zero.disk import Swapped
 from launcher.zero.home import HERE, Home
 from launcher.zero.layout import ParamSlot, UnitLayout
-from launcher.zero.stages import ParameterState, Precision
+from launcher.zero.stages import ParameterState, Place, Precision
 
 _ids = itertools.count()
 _HOME = "_launch_home"
@@ -132,8 +132,11 @@ class UnitParameters:
         if self._master_swap is not None:
             self._master_swap.send_out()
         if dtype != self.shard.dtype and self._swap is None:
-            is_near = home.place is self._home.place
-            self.copy = self.shard if is_near else home.empty(len(self.owned), self.shard.dtype, self._group)
+            if home.place is self._home.place:
+                self.copy = self.shard
+            elif home.place is Place.HOST:  # half of the master's bytes go to the device
+                self.copy = home.empty(len(self.owned), self.shard.dtype, self._group)
+                self.renew_copy()
         return self._master_swap
 
     def abandon(self) -> None:
@@ -255,8 +258,14 @@ class UnitParameters:
             if self._master_swap is not None:
                 self._master_swap.bring_in(reads=False)
             self.master.copy_(self._own_flat)
+            self.renew_copy()
             if self._master_swap is not None:
                 self._master_swap.send_out()
+
+    def renew_copy(self) -> None:
+        """Take over that the master was written from elsewhere: of elements that sit a step out the copy is sent too."""
+        if self.copy is not None and self.copy is not self.shard:
+            self.copy.copy_(self.master)
 
 
 def home_of(param: nn.Parameter) -> UnitParameters | None:
