@@ -252,8 +252,9 @@ def main() -> None:
         threads = os.environ.get("OMP_NUM_THREADS", "?")
         setting = (
             f"{dist.get_world_size()} ranks on {DEVICE.type}, {dist.get_backend()}, fp32, OMP_NUM_THREADS={threads},"
-            f" AdamW (ours by its own kernel, else torch's fused), no clipping. Medians of {options.rounds} rounds of {STEPS_A_TURN} steps, engines in turns"
-            " in one job.\nCPU: seconds of both ranks a step. Ψ: the bytes of the parameters."
+            f" AdamW (ours by its own kernel, else torch's fused), no clipping. Medians of {options.rounds} rounds"
+            f" of {STEPS_A_TURN} steps, engines in turns in one job.\n"
+            "CPU: seconds of both ranks a step. Ψ: the bytes of the parameters."
             " `launch --num_gpus 2 benchmarks/step_time.py`."
         )
         text = f"## Step times\n\n{machine_line('torch', 'deepspeed')}\n{setting}\n\n{''.join(parts)}"

@@ -30,6 +30,8 @@ def announce(
         batch.world_size,
         batch.train_batch_size,
     )
+    if policy.offload.is_any:
+        log.info("offload: %s", policy.offload.label)
     for reason, together in itertools.groupby(sorted(choices, key=lambda c: c.reason), key=lambda c: c.reason):
         log.info("auto: %s (%s)", " · ".join(f"{choice.key} = {choice.value}" for choice in together), reason)
     for notice in notices:

@@ -163,6 +163,8 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
     received = (world_size - 1) / world_size
     if setting.stage >= 2 and (world_size > 1 or offload.optimizer != "none"):
         total += precision.param_bytes * sum(units[:GRADIENT_UNITS] if setting.overlaps else units)
+        if offload.optimizer != "none":  # sums, always in fp32, on their way to host memory
+            total += _whole(4 * sum(units[:REDUCING_UNITS]) / world_size)
     elif world_size > 1 and precision.param_bytes < precision.grad_bytes:
         total += precision.param_bytes * sum(units[:REDUCING_UNITS])  # what is sent is a copy in fewer bits
     total += _whole(precision.param_bytes * received * sum(units[:REDUCING_UNITS]))

@@ -263,7 +263,7 @@ class UnitParameters:
                 self._master_swap.send_out()
 
     def renew_copy(self) -> None:
-        """Take over that the master was written from elsewhere: of elements that sit a step out the copy is sent too."""
+        """Take over that the master was written from elsewhere: what sits a step out is sent from the copy too."""
         if self.copy is not None and self.copy is not self.shard:
             self.copy.copy_(self.master)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 from unittest import mock
 
 import torch
@@ -25,7 +26,7 @@ class LateLink(HostLink):
     the device outlives the copies that read it.
     """
 
-    host: list[Tensor] = []  # what `empty` has returned, of all links of this process
+    host: ClassVar[list[Tensor]] = []  # what `empty` has returned, of all links of this process
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -130,7 +131,7 @@ class Recorder:
             wait(params)
 
         with (
-            mock.patch("launcher.engine.build.kernel_for", lambda _kind: Kernel()),
+            mock.patch("launcher.engine.build.kernel_for", return_value=Kernel()),
             mock.patch.object(HostLink, "copy", recorded_copy),
             mock.patch.object(UnitParameters, "wait", recorded_wait),
         ):

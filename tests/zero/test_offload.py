@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.logs import logged
 from harness.offload import is_in_host_memory, late_link
 from harness.parity import RESTLESS_SCALE, Case, Trajectory, train_engine
 from harness.ranks import run_on_ranks
@@ -267,3 +268,12 @@ def test_a_stage_without_shards_cannot_offload() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0, **OPTIMIZER}}
     with pytest.raises(ConfigError, match="needs stage 1, 2 or 3, not 0"):
         launcher.initialize(model=build("Plain"), config=config)
+
+
+def test_the_start_line_says_what_goes_where() -> None:
+    zero = {"stage": 3, **PART, **PARAMS}
+    with logged() as lines:
+        launcher.initialize(
+            model=build("Plain"), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+        )
+    assert "offload: 40% of the optimizer → cpu · parameters → cpu" in "\n".join(lines)
