@@ -43,6 +43,7 @@ bench: $(VENV)/.installed-dev ## measure everything beside the peers, write docs
 	$(BIN)/python benchmarks/output.py > $(VENV)/bench/5_output.md
 	$(BIN)/python benchmarks/fuzz.py > $(VENV)/bench/6_fuzz.md
 	OMP_NUM_THREADS=1 $(BIN)/launch --num_gpus 2 benchmarks/step_time.py --output $(VENV)/bench/7_step_time.md
+	OMP_NUM_THREADS=1 $(BIN)/launch --num_gpus 2 benchmarks/offload_time.py --output $(VENV)/bench/7_step_time_offload.md
 	PYTHONPATH=tests $(BIN)/python benchmarks/parity_table.py --worst --output $(VENV)/bench/8_parity.md
 	PYTHONPATH=tests $(BIN)/python benchmarks/memory_table.py > $(VENV)/bench/9_memory.md
 	$(BIN)/python benchmarks/nvme.py > $(VENV)/bench/9_nvme.md

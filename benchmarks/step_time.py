@@ -97,14 +97,16 @@ class EngineLoop:
     """A loop through an engine with DeepSpeed's interface: ours or DeepSpeed itself."""
 
     def __init__(self, initialize: Callable[..., Any], model: nn.Module, batch_size: int, zero: dict[str, Any]) -> None:
-        config = {
+        config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": batch_size,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
             "steps_per_print": 1_000_000,
-            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY, "torch_adam": True}},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": zero,
         }
+        if initialize is not launcher.initialize and "offload_optimizer" not in zero:
+            config["optimizer"]["params"]["torch_adam"] = True  # its own fused Adam is for GPUs
         self.engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
     def step(self, batch: Batch) -> Tensor:
@@ -182,9 +184,8 @@ class Turns:
     loss: float = math.nan
 
 
-def measure(name: str, rounds: int) -> dict[str, Turns]:
-    """Let every engine take its turns."""
-    engines = contestants(name)
+def measure(engines: dict[str, Any], name: str, rounds: int) -> dict[str, Turns]:
+    """Let every engine take its turns on batches of the model `name`."""
     turns = {engine: Turns() for engine in engines}
     for number in range(-2, rounds):  # two rounds of warming up
         batches = [make_batch(name, number * STEPS_A_TURN + i + 100) for i in range(STEPS_A_TURN)]
@@ -216,7 +217,7 @@ def _loopback_bytes() -> int:
 
 def section(name: str, rounds: int) -> str:
     """Measure one model and return its part of the page."""
-    turns = measure(name, rounds)
+    turns = measure(contestants(name), name, rounds)
     num_params = sum(p.numel() for p in build_model(name).parameters())
     base = turns[BASE]
     rows = []
@@ -251,8 +252,9 @@ def main() -> None:
         threads = os.environ.get("OMP_NUM_THREADS", "?")
         setting = (
             f"{dist.get_world_size()} ranks on {DEVICE.type}, {dist.get_backend()}, fp32, OMP_NUM_THREADS={threads},"
-            f" AdamW (fused), no clipping. Medians of {options.rounds} rounds of {STEPS_A_TURN} steps, engines in turns"
-            " in one job.\nCPU: seconds of both ranks a step. Ψ: the bytes of the parameters."
+            f" AdamW (ours by its own kernel, else torch's fused), no clipping. Medians of {options.rounds} rounds"
+            f" of {STEPS_A_TURN} steps, engines in turns in one job.\n"
+            "CPU: seconds of both ranks a step. Ψ: the bytes of the parameters."
             " `launch --num_gpus 2 benchmarks/step_time.py`."
         )
         text = f"## Step times\n\n{machine_line('torch', 'deepspeed')}\n{setting}\n\n{''.join(parts)}"

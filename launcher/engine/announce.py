@@ -44,6 +44,8 @@ def announce(
     )
     if plan is not None and (plan.kind is not None or plan.why_torch is not None):
         log.info("optimizer kernel: %s", _kernel_text(plan, parts.group.device.type))
+    if policy.offload.is_any:
+        log.info("offload: %s", policy.offload.label)
     for reason, together in itertools.groupby(sorted(choices, key=lambda c: c.reason), key=lambda c: c.reason):
         log.info("auto: %s (%s)", " · ".join(f"{choice.key} = {choice.value}" for choice in together), reason)
     for notice in notices:

@@ -143,10 +143,9 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     small = model.numel_below(setting.persistent_numel) if stage == 3 else 0
     whole = small if stage == 3 else model.num_params
     sharded = (model.num_params - small) / world_size if stage == 3 else 0.0
-    # A parameter is its own master only where it rests in the place in which it is updated.
     ratio = offload.optimizer_ratio if offload.optimizer != "none" else 0.0
-    away = _optimizer_bytes(precision, offload.param == offload.optimizer) * owned * ratio
-    here = _optimizer_bytes(precision, offload.param == "none") * owned * (1 - ratio)
+    away = _optimizer_bytes(precision, offload.optimizer, offload.param) * owned * ratio
+    here = _optimizer_bytes(precision, "none", offload.param) * owned * (1 - ratio)
     keeps_sum = stage <= 1  # the whole gradient stays on the device until the step
     grads_away = precision.grad_bytes * owned * ratio
     grads = precision.grad_bytes * (model.num_trainable if keeps_sum else owned * (1 - ratio))
@@ -177,6 +176,8 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
     received = (world_size - 1) / world_size
     if setting.stage >= 2 and (world_size > 1 or offload.optimizer != "none"):
         total += precision.param_bytes * sum(units[:GRADIENT_UNITS] if setting.overlaps else units)
+        if offload.optimizer != "none":  # sums, always in fp32, on their way to host memory
+            total += _whole(4 * sum(units[:REDUCING_UNITS]) / world_size)
     elif world_size > 1 and precision.param_bytes < precision.grad_bytes:
         total += precision.param_bytes * sum(units[:REDUCING_UNITS])  # what is sent is a copy in fewer bits
     total += _whole(precision.param_bytes * received * sum(units[:REDUCING_UNITS]))
@@ -193,9 +194,13 @@ def _gathered_numel(units: list[int], setting: Setting) -> int:
     return min(sum(units), max(largest + ahead, kept))
 
 
-def _optimizer_bytes(precision: Precision, at_home: bool) -> float:
-    own = 0 if at_home else precision.param_bytes
-    return (precision.master_bytes or own) + precision.state_bytes
+def _optimizer_bytes(precision: Precision, place: str, param_place: str) -> float:
+    """Return what one element takes where it is updated, which is `place`, while its parameter rests in another."""
+    kept = precision.master_bytes + precision.state_bytes
+    # Without a master of its own a parameter is that where it is updated; beside one, the host has a 16-bit copy that
+    # the update writes and the device is sent.
+    needs_own = place != param_place and (place == "cpu" or not precision.master_bytes)
+    return kept + (precision.param_bytes if needs_own else 0)
 
 
 def _split_optimizer(offload: Offload, total: float, in_memory: float) -> tuple[float, float]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
+from launcher.comm import collectives
 from launcher.zero.layout import ParamSlot
 from launcher.zero.stages import ParameterState, UnitState
 from launcher.zero.unit import FlatUnit, unit_of
@@ -45,6 +46,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     unit.params.wait()
     with unit.in_memory():
         _write(unit, slot, unit.params.master, value)
+        unit.params.renew_copy()
     if unit.params.state is ParameterState.WHOLE:
         unit.params.flat[slot.offset : slot.end].copy_(value.reshape(-1))
     with unit.params.shard_in_memory(writes=True):
@@ -86,6 +88,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         )
     with unit.in_memory():
         _set_local(unit, slot, unit.params.master, value)
+        unit.params.renew_copy()
     with unit.params.shard_in_memory(writes=True):
         _set_local(unit, slot, unit.params.shard, value)
 
@@ -119,6 +122,9 @@ def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _
     unit, slot = _trained(param)
     with unit.in_memory():
         state = unit.optimizer_state(name)
+        here, _ = _part(unit, slot)
+        if here.start == here.stop:
+            return
         if state is None:
             raise _nothing(unit, slot, f"optimizer state {name}", "states exist after the first step")
         write(unit, slot, state, value)
@@ -131,13 +137,16 @@ def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _
 def _owned_grad(unit: FlatUnit) -> Tensor | None:
     if unit.grads is None:
         return None
-    unit.grads.finish_reduction(measure=True)
+    unit.grads.settle()
     return unit.grads.owned_grad if unit.grads.state is UnitState.REDUCED else None
 
 
 def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:
     unit = unit_of(param)
-    return None if unit is None or unit.grads is None else (unit, unit.params.slot_of(param))
+    if unit is None or unit.grads is None:
+        return None
+    unit.group.link.synchronize()  # a copy of the last step may still write, or read, what is going to be touched
+    return unit, unit.params.slot_of(param)
 
 
 def _trained(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot]:
@@ -161,8 +170,11 @@ def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
     unit, slot = found
     with unit.in_memory(writes=False):
         owned = owned_of(unit)
-        whole = None if owned is None else unit.whole(owned)
-    return None if whole is None else whole[slot.offset : slot.end].float().view(unit.params.shape_of(slot))
+        # A rank that owns nothing but padding has no state, and must take part in gathering that of the others.
+        if not any(collectives.gather_scalars(unit.group, float(owned is not None))):
+            return None
+        whole = unit.whole(torch.zeros(len(unit.owned)) if owned is None else owned.float())
+    return whole[slot.offset : slot.end].view(unit.params.shape_of(slot)).clone()
 
 
 def _part(unit: FlatUnit, slot: ParamSlot) -> tuple[slice, slice]:

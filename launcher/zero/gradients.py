@@ -180,8 +180,7 @@ class UnitGradients:
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if not filled:  # unused on this rank: other ranks may have used it, so its place is sent as zeros
                 local[slot.offset : slot.end].zero_()
-        end = self._layout.slots[-1].end
-        local[end:].zero_()
+        local[self._layout.numel :].zero_()
         rest = scale / self._early_scale
         self._factor = rest
         self._is_local = stays_local
@@ -265,8 +264,8 @@ class UnitGradients:
         kept = self.owned_grad if self._arriving is None else self._keep(self._arriving)
         if measure:
             self._square = self._measured(kept)
-            if self.home_grad is not self.owned_grad:
-                self._send_home(self.owned_grad)
+        if self.home_grad is not self.owned_grad:
+            self._send_home(self.owned_grad)
         if self._arriving is not None:
             self._group.buffers.give_back(self._arriving)
             self._arriving = None
@@ -274,6 +273,11 @@ class UnitGradients:
         if not self._is_kept_whole:
             self._owned_holds_sum = True
             self._give_local_back()
+
+    def settle(self) -> None:
+        """Wait until `owned_grad` can be read and written by the host, wherever it rests."""
+        self.finish_reduction()
+        self._link.synchronize()
 
     def _keep(self, arrived: Tensor) -> Tensor:
         """Add what has arrived to what the owner keeps; return the sum, on the device."""
@@ -284,10 +288,10 @@ class UnitGradients:
         if self._owned_holds_sum:
             if self.swap is not None:
                 self.swap.bring_in()
-            self._link.join()
-            arrived.add_(self.owned_grad.to(arrived.device))
-        self._send_home(arrived)
-        return arrived
+            arrived.add_(self._link.on_device(self.owned_grad))
+        kept = arrived.to(self.owned_grad.dtype)  # rounded before it is measured, as where it stays on the device
+        self._send_home(kept)
+        return kept
 
     def _send_home(self, grad: Tensor) -> None:
         if self.swap is None:
@@ -305,6 +309,7 @@ class UnitGradients:
         Where every rank has its own gradient the whole is their mean square, which no norm of their mean exceeds.
         """
         if self._square is None:
+            self.settle()
             if self.swap is not None and self._leaves:
                 self.swap.bring_in()
             self._square = self._measured(self.owned_grad).to(self._group.device)

@@ -45,6 +45,11 @@ class UnitLayout:
     padded_numel: int
 
     @property
+    def numel(self) -> int:
+        """Elements of parameters, without padding."""
+        return self.slots[-1].end
+
+    @property
     def chunk_numel(self) -> int:
         return self.padded_numel // self.world_size
 

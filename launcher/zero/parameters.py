@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from launcher.comm import collectives
 from launcher.comm.collectives import Pending
 from launcher.comm.groups import DataParallelGroup
+from launcher.comm.link import Arrival, at_once
 from launcher.zero.disk import Swapped
 from launcher.zero.home import HERE, Home
 from launcher.zero.layout import ParamSlot, UnitLayout
-from launcher.zero.stages import ParameterState, Precision
+from launcher.zero.stages import ParameterState, Place, Precision
 
 _ids = itertools.count()
 _HOME = "_launch_home"
@@ -67,6 +68,7 @@ class UnitParameters:
         dtype = residence.dtype
         self.state = ParameterState.WHOLE
         self._gather: Pending | None = None
+        self._arrival: Arrival = at_once  # of the last copy into `shard`, or from it into `flat`
         self._num_bytes = layout.padded_numel * dtype.itemsize
         if is_sharded:
             self.flat = group.buffers.borrow(layout.padded_numel, dtype)  # 1-D [padded], model precision
@@ -131,10 +133,12 @@ class UnitParameters:
         self._master_swap = home.swapped(self.master)
         if self._master_swap is not None:
             self._master_swap.send_out()
-        is_near = self.shard.device == self.master.device
-        # Beside a master on disk no copy stays in host memory, which may not hold all of them.
-        if dtype != self.shard.dtype and self._swap is None and (is_near or home.disk is None):
-            self.copy = self.shard if is_near else home.empty(len(self.owned), self.shard.dtype, self._group)
+        if dtype != self.shard.dtype and self._swap is None:
+            if home.place is self._home.place:
+                self.copy = self.shard
+            elif home.place is Place.HOST:  # half of the master's bytes go to the device
+                self.copy = home.empty(len(self.owned), self.shard.dtype, self._group)
+                self.renew_copy()
         return self._master_swap
 
     def abandon(self) -> None:
@@ -167,8 +171,9 @@ class UnitParameters:
             return
         self._group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
         with self.shard_in_memory(reads=True):
-            self._fetch_shard()
-        self._gather = collectives.all_gather(self._group, self.flat)
+            self._arrival()
+            self._arrival = self._group.link.copy(self._own_flat, self.shard)
+        self._gather = self._gather_others()
         self.state = ParameterState.GATHERING
         self._mark(ZeroParamStatus.INFLIGHT)
 
@@ -197,12 +202,12 @@ class UnitParameters:
         if self._swap is not None:
             self._swap.drop()
 
-    def _fetch_shard(self) -> None:
-        if self.shard.device == self._own_flat.device:
-            self._own_flat.copy_(self.shard)
-            return
-        self._group.link.copy(self._own_flat, self.shard)
-        self._group.link.join()
+    def _gather_others(self) -> Pending:
+        """Start gathering what the other ranks own, after the copy of what this one owns."""
+        if len(self.owned) == self._layout.padded_numel:
+            return Pending()
+        with self._group.link.following():
+            return collectives.all_gather(self._group, self.flat)
 
     def wait(self) -> None:
         """Block until what is on its way has arrived: the values are those of the last step. Cheap when nothing is."""
@@ -210,6 +215,7 @@ class UnitParameters:
             return
         self._gather.wait()
         self._gather = None
+        self._arrival()
         self.state = ParameterState.WHOLE
         if self.is_sharded:
             for param, view in zip(self._params, self._views, strict=True):
@@ -242,10 +248,9 @@ class UnitParameters:
         source = self.copy if is_written and self.copy is not None else self.master
         if source is not self.shard:
             with self.shard_in_memory(reads=False, writes=True):
-                self._group.link.copy(self.shard, source)
-                self._group.link.join()
-        if not self.is_sharded and len(self.owned) != self._layout.padded_numel:
-            self._gather = collectives.all_gather(self._group, self.flat)
+                self._arrival = self._group.link.copy(self.shard, source)
+        if not self.is_sharded:
+            self._gather = self._gather_others()
             self.state = ParameterState.GATHERING
 
     def refresh(self) -> None:
@@ -257,8 +262,14 @@ class UnitParameters:
             if self._master_swap is not None:
                 self._master_swap.bring_in(reads=False)
             self.master.copy_(self._own_flat)
+            self.renew_copy()
             if self._master_swap is not None:
                 self._master_swap.send_out()
+
+    def renew_copy(self) -> None:
+        """Take over that the master was written from elsewhere: what sits a step out is sent from the copy too."""
+        if self.copy is not None and self.copy is not self.shard:
+            self.copy.copy_(self.master)
 
 
 def home_of(param: nn.Parameter) -> UnitParameters | None:

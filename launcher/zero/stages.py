@@ -117,6 +117,13 @@ class OffloadPolicy:
         """Say whether anything is offloaded."""
         return self.optimizer is not Place.DEVICE or self.params is not Place.DEVICE
 
+    @property
+    def label(self) -> str:
+        """What goes where, for the start line."""
+        part = f"{self.optimizer_ratio:.0%} of the optimizer" if self.optimizer_ratio < 1 else "optimizer"
+        places = {part: self.optimizer, "parameters": self.params}
+        return " · ".join(f"{what} → {place.value}" for what, place in places.items() if place is not Place.DEVICE)
+
 
 @dataclass(frozen=True)
 class ZeroPolicy:

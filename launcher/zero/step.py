@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import math
@@ -60,6 +61,7 @@ def step_units(
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
     gradients = [own for _, own in trained]
+    group.link.synchronize()  # gradients in host memory are read from here on
     scaled_norm, used = global_grad_norm(gradients, group)
     norm = scaled_norm / loss_scale
     if used is not None and not policy.accepts_unused:
@@ -68,32 +70,50 @@ def step_units(
         unused = None
         if used is not None:
             unused = {unit.index: unit.unused_ranges(flags) for (unit, _), flags in zip(trained, used, strict=True)}
-
-        group.link.synchronize()
         scale = _grad_scale(norm, policy.max_grad_norm, loss_scale)
+        publisher = _Publisher(units, optimizer, policy)
         if policy.offload.optimizer is not Place.DEVICE:
             with _threads(policy.offload.cores_fraction):
-                optimizer.step(unused, scale, functools.partial(_in_place, units, optimizer, policy))
+                optimizer.step(unused, scale, functools.partial(_in_place, units, publisher))
         else:  # in as few calls of a kernel as can be
             optimizer.step(unused, scale)
-            for unit, _ in trained:
-                _publish(unit, optimizer, policy)
+        publisher.publish_to(len(units))
     for own in gradients:
         own.discard()
     return norm
 
 
+class _Publisher:
+    """Publishes updates in the order of the units: that is the order of the collectives on every rank.
+
+    A rank may own nothing of a unit but padding. Its optimizer does not come by there, and it must gather all the same.
+    """
+
+    def __init__(self, units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy) -> None:
+        self._waiting = collections.deque(unit for unit in units if unit.grads is not None)
+        self._is_written = optimizer.writes_params
+        self.policy = policy
+
+    def publish_to(self, index: int) -> None:
+        """Publish what has not been published up to unit `index`, this one included."""
+        while self._waiting and self._waiting[0].index <= index:
+            unit = self._waiting.popleft()
+            unit.params.publish_update(is_written=self._is_written)
+            if not self.policy.overlap_comm:
+                unit.params.wait()
+
+
 @contextlib.contextmanager
-def _in_place(units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, index: int) -> Iterator[None]:
+def _in_place(units: list[FlatUnit], publisher: _Publisher, index: int) -> Iterator[None]:
     """Have in memory what the update of unit `index` works on; then publish the update and send it out."""
     unit = units[index]
     if unit.swap is not None:
         unit.swap.bring_in()
         following = next((later.swap for later in units[index + 1 :] if later.swap is not None), None)
-        if policy.offload.reads_ahead and following is not None:
+        if publisher.policy.offload.reads_ahead and following is not None:
             following.start_reading()
     yield
-    _publish(unit, optimizer, policy)
+    publisher.publish_to(index)
     if unit.swap is not None:
         unit.swap.send_out(unit.state_tensors())
 
@@ -107,12 +127,6 @@ def _threads(fraction: float) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(given)
-
-
-def _publish(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy) -> None:
-    unit.params.publish_update(is_written=optimizer.writes_params)
-    if not policy.overlap_comm:
-        unit.params.wait()
 
 
 def _grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:

@@ -70,7 +70,7 @@ class FlatUnit:
         self.swap: UnitSwap | None = None  # None: what the optimizer works on is always in memory
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         if members.groups:
-            home = homes.of_optimizer(layout.padded_numel)
+            home = homes.of_optimizer(layout.numel)
             master = self.params.keep_master(policy.precision, home)
             self.grads = UnitGradients(members.params, layout, policy, group, owned, home=home)
             if home.disk is not None and master is not None and self.grads.swap is not None:

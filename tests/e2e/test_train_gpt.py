@@ -42,6 +42,12 @@ def test_same_losses_on_this_machine_over_ssh_and_at_stage_3(sshd: LoopbackSshd,
         assert "zero stage 2" in result.out
 
 
+def test_optimizer_and_parameters_in_host_memory(tmp_path: Path) -> None:
+    result = train(tmp_path, "--num_gpus", "2", config=ROOT / "examples/configs/zero3_offload.json")
+    assert float(losses(result)[-1]) < float(losses(result)[0])
+    assert "offload: optimizer → cpu · parameters → cpu" in result.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -58,16 +58,17 @@ def test_bytes_per_parameter(stage: int, precision: Precision, expected: tuple[f
 @pytest.mark.parametrize(
     ("stage", "precision", "offload", "device", "host"),
     [
-        (1, BF16, Offload("cpu"), (2, 4, 0), 16 / N),
-        (2, BF16, Offload("cpu"), (2, 0, 0), 16 / N),
-        (3, BF16, Offload("cpu"), (2 / N, 0, 0), 16 / N),
+        # The host keeps a 16-bit copy of what it updates, unless the parameters rest there anyway.
+        (1, BF16, Offload("cpu"), (2, 4, 0), 18 / N),
+        (2, BF16, Offload("cpu"), (2, 0, 0), 18 / N),
+        (3, BF16, Offload("cpu"), (2 / N, 0, 0), 18 / N),
         (3, BF16, CPU, (0, 0, 0), 18 / N),
         (3, BF16, Offload(param="cpu"), (0, 4 / N, 12 / N), 2 / N),
         # fp32: the host needs parameters of its own to update, unless they rest there anyway.
         (2, FP32, Offload("cpu"), (4, 0, 0), 16 / N),
         (3, FP32, CPU, (0, 0, 0), 16 / N),
         (3, FP32, Offload(param="cpu"), (0, 4 / N, 12 / N), 4 / N),
-        (2, BF16, Offload("cpu", optimizer_ratio=0.5), (2, 2 / N, 6 / N), 8 / N),
+        (2, BF16, Offload("cpu", optimizer_ratio=0.5), (2, 2 / N, 6 / N), 9 / N),
     ],
 )
 def test_bytes_per_parameter_with_offload(
@@ -143,7 +144,8 @@ def test_offload_moves_bytes_and_loses_none(model: ModelFacts, precision: Precis
         here = rank_memory(model, Setting(stage, precision), n)
         for offload in (Offload("cpu"), *([CPU] if stage == 3 else [])):
             away = rank_memory(model, Setting(stage, precision, offload), n)
-            assert abs(away.model_states + away.host - here.model_states) <= 4
+            copied = 0 if offload is CPU else precision.param_bytes * model.num_trainable / n
+            assert abs(away.model_states + away.host - here.model_states - copied) <= 5
 
 
 @given(models, precisions, worlds)
