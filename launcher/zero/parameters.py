@@ -134,7 +134,7 @@ class UnitParameters:
         if self._master_swap is not None:
             self._master_swap.send_out()
         if dtype != self.shard.dtype and self._swap is None:
-            if home.place is self._home.place:
+            if home.place is self.home.place:
                 self.copy = self.shard
             elif home.place is Place.HOST:  # half of the master's bytes go to the device
                 self.copy = home.empty(len(self.owned), self.shard.dtype, self._group)
