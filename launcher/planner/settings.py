@@ -18,6 +18,7 @@ OPTIMIZER_STATES = {
     "Adagrad": 1, "Lion": 1, "Muon": 1, "SGD": 0, "MuSGD": 0,
 }  # fmt: skip
 DEFAULT_PRECISION = "bf16"
+EXAMPLE_NVME_PATH = "/local_nvme"  # what a config that is printed names, for its reader to replace
 # From the quickest to the smallest, as the guides advise to go.
 _LADDER = (
     (0, "none", "none"),
@@ -42,10 +43,9 @@ def ladder(base: Setting) -> list[Setting]:
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
     zero: dict[str, Any] = {"stage": setting.stage}
-    if setting.offload.optimizer != "none":
-        zero["offload_optimizer"] = {"device": setting.offload.optimizer}
-    if setting.offload.param != "none":
-        zero["offload_param"] = {"device": setting.offload.param}
+    for name, place in (("offload_optimizer", setting.offload.optimizer), ("offload_param", setting.offload.param)):
+        if place != "none":
+            zero[name] = {"device": place, **({"nvme_path": EXAMPLE_NVME_PATH} if place == "nvme" else {})}
     if setting.precision.name == "fp32":
         return {"zero_optimization": zero}
     return {setting.precision.name: {"enabled": True}, "zero_optimization": zero}

@@ -55,8 +55,14 @@ def test_every_key_that_counts_is_read() -> None:
             "stage3_prefetch_bucket_size": 18,
             "stage3_max_live_parameters": 20,
             "stage3_max_reuse_distance": 19,
-            "offload_optimizer": {"device": "nvme", "buffer_count": 14, "ratio": 0.5},
-            "offload_param": {"device": "nvme", "buffer_count": 15, "buffer_size": 16, "max_in_cpu": 17},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 14, "ratio": 0.5},
+            "offload_param": {
+                "device": "nvme",
+                "nvme_path": "/disk",
+                "buffer_count": 15,
+                "buffer_size": 16,
+                "max_in_cpu": 17,
+            },
         },
     }
     found, batch = setting_of(config)
