@@ -18,6 +18,7 @@ OPTIMIZER_STATES = {
     "Adagrad": 1, "Lion": 1, "Muon": 1, "SGD": 0, "MuSGD": 0,
 }  # fmt: skip
 DEFAULT_PRECISION = "bf16"
+EXAMPLE_NVME_PATH = "/local_nvme"  # what a config that is printed names, for its reader to replace
 # From the quickest to the smallest, as the guides advise to go.
 _LADDER = (
     (0, "none", "none"),
@@ -39,15 +40,12 @@ def ladder(base: Setting) -> list[Setting]:
     ]
 
 
-EXAMPLE_FOLDER = "/local_nvme"  # which disk it is going to be the planner cannot know
-
-
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
     zero: dict[str, Any] = {"stage": setting.stage}
     for name, place in (("offload_optimizer", setting.offload.optimizer), ("offload_param", setting.offload.param)):
         if place != "none":
-            zero[name] = {"device": place, **({"nvme_path": EXAMPLE_FOLDER} if place == "nvme" else {})}
+            zero[name] = {"device": place, **({"nvme_path": EXAMPLE_NVME_PATH} if place == "nvme" else {})}
     if setting.precision.name == "fp32":
         return {"zero_optimization": zero}
     return {setting.precision.name: {"enabled": True}, "zero_optimization": zero}

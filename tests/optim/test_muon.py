@@ -237,9 +237,12 @@ def masters(rank: int, world_size: int, stage: int, num_steps: int) -> dict[str,
     return {name: launcher.zero.safe_get_full_fp32_param(param) for name, param in named}
 
 
-@pytest.mark.parametrize("zero", [{"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}])
-def test_offload_goes_unit_by_unit(zero: dict[str, Any]) -> None:
-    assert_equal(run_on_ranks(2, train, 3, {"zero": zero}), train_plain())
+@pytest.mark.parametrize(
+    ("stage", "key"),
+    [(1, "offload_optimizer"), (2, "offload_optimizer"), (3, "offload_optimizer"), (3, "offload_param")],
+)
+def test_offload_goes_unit_by_unit(stage: int, key: str) -> None:
+    assert_equal(run_on_ranks(2, train, stage, {"zero": {key: {"device": "cpu"}}}), train_plain())
 
 
 @pytest.mark.parametrize("stays", [False, True])
