@@ -61,7 +61,7 @@ def _torch_text(torch: dict[str, Any]) -> str:
         f"CUDA {torch['cuda']}" if torch["cuda"] else "no CUDA",
         f"NCCL {torch['nccl']}" if torch["nccl"] else "no NCCL",
         "gloo" if torch["gloo"] else "no gloo",
-        f"CPU kernels {torch['cpu_capability']}",
+        f"CPU capability {torch['cpu_capability']}",
     ]
     return " · ".join(parts)
 
