@@ -21,6 +21,7 @@ Tables belong to the stream that was current when they were made: use a kernel o
 from __future__ import annotations
 
 import math
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -233,6 +234,16 @@ def find_triton_kernel() -> TritonKernel | str:
         kernel = TritonKernel()
     except (ImportError, OSError) as error:  # not installed, or its library does not fit this system
         return f"Triton cannot be loaded: {error}"
-    if kernel.is_interpreted and torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        return kernel
+    if kernel.is_interpreted:
         return "TRITON_INTERPRET is set, and interpreted kernels cannot read a GPU's memory"
+    try:
+        kernel.sum_of_squares([torch.zeros(1, device="cuda")])
+    except (
+        OSError,
+        RuntimeError,
+        subprocess.SubprocessError,
+    ) as error:  # it needs a C compiler
+        return f"Triton cannot compile: {str(error).splitlines()[0]}"
     return kernel
