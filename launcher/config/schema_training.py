@@ -30,7 +30,7 @@ class Fp16(Section):
     auto_cast: Flag = key(False, "cast floating-point inputs to fp16")
     loss_scale: NonNegative = key(0, "fixed loss scale; 0: dynamic")
     initial_scale_power: Count = key(16, "the dynamic scale starts at 2 to this power")
-    loss_scale_window: PositiveInt = key(1000, "good steps before the scale is doubled")
+    loss_scale_window: PositiveInt = key(1000, "good steps before one that doubles the scale")
     hysteresis: PositiveInt = key(2, "overflows before the scale is halved")
     consecutive_hysteresis: Flag = key(False, "a good step forgets earlier overflows")
     min_loss_scale: NonNegative = key(1, "the scale never gets smaller")

@@ -22,7 +22,7 @@ class LossScaleRules:
 
     initial_scale: float
     is_dynamic: bool = True
-    window: int = 1000  # steps without overflow before the scale is doubled
+    window: int = 1000  # good steps before one that doubles the scale
     hysteresis: int = 2  # overflows before the scale is halved: all but the last of them leave it
     consecutive_hysteresis: bool = False  # every good step forgets earlier overflows, not only one that doubles
     min_scale: float = 1.0
@@ -79,7 +79,8 @@ class LossScaler:
         self._overflows_at_minimum = 0
         if not self.rules.is_dynamic:
             return
-        is_window_over = (self._num_steps - self._last_overflow) % self.rules.window == 0
+        num_good = self._num_steps - self._last_overflow - 1  # in a row before this one
+        is_window_over = num_good > 0 and num_good % self.rules.window == 0
         if self.rules.consecutive_hysteresis or is_window_over:
             self._hysteresis = self.rules.hysteresis
         if is_window_over:

@@ -222,7 +222,7 @@ def test_a_config_file_of_the_engine(tmp_path: Path) -> None:
     (row,) = found["rows"]
     assert (row["stage"], row["precision"], row["offload_optimizer"]) == (3, "fp16", "cpu")
     assert found["workload"]["batch_size"] == 2
-    assert row["host_bytes_per_node"] == (4 + 4 + 4) * 7 * 10**9  # master, momentum, gradient
+    assert row["host_bytes_per_node"] == (4 + 4 + 4 + 2) * 7 * 10**9  # master, momentum, gradient, 16-bit copy
     assert any("is not supported" in notice for notice in found["notices"]) == bool(row["refused_by_this_release"])
     (tmp_path / "ds.json").write_text('{"zero_optimzation": {}}')
     result = run_launch(tmp_path, "estimate", "7B", "--config", "ds.json")

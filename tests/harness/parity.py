@@ -160,7 +160,7 @@ def train_fp32(case: Case) -> Trajectory:
 
 class ReferenceScale:
     """The dynamic loss scale written down from its rules: an overflow halves it once hysteresis is used up, a window of
-    good steps doubles it and forgives."""
+    good steps before another one doubles it and forgives."""
 
     def __init__(self, case: Case) -> None:
         section = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "loss_scale": 0, **case.fp16}
@@ -180,10 +180,10 @@ class ReferenceScale:
             else:
                 self.value = max(self.value / 2, 1.0)
             return
-        self.good += 1
-        if self.good % self.window == 0:
+        if self.good and self.good % self.window == 0:
             self.value *= 2
             self.left = self.full
+        self.good += 1
 
 
 def train_mixed(case: Case, world_size: int, grad_norms: list[float]) -> Trajectory:

@@ -24,11 +24,11 @@ def scales(steps: str, **rules: Any) -> list[float]:
     ("steps", "rules", "expected"),
     [
         ("xx.", {}, [8, 4, 4]),
-        (".......", {}, [16, 16, 32, 32, 32, 64, 64]),
-        ("..x...", {}, [16, 16, 8, 8, 8, 16]),  # an overflow starts the window anew
+        (".......", {}, [16, 16, 16, 32, 32, 32, 64]),
+        ("..x....", {}, [16, 16, 8, 8, 8, 8, 16]),  # an overflow starts the window anew
         ("xxx", {"hysteresis": 2}, [16, 8, 4]),  # hysteresis tolerates the first overflow, not each second one
         ("x.x", {"hysteresis": 2}, [16, 16, 8]),  # a good step alone does not refill it
-        ("x...x", {"hysteresis": 2}, [16, 16, 16, 32, 32]),  # a window of them does
+        ("x....x", {"hysteresis": 2}, [16, 16, 16, 16, 32, 32]),  # a window of them does
         ("x.x", {"hysteresis": 2, "consecutive_hysteresis": True}, [16, 16, 16]),
         ("xxxx", {"min_scale": 4.0}, [8, 4, 4, 4]),
         ("xx....", {"is_dynamic": False}, [16] * 6),
