@@ -89,9 +89,11 @@ def bandwidths_gbps(kind: str, num_bytes: int, world_size: int, duration_s: floa
 
 
 def _caller() -> str:
-    """Return the function outside of this room that called a collective."""
+    """Return the function outside of this room that called a collective; of private ones, who called them."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_OWN_FOLDER) or frame.f_code.co_name.startswith("_")
+    ):
         frame = frame.f_back
     return frame.f_code.co_name
 

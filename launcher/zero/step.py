@@ -98,7 +98,9 @@ class _Publisher:
         """Publish what has not been published up to unit `index`, this one included."""
         while self._waiting and self._waiting[0].index <= index:
             unit = self._waiting.popleft()
-            unit.params.publish_update(is_written=self._is_written)
+            # What is passed by may be on disk.
+            with unit.in_memory(writes=False) if unit.index < index else contextlib.nullcontext():
+                unit.params.publish_update(is_written=self._is_written)
             if not self.policy.overlap_comm:
                 unit.params.wait()
 

@@ -260,8 +260,10 @@ def train_and_look(rank: int, world_size: int, zero: dict[str, Any]) -> tuple[di
     """Return the weights, and whether states have memory between steps."""
     engine = start(rank, world_size, 3, zero=zero)
     run(engine, rank, world_size)
-    shards = engine.optimizer.state_dict()["shards"][:-2]  # the last unit's may still be on their way
-    states = [item for runs in shards for run in runs for item in run["state"].items() if item[0] != "step"]
+    flat = engine.optimizer.optimizer
+    num_shards = len(engine.optimizer.state_dict()["shards"]) - 2  # the last unit's may still be on their way
+    runs = [run for shard in range(num_shards) for run in flat.states(shard)]
+    states = [item for run in runs for item in run.state.items() if item[0] != "step"]
     in_memory = {(name, state.untyped_storage().nbytes() > 0) for name, state in states}
     return engine.state_dict(), in_memory
 

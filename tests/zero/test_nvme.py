@@ -400,6 +400,7 @@ def test_forked_workers_load_data_beside_an_engine_on_disk(tmp_path: Path) -> No
 def test_every_key_that_works_with_nvme_is_read(tmp_path: Path) -> None:
     zero = {
         "stage3_param_persistence_threshold": 0,
+        "save_muon_momentum_buffer_in_memory": True,  # what it does: tests/optim/test_muon.py
         "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "a"), **PIPELINED},
         "offload_param": {
             "device": "nvme",
@@ -415,6 +416,7 @@ def test_every_key_that_works_with_nvme_is_read(tmp_path: Path) -> None:
     given = {f"aio.{key}" for key in aio} | {
         f"zero_optimization.{section}.{key}" for section in BOTH for key in zero[section] if key != "device"
     }
+    given.add("zero_optimization.save_muon_momentum_buffer_in_memory")
     acting = [key for key in all_keys() if key.status == Support.WITH_NVME.value and key.type != "section"]
     assert given == {key.path for key in acting}
     engine = engine_of(build("Plain"), 1, zero, aio=aio)
