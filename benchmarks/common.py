@@ -69,3 +69,11 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def write_page(text: str, output: Path | None) -> None:
+    """Write a page to a file, or show it where none was named."""
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from common import machine_line, median, spread, table
+from common import machine_line, median, spread, table, write_page
 from step_time import DEVICE, EngineLoop, build_model, make_batch, measure
 
 import launcher
@@ -88,10 +88,7 @@ def main() -> None:
             " round.\n`launch --num_gpus 2 benchmarks/offload_time.py`."
         )
         text = f"## Offload to host memory\n\n{machine_line('torch', 'deepspeed')}\n{setting}\n\n{part}"
-        if options.output:
-            options.output.write_text(text)
-        else:
-            print(text)
+        write_page(text, options.output)
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from common import machine_line, table
+from common import machine_line, table, write_page
 from harness.parity import (
     RESTLESS_SCALE,
     Case,
@@ -140,10 +140,7 @@ def main() -> int:
     begun_s = time.monotonic()
     rows = [compare(case, world_size) for world_size in worlds for case in cases(stages, options.steps)]
     text = report(rows, options.steps, time.monotonic() - begun_s, worst=options.worst)
-    if options.output is None:
-        sys.stdout.write(text)
-    else:
-        options.output.write_text(text)
+    write_page(text, options.output)
     return 0 if all(row.is_good for row in rows) else 1
 
 

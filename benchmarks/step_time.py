@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import machine_line, median, spread, table
+from common import machine_line, median, spread, table, write_page
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -258,10 +258,7 @@ def main() -> None:
             " `launch --num_gpus 2 benchmarks/step_time.py`."
         )
         text = f"## Step times\n\n{machine_line('torch', 'deepspeed')}\n{setting}\n\n{''.join(parts)}"
-        if options.output:
-            options.output.write_text(text)
-        else:
-            print(text)
+        write_page(text, options.output)
     dist.destroy_process_group()
 
 

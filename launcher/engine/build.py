@@ -15,7 +15,7 @@ from launcher.comm import collectives
 from launcher.comm.exit import leave_in_order
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
 from launcher.config.auto import AutoFacts, resolve_auto
-from launcher.config.batch import solve_batch
+from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import load_config
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
@@ -90,12 +90,7 @@ def initialize(
     loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
     facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
-    batch = solve_batch(
-        settings.train_batch_size,
-        settings.train_micro_batch_size_per_gpu,
-        settings.gradient_accumulation_steps,
-        group.world_size,
-    )
+    batch = _batch(settings, group)
     policy = zero_policy(settings, group)
     use_section(settings.activation_checkpointing)
     if group.device.type == "cuda":
@@ -108,22 +103,39 @@ def initialize(
     disks = swap_space(settings)
     built = _shard(model, plan, policy, group, loss_scale_rules(settings), disks)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
-    loader = None
-    if training_data is not None:
-        loader = build_loader(
-            training_data,
-            batch_size=batch.micro_batch_size,
-            rank=group.rank,
-            world_size=group.world_size,
-            collate_fn=collate_fn,
-            drop_last=settings.dataloader_drop_last,
-            pin_memory=group.device.type == "cuda",
-        )
+    loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
     parts = EngineParts(group, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
     announce_disks(disks)
     if group.rank == 0:
         announce(parts, loaded.notices, choices, plan)
     return Engine(model, parts), built.optimizer, loader, scheduler
+
+
+def _batch(settings: Config, group: DataParallelGroup) -> BatchPlan:
+    return solve_batch(
+        settings.train_batch_size,
+        settings.train_micro_batch_size_per_gpu,
+        settings.gradient_accumulation_steps,
+        group.world_size,
+    )
+
+
+def _loader(
+    data: Dataset[Any],
+    collate_fn: Callable[[list[Any]], Any] | None,
+    settings: Config,
+    batch: BatchPlan,
+    group: DataParallelGroup,
+) -> DistributedLoader:
+    return build_loader(
+        data,
+        batch_size=batch.micro_batch_size,
+        rank=group.rank,
+        world_size=group.world_size,
+        collate_fn=collate_fn,
+        drop_last=settings.dataloader_drop_last,
+        pin_memory=group.device.type == "cuda",
+    )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -95,8 +95,9 @@ class Session(ABC):
     def stop(self, grace_s: float) -> None:
         """Ask the far end to end its program; called again for a shorter grace."""
 
-    def ping(self) -> None:  # noqa: B027  # only some far ends want to hear
-        """Tell the far end, every few seconds, that somebody listens."""
+    @abstractmethod
+    def ping(self) -> None:
+        """Tell the far end that somebody listens; called every few seconds."""
 
     def serve(self, transport_for: Callable[[Host], Transport], room: threading.Semaphore) -> None:
         """Connect and follow the program to its end; every failure becomes the result's `error`."""

@@ -5,7 +5,7 @@ You et al., "Large Batch Optimization for Deep Learning", https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from launcher.kernels.api import Lamb as LambRule
 from launcher.kernels.api import Span
 from launcher.kernels.reference import ReferenceKernel
+from launcher.optim.shared import Closure, evaluated, moment_options
 
 
 class Lamb(torch.optim.Optimizer):
@@ -39,12 +40,9 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {**self.OPTIONS, **options})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]  # overloads
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         kernel = ReferenceKernel()
         for group in self.param_groups:
             for param in group["params"]:
@@ -67,13 +65,8 @@ class Lamb(torch.optim.Optimizer):
 
 def lamb_rule(group: Mapping[str, Any], step: int) -> LambRule:
     """Return the rule of one step, its trust ratio not known yet."""
-    beta1, beta2 = map(float, group["betas"])
     return LambRule(
-        float(group["lr"]),
-        beta1,
-        beta2,
-        float(group["eps"]),
-        float(group["weight_decay"]),
+        *moment_options(group),
         step,
         corrects_bias=group["bias_correction"],
         is_eps_inside_root=group["eps_inside_sqrt"],

@@ -5,11 +5,13 @@ Chen et al., "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from launcher.optim.shared import Closure, evaluated
 
 # Elements updated together, by kind of device: all at once would need a temporary of a whole shard. On a CPU the
 # pieces also stay in the cache: 35 M elements on one thread took 117 ms in pieces of 16 M, 32 ms in these.
@@ -27,12 +29,9 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]  # overloads
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for batch in _batches(self._with_momentum(group["params"])):
                 _update(*batch, group)

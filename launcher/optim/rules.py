@@ -12,6 +12,7 @@ from launcher.kernels.api import Adagrad, Adam, Lion, Rule, Sgd
 from launcher.optim import lion
 from launcher.optim.lamb import Lamb, lamb_rule
 from launcher.optim.muon.muon import MUON_KINDS, muon_rule
+from launcher.optim.shared import moment_options
 
 Group = Mapping[str, Any]
 # From a group and the number of the step being taken, from 1, to the rule of that step.
@@ -19,13 +20,8 @@ MakeRule = Callable[[Group, int], Rule]
 
 
 def _adam(group: Group, step: int, *, is_decoupled: bool = False) -> Adam:
-    beta1, beta2 = map(float, group["betas"])
     return Adam(
-        float(group["lr"]),
-        beta1,
-        beta2,
-        float(group["eps"]),
-        float(group["weight_decay"]),
+        *moment_options(group),
         step,
         is_decoupled=is_decoupled or bool(group.get("decoupled_weight_decay")),
         corrects_bias=group.get("bias_correction", True),

@@ -128,8 +128,8 @@ class Swapped:
         if self.state in (SwapState.READING, SwapState.IN):
             self._take_back()
 
-    def forget(self) -> None:
-        """Have the disk keep nothing of this: its values are needed no more."""
+    def settle_disk(self) -> None:
+        """Wait for every write of the disk: none may come after what is written next to this."""
         self._disk.settle(max_writes=0)
 
     def _lend(self) -> None:

@@ -144,7 +144,7 @@ class UnitParameters:
     def abandon(self) -> None:
         """Give memory and disk back: the parameters have moved to another unit."""
         if self._swap is not None:
-            self._swap.forget()
+            self._swap.settle_disk()
         if self.is_sharded and self.state is not ParameterState.SHARDED:
             self._group.buffers.take_back(self.flat.untyped_storage())
             self.state = ParameterState.SHARDED

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import disks
 from harness.launching import run_launch
 
 from launcher.config.check import check
@@ -64,12 +64,8 @@ def test_wrong_usage_is_one_clear_message(tmp_path: Path, args: tuple[str, ...],
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "launch-test", folder], capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with disks.small_disk(tmp_path / "small", "1m") as folder:
+        yield folder
 
 
 def test_a_disk_that_is_too_full_is_named_with_what_is_free(tmp_path: Path, small_disk: Path) -> None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from harness.lamb import PlainLamb
 from harness.logs import logged
-from harness.onebit import ReferenceMean
+from harness.onebit import BETAS, EPS, SAMPLES, data, make_net, reference_adam, reference_lamb, reference_zero_one
 from harness.ranks import run_on_ranks
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import launcher
 from launcher.base.errors import ConfigError, EngineError
 from launcher.config.load import load_config
 from launcher.optim.onebit.zero_one import is_exchange_step, is_variance_step
 
-SAMPLES, WIDTH, HIDDEN = 16, 8, 96
-BETAS, EPS = (0.9, 0.99), 1e-8
 # Type -> params that compress after 3 steps.
 EARLY: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"freeze_step": 3},
@@ -34,33 +31,6 @@ NEVER = {
     "OneBitLamb": {"max_coeff": 0.3, "eps_inside_sqrt": True},
 }
 TYPES = pytest.mark.parametrize("name", EARLY)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, HIDDEN)
-        self.second = nn.Linear(HIDDEN, HIDDEN)
-        self.head = nn.Linear(HIDDEN, 1)
-        self.spare = nn.Linear(WIDTH, 1)
-        self.uses_spare = False
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
-        out = self.head(hidden) + (self.spare(x) if self.uses_spare else 0.0)
-        return F.mse_loss(out.squeeze(-1).float(), y.float())
-
-
-def make_net() -> Net:
-    torch.manual_seed(3)
-    return Net()
-
-
-def data(num_steps: int) -> list[tuple[Tensor, Tensor]]:
-    """The whole batch of every step; something can be learnt from it."""
-    generator = torch.Generator().manual_seed(1)
-    xs = torch.randn(num_steps, SAMPLES, WIDTH, generator=generator)
-    return [(x, torch.sin(x[:, 0]) + 0.5 * x[:, 1]) for x in xs]
 
 
 def start(world_size: int, name: str, params: dict[str, Any], **more: Any) -> Any:
@@ -89,31 +59,6 @@ def run(engine: Any, rank: int, world_size: int, steps: list[tuple[Tensor, Tenso
 # ---- before compression ----
 
 
-class PlainLamb:
-    """You et al., https://arxiv.org/abs/1904.00962, algorithm 2, one parameter after another."""
-
-    def __init__(self, params: list[nn.Parameter], *, lr: float, weight_decay: float, most: float) -> None:
-        self.params, self.lr, self.weight_decay, self.most = params, lr, weight_decay, most
-        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.count += 1
-        for p, (m, v) in zip(self.params, self.moments, strict=True):
-            if p.grad is None:
-                continue
-            m.copy_(BETAS[0] * m + (1 - BETAS[0]) * p.grad)
-            v.copy_(BETAS[1] * v + (1 - BETAS[1]) * p.grad**2)
-            m_hat, v_hat = m / (1 - BETAS[0] ** self.count), v / (1 - BETAS[1] ** self.count)
-            update = m_hat / (v_hat + EPS).sqrt() + self.weight_decay * p
-            p -= self.lr * (p.norm() / update.norm()).clamp(0.01, self.most) * update
-
-    def zero_grad(self) -> None:
-        for p in self.params:
-            p.grad = None
-
-
 def _weights(rank: int, world_size: int, name: str, params: dict[str, Any], num_steps: int) -> dict[str, Tensor]:
     engine = start(world_size, name, params)
     run(engine, rank, world_size, data(num_steps))
@@ -127,7 +72,7 @@ def test_the_warm_up_is_the_plain_optimizer(name: str, world_size: int) -> None:
     params = list(model.parameters())
     plain: Any = torch.optim.AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1)
     if name == "OneBitLamb":
-        plain = PlainLamb(params, lr=1e-2, weight_decay=0.1, most=0.3)
+        plain = PlainLamb(params, lr=1e-2, weight_decay=0.1, most=0.3, betas=BETAS, eps=EPS, is_eps_inside_root=True)
     for x, y in data(6):
         model(x, y).backward()
         plain.step()
@@ -138,126 +83,6 @@ def test_the_warm_up_is_the_plain_optimizer(name: str, world_size: int) -> None:
 
 
 # ---- after it: against the algorithm written down for all ranks in one process ----
-
-
-class Reference:
-    """Every rank's gradients, momenta and weights, side by side."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.models = [make_net() for _ in range(world_size)]
-        self.trained = [[p for n, p in model.named_parameters() if "spare" not in n] for model in self.models]
-        self.m = [[torch.zeros(p.numel()) for p in params] for params in self.trained]
-        self.v = [torch.zeros(p.numel()) for p in self.trained[0]]
-        self.mean = ReferenceMean(world_size, [p.numel() for p in self.trained[0]])
-
-    def gradients(self, x: Tensor, y: Tensor) -> list[list[Tensor]]:
-        """By rank and parameter, flat."""
-        parts = zip(self.models, self.trained, x.chunk(self.world_size), y.chunk(self.world_size), strict=True)
-        return [[g.view(-1) for g in torch.autograd.grad(model(a, b), params)] for model, params, a, b in parts]
-
-    def update_momenta(self, grads: list[list[Tensor]]) -> None:
-        for m_of, g_of in zip(self.m, grads, strict=True):
-            for m, g in zip(m_of, g_of, strict=True):
-                m.lerp_(g, 1 - BETAS[0])
-
-    def update_variance(self, grads: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Return the mean gradient, once for each rank."""
-        mean = [sum(of_all) / self.world_size for of_all in zip(*grads, strict=True)]
-        for v, g in zip(self.v, mean, strict=True):
-            v.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
-        return [mean] * self.world_size  # type: ignore[list-item]
-
-    def exchange(self) -> None:
-        means = self.mean.average(self.m)
-        self.m = [[m.clone() for m in means] for _ in range(self.world_size)]
-
-    @torch.no_grad()
-    def move(self, lengths: Callable[[int, Tensor, Tensor], float], num_steps: int, num_variances: int) -> None:
-        """Step along the corrected update; lengths: from a parameter's number, itself and its update to the length."""
-        for params, m_of in zip(self.trained, self.m, strict=True):
-            for i, (p, m, v) in enumerate(zip(params, m_of, self.v, strict=True)):
-                root = (v / (1 - BETAS[1] ** num_variances)).sqrt() + EPS
-                update = (m / (1 - BETAS[0] ** num_steps) / root).view(p.shape)
-                p -= lengths(i, p, update) * update
-
-
-def reference_adam(world_size: int, steps: list[tuple[Tensor, Tensor]]) -> Reference:
-    ours = Reference(world_size)
-    for t, (x, y) in enumerate(steps):
-        grads = ours.gradients(x, y)
-        ours.update_momenta(grads if t >= 3 else ours.update_variance(grads))
-        if t >= 3:
-            ours.exchange()
-        ours.move(lambda *_: 1e-2, t + 1, min(t + 1, 3))
-    return ours
-
-
-def reference_lamb(world_size: int, steps: list[tuple[Tensor, Tensor]]) -> Reference:
-    ours = Reference(world_size)
-    num = len(ours.v)
-    coefficients: list[Any] = [None] * num
-    factors = [1.0] * num
-    fresh = [v.clone() for v in ours.v]
-
-    def warm(i: int, p: Tensor, update: Tensor) -> float:
-        ratio = (p.norm() / update.norm()).clamp(0.01, 10.0).item()
-        if p is ours.trained[0][i]:
-            coefficients[i] = ratio if coefficients[i] is None else 0.9 * coefficients[i] + 0.1 * ratio
-        return 1e-2 * ratio
-
-    for t, (x, y) in enumerate(steps):
-        grads = ours.gradients(x, y)
-        before = [m.clone() for m in ours.m[0]]
-        ours.update_momenta(grads if t >= 3 else ours.update_variance(grads))
-        if t < 3:
-            ours.move(warm, t + 1, t + 1)
-            fresh = [v.clone() for v in ours.v]
-            continue
-        ours.exchange()
-        for i in range(num):
-            implied = (ours.m[0][i] - BETAS[0] * before[i]) / (1 - BETAS[0])
-            fresh[i] = BETAS[1] * fresh[i] + (1 - BETAS[1]) * implied**2
-            frozen_root = (ours.v[i] / (1 - BETAS[1] ** 3)).sqrt() + EPS
-            fresh_root = (fresh[i] / (1 - BETAS[1] ** (t + 1))).sqrt() + EPS
-            factor = min(4.0, max(0.5, (frozen_root / fresh_root).max().item()))
-            factors[i] = min(factors[i] * 1.1, max(factors[i] * 0.9, factor))
-        ours.move(lambda i, *_: 1e-2 * coefficients[i] * factors[i], t + 1, 3)
-    return ours
-
-
-def reference_zero_one(world_size: int, steps: list[tuple[Tensor, Tensor]]) -> Reference:
-    """Variance at steps 0, 1, 3, 7; from 8 on apart: 4 exchanges after one step each, then after 2, 2, 4, 4."""
-    ours = Reference(world_size)
-    num_variances, anchor, path, path_rate = 0, None, None, 0.0
-    for t, (x, y) in enumerate(steps):
-        grads = ours.gradients(x, y)
-        if t in (0, 1, 3, 7):
-            grads, num_variances = ours.update_variance(grads), num_variances + 1
-        ours.update_momenta(grads)
-        if t in (2, 4, 5, 6, 8, 9, 10, 11):
-            ours.exchange()
-        if t < 12:
-            ours.move(lambda *_: 1e-2, t + 1, num_variances)
-            continue
-        if path is None:
-            anchor = [p.detach().clone() for p in ours.trained[0]]
-            path, path_rate = [[torch.zeros_like(m) for m in m_of] for m_of in ours.m], 0.0
-        rate = 1e-2 / (1 - BETAS[0] ** (t + 1))
-        path_rate += rate
-        for path_of, m_of in zip(path, ours.m, strict=True):
-            for way, m in zip(path_of, m_of, strict=True):
-                way += rate * m
-        ours.move(lambda *_: 1e-2, t + 1, num_variances)
-        if t in (13, 15, 19, 23):
-            ours.m = [[way / path_rate for way in path_of] for path_of in path]
-            ours.exchange()
-            for params, m_of in zip(ours.trained, ours.m, strict=True):
-                for p, a, m, v in zip(params, anchor or [], m_of, ours.v, strict=True):
-                    root = (v / (1 - BETAS[1] ** num_variances)).sqrt() + EPS
-                    p.data = a - path_rate * (m / root).view(p.shape)
-            path = None
-    return ours
 
 
 REFERENCES = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.lamb import PlainLamb
 from harness.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,7 +30,10 @@ BY_NAME: dict[str, tuple[dict[str, Any], Any]] = {
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     ),
     "Lion": ({"lr": 3e-3, "weight_decay": 0.1}, lambda p: PlainLion(p, 3e-3, (0.9, 0.999), 0.1)),
-    "Lamb": ({"lr": 1e-2, "weight_decay": 0.1, "max_coeff": 2.0}, lambda p: PlainLamb(p, 1e-2, 0.1, 2.0)),
+    "Lamb": (
+        {"lr": 1e-2, "weight_decay": 0.1, "max_coeff": 2.0},
+        lambda p: PlainLamb(p, lr=1e-2, weight_decay=0.1, most=2.0),
+    ),
     "RMSprop": ({"momentum": 0.5, "centered": True}, lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True)),
     "NAdam": ({}, lambda p: torch.optim.NAdam(p)),
     "RAdam": ({"lr": 1e-2}, lambda p: torch.optim.RAdam(p, lr=1e-2)),
@@ -44,32 +48,6 @@ CLIENTS: dict[str, Any] = {
     "AdamW not fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=False),
     "untested": lambda p: SignDescent(p, 1e-3),
 }
-
-
-class PlainLamb:
-    """The paper's algorithm with bounds on the trust ratio, one parameter after another."""
-
-    def __init__(self, params: Any, lr: float, weight_decay: float, max_coeff: float) -> None:
-        self.param_groups = [{"params": list(params), "lr": lr}]
-        self.weight_decay, self.max_coeff, self.num_steps = weight_decay, max_coeff, 0
-        self.moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in self.param_groups[0]["params"]}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.num_steps += 1
-        for p, (m, v) in self.moments.items():
-            if p.grad is None:
-                continue
-            m.mul_(0.9).add_(p.grad, alpha=0.1)
-            v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
-            direction = m / (1 - 0.9**self.num_steps) / ((v / (1 - 0.999**self.num_steps)).sqrt() + 1e-8)
-            direction += self.weight_decay * p
-            ratio = p.norm() / direction.norm() if p.norm() > 0 and direction.norm() > 0 else torch.tensor(1.0)
-            p -= self.param_groups[0]["lr"] * ratio.clamp(0.01, self.max_coeff) * direction
-
-    def zero_grad(self) -> None:
-        for p in self.moments:
-            p.grad = None
 
 
 class PlainLion:

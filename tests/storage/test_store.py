@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import disks
 from harness.launching import ROOT
 
 from launcher.base.errors import EngineError
@@ -219,13 +220,8 @@ def test_more_than_the_disk_has_is_refused_before_anything_is_written(store: Sto
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "launch-test", str(folder)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with disks.small_disk(tmp_path / "small", "1m") as folder:
+        yield folder
 
 
 def test_a_full_disk_is_found_when_room_is_reserved(small_disk: Path) -> None:

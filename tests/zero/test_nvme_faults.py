@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import scripts
+from harness import disks, scripts
 from harness.control_groups import memory_groups
 from harness.launching import Launch
 
@@ -83,13 +82,8 @@ def free_bytes(folder: Path) -> int:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 16 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "launch-test", str(folder)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with disks.small_disk(tmp_path / "disk", "16m") as folder:
+        yield folder
 
 
 def losses_of(out: str) -> list[str]:

@@ -234,16 +234,16 @@ def test_a_layer_over_the_bound_is_tiled(whole: dict[str, Any], how: str) -> Non
     assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert found["state"] == whole["state"]
     assert found["is_loaded"]
-    assert found["live"] <= FEW
-    assert found["peak_bytes"] < 0.6 * whole["peak_bytes"]
+    # The figures of docs/activation.md.
+    assert (whole["live"], whole["peak_bytes"]) == (2_621_440, 20_992_000)
+    assert (found["live"], found["peak_bytes"]) == (FEW, 12_582_912)
 
 
 @pytest.mark.parametrize("how", ["tiles", "tiles and Init"])
 def test_tiles_of_a_tiled_linear_are_fetched_one_by_one(whole: dict[str, Any], how: str) -> None:
     found = run_on_ranks(2, train, FEW, how)[0]
     assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-    assert found["live"] <= FEW
-    assert found["peak_bytes"] < 0.6 * whole["peak_bytes"]
+    assert (found["live"], found["peak_bytes"]) == (FEW, 10_485_760)
     assert "head.linears.7.0.weight" in found["state"]
 
 

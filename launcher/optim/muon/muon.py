@@ -6,7 +6,7 @@ Jordan et al., https://kellerjordan.github.io/posts/muon/; options and defaults 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from launcher.base.errors import EngineError
 from launcher.kernels.api import Adam, Sgd, Span
 from launcher.kernels.reference import ReferenceKernel
 from launcher.optim.muon.orthogonal import Iteration, orthogonalized
+from launcher.optim.shared import Closure, evaluated, moment_options
 
 NS_METHODS = ("gram", "standard")
 
@@ -40,12 +41,9 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{**full, **group} for full, group in zip(defaults, groups, strict=True)], {})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]  # overloads
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         kernel = ReferenceKernel()
         for group in self.param_groups:
             for param in group["params"]:
@@ -114,12 +112,11 @@ def uses_muon(group: Mapping[str, Any]) -> bool:
 
 def muon_rule(group: Mapping[str, Any], step: int) -> Adam | Sgd:
     """Return the rule of one step: of matrices SGD with momentum, whose direction is orthogonalised in between."""
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if uses_muon(group):
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
         momentum, is_nesterov = float(group["momentum"]), bool(group.get("nesterov", True))
         return Sgd(lr, momentum, 0.0, weight_decay, is_nesterov=is_nesterov, is_first=False)
-    beta1, beta2 = map(float, group["betas"])
-    return Adam(lr, beta1, beta2, float(group["eps"]), weight_decay, step)
+    return Adam(*moment_options(group), step)
 
 
 def iteration(group: Mapping[str, Any], device: torch.device) -> Iteration:
