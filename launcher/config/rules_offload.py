@@ -10,6 +10,8 @@ from launcher.config.schema_zero import OffloadOptimizer, OffloadParam
 
 # Types whose step the engine's own kernels take, range by range as a disk delivers them.
 KERNEL_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
+# Those of them whose steps ranks take together.
+_COLLECTIVE = ("Lamb", "Muon")
 
 
 def offload_problems(config: Config) -> list[Problem]:
@@ -32,7 +34,26 @@ def offload_problems(config: Config) -> list[Problem]:
             hint = f'add "nvme_path" to {name}: a folder on the fast disk of each host'
             problems.append((path, f'{name} "nvme" needs a folder', hint))
     kind = config.optimizer.type if config.optimizer is not None else None
+    problems += _delay_problems(zero.offload_optimizer, kind, is_in_host_memory=zero.cpu_offload is True)
     if zero.offload_optimizer.device == "nvme" and kind is not None and kind not in KERNEL_OPTIMIZERS:
         message = f"optimizer type {kind} cannot be updated from disk"
         problems.append((("optimizer", "type"), message, f"use one of {', '.join(KERNEL_OPTIMIZERS)}"))
+    return problems
+
+
+def _delay_problems(section: OffloadOptimizer, kind: str | None, *, is_in_host_memory: bool) -> list[Problem]:
+    """Return why an update cannot be delayed. kind: the optimizer's type, None where a script brings its own."""
+    if section.delayed_update is not True:
+        return []
+    path: Path = ("zero_optimization", "offload_optimizer", "delayed_update")
+    problems: list[Problem] = []
+    if section.device != "cpu" and not is_in_host_memory:
+        message = f"delayed_update needs the optimizer in host memory, not {shown(section.device)}"
+        problems.append((path, message, 'set "device": "cpu", or remove delayed_update'))
+    if section.ratio != 1.0:
+        message = f"delayed_update needs all of the optimizer in host memory, not {shown(section.ratio)} of it"
+        problems.append((path, message, "remove ratio or delayed_update"))
+    if kind is not None and (kind not in KERNEL_OPTIMIZERS or kind in _COLLECTIVE):
+        possible = ", ".join(name for name in KERNEL_OPTIMIZERS if name not in _COLLECTIVE)
+        problems.append((path, f"delayed_update is not possible with {kind}", f"remove it, or use {possible}"))
     return problems

@@ -67,6 +67,8 @@ class OffloadOptimizer(Section):
         False, "offload for tightly coupled CPU and GPU", unsupported("transfers overlap anyway; remove the key")
     )
     cpuadam_cores_perc: Fraction = key(0.8, "part of a rank's cores that update states; left out: all")
+    delayed_update: Flag = key(False, "update beside the next forward and backward, whose weights are one step behind")
+    delayed_update_warmup_steps: Count = key(40, "first steps that are not delayed")
 
 
 class ZenFlow(Section):

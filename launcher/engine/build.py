@@ -36,11 +36,14 @@ from launcher.optim.factory import (
     plan_from_client,
     plan_from_config,
 )
+from launcher.optim.kernel_flat import KernelFlat
 from launcher.optim.muon.plan import muon_plan
 from launcher.optim.onebit.flat import OneBitFlat
 from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
+from launcher.optim.rules import BY_PARAMETER
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
+from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.home import Disks
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
@@ -160,7 +163,15 @@ def _hidden_size(model: nn.Module) -> int | None:
 def _check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, *, forces_kernel: bool) -> None:
     """Raises: EngineError for an optimizer that cannot, or should not, be updated away from the device."""
     place = policy.offload.optimizer
-    if plan is None or plan.kind is not None or place is Place.DEVICE:
+    if plan is None or place is Place.DEVICE:
+        return
+    if policy.offload.is_delayed and (plan.kind is None or plan.kind in BY_PARAMETER):
+        raise EngineError(
+            f"offload_optimizer: delayed_update is not possible with {plan.name}: its steps are not the engine's own,"
+            " or ranks take them together",
+            hint='remove "delayed_update", or use AdamW, Adagrad, Lion or SGD with ordinary options',
+        )
+    if plan.kind is not None:
         return
     remedy = "use AdamW, Adagrad, Lamb, Lion or SGD with ordinary options"
     if place is Place.DISK:
@@ -226,8 +237,10 @@ def _shard(
         return ShardedModel(units, reducer, schedule, None)
     shards = owned_shards(units, whole_parameters=plan.whole_parameters, by_parameter=plan.by_parameter)
     is_split = policy.stage.shards_optimizer and group.process_group is not None
-    # Torch's optimizers update everything at once, which from a disk would have to be in memory together.
-    last_resort = ReferenceKernel() if policy.offload.optimizer is Place.DISK else None
+    # Torch's optimizers update everything at once, which from a disk would have to be in memory together, and with the
+    # hyper-parameters of the moment, which in a thread would be another.
+    needs_kernel = policy.offload.optimizer is Place.DISK or policy.offload.is_delayed
+    last_resort = ReferenceKernel() if needs_kernel else None
     found = {kind: kernel_for(kind) or last_resort for kind in (group.device.type, "cpu")}
     means = Means(
         {kind: kernel for kind, kernel in found.items() if kernel is not None},
@@ -243,7 +256,10 @@ def _shard(
         reducer.keeps_local = lambda: one_bit.wants_local_gradients
     let_units_find_states(units, shards, flat_optimizer)
     scaler = None if scale_rules is None else LossScaler(scale_rules)
-    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler, units))
+    delayed = None
+    if policy.offload.is_delayed and isinstance(flat_optimizer, KernelFlat):
+        delayed = DelayedUpdate(units, flat_optimizer, policy, group)
+    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler, units), delayed)
 
 
 def _optimizer_plan(

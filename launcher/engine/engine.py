@@ -27,6 +27,7 @@ from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.loss import LossTeller
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.optim.torch_schedules import steps_by_itself
+from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
@@ -43,6 +44,7 @@ class ShardedModel:
     reducer: GradientReducer
     schedule: ParameterSchedule
     optimizer: ZeroOptimizer | None  # None: inference only
+    delayed: DelayedUpdate | None = None  # None: a step has ended when `step()` returns
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,8 @@ class Engine(nn.Module):
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
         sharded.reducer.complete()
         sharded.reducer.wait()
-        norm = step_units(sharded.units, optimizer.optimizer, parts.policy, parts.group, optimizer.loss_scale)
+        scale, delayed = optimizer.loss_scale, sharded.delayed
+        norm = step_units(sharded.units, optimizer.optimizer, parts.policy, parts.group, scale, delayed)
         self._grad_norm = norm
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
@@ -343,13 +346,22 @@ class Engine(nn.Module):
         return any(collectives.gather_scalars(self._parts.group, float(condition)))
 
     def synchronize_parameters(self) -> None:
-        """Wait until every parameter holds the last step's update; `state_dict()` and forward do it themselves."""
+        """Wait until every parameter holds the last step's update; `state_dict()` and forward do it themselves.
+
+        With `delayed_update` neither does: they see the update before the last, until this or the next `step()`. Then
+        every rank must call it.
+        """
+        if self._sharded.delayed is not None:
+            self._sharded.delayed.publish()
+        self._wait_for_parameters()
+
+    def _wait_for_parameters(self) -> None:
         for unit in self._sharded.units:
             unit.params.wait()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # overloads
         """Return the model's state dict: plain tensors that do not share the flat buffers' storage."""
-        self.synchronize_parameters()
+        self._wait_for_parameters()
         with GatheredParameters(self.module.parameters()):
             state: Mapping[str, Any] = self.module.state_dict(*args, **kwargs)
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -85,14 +85,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         States that rest on disk are copied to host memory, which must hold them all; the others are live.
         """
+        self._settle()
         state = self.optimizer.state_dict(self._reading if self._rests_on_disk else None)
         return state if self.loss_scaler is None else {**state, "loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()` of the same rank, world size and stage."""
+        self._settle()
         self.optimizer.load_state_dict(state_dict, self._replacing if self._rests_on_disk else None)
         if self.loss_scaler is not None and "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+
+    def _settle(self) -> None:
+        """Wait for updates that still run; parameters that do not have them yet do not matter here."""
+        for unit in self._units:
+            if unit.params.pending is not None:
+                unit.params.pending.settle()
 
     def _reading(self, index: int) -> AbstractContextManager[None]:
         return self._units[index].in_memory(writes=False)

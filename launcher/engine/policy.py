@@ -87,6 +87,8 @@ def _offload(settings: Config) -> OffloadPolicy:
         reads_ahead=optimizer.pipeline_read,
         resident_states=frozenset({"momentum_buffer"} if zero.save_muon_momentum_buffer_in_memory else ()),
         max_host_params=int(params.max_in_cpu),
+        is_delayed=optimizer.delayed_update,
+        num_steps_in_order=int(optimizer.delayed_update_warmup_steps),
         cores_fraction=float(optimizer.cpuadam_cores_perc) if is_fraction_given else 1.0,
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from launcher.optim.api import Around, FlatShard, StateRun, Unused, all_at_once
 from launcher.optim.catalog import kernel_of, ready_fused_sgd
+from launcher.optim.rules import check_torch_steps
 from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs, saved_runs
 
 
@@ -64,7 +65,10 @@ class TorchFlat:
     # ---- the step ----
 
     def step(self, unused: Unused | None = None, grad_scale: float = 1.0, around: Around | None = None) -> None:
-        """Update every shard from its gradient times `grad_scale`, except the `unused` elements."""
+        """Update every shard from its gradient times `grad_scale`, except the `unused` elements.
+
+        Raises: EngineError for an option set since, that the class does not know.
+        """
         with all_at_once(self._shards, around):
             self._step(unused, grad_scale)
 
@@ -78,6 +82,7 @@ class TorchFlat:
         ]
         for run in resting:
             run.param.grad = None
+        check_torch_steps(type(self._inner), self._outer)
         self._copy_options(self._outer, self._inner.param_groups)
         if type(self._inner) is torch.optim.SGD:
             ready_fused_sgd(self._inner)

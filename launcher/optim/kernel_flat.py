@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,15 +98,33 @@ class KernelFlat:
             with around(unit):
                 self._update(numbers, unused, grad_scale)
 
-    def _update(self, numbers: Sequence[int], unused: Unused | None, grad_scale: float) -> None:
+    def prepare(self, unused: Unused | None, grad_scale: float, grads: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Count a step with the hyper-parameters of now; return what takes it, in any thread.
+
+        grads: unit index -> 1-D [owned], what is read in place of the shards' own gradients. Not for LAMB and Muon,
+        whose steps are collective. Raises: as `step`.
+        """
+        check_steps(self._groups)
+        shards = [replace(shard, grad=grads[shard.unit][_place(shard)]) for shard in self._shards]
+        spans = self._spans(range(len(shards)), shards, unused)
+        return functools.partial(self._take, [span for of_shard in spans.values() for span in of_shard], grad_scale)
+
+    def _spans(
+        self, numbers: Sequence[int], shards: Sequence[FlatShard], unused: Unused | None
+    ) -> dict[int, list[Span]]:
+        """Count a step of the shards `numbers` and return what it updates, by shard."""
         rules: dict[tuple[int, int], Rule] = {}  # of (group, steps taken)
-        spans: dict[int, list[Span]] = {}  # by shard
+        spans: dict[int, list[Span]] = {}
         for number in numbers:
-            shard, runs = self._shards[number], self._runs[number]
+            shard, runs = shards[number], self._runs[number]
             resting = {id(run) for run in resting_runs(shard, runs, unused)}
             taking = [run for run in runs if id(run) not in resting and run.start < run.stop]
             if taking:
                 spans[number] = [self._span(shard, run, rules) for run in taking]
+        return spans
+
+    def _update(self, numbers: Sequence[int], unused: Unused | None, grad_scale: float) -> None:
+        spans = self._spans(numbers, self._shards, unused)
         if self._kind is Lamb:
             spans = self._with_trust_ratios(numbers, spans, grad_scale)
         rest = [span for number, of_shard in spans.items() if number not in self._matrices for span in of_shard]
@@ -231,3 +250,8 @@ class KernelFlat:
                 entry.state[name].reshape(-1)[piece].to(shard.master.device, self._choice.state_dtype, copy=True)
                 for name in RULES[self._kind](group, 1).STATES
             )
+
+
+def _place(shard: FlatShard) -> slice:
+    """Return where a shard stands in the owned range of its unit."""
+    return slice(shard.start, shard.start + shard.master.numel())

@@ -83,6 +83,17 @@ def check_steps(groups: Sequence[Group]) -> None:
                 )
 
 
+def check_torch_steps(kind: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
+    """Raises: EngineError for an option that kernels know and torch's class does not, set after the start."""
+    for number, group in enumerate(groups):
+        if issubclass(kind, torch.optim.Adam | torch.optim.AdamW) and not group.get("bias_correction", True):
+            raise EngineError(
+                f"optimizer group {number} turns bias_correction off, but torch's {kind.__name__}, chosen at start,"
+                " always corrects",
+                hint="turn it off before initialize(), which then takes a kernel",
+            )
+
+
 def torch_can(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:
     """Say whether the class itself takes the same steps over flat shards."""
     return kind not in BY_PARAMETER and all(group.get("bias_correction", True) for group in groups)

@@ -73,6 +73,7 @@ class Offload:
     optimizer: str = "none"
     param: str = "none"
     optimizer_ratio: float = 1.0  # part of the states that is offloaded
+    is_delayed: bool = False  # the host updates while the next gradients come in and the parameters are read
     param_buffers: int = 5
     param_buffer_numel: int = 100_000_000
     param_numel_in_cpu: int = 1_000_000_000  # kept in host memory beside the disk
@@ -144,10 +145,11 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     whole = small if stage == 3 else model.num_params
     sharded = (model.num_params - small) / world_size if stage == 3 else 0.0
     ratio = offload.optimizer_ratio if offload.optimizer != "none" else 0.0
-    away = _optimizer_bytes(precision, offload.optimizer, offload.param) * owned * ratio
-    here = _optimizer_bytes(precision, "none", offload.param) * owned * (1 - ratio)
+    is_beside = offload.optimizer == offload.param and not offload.is_delayed
+    away = _optimizer_bytes(precision, offload.optimizer, is_beside_param=is_beside) * owned * ratio
+    here = _optimizer_bytes(precision, "none", is_beside_param=offload.param == "none") * owned * (1 - ratio)
     keeps_sum = stage <= 1  # the whole gradient stays on the device until the step
-    grads_away = precision.grad_bytes * owned * ratio
+    grads_away = precision.grad_bytes * owned * ratio * (2 if offload.is_delayed else 1)
     grads = precision.grad_bytes * (model.num_trainable if keeps_sum else owned * (1 - ratio))
     params_here = whole + (sharded if offload.param == "none" else 0.0)
     largest = min(offload.sub_group_numel, max(model.unit_numels(setting.max_unit_numel), default=0) / world_size)
@@ -194,12 +196,15 @@ def _gathered_numel(units: list[int], setting: Setting) -> int:
     return min(sum(units), max(largest + ahead, kept))
 
 
-def _optimizer_bytes(precision: Precision, place: str, param_place: str) -> float:
-    """Return what one element takes where it is updated, which is `place`, while its parameter rests in another."""
+def _optimizer_bytes(precision: Precision, place: str, *, is_beside_param: bool) -> float:
+    """Return what one element takes where it is updated, which is `place`.
+
+    is_beside_param: its parameter rests there too, and is free while it is updated.
+    """
     kept = precision.master_bytes + precision.state_bytes
     # Without a master of its own a parameter is that where it is updated; beside one, the host has a 16-bit copy that
     # the update writes and the device is sent.
-    needs_own = place != param_place and (place == "cpu" or not precision.master_bytes)
+    needs_own = not is_beside_param and (place == "cpu" or not precision.master_bytes)
     return kept + (precision.param_bytes if needs_own else 0)
 
 

@@ -91,6 +91,7 @@ def from_config(config: Config, precision_name: str | None = None) -> Setting:
             optimizer="cpu" if zero.cpu_offload else optimizer.device,
             param="cpu" if zero.cpu_offload_param else param.device,
             optimizer_ratio=optimizer.ratio,
+            is_delayed=optimizer.delayed_update,
             param_buffers=param.buffer_count,
             param_buffer_numel=param.buffer_size,
             param_numel_in_cpu=param.max_in_cpu,

@@ -145,6 +145,8 @@ def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:
     unit = unit_of(param)
     if unit is None or unit.grads is None:
         return None
+    if unit.params.pending is not None:
+        unit.params.pending.settle()
     unit.group.link.synchronize()  # a copy of the last step may still write, or read, what is going to be touched
     return unit, unit.params.slot_of(param)
 

@@ -39,6 +39,8 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for home in self._homes:
+            if self._modifier_rank is not None and home.pending is not None:
+                home.pending.publish()  # an update to come would be lost to the values that this block leaves
             if home.state is ParameterState.SHARDED:
                 home.start_gather()
                 self._fetched.append(home)

@@ -70,6 +70,9 @@ class UnitGradients:
         self.home_grad = self.owned_grad
         if home.is_away and not self._leaves:
             self.home_grad = home.empty(len(owned), sum_dtype, group).zero_()
+        # 1-D [owned], takes turns with `home_grad` where a delayed update reads that beside the next backward.
+        self._spare_grad = home.empty(len(owned), sum_dtype, group) if policy.offload.is_delayed else self.home_grad
+        self._is_handed_over = False
         self.swap = home.swapped(self.home_grad)
         if self.swap is not None:
             self.swap.drop()
@@ -104,6 +107,10 @@ class UnitGradients:
         """Forget which gradients of the previous backward have arrived."""
         if self._is_kept_whole and self.state is UnitState.REDUCED:
             self._reopen()
+        if self._is_handed_over:
+            self.home_grad, self._spare_grad, self._is_handed_over = self._spare_grad, self.home_grad, False
+            if self._leaves:
+                self.owned_grad = self.home_grad
         self._arrived = [False] * len(self._arrived)
         self._num_arrived = 0
         self._num_backwards += 1
@@ -321,6 +328,11 @@ class UnitGradients:
         if self._is_local:
             return sum_of_squares(grad) / self._group.world_size
         return sum_of_squares(grad[self._counted])
+
+    def hand_over(self) -> Tensor:
+        """Return the gradient in `home_grad`; the next one comes into other memory, the one after into this again."""
+        self._is_handed_over = True
+        return self.home_grad
 
     def note_written(self) -> None:
         """Take over that `owned_grad` was written from elsewhere."""

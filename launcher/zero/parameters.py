@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,18 @@ class ZeroParamStatus(Enum):
     AVAILABLE = auto()
     NOT_AVAILABLE = auto()
     INFLIGHT = auto()
+
+
+class PendingUpdate(Protocol):
+    """An update of masters that may still run while the parameters are used."""
+
+    def settle(self) -> None:
+        """Wait until masters are not written any more."""
+        ...
+
+    def publish(self) -> None:
+        """Let the parameters follow the masters, if they do not yet. Collective."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,7 @@ class UnitParameters:
             self._swap.send_out()
         self.master = self.shard  # 1-D [owned]; in fp32 the parameters are their own master
         self._master_swap: Swapped | None = None
+        self.pending: PendingUpdate | None = None  # None: updates end before a step does
         self.copy: Tensor | None = None  # 1-D [owned], 16-bit, beside the master: what an optimizer may write for us
 
     def _view_of(self, index: int) -> Tensor:
@@ -122,9 +136,13 @@ class UnitParameters:
             param.ds_persist = not self.is_sharded  # type: ignore[attr-defined]
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
-    def keep_master(self, precision: Precision, home: Home) -> Swapped | None:
-        """Make what the optimizer updates at `home`, unless the shard itself is that. Returns its swap on disk."""
-        if not precision.has_master and home.place is self.home.place:
+    def keep_master(self, precision: Precision, home: Home, *, is_apart: bool = False) -> Swapped | None:
+        """Make what the optimizer updates at `home`, unless the shard itself is that. Returns its swap on disk.
+
+        is_apart: nothing that the optimizer writes may be the shard, which is read meanwhile.
+        """
+        is_with_shard = home.place is self.home.place and not is_apart
+        if not precision.has_master and is_with_shard:
             return self._swap
         dtype = torch.float32 if precision.has_master else precision.param_dtype
         self.master = home.empty(len(self.owned), dtype, self._group)
@@ -134,7 +152,7 @@ class UnitParameters:
         if self._master_swap is not None:
             self._master_swap.send_out()
         if dtype != self.shard.dtype and self._swap is None:
-            if home.place is self.home.place:
+            if is_with_shard:
                 self.copy = self.shard
             elif home.place is Place.HOST:  # half of the master's bytes go to the device
                 self.copy = home.empty(len(self.owned), self.shard.dtype, self._group)

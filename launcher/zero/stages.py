@@ -108,6 +108,8 @@ class OffloadPolicy:
     pins_optimizer: bool = True  # page-locked host memory
     pins_params: bool = True
     cores_fraction: float = 1.0  # of the threads that update in host memory
+    is_delayed: bool = False  # the update runs beside the next forward and backward ...
+    num_steps_in_order: int = 0  # ... after so many that do not
     reads_ahead: bool = False  # of the disk: the next unit's states while one is updated
     resident_states: frozenset[str] = frozenset()  # names of optimizer states that stay in memory beside the disk
     max_host_params: int = 0  # elements of shards that rest in host memory beside the disk
@@ -122,7 +124,10 @@ class OffloadPolicy:
         """What goes where, for the start line."""
         part = f"{self.optimizer_ratio:.0%} of the optimizer" if self.optimizer_ratio < 1 else "optimizer"
         places = {part: self.optimizer, "parameters": self.params}
-        return " · ".join(f"{what} → {place.value}" for what, place in places.items() if place is not Place.DEVICE)
+        said = [f"{what} → {place.value}" for what, place in places.items() if place is not Place.DEVICE]
+        if self.is_delayed:
+            said.append(f"updates one step late, from step {self.num_steps_in_order + 1} on")
+        return " · ".join(said)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ import torch
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
-from launcher.optim.api import FlatOptimizer
+from launcher.optim.api import FlatOptimizer, Unused
+from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.stages import Place, ZeroPolicy
+from launcher.zero.threads import using_part_of_threads
 from launcher.zero.unit import FlatUnit
 
 # Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does.
@@ -51,13 +53,14 @@ def step_units(
     policy: ZeroPolicy,
     group: DataParallelGroup,
     loss_scale: float = 1.0,
+    delayed: DelayedUpdate | None = None,
 ) -> float:
     """Take one optimizer step and return the gradient norm before clipping. Every rank must call it.
 
     loss_scale: what the gradients are too large by; the norm returned is not. When the norm is not finite nothing is
     updated: one bad micro-batch must not destroy the weights. Parameters that had no gradient on any rank are left out
     of the step, weight decay included, as torch does. Raises: EngineError for these where the policy does not accept
-    them.
+    them. delayed: what takes the step beside the next one; the parameters get the update of the step before.
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
     gradients = [own for _, own in trained]
@@ -66,21 +69,33 @@ def step_units(
     norm = scaled_norm / loss_scale
     if used is not None and not policy.accepts_unused:
         raise _unused_error([unit for unit, _ in trained], used)
+    if delayed is not None:
+        delayed.publish()
     if math.isfinite(norm) or not policy.skips_overflow:
         unused = None
         if used is not None:
             unused = {unit.index: unit.unused_ranges(flags) for (unit, _), flags in zip(trained, used, strict=True)}
         scale = _grad_scale(norm, policy.max_grad_norm, loss_scale)
-        publisher = _Publisher(units, optimizer, policy)
-        if policy.offload.optimizer is not Place.DEVICE:
-            with _threads(policy.offload.cores_fraction):
-                optimizer.step(unused, scale, functools.partial(_in_place, units, publisher))
-        else:  # in as few calls of a kernel as can be
-            optimizer.step(unused, scale)
-        publisher.publish_to(len(units))
+        if delayed is not None:
+            delayed.begin(unused, scale)
+        else:
+            _update(units, optimizer, policy, unused, scale)
     for own in gradients:
         own.discard()
     return norm
+
+
+def _update(
+    units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, unused: Unused | None, scale: float
+) -> None:
+    """Update the units and publish what they became."""
+    publisher = _Publisher(units, optimizer, policy)
+    if policy.offload.optimizer is not Place.DEVICE:
+        with using_part_of_threads(policy.offload.cores_fraction):
+            optimizer.step(unused, scale, functools.partial(_in_place, units, publisher))
+    else:  # in as few calls of a kernel as can be
+        optimizer.step(unused, scale)
+    publisher.publish_to(len(units))
 
 
 class _Publisher:
@@ -118,17 +133,6 @@ def _in_place(units: list[FlatUnit], publisher: _Publisher, index: int) -> Itera
     publisher.publish_to(index)
     if unit.swap is not None:
         unit.swap.send_out(unit.state_tensors())
-
-
-@contextlib.contextmanager
-def _threads(fraction: float) -> Iterator[None]:
-    """Let the CPU's kernels use a part of the threads that this rank has."""
-    given = torch.get_num_threads()
-    torch.set_num_threads(max(1, int(given * fraction)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(given)
 
 
 def _grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:

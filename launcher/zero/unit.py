@@ -71,7 +71,7 @@ class FlatUnit:
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         if members.groups:
             home = homes.of_optimizer(layout.numel)
-            master = self.params.keep_master(policy.precision, home)
+            master = self.params.keep_master(policy.precision, home, is_apart=policy.offload.is_delayed)
             self.grads = UnitGradients(members.params, layout, policy, group, owned, home=home)
             if home.disk is not None and master is not None and self.grads.swap is not None:
                 self.swap = UnitSwap(home.disk, master, self.grads.swap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 from unittest import mock
@@ -31,6 +32,7 @@ class LateLink(HostLink):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._queues: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # by "to the device"
+        self._lock = threading.RLock()  # a delayed update waits in a thread of its own
 
     def empty(self, numel: int, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
         LateLink.host.append(super().empty(numel, dtype, is_pinned=is_pinned))
@@ -47,8 +49,9 @@ class LateLink(HostLink):
         queue.append(job)
 
         def arrive() -> None:
-            while any(job is waiting for waiting in queue):
-                self._run_first(to_device)
+            with self._lock:
+                while any(job is waiting for waiting in queue):
+                    self._run_first(to_device)
 
         return arrive
 
@@ -58,14 +61,16 @@ class LateLink(HostLink):
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        while self._queues[True]:
-            self._run_first(True)
+        with self._lock:
+            while self._queues[True]:
+                self._run_first(True)
         yield
 
     def synchronize(self) -> None:
-        for to_device, queue in self._queues.items():
-            while queue:
-                self._run_first(to_device)
+        with self._lock:
+            for to_device, queue in self._queues.items():
+                while queue:
+                    self._run_first(to_device)
 
     def _run_first(self, to_device: bool) -> None:
         target, source = self._queues[to_device].pop(0)

@@ -186,7 +186,7 @@ class ReferenceScale:
         self.good += 1
 
 
-def train_mixed(case: Case, world_size: int, grad_norms: list[float]) -> Trajectory:
+def train_mixed(case: Case, world_size: int, grad_norms: list[float], *, num_in_order: int | None = None) -> Trajectory:
     """The mixed-precision loop: a 16-bit model, fp32 master weights, fp32 gradient sums, a loss scale for fp16.
 
     Each part of the batch that a rank would see goes through the 16-bit model by itself, because 16-bit gradients of a
@@ -194,6 +194,7 @@ def train_mixed(case: Case, world_size: int, grad_norms: list[float]) -> Traject
 
     grad_norms: the norms of the run under test. Each must be the loop's own to 1e-6, and is then used to clip: the
     last bit of a norm depends on the order of its sum, and would flip roundings to 16 bits for no reason of substance.
+    num_in_order: after so many updates the model gets each one a step later; None: it never does.
     """
     model = make_model(case).to(DTYPES[case.precision])
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -215,16 +216,23 @@ def train_mixed(case: Case, world_size: int, grad_norms: list[float]) -> Traject
         for index, master in enumerate(masters):
             master.grad = mean_gradient([[grads[index] for grads in ranks] for ranks in by_micro], case.stage)
         is_finite = clip_by(masters, case.clipping, grad_norms[number], scale.value)
+        if num_in_order is not None:
+            _publish(trained, masters)
         if is_finite:
             num_taken += 1
             optimizer.step()
-            with torch.no_grad():
-                for param, master in zip(trained, masters, strict=True):
-                    param.copy_(master)
+            if num_in_order is None or num_taken <= num_in_order:
+                _publish(trained, masters)
         scale.note(overflow=not is_finite)
         losses.append(total / world_size / case.accumulation)
         scales.append(scale.value)
     return Trajectory(losses, dict(model.state_dict()), grad_norms, scales)
+
+
+@torch.no_grad()
+def _publish(params: list[nn.Parameter], masters: list[Tensor]) -> None:
+    for param, master in zip(params, masters, strict=True):
+        param.copy_(master)
 
 
 def mean_gradient(grads: list[list[Tensor | None]], stage: int) -> Tensor | None:

@@ -112,6 +112,16 @@ def test_an_option_set_too_late_is_refused_and_nothing_is_updated(option: str) -
     assert torch.equal(shard.master, before)
 
 
+def test_torch_refuses_too_late_what_only_kernels_do() -> None:
+    shard, flat = make("AdamW", {}, {})
+    step(shard, flat, 0)
+    before = shard.master.clone()
+    flat.param_groups[0]["bias_correction"] = False
+    with pytest.raises(EngineError, match="optimizer group 0 turns bias_correction off, but torch's AdamW"):
+        step(shard, flat, 1)
+    assert torch.equal(shard.master, before)
+
+
 def test_a_state_of_other_steps_is_refused_before_anything_is_overwritten() -> None:
     given_shard, given = make("AdamW", {"amsgrad": True}, kernels())  # torch's own takes it
     step(given_shard, given, 0)

@@ -106,6 +106,10 @@ OFFLOADS = [
     (3, Offload("cpu", "cpu")),
     (3, Offload("cpu", "cpu", optimizer_ratio=0.5)),
     (3, Offload("none", "cpu")),
+    (1, Offload("cpu", is_delayed=True)),
+    (2, Offload("cpu", is_delayed=True)),
+    (3, Offload("cpu", is_delayed=True)),
+    (3, Offload("cpu", "cpu", is_delayed=True)),
 ]
 
 
@@ -137,7 +141,12 @@ def _offloaded(rank: int, world_size: int, stage: int, precision: str, offload: 
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": WIDTH * WIDTH,
             "stage3_max_reuse_distance": 0,
-            "offload_optimizer": {"device": offload.optimizer, "ratio": offload.optimizer_ratio},
+            "offload_optimizer": {
+                "device": offload.optimizer,
+                "ratio": offload.optimizer_ratio,
+                "delayed_update": offload.is_delayed,
+                "delayed_update_warmup_steps": 1,
+            },
             "offload_param": {"device": offload.param},
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

@@ -1,0 +1,83 @@
+"""An optimizer that works beside the next forward and backward: the parameters follow one step later.
+
+Ren et al., "ZeRO-Offload", https://arxiv.org/abs/2101.06840, section 5.2, "one-step delayed parameter update".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from torch import Tensor
+
+from launcher.comm.groups import DataParallelGroup
+from launcher.optim.api import Unused
+from launcher.zero.stages import ZeroPolicy
+from launcher.zero.threads import using_part_of_threads
+from launcher.zero.unit import FlatUnit
+
+
+class PreparingOptimizer(Protocol):
+    """An optimizer whose steps can be taken later than they are decided."""
+
+    def prepare(self, unused: Unused | None, grad_scale: float, grads: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Count a step with the hyper-parameters of now; return what takes it, in any thread.
+
+        grads: unit index -> 1-D [owned], what is read in place of the shards' own gradients.
+        """
+        ...
+
+
+class DelayedUpdate:
+    """Takes the steps of one engine in a thread. Every rank must call `begin` and `publish` in the same order."""
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        optimizer: PreparingOptimizer,
+        policy: ZeroPolicy,
+        group: DataParallelGroup,
+    ) -> None:
+        self._units = [unit for unit in units if unit.grads is not None]
+        self._optimizer = optimizer
+        self._group = group
+        self._policy = policy
+        self._num_left_in_order = policy.offload.num_steps_in_order
+        self._thread = ThreadPoolExecutor(1, "launch-update")
+        self._running: Future[None] | None = None
+        self._is_published = True
+        for unit in self._units:
+            unit.params.pending = self
+
+    def begin(self, unused: Unused | None, grad_scale: float) -> None:
+        """Take the units' gradients over and start a step with them. The step before must have been published."""
+        grads = {unit.index: unit.grads.hand_over() for unit in self._units if unit.grads is not None}
+        update = self._optimizer.prepare(unused, grad_scale, grads)
+        self._is_published = False
+        self._running = self._thread.submit(self._run, update)
+        if self._num_left_in_order > 0:
+            self._num_left_in_order -= 1
+            self.publish()
+
+    def _run(self, update: Callable[[], None]) -> None:
+        self._group.link.synchronize()  # copies of the step before may still read what this one writes
+        with using_part_of_threads(self._policy.offload.cores_fraction):
+            update()
+
+    def settle(self) -> None:
+        """Wait until masters, copies and states are not written any more. Raises what went wrong in the thread."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def publish(self) -> None:
+        """Let the parameters follow the masters, if they do not yet. Collective."""
+        self.settle()
+        if not self._is_published:
+            self._is_published = True
+            for unit in self._units:
+                unit.params.wait()  # nobody may have used it since the update before was sent
+                unit.params.publish_update(is_written=True)
+                if not self._policy.overlap_comm:
+                    unit.params.wait()
