@@ -50,6 +50,7 @@ bench: $(VENV)/.installed-dev ## measure everything beside the peers, write docs
 	$(BIN)/python benchmarks/nvme_step.py > $(VENV)/bench/9_nvme_step.md
 	$(BIN)/python benchmarks/growth.py > $(VENV)/bench/9_growth.md
 	$(BIN)/python benchmarks/cpu_kernels.py > $(VENV)/bench/9_kernels.md
+	OMP_NUM_THREADS=1 $(BIN)/launch --num_gpus 2 benchmarks/onebit.py --output $(VENV)/bench/9_onebit.md
 	cat benchmarks/header.md $(VENV)/bench/*.md > docs/benchmarks.md
 
 clean: ## remove the environment and every cache
