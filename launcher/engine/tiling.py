@@ -10,10 +10,10 @@ from torch import nn
 
 from launcher.base.log import get_logger
 from launcher.comm.groups import DataParallelGroup
-from launcher.zero.partition import MIN_UNIT_NUMEL
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.tiling import LargeLayer, tile_large_layers
 
+MIN_TILE_NUMEL = 2**18  # gathering fewer at a time costs more than it saves
 Tiles = Mapping[nn.Parameter, tuple[nn.Parameter, ...]]
 
 
@@ -32,7 +32,7 @@ def tile_to_fit(
     if not policy.stage.shards_parameters:
         return model_parameters
     bound = policy.parameters.max_live_numel
-    found = tile_large_layers(model, max(bound, MIN_UNIT_NUMEL), max(bound // 2, MIN_UNIT_NUMEL))
+    found = tile_large_layers(model, max(bound, MIN_TILE_NUMEL), max(bound // 2, MIN_TILE_NUMEL))
     if group.rank == 0:
         for layer in found:
             get_logger().info("%s", _text(layer, bound))

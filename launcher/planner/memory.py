@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from launcher.base.errors import UsageError
 from launcher.planner.model import ModelFacts
+from launcher.zero.layout import MIN_OFFLOADED_UNIT_NUMEL, MIN_UNIT_NUMEL
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 PLACES = ("none", "cpu", "nvme")
@@ -73,11 +74,11 @@ class Offload:
     optimizer: str = "none"
     param: str = "none"
     optimizer_ratio: float = 1.0  # part of the states that is offloaded
-    is_delayed: bool = False  # the host updates while the next gradients come in and the parameters are read
     param_buffers: int = 5
     param_buffer_numel: int = 100_000_000
     param_numel_in_cpu: int = 1_000_000_000  # kept in host memory beside the disk
     sub_group_numel: int = 1_000_000_000  # updated at once
+    is_delayed: bool = False  # the host updates while the next gradients come in and the parameters are read
 
     def __str__(self) -> str:
         if self.optimizer == self.param == "none":
@@ -152,7 +153,7 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     grads_away = precision.grad_bytes * owned * ratio * (2 if offload.is_delayed else 1)
     grads = precision.grad_bytes * (model.num_trainable if keeps_sum else owned * (1 - ratio))
     params_here = whole + (sharded if offload.param == "none" else 0.0)
-    largest = min(offload.sub_group_numel, max(model.unit_numels(setting.max_unit_numel), default=0) / world_size)
+    largest = min(offload.sub_group_numel, max(_units(model, setting), default=0) / world_size)
     in_memory = min(1.0, UNITS_IN_MEMORY * largest / owned) if owned else 0.0
     optimizer_host, optimizer_disk = _split_optimizer(offload, away + grads_away, in_memory)
     param_host, param_disk = _split_params(offload, precision.param_bytes * sharded, precision.param_bytes, largest)
@@ -173,7 +174,7 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
     until it has been added.
     """
     precision, offload = setting.precision, setting.offload
-    units = sorted(model.unit_numels(setting.max_unit_numel), reverse=True)
+    units = sorted(_units(model, setting), reverse=True)
     total = precision.param_bytes * model.largest_param_numel  # autograd's own gradient, before it is moved
     received = (world_size - 1) / world_size
     if setting.stage >= 2 and (world_size > 1 or offload.optimizer != "none"):
@@ -186,6 +187,13 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
     if setting.stage == 3 and (world_size > 1 or offload.param != "none"):
         total += precision.param_bytes * _gathered_numel(units, setting)
     return total
+
+
+def _units(model: ModelFacts, setting: Setting) -> list[int]:
+    if setting.stage == 3:
+        return model.unit_numels(setting.max_unit_numel)
+    min_numel = MIN_UNIT_NUMEL if setting.offload.optimizer == "none" else MIN_OFFLOADED_UNIT_NUMEL
+    return model.unit_numels(setting.max_unit_numel, min_numel)
 
 
 def _gathered_numel(units: list[int], setting: Setting) -> int:

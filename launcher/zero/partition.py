@@ -9,15 +9,18 @@ from torch import nn
 
 from launcher.comm.groups import DataParallelGroup
 from launcher.zero.home import NO_DISKS, Disks, Homes
-from launcher.zero.layout import UnitLayout, layout_unit, split_by_size
+from launcher.zero.layout import (
+    MIN_OFFLOADED_UNIT_NUMEL,
+    MIN_UNIT_NUMEL,
+    UnitLayout,
+    join_small,
+    layout_unit,
+    split_by_size,
+)
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
 from launcher.zero.parameters import home_of
-from launcher.zero.stages import ParameterPolicy, ZeroPolicy
+from launcher.zero.stages import ParameterPolicy, Place, ZeroPolicy
 from launcher.zero.unit import FlatUnit, UnitMembers
-
-# Neighbouring units are joined up to this size: a collective has a fixed cost of about 0.3 ms on gloo. Sharded units
-# are not: small parameters stay whole, and what is joined is also gathered together.
-MIN_UNIT_NUMEL = 2**18
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -109,7 +112,8 @@ def _runs(model: nn.Module, trained: set[nn.Parameter], policy: ZeroPolicy) -> l
         run = runs.setdefault(key, _Run(anchors, param in trained, param in persistent))
         run.named.append((name, param))
     found = list(runs.values())
-    return found if shards_parameters else _joined(found)
+    # Sharded units are not joined: small parameters stay whole, and what is joined is also gathered together.
+    return found if shards_parameters else _joined(found, policy)
 
 
 def _persistent(names: dict[nn.Parameter, str], policy: ParameterPolicy) -> set[nn.Parameter]:
@@ -123,16 +127,16 @@ def _persistent(names: dict[nn.Parameter, str], policy: ParameterPolicy) -> set[
     return chosen
 
 
-def _joined(runs: list[_Run]) -> list[_Run]:
-    """Join neighbours as long as they are small together."""
+def _joined(runs: list[_Run], policy: ZeroPolicy) -> list[_Run]:
+    """Join small neighbours."""
     joined: list[_Run] = []
-    for run in runs:
-        last = joined[-1] if joined else None
-        if last is not None and last.numel + run.numel <= MIN_UNIT_NUMEL:
-            last.anchors = list(dict.fromkeys([*last.anchors, *run.anchors]))
-            last.named += run.named
-        else:
-            joined.append(run)
+    stays = policy.offload.optimizer is Place.DEVICE
+    min_numel = MIN_UNIT_NUMEL if stays else MIN_OFFLOADED_UNIT_NUMEL
+    for part in join_small([run.numel for run in runs], min_numel, policy.max_unit_numel):
+        together = runs[part.start : part.stop]
+        anchors = dict.fromkeys(anchor for run in together for anchor in run.anchors)
+        named = [entry for run in together for entry in run.named]
+        joined.append(_Run(list(anchors), together[0].is_trained, together[0].is_persistent, named))
     return joined
 
 

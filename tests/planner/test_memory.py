@@ -13,7 +13,7 @@ from launcher.planner.memory import GRADIENT_UNITS, REDUCING_UNITS, Offload, Pre
 from launcher.planner.model import ModelFacts, Parameter, parse_count, typical_model, typical_shape
 from launcher.planner.settings import ladder
 
-P, N = 12_000_000, 4
+P, N = 120_000_000, 4  # blocks are large enough to be units of their own
 NUM_BLOCKS = 10
 MODEL = ModelFacts(
     "m", "test", tuple(Parameter(f"blocks.{i}.weight", P // NUM_BLOCKS) for i in range(NUM_BLOCKS))
@@ -116,6 +116,8 @@ def test_units_are_blocks_and_the_rest_cut_by_the_bound() -> None:
     model = ModelFacts("m", "test", tuple(Parameter(name, 10 * (i + 1)) for i, name in enumerate(names)))
     assert sorted(model.unit_numels(10**9)) == [40, 50, 60]
     assert sorted(model.unit_numels(30)) == [10, 20, 30, 40, 50]
+    assert model.unit_numels(10**9, 151) == [150]
+    assert model.unit_numels(10**9, 61) == [110, 40]
 
 
 @given(models, precisions, worlds)
@@ -191,4 +193,4 @@ def test_a_count_is_spread_over_a_model_exactly(count: int) -> None:
     assert parse_count(str(count)) == count
     model = typical_model(count, typical_shape(count))
     assert model.num_params == count
-    assert sum(model.unit_numels(10**18)) == count
+    assert sum(model.unit_numels(10**18)) == sum(model.unit_numels(10**18, 10**7)) == count

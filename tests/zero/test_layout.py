@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.zero.layout import CHUNK_ALIGNMENT_NUMEL, Segment, layout_unit, split_by_size
+from launcher.zero.layout import (
+    CHUNK_ALIGNMENT_NUMEL,
+    Segment,
+    join_small,
+    layout_unit,
+    split_by_size,
+)
 
 PARAMS = st.lists(st.tuples(st.integers(1, 500), st.integers(0, 2)), min_size=1, max_size=12)
 
@@ -45,3 +52,18 @@ def test_runs_cover_all_parameters_in_order_and_keep_the_bound(numels: list[int]
     assert [index for run in runs for index in run] == list(range(len(numels)))
     for run in runs:
         assert len(run) == 1 or sum(numels[i] for i in run) <= max_numel
+
+
+@pytest.mark.parametrize(
+    ("numels", "max_numel", "expected"),
+    [
+        ([], 10**9, []),
+        ([3, 4, 5], 10**9, [[0, 1, 2]]),
+        ([99, 7, 5], 10**9, [[0, 1], [2]]),
+        ([100, 7, 100], 10**9, [[0], [1, 2]]),
+        ([3, 4, 5], 8, [[0, 1], [2]]),
+        ([9, 4, 5], 8, [[0], [1], [2]]),
+    ],
+)
+def test_small_neighbours_are_joined(numels: list[int], max_numel: int, expected: list[list[int]]) -> None:
+    assert [list(run) for run in join_small(numels, 100, max_numel)] == expected

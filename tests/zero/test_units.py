@@ -13,7 +13,7 @@ from launcher.zero.partition import build_units
 from launcher.zero.stages import STAGES, TRANSITIONS, Precision, UnitState, ZeroPolicy, check_transition
 
 ALONE = DataParallelGroup(0, 1, torch.device("cpu"), None)
-NUM_BLOCKS, WIDTH = 4, 600  # a block of 360,600 elements is larger than the smallest unit
+NUM_BLOCKS, WIDTH = 4, 600
 
 
 class Blocks(nn.Module):
@@ -29,6 +29,12 @@ class Blocks(nn.Module):
             x = torch.tanh(block(x))
         out: torch.Tensor = self.last(x)
         return out
+
+
+@pytest.fixture(autouse=True)
+def _blocks_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what stands before the blocks, 5,400 elements, and larger units not joined."""
+    monkeypatch.setattr("launcher.zero.partition.MIN_UNIT_NUMEL", 5000)
 
 
 def policy(stage: int = 0, *, bf16: bool = False, max_unit_numel: int = 10**9) -> ZeroPolicy:
