@@ -25,7 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import launcher
 
 WORLD_SIZE = 1024
-WIDTH = 512  # a layer of 262,656 elements is a unit of its own
+WIDTH = 512
+LAYER_NUMEL = WIDTH * WIDTH + WIDTH
 STEPS = 5
 
 
@@ -49,7 +50,12 @@ def _ours(model: nn.Module, stage: int) -> Callable[[Tensor], None]:
         "steps_per_print": 0,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        # The bound keeps layers from being joined to larger units.
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": LAYER_NUMEL,
+        },
     }
     engine = launcher.initialize(model=model, config=config)[0]
 

@@ -19,6 +19,7 @@ from launcher.planner.memory import Precision, Setting, rank_memory
 from launcher.planner.model import ModelFacts, Parameter
 
 WIDTH, NUM_BLOCKS, STEPS = 600, 16, 3
+BLOCK_NUMEL = WIDTH * WIDTH + WIDTH  # the bound of units: blocks are not joined
 PHASES = ("initialized", "after forward", "after backward", "after step")
 
 
@@ -37,6 +38,7 @@ def measure(rank: int, world_size: int, stage: int, precision: str) -> dict[str,
         precision: {"enabled": True} if precision != "fp32" else {},
         "zero_optimization": {
             "stage": stage,
+            "reduce_bucket_size": BLOCK_NUMEL,
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": WIDTH * WIDTH,
             "stage3_max_reuse_distance": 0,
@@ -84,9 +86,8 @@ def main() -> None:
     for world_size in (2, 4):
         for precision in ("fp32", "bf16", "fp16"):
             for stage in (0, 1, 2, 3):
-                setting = Setting(
-                    stage, Precision.of(precision), persistent_numel=0, prefetch_numel=WIDTH * WIDTH, kept_numel=0
-                )
+                sizes = {"max_unit_numel": BLOCK_NUMEL, "prefetch_numel": WIDTH * WIDTH, "kept_numel": 0}
+                setting = Setting(stage, Precision.of(precision), persistent_numel=0, **sizes)
                 planned = rank_memory(model, setting, world_size)
                 found = max(run_on_ranks(world_size, measure, stage, precision), key=lambda one: one["after step"])
                 states = planned.model_states

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from launcher.base.errors import UsageError
 from launcher.planner.model import ModelFacts
-from launcher.zero.layout import MIN_OFFLOADED_UNIT_NUMEL, MIN_UNIT_NUMEL
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 PLACES = ("none", "cpu", "nvme")
@@ -190,10 +189,8 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
 
 
 def _units(model: ModelFacts, setting: Setting) -> list[int]:
-    if setting.stage == 3:
-        return model.unit_numels(setting.max_unit_numel)
-    min_numel = MIN_UNIT_NUMEL if setting.offload.optimizer == "none" else MIN_OFFLOADED_UNIT_NUMEL
-    return model.unit_numels(setting.max_unit_numel, min_numel)
+    is_sharded, is_offloaded = setting.stage == 3, setting.offload.optimizer != "none"
+    return model.unit_numels(setting.max_unit_numel, shards_params=is_sharded, offloads_optimizer=is_offloaded)
 
 
 def _gathered_numel(units: list[int], setting: Setting) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from launcher.base.errors import UsageError
-from launcher.zero.layout import join_small, split_by_size
+from launcher.zero.layout import join_small, min_unit_numel, split_by_size
 
 _COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", re.IGNORECASE)
 _STEPS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -118,10 +118,10 @@ class ModelFacts:
         """Return the elements of all parameters smaller than the threshold: they stay whole at stage 3."""
         return sum(param.numel for param in self.params if param.numel < threshold_numel)
 
-    def unit_numels(self, max_unit_numel: int, min_unit_numel: int = 0) -> list[int]:
+    def unit_numels(self, max_unit_numel: int, *, shards_params: bool, offloads_optimizer: bool = False) -> list[int]:
         """Return the sizes of the engine's units: each block of a list of modules, and the rest, cut by the bound.
 
-        min_unit_numel: smaller neighbours are joined. Padding is left out.
+        Small neighbours are joined, depending on the setting. Padding is left out.
         """
         runs: dict[str, list[int]] = {}
         for param in self.params:
@@ -129,7 +129,8 @@ class ModelFacts:
                 block = _BLOCK.match(param.name)
                 runs.setdefault(block[1] if block else "", []).append(param.numel)
         found = list(runs.values())
-        together = join_small([sum(run) for run in found], min_unit_numel, max_unit_numel)
+        min_numel = min_unit_numel(shards_params=shards_params, offloads_optimizer=offloads_optimizer)
+        together = join_small([sum(run) for run in found], min_numel, max_unit_numel)
         found = [[numel for run in found[part.start : part.stop] for numel in run] for part in together]
         return [sum(run[part.start : part.stop]) for run in found for part in split_by_size(run, max_unit_numel)]
 

@@ -104,6 +104,16 @@ def layout_unit(numels: Sequence[int], groups: Sequence[int], world_size: int) -
     return UnitLayout(tuple(slots), world_size, -(-offset // step) * step)
 
 
+def min_unit_numel(*, shards_params: bool, offloads_optimizer: bool) -> int:
+    """Return below how many elements neighbouring units are joined.
+
+    Where parameters are sharded none are: small ones stay whole, and what is joined would also be gathered together.
+    """
+    if shards_params:
+        return 0
+    return MIN_OFFLOADED_UNIT_NUMEL if offloads_optimizer else MIN_UNIT_NUMEL
+
+
 def join_small(numels: Sequence[int], min_numel: int, max_numel: int) -> list[range]:
     """Join neighbours: each run of them grows while it has fewer than `min_numel` elements, up to `max_numel`."""
     runs: list[range] = []

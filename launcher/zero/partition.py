@@ -10,11 +10,10 @@ from torch import nn
 from launcher.comm.groups import DataParallelGroup
 from launcher.zero.home import NO_DISKS, Disks, Homes
 from launcher.zero.layout import (
-    MIN_OFFLOADED_UNIT_NUMEL,
-    MIN_UNIT_NUMEL,
     UnitLayout,
     join_small,
     layout_unit,
+    min_unit_numel,
     split_by_size,
 )
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
@@ -111,9 +110,7 @@ def _runs(model: nn.Module, trained: set[nn.Parameter], policy: ZeroPolicy) -> l
         key = (param in persistent, param in trained, *map(id, anchors))
         run = runs.setdefault(key, _Run(anchors, param in trained, param in persistent))
         run.named.append((name, param))
-    found = list(runs.values())
-    # Sharded units are not joined: small parameters stay whole, and what is joined is also gathered together.
-    return found if shards_parameters else _joined(found, policy)
+    return _joined(list(runs.values()), policy)
 
 
 def _persistent(names: dict[nn.Parameter, str], policy: ParameterPolicy) -> set[nn.Parameter]:
@@ -130,8 +127,8 @@ def _persistent(names: dict[nn.Parameter, str], policy: ParameterPolicy) -> set[
 def _joined(runs: list[_Run], policy: ZeroPolicy) -> list[_Run]:
     """Join small neighbours."""
     joined: list[_Run] = []
-    stays = policy.offload.optimizer is Place.DEVICE
-    min_numel = MIN_UNIT_NUMEL if stays else MIN_OFFLOADED_UNIT_NUMEL
+    offloads = policy.offload.optimizer is not Place.DEVICE
+    min_numel = min_unit_numel(shards_params=policy.stage.shards_parameters, offloads_optimizer=offloads)
     for part in join_small([run.numel for run in runs], min_numel, policy.max_unit_numel):
         together = runs[part.start : part.stop]
         anchors = dict.fromkeys(anchor for run in together for anchor in run.anchors)

@@ -114,10 +114,10 @@ def test_frozen_parameters_have_neither_gradient_nor_states() -> None:
 def test_units_are_blocks_and_the_rest_cut_by_the_bound() -> None:
     names = ["wte.weight", "h.0.a.weight", "h.0.b.0.weight", "h.1.a.weight", "head.weight"]
     model = ModelFacts("m", "test", tuple(Parameter(name, 10 * (i + 1)) for i, name in enumerate(names)))
-    assert sorted(model.unit_numels(10**9)) == [40, 50, 60]
-    assert sorted(model.unit_numels(30)) == [10, 20, 30, 40, 50]
-    assert model.unit_numels(10**9, 151) == [150]
-    assert model.unit_numels(10**9, 61) == [110, 40]
+    assert sorted(model.unit_numels(10**9, shards_params=True)) == [40, 50, 60]
+    assert sorted(model.unit_numels(30, shards_params=True)) == [10, 20, 30, 40, 50]
+    assert model.unit_numels(10**9, shards_params=False) == [150]
+    assert model.unit_numels(120, shards_params=False) == [110, 40]
 
 
 @given(models, precisions, worlds)
@@ -193,4 +193,5 @@ def test_a_count_is_spread_over_a_model_exactly(count: int) -> None:
     assert parse_count(str(count)) == count
     model = typical_model(count, typical_shape(count))
     assert model.num_params == count
-    assert sum(model.unit_numels(10**18)) == sum(model.unit_numels(10**18, 10**7)) == count
+    for is_sharded in (True, False):
+        assert sum(model.unit_numels(10**18, shards_params=is_sharded)) == count

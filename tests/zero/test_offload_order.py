@@ -35,7 +35,7 @@ def _record(rank: int, world_size: int, stage: int, zero: dict[str, Any]) -> lis
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     # Small units are joined, below stage 3, and waited for together.
-    with recorder.running(), mock.patch("launcher.zero.partition.MIN_OFFLOADED_UNIT_NUMEL", 0):
+    with recorder.running(), mock.patch("launcher.zero.layout.MIN_OFFLOADED_UNIT_NUMEL", 0):
         engine = launcher.initialize(model=build("Plain"), config=config)[0]
         units = engine._sharded.units
         recorder.know(units)

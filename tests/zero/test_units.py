@@ -34,7 +34,7 @@ class Blocks(nn.Module):
 @pytest.fixture(autouse=True)
 def _blocks_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what stands before the blocks, 5,400 elements, and larger units not joined."""
-    monkeypatch.setattr("launcher.zero.partition.MIN_UNIT_NUMEL", 5000)
+    monkeypatch.setattr("launcher.zero.layout.MIN_UNIT_NUMEL", 5000)
 
 
 def policy(stage: int = 0, *, bf16: bool = False, max_unit_numel: int = 10**9) -> ZeroPolicy:
