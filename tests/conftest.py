@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from harness import slurm as slurm_harness
 from harness.slurm import LoopbackSlurm
 from harness.sshd import LoopbackSshd, available
@@ -17,6 +18,15 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute here as ranks do: with another number of threads some of torch's sums run in another order."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,16 +20,8 @@ from harness.parity import (
 )
 from harness.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD_SIZES = (1, 2, 4)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks run on one thread each; with another number some of torch's sums run in another order."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def train(world_size: int, case: Case) -> Trajectory:

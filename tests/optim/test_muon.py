@@ -24,6 +24,7 @@ from launcher.optim.muon.orthogonal import Iteration, orthogonalized
 from launcher.optim.muon.plan import hidden_matrices
 from launcher.zero.tiling import tile_large_layers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES, STEPS, TOKENS = 8, 5, 11
 WIDE, NARROW = 36, 20
 PARAMS = {"lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1}
@@ -173,14 +174,6 @@ def assert_equal(found: list[dict[str, Tensor]], expected: dict[str, Tensor], to
     for weights in found:
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=tolerance, atol=tolerance, msg=name)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 # ---- parity ----

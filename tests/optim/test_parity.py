@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import launcher
 from launcher.optim import lion
 from launcher.optim.lion import Lion
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS, SAMPLES, WIDTH = 6, 8, 10
 WORLD_SIZE = 2
 
@@ -190,15 +190,6 @@ def assert_equal(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
     for weights in found:
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=2e-5, atol=2e-6, msg=name)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As on the ranks."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -29,6 +29,7 @@ from launcher.kernels.reference import ReferenceKernel
 from launcher.zero.access import safe_get_full_fp32_param, safe_set_full_fp32_param
 from launcher.zero.gathered import GatheredParameters
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_IN_ORDER = 3
 DELAYED = {"device": "cpu", "delayed_update": True, "delayed_update_warmup_steps": NUM_IN_ORDER}
 AT_ONCE = {**DELAYED, "delayed_update_warmup_steps": 0}
