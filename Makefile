@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # What to install when the machine has no torch yet; one that is already installed is used as it is.
 TORCH ?= torch==2.13.0
 RANKS ?= 2
+# Workers of the tests: those that wait run beside those that compute.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 # Built by the installation.
 KERNELS := $(wildcard launcher/kernels/csrc/*.cpp launcher/kernels/csrc/*.h) launcher/kernels/csrc/CMakeLists.txt
 
@@ -19,7 +21,7 @@ demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks w
 
 test: $(VENV)/.installed-dev ## install what the tests need and run them all
 	@.ci/system-packages
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## style, floors, docs against schema
 	$(BIN)/ruff check .

@@ -87,6 +87,11 @@ def run_launch(folder: Path, *args: str | Path, env: dict[str, str] | None = Non
     return Launch(folder, *args, env=env).wait()
 
 
+def nap(duration: str) -> str:
+    """Return a duration for `sleep` that no other run of these tests uses: such a process is known by its words."""
+    return f"{duration}{os.getpid():07d}"
+
+
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     """Wait for a condition with a deadline."""
     deadline = time.monotonic() + timeout_s

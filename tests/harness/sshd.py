@@ -1,6 +1,6 @@
 """A throwaway sshd on 127.0.0.0/8: every address of that net is a "host" for tests.
 
-Also a command, to try things by hand: `python tests/harness/sshd.py FOLDER` prints the path of its
+Also a command, to try things by hand: `PYTHONPATH=tests python -m harness.sshd FOLDER` prints the path of its
 ssh_config and serves until its stdin ends.
 """
 
@@ -18,6 +18,8 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
+
+from harness.ports import free_port
 
 _SSHD = "/usr/sbin/sshd"
 _START_TIMEOUT_S = 10.0
@@ -48,13 +50,6 @@ def available() -> str | None:
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     return None
-
-
-def free_port() -> int:
-    """Return a TCP port that is free on every address now."""
-    with socket.socket() as sock:
-        sock.bind(("0.0.0.0", 0))
-        return int(sock.getsockname()[1])
 
 
 class LoopbackSshd:
@@ -114,7 +109,9 @@ class LoopbackSshd:
         config = self.folder / "sshd_config"
         config.write_text(SETTINGS.format(port=self.port, host_key=self.host_key, folder=self.folder, more_env=""))
         self._process = subprocess.Popen(
-            [_SSHD, "-D", "-f", str(config), "-E", str(self.log)], stdin=subprocess.DEVNULL
+            # A test run that is killed leaves no daemon behind.
+            ["setpriv", "--pdeathsig", "TERM", _SSHD, "-D", "-f", str(config), "-E", str(self.log)],
+            stdin=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while True:
