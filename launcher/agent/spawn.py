@@ -15,7 +15,7 @@ from launcher.base.processes import die_with_parent
 from launcher.base.progress import NOTHING, make_counter
 from launcher.base.units import format_bytes
 from launcher.cluster.devices import local_device_tokens
-from launcher.transport.command import agent_argv
+from launcher.transport.command import own_argv
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
         if cores is not None:
             os.sched_setaffinity(0, cores)  # a child starts with its parent's
         process = subprocess.Popen(
-            [*agent_argv(module=WORKER_MODULE), kind, target],
+            [*own_argv(WORKER_MODULE), kind, target],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

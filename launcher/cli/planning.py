@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from launcher.transport.api import Transport
 
 
+_FOLDER_MAINS = ("__main__.py", "__main__.pyc")
+
+
 @dataclass(frozen=True)
 class Choice:
     """The hosts and slots to use, and what goes with them."""
@@ -79,8 +82,8 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
         placement = _one_node(options, placement)
     kinds = {node.node_rank: transports.for_host(node.host) for node in placement.nodes}
     names = {node_rank: transport.name for node_rank, transport in kinds.items()}
-    if options.kind == "script" and not Path(options.script).is_file() and "local" in names.values():
-        raise UsageError(f"script {options.script} does not exist", where=working_folder(), hint="check the path")
+    if options.kind == "script" and "local" in names.values():
+        _check_script(options.script)
     home, cwd = home_folder(), working_folder()
     standard = (*([home] if home is not None else []), Path(cwd))
     tokens = local_device_tokens(os.environ)
@@ -106,6 +109,14 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
         bound_cores=_bound_cores(options),
         max_restarts=options.max_restarts,
     )
+
+
+def _check_script(script: str) -> None:
+    """Raise UsageError for what python could not run either: the agent would start for nothing."""
+    if not os.path.exists(script):
+        raise UsageError(f"script {script} does not exist", where=working_folder(), hint="check the path")
+    if os.path.isdir(script) and not any(os.path.exists(os.path.join(script, name)) for name in _FOLDER_MAINS):
+        raise UsageError(f"the folder {script} has no __main__.py", where=working_folder(), hint="name a file in it")
 
 
 def _bound_cores(options: RunOptions) -> tuple[int, ...] | None:

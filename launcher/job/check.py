@@ -99,7 +99,7 @@ class Checker:
         name = f".launch-check-{self._token[:8]}"
         wrote = self._write_token(Path(folder, name))
         try:
-            command = ("module", "launcher.agent.probe", folder, name)
+            command = ("internal", "launcher.agent.probe", folder, name)
             results = self._everywhere([Task(check.host, command, _ANYWHERE) for check in self._report.hosts])
         finally:
             if wrote:
@@ -145,7 +145,7 @@ class Checker:
         peers = list(zip(addresses, ports, strict=True))
         specs = [json.dumps({"index": i, "token": self._token, "peers": peers}) for i in range(len(checks))]
         tasks = [
-            Task(check.host, ("module", "launcher.agent.ports", spec), _ANYWHERE)
+            Task(check.host, ("internal", "launcher.agent.ports", spec), _ANYWHERE)
             for check, spec in zip(checks, specs, strict=True)
         ]
         results = self._everywhere(tasks, lambda result: _last_json(result) is not None)

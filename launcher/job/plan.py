@@ -50,7 +50,7 @@ _ANIMALS = (
 class Command:
     """What every rank runs."""
 
-    kind: str  # "script", "module" or "program"
+    kind: str  # "script", "module", "program"; "internal": a module of this package
     target: str
     arguments: tuple[str, ...]
     passes_local_rank: bool = False

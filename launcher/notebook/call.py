@@ -92,7 +92,7 @@ def _plan(cluster: Cluster, folder: str, log_dir: str | os.PathLike[str] | None,
     return JobPlan(
         job_id=job_id,
         placement=place(cluster),
-        command=Command("module", rank_module.__name__, (folder,)),
+        command=Command("internal", rank_module.__name__, (folder,)),
         cwd=os.getcwd(),
         run_folder=Path(log_dir or os.environ.get(env.LOG_DIR.name) or "runs") / job_id,
         master_addr="127.0.0.1",

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport.command import agent_argv
+from launcher.transport.command import NEUTRAL_FOLDER, agent_argv, is_relative
 from launcher.transport.lines import DATA, END, PIECE_BYTES, LineReader, encode_lines
 from launcher.transport.tail import StderrTail
 
@@ -78,6 +78,7 @@ class SrunTransport:
     def __init__(self, hosts: Sequence[Host], *, python: str | None = None, root: Path | None = None) -> None:
         self._hosts = tuple(hosts)
         self._agent = agent_argv(python, RELAY_MODULE, root)
+        self._folder = [] if is_relative(python) else [f"--chdir={NEUTRAL_FOLDER}"]
         self._lock = threading.Lock()
         self._unclaimed: dict[str, SrunChannel] | None = None
         self._steps: list[SrunStep] = []
@@ -127,6 +128,7 @@ class SrunTransport:
             "--cpu-bind=none",  # an agent's ranks use all CPUs of the job on the node
             "--mpi=none",
             "--export=ALL",
+            *self._folder,
             *self._agent,
         ]
 

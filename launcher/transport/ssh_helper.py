@@ -1,4 +1,4 @@
-"""`python -m launcher.transport.ssh_helper`: hold the SSH connections of some hosts for `transport.ssh_pool`.
+"""A process of `transport.ssh_pool`: hold the SSH connections of some hosts.
 
 stdin is the control socket. The process does what it is told there until that socket ends, then leaves at once; the far
 ends notice that their connections are gone, and end what they run.
@@ -121,7 +121,3 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         Helper(socket.socket(fileno=os.dup(0))).serve()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,7 @@ from typing import Any
 from launcher.base import env
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport.command import agent_argv
+from launcher.transport.command import own_argv
 from launcher.transport.ssh import SshTransport
 from launcher.transport.ssh_config import SshOptions
 from launcher.transport.tail import StderrTail
@@ -175,7 +175,7 @@ class _Helper:
         with far:
             # A session of its own: a terminal's Ctrl-C reaches this process only, which then ends things in order.
             self._process = subprocess.Popen(
-                agent_argv(None, _HELPER_MODULE), stdin=far.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+                own_argv(_HELPER_MODULE), stdin=far.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
             )
         self._lock = threading.Lock()
         self._numbers = itertools.count()

@@ -42,7 +42,8 @@ class Launch:
         """stdout: a descriptor in place of the file that `out` reads."""
         self.folder = folder
         self._out, self._err = folder / "launch.out", folder / "launch.err"
-        command = [sys.executable, "-m", "launcher", *map(str, args)]
+        # Not -m: no file of the folder may take the package's place.
+        command = [sys.executable, ROOT / "launcher" / "__main__.py", *map(str, args)]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 command,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from harness.launching import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,9 +35,8 @@ def test_the_script_asks_for_what_was_asked_for() -> None:
         "--time=20:00:00",
         "--output=%x-%j.out",
     ]
-    last = shlex.split(text.splitlines()[-1])
-    assert last[0] == "exec"
-    assert last[2:] == ["-m", "launcher", "run", "train.py", "--deepspeed", "ds.json"]
+    command = [sys.executable, str(ROOT / "launcher" / "__main__.py"), "run", "train.py", "--deepspeed", "ds.json"]
+    assert shlex.split(text.splitlines()[-1]) == ["exec", *command]
     assert text.startswith("#!/bin/bash\n")
 
 
@@ -63,7 +64,7 @@ def test_every_option_has_a_line() -> None:
 def test_no_argument_reaches_the_shell(arguments: list[str]) -> None:
     text = render_script(GUIDE, ["run", *arguments])
     command = text[text.index("exec ") :]
-    assert shlex.split(command)[4:] == ["run", *arguments]
+    assert shlex.split(command)[3:] == ["run", *arguments]
 
 
 @given(st.text(max_size=20))
@@ -90,7 +91,7 @@ def test_a_template_of_the_user_s_own_extends_ours(tmp_path: Path) -> None:
     template.write_text('{% extends "plain.sh.j2" %}{% block run %}mine {{ command }} {{ nodes }}\n{% endblock %}')
     text = render_script(GUIDE, ["run", "train.py"], template)
     assert "#SBATCH --gres=gpu:8" in text
-    assert text.rstrip().endswith("-m launcher run train.py 2")
+    assert text.rstrip().endswith("/launcher/__main__.py run train.py 2")
     assert "\nmine " in text
 
 
