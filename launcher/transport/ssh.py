@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import HostfileError, TransportError
@@ -111,8 +112,8 @@ class SshTransport:
             with lock:  # never two at once: no lock is held while another is taken, but for the short self._lock
                 known = self._connections.get(key)
                 if known is None or not known.is_active():
-                    via = open_jump(connection, route[index - 1], target) if connection else None
-                    known = self._keep(key, connect(target, via), target)
+                    way = partial(open_jump, connection, route[index - 1], target) if connection else None
+                    known = self._keep(key, connect(target, way), target)
                 connection = known
         if connection is None:
             raise ValueError("a route has at least one target")
