@@ -75,7 +75,7 @@ class Controller:
         self._recorded: set[int] = set()  # ranks whose traceback is in their log
         self._was_told_to_stop = False  # by a signal
         self._hang_watch: HangWatch | None = None
-        self._is_hanging = False
+        self._hung: list[int] = []  # ranks that hang, while their stacks are being collected
         self._stacks = StackCollector(plan, watcher)
 
     def run(self, check: Callable[[], None] | None = None) -> RunReport:
@@ -267,7 +267,7 @@ class Controller:
         self._watcher.ended(message.rank, message.status)
         self._raised.ended(message.rank)
         if self._hang_watch is not None:
-            self._hang_watch.ended(message.rank)
+            self._hang_watch.ended(message.rank, time.monotonic())
         if self._stop_started_s is not None:
             self._stopped.add(message.rank)
         failure = self._failures.add_exit(node, message, self._logs[message.rank])
@@ -290,16 +290,24 @@ class Controller:
 
     def _check_progress(self, now_s: float) -> None:
         """Find out that a rank hangs; when its stacks are there, name it and stop."""
-        watch, is_stopping = self._hang_watch, self._stop_started_s is not None
-        if watch is not None and not self._is_hanging and not is_stopping and watch.is_expired(now_s):
-            self._is_hanging = True
+        watch = self._hang_watch
+        if watch is None or self._stop_started_s is not None:
+            self._stacks.take(self._nodes)
+            return
+        if not self._hung and (hung := watch.hung_ranks(now_s)):
+            self._hung = hung
             self._watcher.warning(f"no progress for {self._plan.hang_timeout_s:g} s: asking all ranks for their stacks")
             self._stacks.ask(self._nodes)
         stacks = self._stacks.take(self._nodes)
-        if stacks is None or watch is None or not self._is_hanging or is_stopping:
+        if stacks is None or not self._hung:
             return
-        odd = odd_one_out(stacks, watch.counts)
-        rank = odd if odd is not None else min(stacks, default=0)
+        self._hung = watch.hung_ranks(now_s)  # what has moved meanwhile does not hang
+        if self._hung:
+            self._end_hang(odd_one_out(stacks, watch.counts, self._hung), stacks)
+
+    def _end_hang(self, odd: int | None, stacks: dict[int, str]) -> None:
+        """Stop the job because of the ranks that hang. odd: the one the others wait for, None: they look alike."""
+        rank = odd if odd is not None else min(self._hung)
         node = next(node for node in self._nodes if rank in node.placement.ranks)
         reason = f"no progress for {self._plan.hang_timeout_s:g} s" + (", all ranks alike" if odd is None else "")
         self._failures.add_hang(node, rank, reason, stacks.get(rank, ""), self._logs[rank])
