@@ -71,7 +71,23 @@ SLURM_STEP_TASKS_PER_NODE = EnvVar("SLURM_STEP_TASKS_PER_NODE", "set by srun: ta
 SLURM_PROCID = EnvVar("SLURM_PROCID", "set by srun: number of the task; RANK under `srun launch`", "read")
 SLURM_LOCALID = EnvVar("SLURM_LOCALID", "set by srun: number of the task on its node; LOCAL_RANK", "read")
 SLURM_NODEID = EnvVar("SLURM_NODEID", "set by srun: number of the node in the step; NODE_RANK", "read")
+SLURM_HET_SIZE = EnvVar("SLURM_HET_SIZE", "set by Slurm: parts of a heterogeneous job, which is refused", "read")
 SLURMD_NODENAME = EnvVar("SLURMD_NODENAME", "set by Slurm: name of the node a process runs on", "read")
+# Set by other launchers, for each process they start; see base/scheduler_rank.py.
+OMPI_RANK = EnvVar("OMPI_COMM_WORLD_RANK", "set by Open MPI's mpirun: RANK, where that is not set", "read")
+OMPI_SIZE = EnvVar("OMPI_COMM_WORLD_SIZE", "set by Open MPI's mpirun: WORLD_SIZE", "read")
+OMPI_LOCAL_RANK = EnvVar("OMPI_COMM_WORLD_LOCAL_RANK", "set by Open MPI's mpirun: LOCAL_RANK", "read")
+OMPI_LOCAL_SIZE = EnvVar("OMPI_COMM_WORLD_LOCAL_SIZE", "set by Open MPI's mpirun: LOCAL_WORLD_SIZE", "read")
+MV2_RANK = EnvVar("MV2_COMM_WORLD_RANK", "set by MVAPICH2's mpirun: RANK, where that is not set", "read")
+MV2_SIZE = EnvVar("MV2_COMM_WORLD_SIZE", "set by MVAPICH2's mpirun: WORLD_SIZE", "read")
+MV2_LOCAL_RANK = EnvVar("MV2_COMM_WORLD_LOCAL_RANK", "set by MVAPICH2's mpirun: LOCAL_RANK", "read")
+MV2_LOCAL_SIZE = EnvVar("MV2_COMM_WORLD_LOCAL_SIZE", "set by MVAPICH2's mpirun: LOCAL_WORLD_SIZE", "read")
+PMI_RANK = EnvVar("PMI_RANK", "set by MPICH's and Intel's mpiexec: RANK, where that is not set", "read")
+PMI_SIZE = EnvVar("PMI_SIZE", "set by MPICH's and Intel's mpiexec: WORLD_SIZE", "read")
+MPI_LOCALRANKID = EnvVar("MPI_LOCALRANKID", "set by MPICH's and Intel's mpiexec: LOCAL_RANK", "read")
+MPI_LOCALNRANKS = EnvVar("MPI_LOCALNRANKS", "set by MPICH's and Intel's mpiexec: LOCAL_WORLD_SIZE", "read")
+PMIX_RANK = EnvVar("PMIX_RANK", "set by PMIx: that this is a rank of a job, whose size something else must say", "read")
+PMIX_NAMESPACE = EnvVar("PMIX_NAMESPACE", "set by PMIx: name of the job, from which MASTER_PORT follows", "read")
 XDG_STATE_HOME = EnvVar(
     "XDG_STATE_HOME", "parent folder of launch/jobs, what launch ps reads; default ~/.local/state", "read"
 )

@@ -5,10 +5,13 @@ All of them but the common one, a job on this machine, are imported when they ar
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
 
+from launcher.base.errors import UsageError
+from launcher.base.scheduler_rank import SRUN, SchedulerRank, scheduler_rank
 from launcher.cli.options import RunOptions, run_options
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
@@ -28,6 +31,9 @@ def run(ctx: click.Context, /, **values: Any) -> None:
 
         values = with_job_file(ctx, values)
     options = RunOptions(**values)
+    started = None if options.is_by_hand or options.standalone else scheduler_rank(os.environ)
+    if started is not None and not (options.in_slurm and started.started_by == SRUN):
+        raise _started_several_times(started)
     if options.in_slurm:
         from launcher.cli import slurm
 
@@ -46,3 +52,13 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         ctx.exit(launch(options, local))
     finally:
         local.close()
+
+
+def _started_several_times(started: SchedulerRank) -> UsageError:
+    launcher = started.started_by.partition(" ")[0]
+    return UsageError(
+        f"{started.started_by} has started this `launch` as process {started.rank} of {started.world_size}, and each"
+        " would be a job of its own",
+        hint=f"start it once, without {launcher}; or let {launcher} start the ranks: `{launcher} python train.py`;"
+        " or start one on each node with --node_rank",
+    )

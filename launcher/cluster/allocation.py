@@ -10,8 +10,10 @@ from launcher.base import env
 def in_allocation(environ: Mapping[str, str]) -> bool:
     """Tell whether this process runs inside a Slurm allocation whose hosts are its to use.
 
-    A rank that starts `launch` itself is not meant: its hosts already run the job it belongs to.
+    A rank that starts `launch` itself is not meant: its hosts already run the job it belongs to. A shell of salloc in a
+    heterogeneous job knows no node list of the whole job, and is inside all the same.
     """
-    return (
-        env.SLURM_JOB_ID.name in environ and env.SLURM_JOB_NODELIST.name in environ and env.JOB_ID.name not in environ
-    )
+    if env.JOB_ID.name in environ:
+        return False
+    has_nodes = env.SLURM_JOB_ID.name in environ and env.SLURM_JOB_NODELIST.name in environ
+    return has_nodes or env.SLURM_HET_SIZE.name in environ

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, UsageError
+from launcher.base.scheduler_rank import is_srun_step, port_of_step
 from launcher.cluster.allocation import in_allocation
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.limits import MAX_EXPANSION
@@ -20,10 +21,6 @@ from launcher.cluster.nodeset import expand
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 _NUMBER = re.compile(r"\d{1,9}")
-# Steps above are not srun's: the batch script, the external and the interactive step.
-_MAX_STEP_ID = 0xFFFF_FFF0
-# Below the range from which Linux takes ports for outgoing connections, so that no connection holds it by chance.
-_FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 _GRES_GPU = re.compile(r"(?:^|,)gpu(?::[A-Za-z][^:,()]*)?:(\d{1,9})")
 _JOB_DETAIL = re.compile(r"^\s*Nodes=(\S{1,65536}) .*?GRES=(\S*)", re.MULTILINE)
 
@@ -44,7 +41,7 @@ class SlurmTask:
     @property
     def master_port(self) -> int:
         """A port that all tasks of the step agree on without talking; two steps of a job get different ones."""
-        return _FIRST_PORT + (self.job_id * 31 + self.step_id) % _NUM_PORTS
+        return port_of_step(self.job_id, self.step_id)
 
     def variables(self, master_addr: str | None, master_port: int | None) -> dict[str, str]:
         """Return the environment of the rank; None takes the first node of the step and `master_port`."""
@@ -68,18 +65,16 @@ def read_task(environ: Mapping[str, str]) -> SlurmTask | None:
 
     Raises: UsageError or HostfileError when Slurm's variables contradict each other.
     """
-    if not in_allocation(environ) or env.SLURM_STEP_NUM_TASKS.name not in environ:
+    if not in_allocation(environ) or not is_srun_step(environ):
         return None
-    step_id = environ.get(env.SLURM_STEP_ID.name, "")
-    if not re.fullmatch(r"\d{1,10}", step_id) or int(step_id) >= _MAX_STEP_ID:
-        return None
+    refuse_heterogeneous(environ)
     world_size = _number(environ, env.SLURM_STEP_NUM_TASKS.name)
     if world_size < 2:
         return None
     nodes = parse_nodelist(environ.get(env.SLURM_STEP_NODELIST.name) or environ[env.SLURM_JOB_NODELIST.name])
     task = SlurmTask(
         job_id=_number(environ, env.SLURM_JOB_ID.name),
-        step_id=int(step_id),
+        step_id=int(environ[env.SLURM_STEP_ID.name]),
         rank=_number(environ, env.SLURM_PROCID.name),
         world_size=world_size,
         local_rank=_number(environ, env.SLURM_LOCALID.name),
@@ -112,8 +107,10 @@ def read_allocation(
 
     gpus_by_node: what Slurm itself says (`parse_job_detail`); None or {} when it is not known.
     num_slots: slots of hosts without GPUs, in place of the tasks.
-    Raises: HostfileError for a node list that cannot be read, UsageError for counts that cannot.
+    Raises: HostfileError for a node list that cannot be read, UsageError for counts that cannot and for a
+    heterogeneous job.
     """
+    refuse_heterogeneous(environ)
     nodes = parse_nodelist(environ.get(env.SLURM_JOB_NODELIST.name, ""))
     expected = environ.get(env.SLURM_JOB_NUM_NODES.name)
     if expected is not None and _number(environ, env.SLURM_JOB_NUM_NODES.name) != len(nodes):
@@ -127,6 +124,21 @@ def read_allocation(
         return Cluster(tuple(Host(name, tuple(range(n))) for name, n in zip(nodes, gpus, strict=True)))
     tasks = (num_slots,) * len(nodes) if num_slots is not None else _tasks(environ, len(nodes))
     return Cluster(tuple(Host(name, tuple(range(n))) for name, n in zip(nodes, tasks, strict=True)))
+
+
+def refuse_heterogeneous(environ: Mapping[str, str]) -> None:
+    """Refuse a job of several parts (`salloc A : B`, `#SBATCH hetjob`): no variable describes all of its nodes.
+
+    Raises: UsageError.
+    """
+    num_parts = environ.get(env.SLURM_HET_SIZE.name)
+    if num_parts is not None:
+        raise UsageError(
+            f"this Slurm job is heterogeneous: its {num_parts} parts have their own nodes and GPUs each",
+            where=env.SLURM_HET_SIZE.name,
+            hint="ask for one part that has all nodes (--nodes, --gres), or name the hosts of all parts with"
+            " --hostfile (over SSH)",
+        )
 
 
 def parse_nodelist(text: str) -> tuple[str, ...]:

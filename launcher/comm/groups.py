@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from launcher.base import env
 from launcher.base.errors import EngineError
+from launcher.base.scheduler_rank import scheduler_rank
 from launcher.comm.buffers import BufferPool
 from launcher.comm.link import HostLink
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+_DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ def local_device() -> torch.device:
 
 def init_distributed(
     dist_backend: str | None = None,
-    auto_mpi_discovery: bool = False,
-    distributed_port: int = 29500,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = _DEFAULT_PORT,
     verbose: bool = True,
     timeout: datetime.timedelta | None = None,
     init_method: str | None = None,
@@ -61,36 +63,76 @@ def init_distributed(
 ) -> None:
     """Start the default process group from the environment `launch` sets; a group that exists is kept.
 
-    Every rank must call it. Backend: NCCL on GPUs, else gloo. Without RANK and WORLD_SIZE in the
-    environment (a plain `python train.py`) the world is this process alone and no group is started.
-    `auto_mpi_discovery`, `verbose` and `config` are part of the signature scripts use; ranks here always
-    come from the environment or the arguments.
+    Every rank must call it. Backend: NCCL on GPUs, else gloo. Without RANK and WORLD_SIZE in the environment they come
+    from mpirun, mpiexec or srun where one of them has started this process, and `os.environ` gets what torch reads:
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Else (a plain `python train.py`) the world is this process
+    alone and no group is started.
 
-    Raises: EngineError when the environment is incomplete.
+    auto_mpi_discovery: False refuses the ranks of mpirun, mpiexec and srun.
+    distributed_port: MASTER_PORT where neither the environment nor the scheduler's job gives one.
+    `verbose` and `config` are part of the signature scripts use, and without effect.
+
+    Raises: EngineError when the environment is incomplete or the port is in use, UsageError when what a scheduler says
+    is incomplete.
     """
-    if dist.is_initialized() or dist_init_required is False:
+    if dist.is_initialized():
+        return
+    if rank < 0 and init_method is None:
+        _take_from_scheduler(is_wanted=auto_mpi_discovery and dist_init_required is not False, port=distributed_port)
+    if dist_init_required is False:
         return
     device = local_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if rank < 0 and env.RANK.name not in os.environ and init_method is None:
+        if os.environ.get(env.WORLD_SIZE.name, "1") != "1":
+            raise _incomplete([env.RANK.name])
         return
     if init_method is None:
         os.environ.setdefault(env.MASTER_PORT.name, str(distributed_port))
         needed = [env.MASTER_ADDR] if rank >= 0 else [env.RANK, env.WORLD_SIZE, env.MASTER_ADDR]
         missing = [variable.name for variable in needed if variable.name not in os.environ]
         if missing:
-            raise EngineError(
-                f"the environment of this rank lacks {', '.join(missing)}",
-                hint="start the script with `launch`, which sets them all",
-            )
+            raise _incomplete(missing)
     backend = dist_backend or ("nccl" if device.type == "cuda" else "gloo")
-    dist.init_process_group(
-        backend,
-        init_method=init_method,
-        timeout=timeout or DEFAULT_TIMEOUT,
-        rank=rank,
-        world_size=world_size,
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=init_method,
+            timeout=timeout or DEFAULT_TIMEOUT,
+            rank=rank,
+            world_size=world_size,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise EngineError(
+            "the port on which rank 0 waits for the others is in use",
+            where=f"{env.MASTER_PORT.name}={os.environ.get(env.MASTER_PORT.name)}",
+            hint="give another (`launch --master-port`, or export MASTER_PORT); `launch` finds a free one by itself",
+        ) from None
+
+
+def _take_from_scheduler(*, is_wanted: bool, port: int) -> None:
+    """Set the variables of a rank that mpirun, mpiexec or srun has started. Raises: EngineError, UsageError."""
+    if env.RANK.name in os.environ:
+        return
+    found = scheduler_rank(os.environ)
+    if found is None:
+        return
+    if not is_wanted:
+        raise EngineError(
+            f"{found.started_by} has started this process as rank {found.rank} of {found.world_size}, and"
+            " auto_mpi_discovery or dist_init_required is False: each rank would train alone",
+            hint="leave these arguments out, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
+        )
+    os.environ.update(found.variables(os.environ, port))
+
+
+def _incomplete(missing: list[str]) -> EngineError:
+    return EngineError(
+        f"the environment of this rank lacks {', '.join(missing)}",
+        hint="start the script with `launch`, which sets them all",
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from harness.launching import ROOT, run_launch
 
+from launcher.base.errors import UsageError
 from launcher.cli.main import COMMANDS, cli
 from launcher.cli.render import LineAssembler
 from launcher.cli.run import run
@@ -256,3 +257,20 @@ def test_a_line_without_an_end_does_not_grow_for_ever() -> None:
     shown = b"".join(lines.feed(b"x" * 10_000) for _ in range(20)) + lines.flush()
     assert shown.replace(b"[0] ", b"").rstrip() == b"x" * 200_000
     assert len(lines.feed(b"")) == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--hostfile", "hosts"]])
+def test_launch_started_several_times_by_mpirun_is_refused(tmp_path: Path, options: list[str]) -> None:
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    result = CliRunner().invoke(cli, ["run", *options, "t.py"], env=mpi)
+    assert isinstance(result.exception, UsageError)
+    assert "mpirun (Open MPI) has started this `launch` as process 1 of 4" in str(result.exception)
+    assert "mpirun python train.py" in str(result.exception)
+
+
+def test_one_launch_on_each_node_may_be_started_by_mpirun(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    here = ["--node_rank", "1", "--num_nodes", "2", "--master_addr", "a", "--master_port", "4000"]
+    result = CliRunner().invoke(cli, ["run", "--dry-run", *here, str(tmp_path / "t.py")], env=mpi)
+    assert result.exit_code == 0, result.output

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.cluster import slurm
+from launcher.cluster.allocation import in_allocation
 
 BATCH = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_NUM_NODES": "3"}
 STEP = {
@@ -155,3 +156,12 @@ def test_no_job_description_ends_in_a_traceback(text: str) -> None:
 def test_counts_come_back_as_they_were(counts: list[int]) -> None:
     assert slurm.parse_counts(",".join(map(str, counts)), "X") == tuple(counts)
     assert slurm.parse_counts(f"{counts[0]}(x{len(counts)})", "X") == (counts[0],) * len(counts)
+
+
+@pytest.mark.parametrize("environ", [{"SLURM_HET_SIZE": "2"}, {**BATCH, "SLURM_HET_SIZE": "2"}])
+def test_a_job_of_several_parts_is_inside_slurm_and_refused(environ: dict[str, str]) -> None:
+    assert in_allocation(environ)
+    with pytest.raises(UsageError, match="SLURM_HET_SIZE: this Slurm job is heterogeneous"):
+        slurm.read_allocation(environ)
+    with pytest.raises(UsageError, match="heterogeneous"):
+        slurm.read_task({**STEP, **environ})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 import launcher
 
 
@@ -30,3 +32,25 @@ def test_an_option_the_script_has_already_is_left_alone() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=7)
     assert launcher.add_config_arguments(parser).parse_args([]).local_rank == 7
+
+
+@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
+def test_both_spellings_of_the_local_rank_are_taken(spelling: str) -> None:
+    assert parse(f"{spelling}=3").local_rank == 3  # torch.distributed.launch passes --local-rank
+
+
+@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
+def test_an_option_the_script_adds_later_is_the_script_s(spelling: str) -> None:
+    parser = launcher.add_config_arguments(argparse.ArgumentParser())
+    parser.add_argument(spelling, type=int, default=7)
+    assert parser.parse_args([]).local_rank == 7
+    assert parser.parse_args([spelling, "2"]).local_rank == 2
+
+
+def test_parsing_twice_and_help_are_no_conflict(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = launcher.add_config_arguments(argparse.ArgumentParser())
+    assert parser.parse_args([]).local_rank == -1
+    assert parser.parse_known_args(["--local_rank", "1", "--mine"])[0].local_rank == 1
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert "--local_rank N" in capsys.readouterr().out

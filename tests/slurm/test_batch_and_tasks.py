@@ -111,3 +111,27 @@ def test_a_shell_inside_a_step_uses_the_whole_allocation(slurm: LoopbackSlurm, t
     code, out = submit(slurm, tmp_path, body, "--nodes=3", "--ntasks-per-node=1", "--job-name=mine")
     assert code == 0, out
     assert [environment["RANK"] for environment in environments(out)] == list("012345")
+
+
+def test_tasks_of_srun_that_run_the_script_itself_are_one_world(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, torch, launcher
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # the nodes' names do not resolve here
+        launcher.init_distributed()
+        total = torch.tensor([torch.distributed.get_rank() + 1])
+        torch.distributed.all_reduce(total)
+        print("TOTAL", int(total), "LOCAL", os.environ["LOCAL_RANK"])
+        """,
+    )
+    result = subprocess.run(
+        ["srun", "--nodes=1", "--ntasks=2", sys.executable, script],
+        cwd=tmp_path,
+        env={**slurm.env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        stdin=subprocess.DEVNULL,
+    )
+    assert sorted(result.stdout.splitlines()) == ["TOTAL 3 LOCAL 0", "TOTAL 3 LOCAL 1"], result.stderr
