@@ -43,6 +43,10 @@ class HangWatch:
         if not self._has_heartbeats and rank in self._last_s:
             self._last_s[rank] = now_s
 
+    def hold(self, now_s: float) -> None:
+        """Note that ranks wait for the launcher, or that it was away: their standstill counts from now on."""
+        self._last_s = dict.fromkeys(self._last_s, now_s)
+
     def ended(self, rank: int) -> None:
         """Forget a rank that has ended."""
         self._last_s.pop(rank, None)
