@@ -213,12 +213,16 @@ def _authenticate(target: SshTarget, connection: paramiko.Transport) -> None:
                 problems.append(f"more than {_MAX_OFFERED_KEYS} keys: name the right one with IdentityFile")
                 break
             offered.append(label)
+            start_s = time.monotonic()
             try:
                 # An answer that lists further methods means "this key, and more": not supported.
                 if not connection.auth_publickey(target.user, key):
                     return
                 problems.append("the server wants a further login step")
             except paramiko.AuthenticationException:
+                if time.monotonic() - start_s >= target.connect_timeout_s:  # no answer, which the next key would not get
+                    waited = f"{target.connect_timeout_s:g} s"
+                    _fail(target, f"{target.login}: no answer to the login within {waited}", "is that server well?")
                 continue
     except (paramiko.SSHException, OSError, EOFError) as error:
         problems.append(str(error) or "the connection was closed")
