@@ -1,4 +1,4 @@
-"""A pager that pauses, a log disk that stalls, a launcher that is suspended: no rank is lost, and nobody has to wait."""
+"""A pager that pauses, a log disk that stalls, a launcher that is suspended: no rank is lost, no wait is endless."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,8 @@ def ssh(sshd: LoopbackSshd, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def pipe() -> Iterator[UnreadPipe]:
-    made = UnreadPipe()
-    yield made
+def pipe() -> UnreadPipe:
+    return UnreadPipe()
 
 
 @pytest.fixture
