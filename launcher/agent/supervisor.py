@@ -30,6 +30,7 @@ from launcher.agent.wire import (
     Exited,
     Handled,
     Hello,
+    Lease,
     Message,
     Notify,
     Output,
@@ -77,6 +78,7 @@ class Supervisor:
         self._state = AgentState.WAITING
         self._ranks: dict[int, Rank] = {}  # by pid
         self._spec: Spawn | None = None
+        self._lease_s: float | None = None  # None: the stream's end is enough
         self._last_message_s = time.monotonic()
         self._kill_at_s: float | None = None
         self._give_up_at_s: float | None = None
@@ -201,6 +203,9 @@ class Supervisor:
             self._unhandled_bytes -= message.num_bytes
         elif isinstance(message, Ping):
             self._send(Pong(time.monotonic()))
+        elif isinstance(message, Lease):
+            self._lease_s = message.lease_s
+            self._send(Pong(time.monotonic()))
         elif isinstance(message, DumpStacks):
             send([rank.pid for rank in self._ranks.values() if rank.status is None], STACKS_SIGNAL)
             self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S
@@ -216,6 +221,7 @@ class Supervisor:
 
     def _spawn(self, spec: Spawn) -> None:
         self._spec = spec
+        self._lease_s = spec.lease_s
         self._state = move(self._state, AgentState.RUNNING)
         problem = missing_devices(spec)
         cores = _shares_of_cores(spec)
@@ -354,12 +360,10 @@ class Supervisor:
 
     def _check_deadlines(self) -> None:
         now_s = time.monotonic()
-        spec = self._spec
         if (
             self._state is AgentState.RUNNING
-            and spec is not None
-            and spec.lease_s is not None
-            and now_s - self._last_message_s > spec.lease_s
+            and self._lease_s is not None
+            and now_s - self._last_message_s > self._lease_s
         ):
             self._lose_controller()
         if self._state is not AgentState.STOPPING:

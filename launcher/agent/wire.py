@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -85,6 +85,12 @@ class Ping(Message):
     """Renew the lease."""
 
 
+class Lease(Message):
+    """Make the lease as long as this from now on; answered like Ping. The launcher may be suspended for a while."""
+
+    lease_s: float
+
+
 # ---- agent to controller ----
 
 
@@ -99,7 +105,7 @@ class Hello(Message):
 
 
 class Pong(Message):
-    """The answer to Ping: the node and the way to it are alive."""
+    """The answer to Ping and Lease: the node and the way to it are alive."""
 
     time_s: float  # monotonic clock of the node
 
@@ -184,6 +190,7 @@ _TYPES: dict[str, type[Message]] = {
         Notify,
         Sweep,
         Handled,
+        Lease,
         Ping,
         Hello,
         Pong,

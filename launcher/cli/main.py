@@ -12,6 +12,7 @@ import click
 from launcher import __version__
 from launcher.base.errors import LauncherError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.signals import raise_at_interrupt
 from launcher.cli import streams
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class LaunchGroup(click.Group):
         if known is None:
             return None
         command: Any = getattr(importlib.import_module(known.module), known.attribute)
+        if cmd_name != "run":  # that one has its own way, see `job.signals`
+            raise_at_interrupt()
         return command if isinstance(command, click.Command) else None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

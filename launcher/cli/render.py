@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
@@ -14,15 +15,21 @@ from launcher.base.errors import LauncherError
 from launcher.base.secrets import MASK, mask_arguments
 from launcher.base.units import format_bytes, format_duration
 from launcher.cli import streams
+from launcher.cli.lines import MixedLines
 from launcher.cli.options import LOG_LEVELS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from launcher.cli.live import LiveView
     from launcher.job.plan import JobPlan
     from launcher.job.report import Failure, RunReport
 
 _MAX_STACK_LINES = 200
-_MAX_PENDING_BYTES = 1 << 16  # a line longer than this is shown in parts
+_STREAMS: dict[str, Callable[[], BinaryIO]] = {
+    "stdout": lambda: sys.stdout.buffer,
+    "stderr": lambda: sys.stderr.buffer,
+}
 
 
 def show_error(error: LauncherError) -> None:
@@ -71,42 +78,15 @@ def _headline(plan: JobPlan) -> str:
     return f"launch {__version__} · job {plan.job_id} · {size}"
 
 
+def _lines_of_streams() -> dict[str, MixedLines]:
+    """Return what puts the lines of all ranks together, by stream; the same for both where they are one terminal."""
+    stdout, stderr = (MixedLines(streams.columns_of(descriptor)) for descriptor in (1, 2))
+    return {"stdout": stdout, "stderr": stdout if streams.is_same_terminal(1, 2) else stderr}
+
+
 def _evidence(failure: Failure) -> list[str]:
     """Return the lines that show what happened: the traceback, or else what the rank wrote last."""
     return failure.traceback.rstrip().splitlines() or list(failure.last_lines)
-
-
-class LineAssembler:
-    """Cuts one rank's byte stream into prefixed lines.
-
-    A carriage return ends a part too, and is kept, so that progress bars overwrite themselves as they do
-    without a launcher.
-    """
-
-    def __init__(self, prefix: bytes) -> None:
-        self._prefix = prefix
-        self._pending = b""
-
-    def feed(self, data: bytes) -> bytes:
-        """Return what can be shown now."""
-        parts = (self._pending + data).splitlines(keepends=True) if data else []
-        # splitlines also cuts at bytes that end no line on a terminal; bytes.splitlines cuts at \\n and \\r only.
-        self._pending = b""
-        if parts and not parts[-1].endswith((b"\n", b"\r")):
-            self._pending = parts.pop()
-        elif parts and parts[-1].endswith(b"\r"):
-            # "\r\n" may be cut in two: wait for what follows.
-            self._pending = parts.pop()
-        shown = b"".join(self._prefix + part for part in parts)
-        if len(self._pending) > _MAX_PENDING_BYTES or self._pending.endswith(b"\r"):
-            shown += self._prefix + self._pending
-            self._pending = b""
-        return shown
-
-    def flush(self) -> bytes:
-        """Return the rest, which had no line end."""
-        rest, self._pending = self._pending, b""
-        return self._prefix + rest + b"\n" if rest else b""
 
 
 class Console:
@@ -116,7 +96,7 @@ class Console:
         """log_level: one of `LOG_LEVELS`; what is less important is not shown. live: the panel, on a terminal."""
         self._plan = plan
         self._level = LOG_LEVELS.index(log_level)
-        self._assemblers: dict[tuple[int, str], LineAssembler] = {}
+        self._lines = _lines_of_streams()
         self._live = live
         self._shown_traceback = ""  # of a rank that had failed and did not end
 
@@ -187,10 +167,23 @@ class Console:
             self._write(sys.stdout.buffer, (text + "\n").encode("utf-8", "surrogateescape"), is_ours=True)
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
-        assembler = self._assemblers.get((rank, stream))
-        if assembler is None:
-            assembler = self._assemblers[rank, stream] = LineAssembler(self._prefix(rank))
-        self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.feed(data))
+        self._write(_STREAMS[stream](), self._lines[stream].feed((rank, stream), self._prefix(rank), data))
+
+    def idle(self) -> None:
+        """Show lines that have no end yet, such as progress bars, where nothing has followed for a moment."""
+        now_s = time.monotonic()
+        for stream, lines in self._lines.items():
+            self._write(_STREAMS[stream](), lines.settle(now_s))
+
+    def suspending(self) -> None:
+        self.note("suspended: the ranks run on, their output waits; `fg` or `bg` continues")
+        if self._live is not None:
+            self._live.pause()
+
+    def continuing(self, away_s: float) -> None:
+        if self._live is not None:
+            self._live.resume()
+        self.note(f"continued after {format_duration(away_s)}")
 
     def _prefix(self, rank: int) -> bytes:
         """Return `[3] `, with the host where there are several: `[3 node-b] `."""
@@ -214,13 +207,17 @@ class Console:
 
     def _flush(self) -> None:
         """Show the rest of each rank's output that had no line end."""
-        for (_, stream), assembler in sorted(self._assemblers.items()):
-            self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.flush())
-        self._assemblers.clear()
+        for stream, lines in self._lines.items():
+            self._write(_STREAMS[stream](), lines.flush())
 
     def _show_failure(self, report: RunReport, failure: Failure) -> None:
         host = failure.host
-        if failure.rank is None:
+        if failure.away_s is not None:
+            what = (
+                f"launch was suspended for {format_duration(failure.away_s)}, longer than its lease"
+                f" ({format_duration(self._plan.lease_s)}): {host} ended its ranks"
+            )
+        elif failure.rank is None:
             what = f"{host} was lost {format_duration(failure.after_s)} after start: {failure.reason}"
         else:
             what = (
@@ -253,6 +250,9 @@ class Console:
         self._write(sys.stderr.buffer, f"{shown}\n".encode("utf-8", "backslashreplace"), is_ours=True)
 
     def _write(self, stream: BinaryIO, data: bytes, *, is_ours: bool = False) -> None:
-        """Write bytes as they are, above the panel where there is one."""
+        """Write bytes as they are, above the panel where there is one. is_ours: whole lines of the launcher."""
+        if is_ours:
+            name = "stdout" if stream is sys.stdout.buffer else "stderr"
+            data = self._lines[name].interrupt() + data
         if data and (self._live is None or not self._live.write(stream, data, is_ours=is_ours)):
             streams.write(stream, data)

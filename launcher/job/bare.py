@@ -58,9 +58,6 @@ class BareSession(Session):
             with contextlib.suppress(TransportError):
                 self.channel.write(STOP_LINE * missing)
 
-    def ping(self) -> None:
-        """Say nothing: the connection itself is what the far shell watches."""
-
     def _take_stderr(self, data: bytes) -> None:
         self._stderr.feed(data)
         if not data:

@@ -99,6 +99,24 @@ class FailureBook:
         self._failures.setdefault(f"host {node.name}", (False, now_s, failure))  # its first loss counts
         return failure
 
+    def add_absence(self, node: Node, away_s: float) -> None:
+        """Keep that a host ended its ranks because the launcher was suspended for so long."""
+        now_s = time.monotonic()
+        failure = Failure(
+            host=node.name,
+            rank=None,
+            pid=None,
+            exit_code=ExitCode.UNREACHABLE,
+            signal_name=None,
+            after_s=now_s - self._start_s,
+            reason=f"launch was suspended for {away_s:.0f} s",
+            traceback="",
+            last_lines=(),
+            log=None,
+            away_s=away_s,
+        )
+        self._failures.setdefault(f"host {node.name}", (False, now_s, failure))
+
     def add_hang(self, node: Node, rank: int, reason: str, stack: str, log: RankLog) -> None:
         """Keep a rank that makes no progress; its stack stands in for a traceback."""
         now_s = time.monotonic()

@@ -48,6 +48,11 @@ class HangWatch:
         if rank in self._last_s:
             self._last_s[rank] = now_s
 
+    def hold(self, now_s: float) -> None:
+        """Note that ranks wait for the launcher, or that it was away: their standstill counts from now on."""
+        self._last_s = dict.fromkeys(self._last_s, now_s)
+        self._job_last_s = now_s
+
     def ended(self, rank: int, now_s: float) -> None:
         """Forget a rank that has ended, which is progress of the job."""
         self._job_last_s = now_s

@@ -27,6 +27,7 @@ class Failure:
     log: str | None
     max_rss_bytes: int | None = None  # the most memory the rank's process held
     oom: str | None = None  # what shows that the kernel ended it for lack of memory
+    away_s: float | None = None  # the launcher itself was suspended for so long, and the host ended its ranks
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from launcher.base.exit_codes import ExitCode
 from launcher.cluster.cluster import Cluster, Host
 from launcher.job.events import Watcher
 from launcher.job.plan import JobPlan
-from launcher.job.report import RunReport
+from launcher.job.report import Failure, RunReport
+from launcher.job.signals import SignalQueue
 
 Run = Callable[[JobPlan], RunReport]
 Replan = Callable[[Cluster], JobPlan]
@@ -29,19 +31,24 @@ class RestartPolicy:
     world_sizes: WorldSizes = lambda: None  # asked before each start on other hosts
 
 
-def run_with_restarts(first: JobPlan, policy: RestartPolicy, run: Run, replan: Replan, watcher: Watcher) -> RunReport:
+def run_with_restarts(
+    first: JobPlan, policy: RestartPolicy, run: Run, replan: Replan, watcher: Watcher, signals: SignalQueue
+) -> RunReport:
     """Run `first`, and after a failure again, up to `max_restarts` times. Returns the report of the last run.
 
-    run: runs one plan to its end. replan: makes a plan for other hosts, of the same job. Each run after the first gets
-    a folder of its own inside the run folder. Raises: LauncherError when the first start fails.
+    run: runs one plan to its end. replan: makes a plan for other hosts, of the same job. signals: a stop signal that
+    comes between two runs ends the job as well. Each run after the first gets a folder of its own inside the run
+    folder. Raises: LauncherError when the first start fails.
     """
     plan, spares = first, list(policy.spares)
     report = run(plan)
     for restart in range(1, policy.max_restarts + 1):
         if report.exit_code == ExitCode.OK or report.interrupted_by is not None or report.failure is None:
             return report
-        lost = {*report.unconfirmed_hosts, *([report.failure.host] if report.failure.rank is None else [])}
+        lost = _lost_hosts(report, report.failure)
         while True:
+            if signals.first_stop is not None:
+                return dataclasses.replace(report, interrupted_by=signal.Signals(signals.first_stop).name)
             try:
                 hosts = _next_hosts(plan, lost, spares, policy, watcher) if lost else _hosts_of(plan)
             except LauncherError as error:
@@ -63,6 +70,12 @@ def run_with_restarts(first: JobPlan, policy: RestartPolicy, run: Run, replan: R
                 watcher.warning(str(error))
                 lost = unreachable
     return report
+
+
+def _lost_hosts(report: RunReport, failure: Failure) -> set[str]:
+    """Return the hosts that a restart does without. One that ended its ranks in our absence is still there."""
+    is_lost = failure.rank is None and failure.away_s is None
+    return {*report.unconfirmed_hosts, *([failure.host] if is_lost else [])}
 
 
 def _hosts_of(plan: JobPlan) -> tuple[Host, ...]:

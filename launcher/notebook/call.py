@@ -16,13 +16,16 @@ from typing import Any, TypeVar
 from launcher.base import env
 from launcher.base.errors import JobError, LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.cluster.devices import local_device_tokens
 from launcher.cluster.filters import select
 from launcher.job.controller import Controller
+from launcher.job.display import Display
 from launcher.job.plan import DEFAULT_GRACE_S, Command, JobPlan, new_job_id
 from launcher.job.report import Failure, RunReport
+from launcher.job.signals import STACKS_SIGNAL, SignalQueue
 from launcher.notebook import rank as rank_module
 from launcher.notebook.output import CellOutput
 from launcher.notebook.pickling import dumps
@@ -108,15 +111,18 @@ def _plan(cluster: Cluster, folder: str, log_dir: str | os.PathLike[str] | None,
 def _supervise(plan: JobPlan) -> RunReport:
     """Run the plan with its output in the cell. Raises: KeyboardInterrupt."""
     transport, output = LocalTransport(), CellOutput()
-    try:
-        report = Controller(plan, lambda _: transport, output).run()
-    except LauncherError as error:
-        if error.exit_code == ExitCode.INTERRUPTED:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        transport.close()
-        output.finish()
+    display, signals = Display(output), SignalQueue(plan.stop_signals, (STACKS_SIGNAL, NOTICE_SIGNAL))
+    with signals.listening():
+        try:
+            report = Controller(plan, lambda _: transport, display, signals).run()
+        except LauncherError as error:
+            if error.exit_code == ExitCode.INTERRUPTED:
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            transport.close()
+            display.put(output.finish)
+            display.close(signals, lambda: None)
     if report.interrupted_by == "SIGINT":
         raise KeyboardInterrupt
     if report.interrupted_by is not None:

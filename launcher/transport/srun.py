@@ -31,6 +31,7 @@ from launcher.transport.tail import StderrTail
 
 RELAY_MODULE = "launcher.agent.relay"
 SILENCE_S = 30.0  # a relay says something every 5 s; a node that is silent for so long is lost
+_ABSENCE_S = 3.0  # the thread that listens never pauses for so long by itself
 _SWEEP_SILENCE_S = 10.0  # a node that was lost is asked once more, and may well be dead
 _READ_BYTES = 1 << 18
 # srun keeps what it has received and not yet printed in 1024 buffers of at most 1024 bytes (a line of ours each), for
@@ -225,6 +226,7 @@ class SrunStep:
         reader = LineReader()
         poller = select.poll()
         poller.register(self._stdout.fileno(), select.POLLIN)
+        now_s = time.monotonic()
         try:
             while True:
                 if poller.poll(1000):
@@ -233,8 +235,10 @@ class SrunStep:
                         return
                     for line in reader.feed(data):
                         self._deliver(line.node, line.kind, line.body)
-                now_s = time.monotonic()
+                before_s, now_s = now_s, time.monotonic()
                 for channel in self.channels.values():
+                    if now_s - before_s > _ABSENCE_S:  # this process was stopped: it could hear nobody
+                        channel.last_heard_s = now_s
                     if now_s - channel.last_heard_s > self._silence_s:
                         channel.end(None)
         except ProtocolError:  # nothing that follows can be trusted: every channel ends

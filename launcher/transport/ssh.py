@@ -65,17 +65,36 @@ class SshTransport:
 
     def open(self, host: Host) -> SshChannel:
         target = self.target(host)
+        start_s, step = time.monotonic(), "open a session"
         try:
             connection = self._connect_patiently(target)
+            start_s = time.monotonic()
             session = connection.open_session(window_size=_WINDOW_BYTES, timeout=target.connect_timeout_s)
-            session.exec_command(self.command_for(host))
+            start_s, step = time.monotonic(), "start a command"
+            self._execute(session, self.command_for(host), target.connect_timeout_s)
         except ssh_library.failures() as error:
+            if time.monotonic() - start_s >= target.connect_timeout_s:
+                problem = f"its server did not {step} within {target.connect_timeout_s:g} s"
+                question = "is the home folder there on a disk that answers? "
+            else:
+                problem, question = f"no command could be started: {error or 'connection lost'}", ""
             raise TransportError(
-                f"connected as {target.login}, but no command could be started: {error or 'connection lost'}",
+                f"connected as {target.login}, but {problem}",
                 where=host.name,
-                hint=f"try: {target.ssh_command} true",
+                hint=f"{question}try: {target.ssh_command} true",
             ) from None
         return SshChannel(target, session)
+
+    @staticmethod
+    def _execute(session: paramiko.Channel, command: str, timeout_s: float) -> None:
+        """Ask the server to run a command. paramiko waits for the answer without end: closing the session ends that."""
+        timer = threading.Timer(timeout_s, session.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            session.exec_command(command)
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         with self._lock:

@@ -288,6 +288,7 @@ class _Tries:
                 if len(self.offered) == _MAX_OFFERED_KEYS:
                     self.give_up()
                 self.offered.append(offer.label)
+                start_s = time.monotonic()
                 try:
                     # An answer that lists further methods means "this key, and more": not supported.
                     if not connection.auth_publickey(self._target.user, offer.key):
@@ -298,6 +299,8 @@ class _Tries:
                     self.problems.append(f"the server takes no keys, only: {', '.join(error.allowed_types)}")
                     break
                 except AuthenticationException:
+                    if time.monotonic() - start_s >= self._target.connect_timeout_s:
+                        self._no_answer()
                     if not connection.is_active():
                         self._next = self._take()
                         if self._next is not None:
@@ -306,6 +309,15 @@ class _Tries:
             self.problems.append(str(error) or "the connection was closed")
         self._name_other_logins(is_key_wanted)
         self.fail()
+
+    def _no_answer(self) -> NoReturn:
+        """Say that the server was silent; the next key would get no answer either. Raises: TransportError."""
+        waited = f"{self._target.connect_timeout_s:g} s"
+        _fail(
+            self._target,
+            lambda t: f"{t.login}: no answer to the login within {waited}",
+            lambda t: f"is that server overloaded? Try: {t.ssh_command} true",
+        )
 
     def give_up(self) -> NoReturn:
         """Say that there are too many keys. Raises: TransportError."""

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from harness.launching import ROOT, run_launch
 
 from launcher.base.errors import UsageError
+from launcher.cli.lines import LineAssembler
 from launcher.cli.main import COMMANDS, cli
-from launcher.cli.render import LineAssembler
 from launcher.cli.run import run
 
 SURFACE = {
@@ -248,8 +248,8 @@ def test_lines_are_prefixed_whole_however_they_arrive() -> None:
 
 def test_progress_bars_keep_their_carriage_returns() -> None:
     lines = LineAssembler(b"[0] ")
-    assert lines.feed(b"10%\r20%\r") == b"[0] 10%\r[0] 20%\r"
-    assert lines.feed(b"done\r\n") == b"[0] done\r\n"
+    assert lines.feed(b"10%\r20%\r") == b"[0] 10%\r"
+    assert lines.feed(b"done\r\n") == b"[0] 20%\r[0] done\r\n"
 
 
 def test_a_line_without_an_end_does_not_grow_for_ever() -> None:

@@ -17,7 +17,7 @@ from launcher.kernels.select import kernel_for
 
 
 class OnceRoundedAdamW(torch.optim.Optimizer):
-    """AdamW in fp32 that rounds fused products and sums once, for a beta1 above 0.5. States are of the param's dtype."""
+    """AdamW in fp32 that rounds fused products and sums once, for a beta1 above 0.5. States have the param's dtype."""
 
     def __init__(
         self,

@@ -158,6 +158,73 @@ class StalledServer:
         self._socket.close()
 
 
+class MuteServer:
+    """An SSH server on 127.0.0.* that stops answering at one step of a login; a context manager.
+
+    Steps: "login", "session", "command". Where it stops, it waits until the end of the context.
+    """
+
+    def __init__(self, folder: Path, step: str) -> None:
+        """folder: gets the host key, a user key and the ssh_config that reaches the server."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._step, self._over = step, threading.Event()
+        self._host_key, user_key = folder / "host_key", folder / "user_key"
+        make_key(self._host_key)
+        make_key(user_key)
+        self._socket = socket.create_server(("0.0.0.0", 0), backlog=512)
+        port = self._socket.getsockname()[1]
+        known_hosts, self.ssh_config = folder / "known_hosts", folder / "ssh_config"
+        public = Path(f"{self._host_key}.pub").read_text()
+        known_hosts.write_text(f"[127.0.0.*]:{port} {' '.join(public.split()[:2])}\n")
+        self.ssh_config.write_text(
+            f"Host 127.0.0.*\n  Port {port}\n  IdentityFile {user_key}\n  IdentitiesOnly yes\n"
+            f"  UserKnownHostsFile {known_hosts}\n  GlobalKnownHostsFile none\n"
+        )
+
+    def __enter__(self) -> MuteServer:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        import paramiko
+
+        key = paramiko.Ed25519Key.from_private_key_file(str(self._host_key))
+        step, over = self._step, self._over
+
+        class Mute(paramiko.ServerInterface):
+            def get_allowed_auths(self, username: str) -> str:
+                return "publickey"
+
+            def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+                return self._unless("login", paramiko.AUTH_SUCCESSFUL)
+
+            def check_channel_request(self, kind: str, chanid: int) -> int:
+                return self._unless("session", paramiko.OPEN_SUCCEEDED)
+
+            def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+                return bool(self._unless("command", 1))
+
+            def _unless(self, name: str, answer: int) -> int:
+                if name == step:
+                    over.wait()
+                return answer
+
+        self._connections = []
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                return
+            connection = paramiko.Transport(client)
+            connection.add_server_key(key)
+            connection.start_server(event=threading.Event(), server=Mute())
+            self._connections.append(connection)
+
+
 class DroppingServer:
     """Drop the first connections at a port of 127.0.0.1 and pass the later ones on to `port`; a context manager."""
 

@@ -24,6 +24,7 @@ from launcher.job.fit import largest_fit
 from launcher.job.plan import Command, JobPlan
 from launcher.job.report import Failure, RunReport
 from launcher.job.restart import RestartPolicy, WorldSizes, run_with_restarts
+from launcher.job.signals import SignalQueue
 
 FAILS_TWICE = """
     import os, sys, time
@@ -95,7 +96,7 @@ def hosts_of_runs(
         return outcome
 
     first = plan_for(Cluster(tuple(Host(name, (0, 1)) for name in names)))
-    return runs, run_with_restarts(first, policy, run, plan_for, cast(Any, quiet or Quiet()))
+    return runs, run_with_restarts(first, policy, run, plan_for, cast(Any, quiet or Quiet()), SignalQueue(()))
 
 
 def test_a_failing_rank_restarts_on_the_same_hosts() -> None:
