@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -363,3 +364,14 @@ def test_a_function_that_builds_no_model_is_told_so(models: Path) -> None:
     for line, expected in zip(said, WRONG_FUNCTIONS.values(), strict=True):
         assert expected in line
         assert "; " in line  # and what to do
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    blocks = re.findall(
+        r"^```\n\$ launch (estimate .*)\n([^`]*)^```", (ROOT / "docs" / "memory.md").read_text(), re.MULTILINE
+    )
+    assert blocks
+    for command, shown in blocks:
+        printed = CliRunner().invoke(cli, command.split())
+        assert printed.exit_code == 0
+        assert shown.strip() == printed.output.strip()

@@ -139,11 +139,11 @@ def train_engine(rank: int, world_size: int, case: Case) -> Trajectory:
     return Trajectory(losses, engine.state_dict(), grad_norms, scales)
 
 
-def train_fp32(case: Case) -> Trajectory:
-    """The plain loop: one process, the whole batch at once."""
+def train_fp32(case: Case, *, fused: bool | None = None) -> Trajectory:
+    """The plain loop: one process, the whole batch at once. fused: torch's kernel of AdamW; None: its own choice."""
     model = make_model(case)
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(trained, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
     losses, grad_norms = [], []
     for number, step in enumerate(micro_batches(case)):
         optimizer.param_groups[0]["lr"] = case.learning_rate(number)
