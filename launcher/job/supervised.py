@@ -63,7 +63,7 @@ class AgentSession(Session):
             for message in decoder.feed(data):
                 self._handle(message, channel)
         if not self.has_answered:
-            raise start_failure(channel, None)
+            raise start_failure(channel, None, decoder.banner)
         raise TransportError("stopped before its end" if self._said_bye else "the connection was lost")
 
     def stop(self, grace_s: float) -> None:
