@@ -57,6 +57,7 @@ SURFACE = {
     "bind_core_list": ("--bind_core_list", "--bind-core-list"),
     "save_pid": ("--save_pid", "--save-pid"),
     "signals_to_handle": ("--signals_to_handle", "--signals-to-handle"),
+    "verbose": ("-v", "--verbose"),
     "log_level": ("--log_level", "--log-level"),
     "quiet": ("-q", "--quiet"),
     "plain": ("--plain",),
@@ -68,12 +69,12 @@ HOSTS_SURFACE = {
     name: SURFACE[name]
     for name in (
         "hostfile", "include", "exclude", "num_nodes", "ssh_port", "ssh_config", "remote_python", "force_multi",
-        "accept_new_host_keys", "setup", "venv_script",
+        "accept_new_host_keys", "setup", "venv_script", "verbose",
     )
 }  # fmt: skip
 TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "check": HOSTS_SURFACE | {"as_json": ("--json",)},
-    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",), "supervise": ("--supervise",)},
+    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",), "supervise": ("--supervise",), "as_json": ("--json",)},
     "ps": {"as_json": ("--json",)},
     "logs": {"rank": ("--rank",), "follow": ("-f", "--follow"), "num_lines": ("--tail",)},
     "kill": {"now": ("--now",)},
