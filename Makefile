@@ -1,4 +1,5 @@
-# `make demo` and `make test` do all their set-up on a fresh Debian or Ubuntu machine with Python 3.10+ and git.
+# `make demo` and `make test` do all their set-up on a fresh Debian or Ubuntu machine with Python 3.10+,
+# git and make.
 PYTHON ?= python3
 VENV ?= .venv
 # The peers of `make bench` are installed beside a torch of their own.
@@ -12,11 +13,13 @@ WORKERS ?= $(shell expr $$(nproc) + 2)
 # Built by the installation.
 KERNELS := $(wildcard launcher/kernels/csrc/*.cpp launcher/kernels/csrc/*.h) launcher/kernels/csrc/CMakeLists.txt
 
-.PHONY: help demo test lint types docs bench bench-page clean
+.PHONY: help install demo test lint types compat soak docs bench bench-page clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed-dev ## make the environment with all that the other targets need
 
 demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks with ZeRO stage 2
 	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json
@@ -25,13 +28,23 @@ test: $(VENV)/.installed-dev ## install what the tests need and run them all
 	@.ci/system-packages
 	TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev ## style, floors, docs against schema
+lint: $(VENV)/.installed-dev ## style, floors, docs/config.md against the schema
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m launcher.config.reference | diff -u docs/config.md -
 
 types: $(VENV)/.installed-dev ## mypy, strict
 	$(BIN)/mypy
+
+compat: ## run a short list of tests on the oldest torch, and on other versions of Python where they are installed
+	@.ci/compat
+
+soak: $(VENV)/.installed-dev ## the long forms of the tests that draw at random: kills, hostile input, every fault
+	@.ci/system-packages
+	$(BIN)/python benchmarks/random_kills.py --count 500
+	$(BIN)/python benchmarks/fuzz.py --count 1000000
+	PYTHONPATH=tests $(BIN)/python benchmarks/fault_matrix.py
 
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md
@@ -42,8 +55,9 @@ bench: $(BENCH_VENV)/.installed-peers ## measure beside the peers: everything, o
 bench-page: $(VENV)/.installed-dev ## put docs/benchmarks.md together from the sections measured last
 	$(BIN)/python benchmarks/bench.py --page
 
-clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: ## remove the environments, every cache, what the installation built and the logs of runs
+	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs
+	git clean -q -X -f -d launcher/kernels
 
 # The environment sees the system's packages when a usable torch is among them (a GPU machine), so nothing is downloaded twice.
 $(VENV)/.created:
@@ -54,7 +68,7 @@ $(VENV)/.created:
 
 $(VENV)/.installed-%: $(VENV)/.created pyproject.toml constraints.txt $(KERNELS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-examples)
 
 # DeepSpeed builds its operators when they are first used; its setup needs the torch that is there.
 $(BENCH_VENV)/.installed-peers: benchmarks/peers.txt pyproject.toml constraints.txt $(KERNELS)
