@@ -69,10 +69,10 @@ class Transports:
         num_ssh = sum(not self._is_here(host) for host in hosts)
         if num_ssh == 0:
             return
-        from launcher.transport.sharing import allow_files, helper_count
+        from launcher.transport.sharing import allow_connections, helper_count
 
-        allow_files(num_ssh)
         num_helpers = 0 if self._pool is not None else helper_count(num_ssh)
+        allow_connections(num_ssh, num_helpers)
         if num_helpers:
             from launcher.transport.ssh_pool import SshPool
 

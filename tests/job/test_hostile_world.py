@@ -139,16 +139,18 @@ def test_a_variable_that_no_process_can_have_is_named_as_the_cause(tmp_path: Pat
     scripts.write(tmp_path, "pass")
     (tmp_path / "job.yaml").write_text('script: script.py\nenvironment: {A: "x\\0y"}\n')
     result = run_launch(tmp_path, tmp_path / "job.yaml")
-    assert result.code == 69
-    assert "embedded null byte" in result.err
+    assert result.code == 1
+    assert "✗ could not start ranks on localhost: embedded null byte" in result.err
     assert "Traceback" not in result.err
 
 
 def test_too_few_descriptors_for_all_ranks_are_the_cause(tmp_path: Path) -> None:
     scripts.write(tmp_path, "import time; time.sleep(60)")
     result = run_in_shell(tmp_path, "ulimit -n 24; LAUNCH --num_gpus 8 script.py")
-    assert result.code == 69
-    assert "no rank could be started: Too many open files" in result.err
+    assert result.code == 1
+    assert "✗ could not start ranks on localhost: 8 ranks need 48 open files" in result.err
+    assert "hard limit there is 24" in result.err
+    assert "ulimit -Hn" in result.err
 
 
 def test_a_hang_up_means_nothing_under_nohup(tmp_path: Path) -> None:

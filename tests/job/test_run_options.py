@@ -72,8 +72,10 @@ def test_cores_are_shared_out(tmp_path: Path) -> None:
     for rank, cpu in enumerate(cpus):
         assert f"[{rank}] CPUS [{cpu}] 1" in result.out
     too_many = run_launch(tmp_path, "--num_gpus", "3", "--bind_core_list", str(cpus[0]), script)
-    assert too_many.code == 69
-    assert "1 cores cannot be shared out to 3 ranks" in too_many.err
+    assert too_many.code == 2
+    assert "✗ could not start ranks on localhost: 3 ranks cannot be bound to 1 core" in too_many.err
+    assert "was lost" not in too_many.err
+    assert "next  start fewer ranks on the host" in too_many.err
 
 
 def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
