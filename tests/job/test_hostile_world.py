@@ -21,7 +21,7 @@ from harness.launching import ROOT, Launch, Result, run_launch, wait_until, wait
 from launcher.agent import scratch
 from launcher.agent.spawn import spawn_failure
 from launcher.agent.wire import Spawn
-from launcher.base.files import num_open
+from launcher.base.file_limit import num_open
 from launcher.base.processes import descendants
 
 
