@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ _OPTIONS = (
         help="Start one node's ranks, here; each node runs its own command. See --node_rank.",
     ),
     click.option(*both("node_rank"), "node_rank", type=click.IntRange(0), help="Which node this is; implies --no_ssh."),
+    click.option(
+        *both("job_id"),
+        "run_id",
+        metavar="NAME",
+        help="Where each node runs its own command, the same name for all of them. Default: from the master's address.",
+    ),
     click.option(
         *both("log_dir", "--enable_each_rank_log"),
         "log_dir",
@@ -149,6 +156,15 @@ _OPTIONS = (
     click.option("--json", "as_json", is_flag=True, help="With --dry-run: print it as JSON."),
 )
 
+_RESERVED_SIGNALS = {
+    "SIGKILL": "no program can handle it",
+    "SIGSTOP": "no program can handle it",
+    "SIGCHLD": "it tells launch that a process of its own has ended",
+    "SIGURG": "it asks ranks for their stacks",
+    "SIGQUIT": "it asks for the stacks of all ranks, as `launch stacks` does",
+}
+_RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Reaching):
@@ -166,6 +182,7 @@ class RunOptions(Reaching):
     no_local_rank: bool
     no_ssh: bool
     node_rank: int | None
+    run_id: str | None
     log_dir: Path
     grace_s: float
     lease_s: float
@@ -185,6 +202,10 @@ class RunOptions(Reaching):
     as_json: bool
 
     def __post_init__(self) -> None:
+        if self.run_id is not None and not _RUN_ID.fullmatch(self.run_id):
+            raise UsageError(
+                f'"{self.run_id}" cannot be a job id', where="--job_id", hint="use letters, digits and . _ : - only"
+            )
         if self.module and self.no_python:
             raise UsageError("--module and --no_python exclude each other", hint="give one of them")
         if self.pass_local_rank and self.no_local_rank:
@@ -238,9 +259,15 @@ class RunOptions(Reaching):
         numbers = []
         for name in filter(None, (part.strip().upper() for part in self.signals_to_handle.split(","))):
             full = name if name.startswith("SIG") else f"SIG{name}"
-            if full not in signal.Signals.__members__ or full in ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGURG"):
+            if full not in signal.Signals.__members__:
                 hint = did_you_mean(full, signal.Signals.__members__)
-                raise UsageError(f"{name} is no signal that can be handled", where="--signals_to_handle", hint=hint)
+                raise UsageError(f"there is no signal {name}", where="--signals_to_handle", hint=hint)
+            if full in _RESERVED_SIGNALS:
+                raise UsageError(
+                    f"{full} cannot end a job in order: {_RESERVED_SIGNALS[full]}",
+                    where="--signals_to_handle",
+                    hint="name others, such as SIGINT,SIGTERM,SIGHUP",
+                )
             numbers.append(int(signal.Signals[full]))
         return tuple(numbers)
 

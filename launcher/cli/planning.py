@@ -93,6 +93,7 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
     _check_local_slots(placement, names, len(tokens))
     return JobPlan(
         job_id=job_id,
+        run_id=_run_id(options, placement),
         placement=placement,
         command=Command(options.kind, options.script, options.script_args, options.pass_local_rank),
         cwd=cwd,
@@ -129,6 +130,13 @@ def _bound_cores(options: RunOptions) -> tuple[int, ...] | None:
     from launcher.cluster.cores import parse_core_list
 
     return parse_core_list(options.bind_core_list)
+
+
+def _run_id(options: RunOptions, placement: Placement) -> str | None:
+    """Return what all nodes call the job, None where one command starts them all: the job's own id then."""
+    if options.run_id is not None or not options.is_by_hand or placement.world_size == len(placement.ranks):
+        return options.run_id
+    return f"{options.master_addr}-{options.master_port}"  # what every node's command must name alike anyway
 
 
 def _one_node(options: RunOptions, placement: Placement) -> Placement:

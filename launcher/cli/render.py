@@ -204,6 +204,8 @@ class Console:
             self._show_failure(report, report.failure)
         for host in report.unconfirmed_hosts:
             self.warning(f"{host} could not be asked whether anything is left there; its ranks end with their lease")
+        for host, pids in report.left_pids:
+            self.warning(f"{host}: processes that SIGKILL did not end: {' '.join(map(str, pids))}")
 
     def close(self) -> None:
         """Take the panel away, also when the run has ended with an error. May be called twice."""
@@ -222,6 +224,8 @@ class Console:
                 f"launch was suspended for {format_duration(failure.away_s)}, longer than its lease"
                 f" ({format_duration(self._plan.lease_s)}): {host} ended its ranks"
             )
+        elif failure.is_start_failure:
+            what = f"could not start ranks on {host}: {failure.reason}"
         elif failure.rank is None:
             what = f"{host} was lost {format_duration(failure.after_s)} after start: {failure.reason}"
         else:
@@ -237,7 +241,9 @@ class Console:
         if report.num_stopped:
             others = "1 other rank was" if report.num_stopped == 1 else f"{report.num_stopped} other ranks were"
             lines.append(f"  {others} stopped ({format_duration(report.stop_s)}).")
-        if not report.unconfirmed_hosts:
+        if report.swept_hosts and not (report.unconfirmed_hosts or report.left_pids):
+            lines.append(f"  No process with the job's id is left on {', '.join(report.swept_hosts)}.")
+        elif not (report.unconfirmed_hosts or report.left_pids):
             lines.append("  Nothing is left running.")
         if failure.log:
             lines.append(f"  log   {failure.log}")
@@ -245,6 +251,8 @@ class Console:
             held = format_bytes(failure.max_rss_bytes)
             lines.append(f"  why   {failure.oom}; this rank held up to {held}")
             lines.append("  next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less")
+        elif failure.hint:
+            lines.append(f"  next  {failure.hint}")
         elif failure.signal_name == "SIGKILL":
             lines.append("  next  somebody killed it: the kernel's counters show no out-of-memory kill on that host")
         self._say("\n".join(lines))

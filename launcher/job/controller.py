@@ -178,13 +178,16 @@ class Controller:
             self._on_exit(node, message)
         elif isinstance(message, SpawnFailed):
             node.running.clear()
-            self._lose_host(node, f"no rank could be started: {message.reason}")
+            self._failures.add_not_started(node, message)
+            self._stop(f"the ranks of {node.name} could not be started ({message.reason})", self._plan.grace_s)
         elif isinstance(message, Bye):
             node.said_bye = True
+            node.left_pids = tuple(message.left)
             node.running.clear()
         elif isinstance(message, ChannelEnded):
             node.ended = True
             if not node.said_bye:
+                node.channel.close()  # an agent that talks nonsense may live
                 self._lose_host(node, message.reason or "the agent ended or the connection was lost")
 
     def _take_output(self, node: Node, message: Output) -> None:
@@ -389,9 +392,12 @@ class Controller:
             num_stopped=len(self._stopped - {failure.rank if failure is not None else None}),
             stop_s=now_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
             unconfirmed_hosts=unconfirmed,
+            swept_hosts=tuple(host.name for host in lost if host.name not in unconfirmed),
+            left_pids=tuple((node.name, node.left_pids) for node in self._nodes if node.left_pids),
+            restart=self._plan.restart,
         )
         try:
-            self._files.make(lambda: report.save(self._plan.run_folder / "report.json"))
+            self._files.make(lambda: report.save(self._plan.run_folder))
         except OSError as error:
             self._watcher.warning(f"report.json could not be written: {error.strerror}")
         except LauncherError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from launcher.base.errors import LauncherError
+from launcher.base.file_limit import allow_files, num_open
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
 from launcher.job.plan import JobPlan
@@ -23,6 +24,7 @@ _T = TypeVar("_T")
 _TAIL_BYTES = 4096
 _TELL_AFTER_S = 5.0  # a disk that takes so long for one write is told
 STALL_LIMIT_S = 30.0  # a disk that takes longer than this is not waited for at the end of a run
+_SPARE_FILES = 64  # for whatever else this process opens during a run
 
 
 class RankLog:
@@ -31,9 +33,13 @@ class RankLog:
     Its end is kept in memory as well, from the moment it arrives: a report does not wait for the disk.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keeps_open: bool = True) -> None:
+        """keeps_open: hold the file open; else it is opened for each write. Raises: OSError."""
         self.path = path
+        self._keeps_open = keeps_open
         self._file: BinaryIO | None = path.open("wb", buffering=0)
+        if not keeps_open:
+            self._file.close()
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
         self._tail_lock = threading.Lock()
@@ -52,9 +58,13 @@ class RankLog:
         if self._file is None:
             return
         try:
+            if not self._keeps_open:
+                self._file = self.path.open("ab", buffering=0)
             view = memoryview(data)
             while view:
                 view = view[self._file.write(view) :]
+            if not self._keeps_open:
+                self._file.close()
         except OSError as error:
             self.write_error = error
             self.close()
@@ -83,7 +93,10 @@ def open_logs(plan: JobPlan) -> dict[int, RankLog]:
         folder.mkdir(parents=True, exist_ok=True)
         if plan.saves_pid:
             (folder / "launch.pid").write_text(f"{os.getpid()}\n")
-        return {rank: RankLog(folder / f"rank_{rank}.log") for rank in plan.placement.ranks}
+        # One file for each rank: beyond the hard limit they are opened for each write, which costs more than it saves.
+        num_needed = num_open() + len(plan.placement.ranks) + _SPARE_FILES
+        keeps_open = allow_files(num_needed) >= num_needed
+        return {rank: RankLog(folder / f"rank_{rank}.log", keeps_open=keeps_open) for rank in plan.placement.ranks}
     except OSError as error:
         raise LauncherError(
             f"the run folder cannot be written: {error.strerror}",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from launcher.agent.wire import Decoder, Hello, Message, Output, Pong
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import NodePlacement
+from launcher.job.protocol import ProtocolCheck
 from launcher.job.sender import Sender
 from launcher.job.window import Window
 from launcher.transport.api import Channel
@@ -53,6 +54,7 @@ class Node:
     ponged_s: float = 0.0  # monotonic clock, of the last answer to a heartbeat
     wrote_s: dict[int, float] = field(default_factory=dict)  # monotonic clock: when each rank's last output came
     said_bye: bool = False
+    left_pids: tuple[int, ...] = ()  # processes that the agent could not kill
     ended: bool = False
     window: Window = field(init=False)
     _clock_heard_s: float = 0.0
@@ -125,7 +127,7 @@ class Inbox:
 
     def _read(self, node: Node) -> None:
         room = threading.Semaphore(_MAX_UNHANDLED)
-        decoder = Decoder(expect_magic=True)
+        decoder, protocol = Decoder(expect_magic=True), ProtocolCheck(node.placement.ranks)
         reason = None
         try:
             while True:
@@ -134,6 +136,7 @@ class Inbox:
                 if not data:
                     break
                 for message in decoder.feed(data):
+                    protocol.check(message)
                     if isinstance(message, Output):
                         self._take_output(node, message)
                         continue

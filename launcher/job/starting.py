@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.agent.wire import Hello, Message, Spawn, check_version
 from launcher.base.errors import LauncherError, TransportError
+from launcher.base.file_limit import original_limit
 from launcher.cluster.cluster import Host
 from launcher.job.environment import device_tokens, job_variables, rank_variables
 from launcher.job.node import ChannelEnded, Inbox, Node
@@ -91,4 +92,6 @@ def spawn_message(plan: JobPlan, node: Node) -> Spawn:
         grace_s=plan.grace_s,
         bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
         window_bytes=node.window.num_bytes,
+        # Only sshd starts agents with a limit of their own: others inherit what this process has raised.
+        open_files=None if transport == "ssh" else original_limit(),
     )

@@ -24,7 +24,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.job.environment import forwarded
-from launcher.job.everywhere import FOLDER_HINT, GRACE_S, READ_BYTES, Session, Task, host_variables
+from launcher.job.everywhere import GRACE_S, READ_BYTES, Session, Task, host_variables
 from launcher.job.plan import DEFAULT_LEASE_S
 from launcher.job.report import shell_code
 from launcher.job.sender import Sender
@@ -100,7 +100,7 @@ class AgentSession(Session):
             if handled is not None:
                 self._send(handled)
         elif isinstance(message, SpawnFailed):
-            result.error = Diagnostic(f"it could not be started: {message.reason}", result.host.name, FOLDER_HINT)
+            result.error = Diagnostic(f"it could not be started: {message.reason}", result.host.name, message.hint)
         elif isinstance(message, Exited):
             result.exit_code = shell_code(message.status)
             result.stderr += str((message.record or {}).get("traceback", "")).encode("utf-8", "backslashreplace")

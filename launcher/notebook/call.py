@@ -135,7 +135,7 @@ def _supervise(plan: JobPlan) -> RunReport:
 def _job_error(report: RunReport, failure: Failure) -> JobError:
     lines = failure.traceback.rstrip() or "\n".join(failure.last_lines)
     if failure.rank is None:
-        return JobError(failure.reason, exit_code=report.exit_code, details=lines)
+        return JobError(failure.reason, exit_code=report.exit_code, hint=failure.hint, details=lines)
     return JobError(
         f"failed {format_duration(failure.after_s)} after start: {failure.reason}",
         exit_code=report.exit_code,

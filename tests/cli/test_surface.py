@@ -44,6 +44,7 @@ SURFACE = {
     "venv_script": ("--venv_script", "--venv-script"),
     "no_ssh": ("--no_ssh", "--no-ssh"),
     "node_rank": ("--node_rank", "--node-rank"),
+    "run_id": ("--job_id", "--job-id"),
     "force_multi": ("--force_multi", "--force-multi"),
     "log_dir": ("--log_dir", "--log-dir", "--enable_each_rank_log"),
     "grace_s": ("--grace", "--shutdown_timeout", "--shutdown-timeout"),

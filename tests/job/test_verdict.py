@@ -52,6 +52,7 @@ def test_a_sound_host_has_no_findings() -> None:
         ),
         ({"launch": "0.0.9"}, "launch 0.0.9 differs from node-a's 0.1.0", "install launch-zero 0.1.0 there"),
         ({"devices": 0}, "no GPU is visible, node-a has 8", "see: nvidia-smi, there"),
+        ({"devices": 7}, "7 devices for slots up to 7", "write slots=7 into the hostfile"),
         ({"devices": 4}, "4 devices for slots up to 7", "write slots=4 into the hostfile"),
         (
             {"is_folder": False},

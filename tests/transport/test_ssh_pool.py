@@ -16,7 +16,7 @@ from launcher.base.errors import TransportError, UsageError
 from launcher.base.processes import descendants
 from launcher.cluster.cluster import Host
 from launcher.transport.fanout import open_all
-from launcher.transport.sharing import allow_files, num_processes
+from launcher.transport.sharing import allow_connections, num_processes
 from launcher.transport.ssh import SshOptions
 from launcher.transport.ssh_pool import SshPool
 
@@ -58,9 +58,9 @@ def test_open_files_are_allowed_for() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
-        allow_files(8)
+        allow_connections(8, 0)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-        allow_files(100)
+        allow_connections(100, 0)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(656, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
