@@ -220,7 +220,9 @@ def _authenticate(target: SshTarget, connection: paramiko.Transport) -> None:
                     return
                 problems.append("the server wants a further login step")
             except paramiko.AuthenticationException:
-                if time.monotonic() - start_s >= target.connect_timeout_s:  # no answer, which the next key would not get
+                if (
+                    time.monotonic() - start_s >= target.connect_timeout_s
+                ):  # no answer, which the next key would not get
                     waited = f"{target.connect_timeout_s:g} s"
                     _fail(target, f"{target.login}: no answer to the login within {waited}", "is that server well?")
                 continue
