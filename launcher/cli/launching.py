@@ -58,7 +58,11 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     )
     display, signals = Display(console), SignalQueue(plan.stop_signals)
 
+    def say_still_showing() -> None:
+        streams.say_if_possible(_STILL_SHOWING.format(plan.run_folder))
+
     def run_plan(plan: JobPlan) -> RunReport:
+        display.wait_for_room(signals, say_still_showing)
         transports.prepare([node.host for node in plan.placement.nodes])
         return Controller(plan, transports.for_host, display, signals).run(
             lambda: check_config(options.script_args, plan.placement.world_size)
@@ -75,7 +79,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
         finally:
             transports.close()
             display.put(console.close)
-            display.close(signals, lambda: streams.say_if_possible(_STILL_SHOWING.format(plan.run_folder)))
+            display.close(signals, say_still_showing)
     display.check()
     return report.exit_code
 

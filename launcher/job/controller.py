@@ -321,9 +321,10 @@ class Controller:
             is_first = self._interrupt is None
             self._interrupt = self._interrupt or number
             why = f"{name}: stopping all ranks" if is_first else f"{name} again: killing all ranks"
-            if is_first and self._plan.grace_s > 0:
-                why += f" (they have {format_duration(self._plan.grace_s)}; a second {name} kills them)"
             self._stop(why, self._plan.grace_s if is_first else 0.0, by_user=True)
+            if is_first and self._plan.grace_s > 0 and any(node.running for node in self._nodes):
+                grace = format_duration(self._plan.grace_s)
+                self._watcher.waiting(f"the ranks to end, at most {grace}; a second {name} kills them")
 
     def _pass_notice_on(self) -> None:
         """Tell all ranks that the job will be preempted; what they exit with from now on may ask for a requeue."""

@@ -11,12 +11,16 @@ from launcher.job.plan import JobPlan
 from launcher.job.report import Failure, RunReport
 from launcher.job.signals import SignalQueue
 
+_MAX_HELD_BYTES = 256 << 20  # of earlier runs, when a job starts again
+
 
 class Display:
     """Passes every event on to a watcher, in order; implements `Watcher`. Any thread may call it."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
+        self._lock = threading.Lock()
+        self._held_bytes = 0  # of output that is not shown yet
         self._lane = Lane("display", tick=watcher.idle)
 
     @property
@@ -38,6 +42,11 @@ class Display:
         self.put(done.set)
         return self._lane.wait(done, signals.asks_to_leave, on_waiting)
 
+    def wait_for_room(self, signals: SignalQueue, on_waiting: Callable[[], object]) -> None:
+        """Wait, as `drain` does, when very much is not shown yet: the windows of agents bound what one run adds."""
+        if self._held_bytes > _MAX_HELD_BYTES:
+            self.drain(signals, on_waiting)
+
     def close(self, signals: SignalQueue, on_waiting: Callable[[], object]) -> None:
         """Show everything, as `drain` does, and end the thread."""
         self.drain(signals, on_waiting)
@@ -50,7 +59,9 @@ class Display:
         self.put(self._watcher.waiting, what)
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
-        self.put(self._watcher.output, rank, stream, data)
+        with self._lock:
+            self._held_bytes += len(data)
+        self.put(self._show, rank, stream, data)
 
     def started(self, rank: int) -> None:
         self.put(self._watcher.started, rank)
@@ -85,3 +96,8 @@ class Display:
 
     def idle(self) -> None:
         """Do nothing: the lane calls the watcher's own."""
+
+    def _show(self, rank: int, stream: str, data: bytes) -> None:
+        self._watcher.output(rank, stream, data)
+        with self._lock:
+            self._held_bytes -= len(data)

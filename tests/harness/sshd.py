@@ -151,10 +151,10 @@ class LoopbackSshd:
 
 
 class StalledServer:
-    """Accept connections at a port of 127.0.0.1 and never say a word; a context manager."""
+    """Accept connections at a port of 127.0.0.* and never say a word; a context manager."""
 
     def __enter__(self) -> StalledServer:
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = socket.create_server(("0.0.0.0", 0), backlog=1024)
         self.port = int(self._socket.getsockname()[1])
         return self
 

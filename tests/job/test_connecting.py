@@ -37,7 +37,7 @@ def mute_hosts(folder: Path, step: str, timeout_s: int) -> Iterator[list[str]]:
     options = ["--hostfile", str(folder / "hosts"), "--ssh_config", str(config)]
     if step == "greeting":
         with StalledServer() as stalled:
-            config.write_text(f"Host *\n  HostName 127.0.0.1\n  Port {stalled.port}\n{own}")
+            config.write_text(f"Host *\n  Port {stalled.port}\n{own}")
             yield options
     else:
         with MuteServer(folder / "server", step) as mute:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, wait_until, wait_until_gone
+from harness.launching import ROOT, Launch, run_launch, wait_until, wait_until_gone
 from harness.sshd import LoopbackSshd
 from harness.stalls import DRIVER, LOUD, StalledLog, UnreadPipe
 
@@ -227,9 +228,34 @@ def test_a_launcher_that_was_stopped_for_too_long_blames_no_host(ssh: list[str],
 # ---- signals between runs, and before them ----
 
 
-def test_no_signal_between_two_runs_ends_the_launcher(tmp_path: Path) -> None:
-    options = ("--max-restarts", "25", "--no_python", "sh", "-c", "exit 5")
-    job = Launch(tmp_path, *options)
+BETWEEN_RUNS = """
+import os, sys
+number = int(sys.argv.pop(1))
+from launcher.job import restart
+hosts_of = restart._hosts_of
+def interrupted(plan):
+    os.kill(os.getpid(), number)
+    return hosts_of(plan)
+restart._hosts_of = interrupted
+from launcher.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGQUIT, 5), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_between_two_runs_is_handled_as_during_one(tmp_path: Path, number: int, code: int) -> None:
+    driver = scripts.write(tmp_path, BETWEEN_RUNS, "driver.py")
+    options = ("--max-restarts", "2", "--no_python", "sh", "-c", "exit 5")
+    result = Launch(tmp_path, str(int(number)), *options, program=(driver,)).wait()
+    assert result.code == code, result.err
+    num_runs = len(list((tmp_path / "runs" / result.job_id).rglob("rank_0.log")))
+    assert num_runs == (3 if number == signal.SIGQUIT else 1)
+    (entry,) = (tmp_path / "state" / "launch" / "jobs").glob("*.json")
+    assert json.loads(entry.read_text())["exit_code"] == code
+
+
+def test_a_storm_of_requests_for_stacks_ends_no_job(tmp_path: Path) -> None:
+    job = Launch(tmp_path, "--max-restarts", "20", "--no_python", "sh", "-c", "exit 5")
     wait_until(lambda: " · job " in job.out, "the start")
     over = threading.Event()
 
@@ -240,7 +266,7 @@ def test_no_signal_between_two_runs_ends_the_launcher(tmp_path: Path) -> None:
     thread = threading.Thread(target=storm)
     thread.start()
     try:
-        wait_until(lambda: job.process.poll() is not None or "restart 25 of 25" in job.out, "the last run", 60.0)
+        wait_until(lambda: job.process.poll() is not None or "restart 20 of 20" in job.out, "the last run", 60.0)
     finally:
         over.set()
         thread.join()
@@ -251,24 +277,42 @@ def test_a_second_ctrl_c_is_announced_and_told(tmp_path: Path) -> None:
     job = Launch(tmp_path, "--grace", "30", scripts.write(tmp_path, scripts.STUBBORN))
     wait_until(lambda: "READY" in job.out, "the rank")
     job.signal(signal.SIGINT)
-    wait_until(
-        lambda: "SIGINT: stopping all ranks (they have 30.0 s; a second SIGINT kills them)" in job.out, "the first"
-    )
+    announced = "SIGINT: stopping all ranks\nwaiting for the ranks to end, at most 30.0 s; a second SIGINT kills them\n"
+    wait_until(lambda: announced in job.out, "the first")
     job.signal(signal.SIGINT)
     assert job.wait(15).code == 130
     assert "SIGINT again: killing all ranks\n" in job.out
 
 
+# In place of a package that the command imports: Ctrl-C arrives where Python can raise no exception.
+INTERRUPTS = """
+import os, signal, sys, time, weakref
+class Thing: pass
+def interrupt(_):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+thing = Thing()
+reference = weakref.ref(thing, interrupt)
+del thing
+sys.exit("the interrupt was lost")
+"""
+
+
+def test_a_ctrl_c_that_python_would_lose_ends_the_command(tmp_path: Path) -> None:
+    scripts.write(tmp_path, INTERRUPTS, "click.py")
+    result = run_launch(tmp_path, "script.py", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert (result.code, result.err) == (130, "")
+
+
 def test_an_early_ctrl_c_always_ends_the_command(tmp_path: Path) -> None:
-    """Python's own way, an exception, was lost where it met an import lock, or shown as a traceback."""
     script = scripts.write(tmp_path, "import time; time.sleep(60)")
-    for number in range(24):
+    for number in range(12):
         job = Launch(tmp_path, script)
         wait_until(lambda job=job: listens(job.process.pid), "its signal handlers")
-        time.sleep(number * 0.008)
+        time.sleep(number * 0.016)
         job.signal(signal.SIGINT)
         result = job.wait(15)
-        assert result.code == 130, f"after {number * 8} ms: {result}"
+        assert result.code == 130, f"after {number * 16} ms: {result}"
         assert "Traceback" not in result.err
         assert "ignored" not in result.err
 
