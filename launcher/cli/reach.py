@@ -73,7 +73,8 @@ class Transports:
 
         allow_files(num_ssh)
         num_helpers = 0 if self._pool is not None else helper_count(num_ssh)
-        if num_helpers:
+        config = self._ssh_options().config_file
+        if num_helpers and (config is None or config.is_file()):  # no other process can read a pipe (`-F <(...)`) again
             from launcher.transport.ssh_pool import SshPool
 
             self._pool = SshPool(self._ssh_options(), num_helpers)

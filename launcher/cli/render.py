@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from launcher import __version__
-from launcher.base.errors import LauncherError
+from launcher.base.errors import LauncherError, TransportError
 from launcher.base.secrets import MASK, mask_arguments
 from launcher.base.units import format_bytes, format_duration
 from launcher.cli import streams
@@ -33,8 +33,13 @@ _STREAMS: dict[str, Callable[[], BinaryIO]] = {
 
 
 def show_error(error: LauncherError) -> None:
-    """Print what is wrong, where, and what to do; all findings of the error."""
-    for diagnostic in error.diagnostics:
+    """Print what is wrong, where, and what to do; all findings of the error, those that hosts share once."""
+    diagnostics = error.diagnostics
+    if isinstance(error, TransportError) and len(diagnostics) > 1:
+        from launcher.cluster.fold import fold_findings
+
+        diagnostics = tuple(fold_findings(diagnostics))
+    for diagnostic in diagnostics:
         where = f"{diagnostic.where}: " if diagnostic.where else ""
         streams.say(click.style("✗ ", fg="red") + where + diagnostic.message)
         if diagnostic.hint:

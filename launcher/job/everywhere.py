@@ -25,6 +25,7 @@ from launcher.transport.api import Channel, Transport
 from launcher.transport.fanout import NEVER_CONNECTED, TELL_AFTER_S, Opening, Turns, max_parallel, waiting_text
 
 MAX_OUTPUT_BYTES = 64 << 20  # of one host; what follows is dropped, and the result says so
+MAX_HELD_BYTES = 512 << 20  # of all hosts together, as long as nobody has taken it
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _STOP_MARGIN_S = 5.0  # what agents get beyond the grace to say goodbye
 _ANSWER_TIMEOUT_S = 30.0
@@ -50,7 +51,7 @@ class HostResult:
     transport: str = ""  # name of what reaches it
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
-    is_cut: bool = False  # it printed more than MAX_OUTPUT_BYTES
+    is_cut: bool = False  # it printed more than MAX_OUTPUT_BYTES, or than was left of MAX_HELD_BYTES
     exit_code: int | None = None  # as a shell shows it; None: it never ran, or its end is not known
     error: Diagnostic | None = None  # why there is no exit code
     connect_s: float | None = None  # until the agent's process was started
@@ -58,6 +59,38 @@ class HostResult:
     started_s: float | None = None  # wall clock of this machine when the program was asked to start ...
     answered_s: float | None = None  # ... and when its first output came
     port: int | None = None  # one that was free on the host
+
+
+class Held:
+    """How much output of all hosts is kept in memory. Safe from several threads."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, wanted_bytes: int) -> int:
+        """Return how many of `wanted_bytes` more may be kept, and count them."""
+        with self._lock:
+            granted_bytes = max(0, min(wanted_bytes, MAX_HELD_BYTES - self._num_bytes))
+            self._num_bytes += granted_bytes
+        return granted_bytes
+
+    def drop(self, result: HostResult) -> None:
+        """Forget the output of a host that has ended."""
+        with self._lock:
+            self._num_bytes -= len(result.stdout) + len(result.stderr)
+        result.stdout.clear()
+        result.stderr.clear()
+
+
+class Listener:
+    """Hears of a run while it goes on, on the thread of `Everywhere.run`; this one does nothing."""
+
+    def ended(self, result: HostResult) -> None:
+        """Take the result of a host, which is complete."""
+
+    def turn(self) -> None:
+        """Use the time between two events; called at least a few times a second."""
 
 
 class Session(ABC):
@@ -70,6 +103,7 @@ class Session(ABC):
         self.number = number
         self.task = task
         self.job_id = job_id
+        self.held = Held()  # `Everywhere` puts one there for all its sessions
 
     @property
     def channel(self) -> Channel | None:
@@ -109,7 +143,7 @@ class Session(ABC):
         """Keep why this host has no exit code, unless it has one or the reason is known already."""
         if self.result.error is None and self.result.exit_code is None:
             found = error.diagnostics[0] if isinstance(error, LauncherError) else Diagnostic(str(error))
-            self.result.error = Diagnostic(found.message, self.result.host.name, found.hint)
+            self.result.error = Diagnostic(found.message, self.result.host.name, found.hint, found.shared)
 
     def keep(self, data: bytes, stream: bytearray) -> None:
         """Add to what the host printed, up to the most that is kept."""
@@ -117,8 +151,9 @@ class Session(ABC):
         if result.answered_s is None:
             result.answered_s = time.time()
         room = MAX_OUTPUT_BYTES - len(result.stdout) - len(result.stderr)
-        result.is_cut = result.is_cut or len(data) > room
-        stream += data[: max(0, room)]
+        kept = self.held.take(max(0, min(len(data), room)))
+        result.is_cut = result.is_cut or len(data) > kept
+        stream += data[:kept]
 
 
 def host_variables(number: int) -> dict[str, str]:
@@ -146,6 +181,10 @@ class Everywhere:
         self.interrupted_by: int | None = None  # number of the signal that ended the run
         self.unconfirmed_hosts: tuple[str, ...] = ()  # lost hosts that could not be asked what is left there
         self._sessions = [session(number, task, job_id) for number, task in enumerate(tasks)]
+        self.listener = Listener()
+        self.held = Held()
+        for member in self._sessions:
+            member.held = self.held
         self._transport_for = transport_for
         self._job_id = job_id
         self._on_waiting = on_waiting
@@ -195,8 +234,11 @@ class Everywhere:
             with contextlib.suppress(queue.Empty):
                 ended = self._ended.get(timeout=0.05 if self._has_output(left) else 0.2)
                 if ended is not None:
-                    left.pop(ended, None)
+                    if ended in left:
+                        del left[ended]
+                        self.listener.ended(ended.result)
                     continue
+            self.listener.turn()
             running = list(left)
             now_s = time.monotonic()
             if self._give_up_at_s is not None and now_s > self._give_up_at_s:

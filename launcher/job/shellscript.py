@@ -26,6 +26,7 @@ _MAX_END_BYTES = 32  # of what stands on the line behind the last mark
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # `kill -NAME -GROUP` is the one form that dash, bash and busybox share; `exec --` is none of dash's.
+# ksh93 says 256 + N of a command that signal N ended, every other shell 128 + N.
 # Everything is one compound command, so that a shell has read all of it before it runs any of it. stderr of the shell
 # itself goes nowhere while the command runs: bash would show the whole text of a command that a signal ended.
 _SCRIPT = b"""{
@@ -56,6 +57,7 @@ watcher=$!
 exec %(command)s
 )
 code=$?
+if test $code -gt 256; then code=$((code - 128)); fi
 if test -z "$stopped"; then kill -KILL $watcher; wait $watcher; fi
 echo $m $code; echo $m >&4
 exit

@@ -5,6 +5,7 @@ paramiko is imported inside functions: commands that reach no host must not pay 
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -42,6 +43,7 @@ class SshTransport:
         self._connections: dict[tuple[str, ...], paramiko.Transport] = {}
         self._locks: dict[tuple[str, ...], threading.Lock] = {}
         self._closed = False
+        self._numbers = itertools.count(2)
 
     @property
     def name(self) -> str:
@@ -69,7 +71,7 @@ class SshTransport:
         try:
             connection = self._connect_patiently(target)
             start_s = time.monotonic()
-            session = connection.open_session(window_size=_WINDOW_BYTES, timeout=target.connect_timeout_s)
+            session = self._open_session(connection, target)
             start_s, step = time.monotonic(), "start a command"
             self._execute(session, self.command_for(host), target.connect_timeout_s)
         except ssh_library.failures() as error:
@@ -104,14 +106,30 @@ class SshTransport:
         for connection in reversed(connections.values()):
             end_connection(connection)
 
-    def _connect_patiently(self, target: SshTarget) -> paramiko.Transport:
-        """Connect; a server that drops the connection is asked again a little later. Raises: TransportError."""
+    def _open_session(self, shared: paramiko.Transport, target: SshTarget) -> paramiko.Channel:
+        """Open a session on the connection that all names of a server share.
+
+        Where the server allows no more of them on one connection (MaxSessions), this one gets a connection of its own.
+        """
+        from paramiko import ChannelException
+
+        try:
+            return shared.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
+        except ChannelException:
+            own = self._connect_patiently(target, f"connection {next(self._numbers)}")
+            return own.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
+
+    def _connect_patiently(self, target: SshTarget, label: str = "") -> paramiko.Transport:
+        """Connect; a server that drops the connection is asked again a little later.
+
+        label: tells this connection to the server from the shared one, which has none. Raises: TransportError.
+        """
         for delay_s in _RETRY_DELAYS_S:
             try:
-                return self._connect_route(self._route(target))
+                return self._connect_route(self._route(target), label)
             except DroppedError:
                 time.sleep(delay_s * random.uniform(0.5, 1.5))  # not all hosts' threads at the same moment
-        return self._connect_route(self._route(target))
+        return self._connect_route(self._route(target), label)
 
     def _route(self, target: SshTarget, depth: int = 0) -> list[SshTarget]:
         """Return the jump hosts before `target`, the first to connect to first, and `target` itself."""
@@ -121,11 +139,13 @@ class SshTransport:
         # Only the first jump host's own ProxyJump counts: the others are reached through the one before.
         return [*(self._route(jumps[0], depth + 1) if jumps else []), *jumps[1:], target]
 
-    def _connect_route(self, route: Sequence[SshTarget]) -> paramiko.Transport:
+    def _connect_route(self, route: Sequence[SshTarget], label: str) -> paramiko.Transport:
         """Return the kept connection to the end of `route`, or make it, sharing jump hosts."""
         connection: paramiko.Transport | None = None
         for index, target in enumerate(route):
             key = tuple(hop.login for hop in route[: index + 1])
+            if label and target is route[-1]:
+                key = (*key, label)
             with self._lock:
                 lock = self._locks.setdefault(key, threading.Lock())
             with lock:  # never two at once: no lock is held while another is taken, but for the short self._lock

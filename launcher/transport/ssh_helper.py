@@ -17,7 +17,7 @@ from typing import Any
 from launcher.base.errors import Diagnostic, LauncherError
 from launcher.cluster.cluster import Host
 from launcher.transport.ssh import SshChannel, SshOptions, SshTransport
-from launcher.transport.ssh_pool import MAX_ORDER_BYTES
+from launcher.transport.ssh_pool import MAX_ORDER_BYTES, as_fields
 
 _READ_BYTES = 1 << 18
 _PATHS = ("config_file", "known_hosts", "root")
@@ -60,7 +60,7 @@ class Helper:
         except (LauncherError, OSError, RuntimeError) as error:  # RuntimeError: no thread is left
             own = Diagnostic(f"its helper process cannot serve it: {error}", order["host"][0])
             findings = error.diagnostics if isinstance(error, LauncherError) else [own]
-            return self._answer(number, failed=[[found.message, found.where, found.hint] for found in findings])
+            return self._answer(number, failed=[as_fields(found) for found in findings])
         self._answer(number, opened=True)
         while data := channel.read(_READ_BYTES):
             _pass_on(data, stream)

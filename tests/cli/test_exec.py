@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from harness.launching import ROOT, Launch, nap, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
-from launcher.cli.exec import show_results
+from launcher.cli.exec import Display, show_results
 from launcher.cli.hosts import HostOptions
 from launcher.cli.reach import Transports
 from launcher.cluster.cluster import Host
@@ -51,6 +52,53 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
     odd = run_launch(tmp_path, "exec", "--", "-c", "true")
     assert odd.code == 2
     assert "./-c" in odd.err
+
+
+def test_a_line_for_a_shell_gets_a_hint(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "exec", "echo a; echo b")
+    assert result.code == 127
+    assert "sh -c 'echo a; echo b'" in result.err
+    assert "sh -c" not in run_launch(tmp_path, "exec", "no-such-program").err
+
+
+def test_what_programs_may_read(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "exec", "--json", "--", "sh", "-c", "echo out; echo err >&2; exit 3")
+    assert (result.code, result.err) == (3, "")
+    answer = {"host": "localhost", "exit_code": 3, "stdout": "out\n", "stderr": "err\n"}
+    assert json.loads(result.out) == {
+        "exit_code": 3,
+        "hosts": [answer | {"is_cut": False, "error": None, "hint": None}],
+    }
+
+
+@pytest.mark.cluster
+def test_a_host_is_shown_when_it_has_ended(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    command = f"test $RANK != 2 || until test -e {tmp_path}/go; do sleep 0.05; done; echo done; exit $RANK"
+    job = Launch(tmp_path, "exec", *hosts(sshd, tmp_path), "--", "sh", "-c", command)
+    wait_until(lambda: "done" in job.out, "the hosts that have ended")
+    wait_until(lambda: "127.0.0.4: exit code 3" in job.err, "what befell them")
+    assert job.process.poll() is None
+    (tmp_path / "go").touch()
+    result = job.wait()
+    assert result.out == "127.0.0.[1-2,4]:\ndone\n127.0.0.3:\ndone\n"
+    assert result.code == 3
+
+
+def test_the_output_of_all_hosts_together_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(everywhere, "MAX_HELD_BYTES", 1500)
+    transport = LocalTransport(shell_only=True)
+    words = ("sh", "-c", "yes | head -c 1000")
+    tasks = [everywhere.Task(Host(f"host{number}", (0,)), words, "/") for number in range(3)]
+    run = everywhere.Everywhere(tasks, lambda _: transport, "held-job-0000", session=BareSession)
+    results = run.run(30)
+    assert sum(len(result.stdout) for result in results) == 1500
+    assert any(result.is_cut for result in results)
+    display = Display([task.host.name for task in tasks], run.held, None)
+    display.finish(results)
+    assert "the rest is not shown" in capsys.readouterr().err
+    assert run.held.take(10_000) == 1500, "what was shown is not held any more"
 
 
 def test_what_befell_many_hosts_is_told_once(tmp_path: Path) -> None:
@@ -187,7 +235,7 @@ def test_endless_output_is_cut(
     assert result.exit_code == 0
     assert len(result.stdout) + len(result.stderr) == 1000
     assert result.is_cut
-    show_results([result])
+    show_results([result], has_headers=False)
     assert "the rest is not shown" in capsys.readouterr().err
 
 

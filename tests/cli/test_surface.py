@@ -73,7 +73,7 @@ HOSTS_SURFACE = {
 }  # fmt: skip
 TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "check": HOSTS_SURFACE | {"as_json": ("--json",)},
-    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",), "supervise": ("--supervise",)},
+    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",), "supervise": ("--supervise",), "as_json": ("--json",)},
     "ps": {"as_json": ("--json",)},
     "logs": {"rank": ("--rank",), "follow": ("-f", "--follow"), "num_lines": ("--tail",)},
     "kill": {"now": ("--now",)},

@@ -58,7 +58,9 @@ class LoopbackSshd:
     `ssh_config` and `known_hosts` are all that a client needs; `stop` and `change_host_key` play failures.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, settings: str = "") -> None:
+        """settings: lines of sshd_config that win over the usual ones."""
+        self._settings = settings
         self._owns_folder = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="sshd-"))
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +109,9 @@ class LoopbackSshd:
         if reason is not None:
             raise RuntimeError(reason)
         config = self.folder / "sshd_config"
-        config.write_text(SETTINGS.format(port=self.port, host_key=self.host_key, folder=self.folder, more_env=""))
+        config.write_text(
+            self._settings + SETTINGS.format(port=self.port, host_key=self.host_key, folder=self.folder, more_env="")
+        )
         self._process = subprocess.Popen(
             # A test run that is killed leaves no daemon behind.
             ["setpriv", "--pdeathsig", "TERM", _SSHD, "-D", "-f", str(config), "-E", str(self.log)],
