@@ -228,6 +228,11 @@ class Decoder:
         self._buffer = bytearray()
         self._in_banner = expect_magic
 
+    @property
+    def banner(self) -> bytes:
+        """What came so far in place of an agent's words; empty once an agent has spoken."""
+        return bytes(self._buffer) if self._in_banner else b""
+
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages that `data` completes. Raises: ProtocolError for bytes that are no frame."""
         self._buffer += data

@@ -34,6 +34,7 @@ class ChannelEnded:
     """The agent's stream is over, well (after Bye) or not."""
 
     reason: str | None  # None: it ended without an error that could be told
+    printed: bytes = b""  # what came in place of an agent's words
 
 
 @dataclass
@@ -145,4 +146,4 @@ class Inbox:
         except (ProtocolError, TransportError, OSError) as error:
             reason = str(error)
         room.acquire()
-        self._queue.put(((node, ChannelEnded(reason)), room))
+        self._queue.put(((node, ChannelEnded(reason, decoder.banner)), room))

@@ -64,7 +64,7 @@ class Start:
                 continue
             node, message = event
             if isinstance(message, ChannelEnded):
-                failures.append(start_failure(node.channel, message.reason))
+                failures.append(start_failure(node.channel, message.reason, message.printed))
             elif isinstance(message, kind):
                 answers[node.placement.node_rank] = message
                 if isinstance(message, Hello):

@@ -69,7 +69,7 @@ class AgentSession(Session):
         finally:
             self._sender.end()
         if not self.has_answered:
-            raise start_failure(channel, None)
+            raise start_failure(channel, None, decoder.banner)
         raise TransportError("stopped before its end" if self._said_bye else "the connection was lost")
 
     def stop(self, grace_s: float) -> None:

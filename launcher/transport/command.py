@@ -1,4 +1,5 @@
-"""The commands that start this package's own processes. They are constants: no user text, no environment, no secrets.
+"""The commands that start this package's own processes. They hold no environment and no secrets, and no text of a user
+but that of --setup and --venv_script.
 
 In none of them is the working folder, or the home folder of another machine, on the module search path. On this
 machine `launcher/start.py` sees to that. Where the package lies on another machine is not known, so a fixed `-c`
@@ -23,6 +24,13 @@ AGENT_MODULE = "launcher.agent.main"
 SHELL_ARGV = ("/bin/sh",)  # reads what it is to do from its stdin
 SHELL_COMMAND = "exec /bin/sh"
 NEUTRAL_FOLDER = "/"
+SETUP_FAILED = "launch: the setup failed"  # the last words of a host whose setup did
+_SPECIAL = frozenset("\\'!")
+_SETUP = (
+    "_launch_setup=$1 _launch_command=$2; set --; "
+    f'eval "$_launch_setup" || {{ _launch_code=$?; echo "{SETUP_FAILED}" >&2; exit $_launch_code; }}; '
+    'eval "$_launch_command"'
+)
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 # What `launcher/start.py` does. The search path is put in order before anything is imported that is not built in.
 _BOOTSTRAP = (
@@ -57,14 +65,44 @@ def agent_argv(python: str | None = None, module: str = AGENT_MODULE, root: Root
     return [python or sys.executable, "-u", "-c", _BOOTSTRAP, "" if is_installed else folder, module]
 
 
-def agent_shell_command(python: str | None = None, module: str = AGENT_MODULE, root: Root | None = None) -> str:
-    """Return `agent_argv` for a remote POSIX shell. `exec` leaves no shell between sshd and the agent."""
-    import shlex
+def agent_shell_command(
+    python: str | None = None, module: str = AGENT_MODULE, root: Root | None = None, setup: str = ""
+) -> str:
+    """Return `agent_argv` for the login shell of another machine, whichever that is.
 
-    command = f"exec {shlex.join(agent_argv(python, module, root))}"
-    return command if is_relative(python) else f"cd {NEUTRAL_FOLDER} && {command}"
+    setup: shell text that runs first, see `with_setup`. `exec` leaves no shell between sshd and the agent.
+    """
+    argv = agent_argv(python, module, root)
+    folder = "" if is_relative(python) else f"cd {NEUTRAL_FOLDER} && "
+    if setup:
+        return with_setup(setup, argv, folder)
+    return " ".join(("exec /bin/sh -c", quote(f'{folder}exec "$0" "$@"'), *map(quote, argv)))
 
 
 def is_relative(python: str | None) -> bool:
     """Say whether an interpreter is looked for in the folder that the command is started in."""
     return python is not None and "/" in python and not python.startswith(("/", "~"))
+
+
+def with_setup(setup: str, argv: list[str], before: str = "") -> str:
+    """Return a command for any login shell that runs `setup`, and then `before` and `argv` unless that failed.
+
+    `setup` is text for a POSIX shell: the login shell itself runs it, as functions such as `module` may be that one's
+    own, and /bin/sh where it is csh, tcsh or fish. It sees no arguments: a sourced file would take them for its own.
+    """
+    import shlex
+
+    words = f"{quote(setup)} {quote(f'{before}exec {shlex.join(argv)}')}"
+    is_foreign = "expr \"$SHELL\" : '.*csh$' '|' \"$SHELL\" : '.*/fish$' > /dev/null"
+    return f"{is_foreign} && exec /bin/sh -c {quote(_SETUP)} sh {words} || set -- {words} && eval {quote(_SETUP)}"
+
+
+def quote(text: str) -> str:
+    """Return `text` as one word of any shell; with a line break in it, not of csh."""
+    import re
+
+    if re.fullmatch(r"[\w@%+:,./-]+", text, re.ASCII):
+        return text
+    # Inside of single quotes fish knows backslashes, and csh has a history: these characters stand outside.
+    pieces = (piece if piece in _SPECIAL else f"'{piece}'" for piece in re.split(r"([\\'!])", text) if piece)
+    return "".join(f"\\{piece}" if piece in _SPECIAL else piece for piece in pieces) or "''"

@@ -17,7 +17,7 @@ from launcher.base.errors import HostfileError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
 from launcher.transport import ssh_library
-from launcher.transport.command import AGENT_MODULE, SHELL_COMMAND, agent_shell_command
+from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, SHELL_COMMAND, agent_shell_command, with_setup
 from launcher.transport.ssh_config import SshOptions, SshTarget, load_config, resolve
 from launcher.transport.ssh_connect import DroppedError, connect, end_connection, open_jump
 from launcher.transport.tail import StderrTail
@@ -52,10 +52,8 @@ class SshTransport:
     def command_for(self, host: Host) -> str:
         options = self._options
         if options.shell_only:
-            command = SHELL_COMMAND
-        else:
-            command = agent_shell_command(options.python, options.module or AGENT_MODULE, options.root)
-        return f"{options.setup} && {command}" if options.setup else command
+            return with_setup(options.setup, list(SHELL_ARGV)) if options.setup else SHELL_COMMAND
+        return agent_shell_command(options.python, options.module or AGENT_MODULE, options.root, options.setup)
 
     def target(self, host: Host) -> SshTarget:
         """Return how `host` would be reached; reads the SSH config only. Raises: TransportError."""
