@@ -14,6 +14,7 @@ from launcher.base.errors import LauncherError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import raise_at_interrupt
 from launcher.cli import streams
+from launcher.cli.host_options import DEBUGGING
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -64,6 +65,16 @@ class LaunchGroup(click.Group):
         if args and args[0] not in COMMANDS and args[0] not in ("--help", "-h", "--version"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LauncherError:
+            if DEBUGGING in ctx.meta:
+                import traceback
+
+                streams.say(traceback.format_exc().rstrip())
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -123,7 +134,9 @@ def main() -> None:
     """Run the command line and exit. Every error a user can cause ends here as text, without a traceback."""
     streams.open_missing()
     try:
-        code = cli.main(prog_name="launch", standalone_mode=False)
+        # Without colours for whoever does not want them (no-color.org); None: on terminals only.
+        color = False if os.environ.get("NO_COLOR") else None
+        code = cli.main(prog_name="launch", standalone_mode=False, color=color)
     except click.exceptions.Exit as error:
         code = error.exit_code
     except click.ClickException as error:

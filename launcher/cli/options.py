@@ -14,7 +14,7 @@ import click
 from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean
 from launcher.cli.completion import files
-from launcher.cli.host_options import HOST_CHOICE, REACHING, Reaching, both
+from launcher.cli.host_options import HOST_CHOICE, REACHING, Reaching, both, note_debugging
 from launcher.cli.numbers import Seconds
 from launcher.cluster.allocation import in_allocation
 from launcher.cluster.limits import MAX_SLOTS
@@ -140,7 +140,8 @@ _OPTIONS = (
         "log_level",
         type=click.Choice(LOG_LEVELS),
         default="info",
-        help="How much of our own to show. Default: info.",
+        callback=note_debugging,
+        help="How much of our own to show; debug: the plan, and what --verbose shows. Default: info.",
     ),
     click.option("-q", "--quiet", is_flag=True, help="Show the ranks' output and errors only: --log_level error."),
     click.option("--plain", is_flag=True, help="Plain lines on a terminal too, without the panel below them."),
@@ -224,7 +225,12 @@ class RunOptions(Reaching):
     @property
     def wants_panel(self) -> bool:
         """Say whether a terminal may show the panel: part of what `info` shows."""
-        return not (self.plain or self.quiet) and self.log_level in ("debug", "info")
+        return not (self.plain or self.quiet or self.shows_debug) and self.log_level == "info"
+
+    @property
+    def shows_debug(self) -> bool:
+        """Say whether to show what SSH does."""
+        return self.verbose or self.log_level == "debug"
 
     @property
     def stop_signals(self) -> tuple[int, ...]:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.base.folders import home_folder, working_folder
+from launcher.cli.host_options import DEFAULT_HOSTFILE, DEFAULT_HOSTFILE_NOTE
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import local_device_tokens
+from launcher.cluster.hostname import is_loopback
 from launcher.job.envfile import job_environment
 from launcher.job.environment import forwarded
 from launcher.job.plan import Command, JobPlan
@@ -51,7 +53,8 @@ def choose_hosts(options: RunOptions) -> Choice:
             num_gpus=options.num_gpus,
         )
         spares = offered.hosts[options.num_nodes :] if options.num_nodes is not None else ()
-        return Choice(cluster, spares)
+        notes = (DEFAULT_HOSTFILE_NOTE,) if options.hostfile == DEFAULT_HOSTFILE else ()
+        return Choice(cluster, spares, notes)
     num_devices = len(local_device_tokens(os.environ))
     if num_devices == 0:
         if options.include or options.exclude:
@@ -163,7 +166,7 @@ def _check_local_slots(placement: Placement, transports: dict[int, str], num_dev
 def _master_addr(options: RunOptions, placement: Placement, kinds: dict[int, Transport], transports: Reach) -> str:
     if options.master_addr is not None:
         return options.master_addr
-    if all(transport.name == "local" for transport in kinds.values()):
+    if placement.num_nodes == 1 or all(transport.name == "local" for transport in kinds.values()):
         return "127.0.0.1"
     first = placement.nodes[0].host
     if kinds[0].name == "local":
@@ -173,7 +176,14 @@ def _master_addr(options: RunOptions, placement: Placement, kinds: dict[int, Tra
                 hint="write this machine's own name into the hostfile, or give --master_addr",
             )
         return first.name
-    return transports.address_of(first)
+    address = transports.address_of(first)
+    if address != first.name and is_loopback(address):
+        raise UsageError(
+            f"{address}, the HostName of {first.name} in the SSH config, leads other hosts to themselves",
+            where=first.name,
+            hint="give node 0's address in the network of the hosts with --master_addr",
+        )
+    return address
 
 
 def config_argument(script_args: Sequence[str]) -> str | None:

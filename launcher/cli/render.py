@@ -251,7 +251,7 @@ class Console:
 
     def _say(self, text: str) -> None:
         """Print a line of our own to stderr; its colours are for terminals."""
-        shown = text if sys.stderr.isatty() else click.unstyle(text)
+        shown = text if streams.shows_colors(sys.stderr) else click.unstyle(text)
         self._write(sys.stderr.buffer, f"{shown}\n".encode("utf-8", "backslashreplace"), is_ours=True)
 
     def _write(self, stream: BinaryIO, data: bytes, *, is_ours: bool = False) -> None:

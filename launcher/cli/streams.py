@@ -11,7 +11,7 @@ import os
 import select
 import sys
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 import click
 
@@ -54,9 +54,14 @@ def write(stream: BinaryIO, data: bytes) -> None:
             return
 
 
+def shows_colors(stream: TextIO) -> bool:
+    """Say whether our own lines may have colours there: on a terminal, unless NO_COLOR is set (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
 def say(text: str) -> None:
     """Write a line of our own to standard error."""
-    shown = text if sys.stderr.isatty() else click.unstyle(text)
+    shown = text if shows_colors(sys.stderr) else click.unstyle(text)
     sys.stderr.flush()
     write(sys.stderr.buffer, f"{shown}\n".encode("utf-8", "backslashreplace"))
 

@@ -38,6 +38,8 @@ class SshTransport:
 
     def __init__(self, options: SshOptions | None = None) -> None:
         self._options = options or SshOptions()
+        if self._options.verbose:
+            ssh_library.log_to_stderr()
         self._lock = threading.Lock()
         self._config: paramiko.SSHConfig | None = None
         self._connections: dict[tuple[str, ...], paramiko.Transport] = {}

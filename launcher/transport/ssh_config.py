@@ -60,6 +60,7 @@ class SshOptions:
     root: Path | None = None  # folder of that module's package; None = this checkout or installation
     setup: str = ""  # shell text that runs first, such as `module load cuda`
     accept_new_host_keys: bool = False  # keys of hosts never seen before are recorded instead of refused
+    verbose: bool = False  # what the SSH library does is shown on stderr
 
 
 @dataclass(frozen=True)

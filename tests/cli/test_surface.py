@@ -57,6 +57,7 @@ SURFACE = {
     "bind_core_list": ("--bind_core_list", "--bind-core-list"),
     "save_pid": ("--save_pid", "--save-pid"),
     "signals_to_handle": ("--signals_to_handle", "--signals-to-handle"),
+    "verbose": ("-v", "--verbose"),
     "log_level": ("--log_level", "--log-level"),
     "quiet": ("-q", "--quiet"),
     "plain": ("--plain",),
@@ -68,7 +69,7 @@ HOSTS_SURFACE = {
     name: SURFACE[name]
     for name in (
         "hostfile", "include", "exclude", "num_nodes", "ssh_port", "ssh_config", "remote_python", "force_multi",
-        "accept_new_host_keys", "setup", "venv_script",
+        "accept_new_host_keys", "setup", "venv_script", "verbose",
     )
 }  # fmt: skip
 TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
