@@ -6,7 +6,6 @@ All of them but the common one, a job on this machine, are imported when they ar
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import SRUN, SchedulerRank, scheduler_rank
 from launcher.cli.host_options import default_hostfile
 from launcher.cli.options import RunOptions, run_options
+from launcher.cluster.allocation import in_allocation
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
 
@@ -32,7 +32,7 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         from launcher.cli.jobfile import with_job_file
 
         values = with_job_file(ctx, values)
-    options = _with_default_hostfile(RunOptions(**values))
+    options = RunOptions(**_with_default_hostfile(values))
     started = None if options.is_by_hand or options.standalone else scheduler_rank(os.environ)
     if started is not None and not (options.in_slurm and started.started_by == SRUN):
         raise _started_several_times(started)
@@ -56,11 +56,12 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         local.close()
 
 
-def _with_default_hostfile(options: RunOptions) -> RunOptions:
-    """Return the options with DeepSpeed's hostfile where it is there and nothing else says which hosts are meant."""
-    is_chosen = options.hostfile is not None or options.standalone or options.is_by_hand or options.in_slurm
-    path = None if is_chosen else default_hostfile()
-    return options if path is None else replace(options, hostfile=path)
+def _with_default_hostfile(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with DeepSpeed's hostfile where it is there and nothing else says which hosts are meant."""
+    is_chosen = values["hostfile"] is not None or values["standalone"] or values["no_ssh"]
+    if is_chosen or values["node_rank"] is not None or in_allocation(os.environ):
+        return values
+    return values | {"hostfile": default_hostfile()}
 
 
 def _started_several_times(started: SchedulerRank) -> UsageError:
