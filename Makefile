@@ -37,8 +37,8 @@ lint: $(VENV)/.installed-dev ## style, floors, docs/config.md against the schema
 types: $(VENV)/.installed-dev ## mypy, strict
 	$(BIN)/mypy
 
-compat: ## run a short list of tests on the oldest torch, and on other versions of Python where they are installed
-	@.ci/compat
+compat: $(VENV)/.installed-dev ## run a short list of tests on the oldest torch, and on other versions of Python where they are installed
+	@VENV=$(VENV) .ci/compat
 
 soak: $(VENV)/.installed-dev ## the long forms of the tests that draw at random: kills, hostile input, every fault
 	@.ci/system-packages

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from harness import schedule
 from harness import slurm as slurm_harness
+from harness.needs import need
 from harness.slurm import LoopbackSlurm
 from harness.sshd import LoopbackSshd, available
 
@@ -60,12 +61,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def sshd() -> Iterator[LoopbackSshd]:
     """A real sshd on 127.0.0.*; tests that stop or change it make their own instead."""
-    reason = available()
-    if reason is not None:
-        # A skip in CI would pass for a test that ran.
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    need(available())
     with LoopbackSshd() as server:
         yield server
 
@@ -73,10 +69,6 @@ def sshd() -> Iterator[LoopbackSshd]:
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[LoopbackSlurm]:
     """A real Slurm with three nodes; a test that stops a node starts it again."""
-    reason = slurm_harness.available()
-    if reason is not None:
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    need(slurm_harness.available())
     with LoopbackSlurm() as cluster:
         yield cluster

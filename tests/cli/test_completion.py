@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from harness.launching import ROOT, run_launch
+from harness.launching import ROOT, run_here, run_launch
 
 from launcher.cli.main import cli
 
@@ -19,7 +19,7 @@ def complete(folder: Path, line: str) -> list[str]:
     """Return what is offered for the last word of `line`, as click hands it to bash."""
     words = line.split(" ")
     env = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1), "_LAUNCH_COMPLETE": "bash_complete"}
-    return run_launch(folder, env=env).out.split()
+    return run_here(folder, env=env).out.split()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_jobs_are_offered_by_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_a_script(tmp_path: Path, shell: str) -> None:
-    result = run_launch(tmp_path, "completion", shell)
+    result = run_here(tmp_path, "completion", shell)
     assert result.code == 0
     assert f"_LAUNCH_COMPLETE={shell}_complete" in result.out
     if shutil.which(shell):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import disks
-from harness.launching import run_launch
+from harness.launching import run_here, run_launch
 
 from launcher.config.check import check
 from launcher.storage.measure import GRID
@@ -55,7 +55,7 @@ def test_json_holds_every_measurement_and_the_choice(tmp_path: Path) -> None:
 )
 def test_wrong_usage_is_one_clear_message(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
     (tmp_path / "file").write_text("")
-    result = run_launch(tmp_path, "io", *args)
+    result = run_here(tmp_path, "io", *args)
     assert result.code == 2
     assert message in result.err
     assert "Traceback" not in result.err
@@ -78,4 +78,4 @@ def test_a_disk_that_is_too_full_is_named_with_what_is_free(tmp_path: Path, smal
 
 
 def test_help_has_examples(tmp_path: Path) -> None:
-    assert "launch io /local_nvme --size" in run_launch(tmp_path, "io", "--help").out
+    assert "launch io /local_nvme --size" in run_here(tmp_path, "io", "--help").out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.launching import Launch, run_launch, wait_until
+from harness.needs import need
 from harness.nodes import MortalNodes, available
 
 from launcher.base.processes import members_of_job
@@ -19,18 +19,9 @@ from launcher.base.processes import members_of_job
 LEASE_S = 3.0
 
 
-def need_nodes() -> None:
-    reason = available()
-    if reason is not None:
-        # A skip in CI would pass for a test that ran.
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-
-
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[MortalNodes]:
-    need_nodes()
+    need(available())
     with MortalNodes(tmp_path, 2) as started:
         yield started
 
@@ -116,7 +107,7 @@ ELASTIC = {
 @pytest.mark.cluster
 def test_after_a_crash_hosts_are_left_out_until_the_elastic_batch_fits(tmp_path: Path) -> None:
     """Four nodes of a rank each; one crashes. Three are no world for this batch: two train on, with the same batch."""
-    need_nodes()
+    need(available())
     script = scripts.write(
         tmp_path,
         """

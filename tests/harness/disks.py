@@ -7,16 +7,16 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from harness.needs import need
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Make `folder` a file system in memory of `size`, such as 16m. Skips the test where nothing can be mounted."""
+    """Make `folder` a file system in memory of `size`, such as 16m. Where none can be mounted the test ends here."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "launch-test", str(folder)]
     if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
+        need("no file system can be mounted here")
     try:
         yield folder
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, Result, run_launch, wait_until, wait_until_gone
+from harness.launching import ROOT, Launch, Result, run_here, run_launch, wait_until, wait_until_gone
 
 from launcher.agent import scratch
 from launcher.agent.spawn import spawn_failure
@@ -115,7 +115,7 @@ def test_a_user_without_a_home_can_start_a_job(tmp_path: Path) -> None:
     ],
 )
 def test_absurd_values_are_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
-    result = run_launch(tmp_path, *options, scripts.write(tmp_path, "pass"))
+    result = run_here(tmp_path, *options, scripts.write(tmp_path, "pass"))
     assert result.code == 2
     assert "Traceback" not in result.err
 

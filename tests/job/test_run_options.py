@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, run_launch, wait_until
+from harness.launching import ROOT, Launch, run_here, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
 LOOPBACK = str(ROOT / "hostfiles" / "loopback")
@@ -129,7 +129,7 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_do_not_fit(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
-    result = run_launch(tmp_path, *args, scripts.write(tmp_path, "pass"))
+    result = run_here(tmp_path, *args, scripts.write(tmp_path, "pass"))
     assert result.code == 2
     assert message in result.err
     assert not (tmp_path / "runs").exists()

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from harness.needs import need_module
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,8 +89,9 @@ def test_every_known_type_is_compared() -> None:
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_counts_are_those_of_transformers(kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
+    need_module("transformers")
     import torch
+    import transformers
 
     sizes = {"vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     if kind in ("t5", "mt5", "umt5"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, Result, run_launch, wait_until
+from harness.launching import ROOT, Launch, Result, run_here, run_launch, wait_until
 from harness.slurm import LoopbackSlurm
 
 pytestmark = pytest.mark.cluster
@@ -143,7 +143,7 @@ def test_what_slurm_refuses_is_passed_on(slurm: LoopbackSlurm, tmp_path: Path) -
     ],
 )
 def test_contradictions_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
-    result = run_launch(tmp_path, "sbatch", *words)
+    result = run_here(tmp_path, "sbatch", *words)
     assert result.code == 2
     assert message in result.err
 
@@ -151,7 +151,7 @@ def test_contradictions_are_refused(tmp_path: Path, words: list[str], message: s
 def test_lint_names_line_and_remedy(tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
     path.write_text("#!/bin/bash\n#SBATCH --time=1:00:00\n#SBATCH --ntasks-per-node=4\nlaunch train.py\n")
-    result = run_launch(tmp_path, "sbatch", "--lint", path)
+    result = run_here(tmp_path, "sbatch", "--lint", path)
     assert result.code == 2
     assert f"{path}:3: --ntasks-per-node is 4" in result.err
     assert "→ write --ntasks-per-node=1" in result.err

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from harness import disks
 from harness.launching import ROOT
+from harness.needs import need
 
 from launcher.base.errors import EngineError
 from launcher.storage import swapfile
@@ -196,7 +197,7 @@ def test_direct_transfers_are_used_where_the_disk_has_them(store: Store, tmp_pat
     try:
         os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
     except OSError:
-        pytest.skip("the temporary folder has no O_DIRECT")
+        need("the temporary folder has no O_DIRECT")
     assert store.notice is None
     flags = fcntl.fcntl(store._file._descriptor, fcntl.F_GETFL)
     assert flags & os.O_DIRECT

@@ -11,6 +11,7 @@ import pytest
 from harness import disks, scripts
 from harness.control_groups import memory_groups
 from harness.launching import Launch
+from harness.needs import need
 
 SCRIPT = """
     import os, resource, signal, sys
@@ -208,7 +209,7 @@ def test_states_four_times_as_large_as_the_memory(tmp_path: Path, device: str) -
     script, num_layers = scripts.write(tmp_path, LARGE_SCRIPT), STATES_BYTES // (LARGE * LARGE * 8)
     with memory_groups(1, LIMIT_BYTES) as groups:
         if not groups:
-            pytest.skip("no control group with a memory limit can be made here")
+            need("no control group with a memory limit can be made here")
         exact = ("--env", "MALLOC_MMAP_THRESHOLD_=1048576")
         arguments = (*exact, "--num_gpus", "1", script, tmp_path, device, groups[0], str(LARGE), str(num_layers))
         result = Launch(tmp_path, *arguments).wait()
