@@ -57,13 +57,15 @@ def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") ->
 def setup_failure(where: str, status: int | None, stderr: str) -> TransportError:
     """Say that what --setup or --venv_script asked for failed."""
     said = stderr.partition(SETUP_FAILED)[0].strip().splitlines()
-    what = "a command of it was not found" if status == _COMMAND_NOT_FOUND else "it failed"
-    return TransportError(
-        f"--setup or --venv_script: {what} (exit status {status}): {said[-1] if said else 'no message'}",
-        where=where,
-        hint="the text is run by the login shell there, or /bin/sh, without its interactive start-up files: "
-        "name what defines the command, such as '. /etc/profile.d/modules.sh && module load cuda'",
-    )
+    what, hint = "it failed", "nothing is started where this fails: mend the command, or leave the option out"
+    if status == _COMMAND_NOT_FOUND:
+        what = "a command of it was not found"
+        hint = (
+            "the text is run by the login shell there, or /bin/sh, without its interactive start-up files: "
+            "name what defines the command, such as '. /etc/profile.d/modules.sh && module load cuda'"
+        )
+    words = said[-1] if said else "no message"
+    return TransportError(f"--setup or --venv_script: {what} (exit status {status}): {words}", where=where, hint=hint)
 
 
 def last_words(stderr: str, printed: bytes) -> str:

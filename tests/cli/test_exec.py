@@ -47,7 +47,7 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
     assert result.code == 127, "the code every shell has for it"
     assert "no-such-program: not found" in result.err
     supervised = run_launch(tmp_path, "exec", "--supervise", "no-such-program")
-    assert supervised.code == 1
+    assert supervised.code == 127
     assert "no-such-program: No such file or directory" in supervised.err
     odd = run_launch(tmp_path, "exec", "--", "-c", "true")
     assert odd.code == 2

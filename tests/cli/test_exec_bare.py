@@ -151,4 +151,4 @@ def test_what_login_scripts_print_is_no_output(sshd: LoopbackSshd, tmp_path: Pat
     assert (result.out, result.err) == ("127.0.0.[1-2]:\nyes\n", "127.0.0.[1-2]:\ne\n")
     failing = run_launch(tmp_path, "exec", *on_hosts(sshd, tmp_path), "--setup", "echo no >&2; false", "true")
     assert failing.code == 69
-    assert "no shell could be started (exit status 1): no" in failing.err
+    assert "--setup or --venv_script: it failed (exit status 1): no\n" in failing.err

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.cluster.fold import fold
+from launcher.base.errors import Diagnostic
+from launcher.cluster.fold import fold, fold_findings
 from launcher.cluster.nodeset import expand
 
 
@@ -41,3 +42,17 @@ def test_what_was_folded_expands_to_the_same_names(names: list[str]) -> None:
         else:
             word += character
     assert sorted(name for word in words for name in expand(word)) == sorted(names)
+
+
+def test_what_hosts_share_is_one_finding() -> None:
+    missing = [Diagnostic("srun is not in PATH", f"n{number}", "load the module") for number in (1, 2, 3)]
+    refused = [
+        Diagnostic(f"refused by {host}", host, f"try: ssh {host}", ("refused by HOST", "try: ssh HOST"))
+        for host in ("a", "b")
+    ]
+    alone = Diagnostic("refused by c", "c", None, ("refused at port 2 by HOST", None))
+    assert fold_findings([missing[0], refused[0], *missing[1:], alone, refused[1]]) == [
+        Diagnostic("srun is not in PATH", "n[1-3]", "load the module"),
+        Diagnostic("refused by HOST", "a,b", "try: ssh HOST"),
+        alone,
+    ]
