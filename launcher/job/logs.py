@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from launcher.base.errors import LauncherError
+from launcher.base.private_files import create_private, make_private_folder, write_private
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
 from launcher.job.plan import JobPlan
@@ -33,7 +34,7 @@ class RankLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: BinaryIO | None = path.open("wb", buffering=0)
+        self._file: BinaryIO | None = os.fdopen(create_private(path), "wb", buffering=0)
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
         self._tail_lock = threading.Lock()
@@ -80,9 +81,9 @@ def open_logs(plan: JobPlan) -> dict[int, RankLog]:
     """
     folder = plan.run_folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         if plan.saves_pid:
-            (folder / "launch.pid").write_text(f"{os.getpid()}\n")
+            write_private(folder / "launch.pid", f"{os.getpid()}\n".encode())
         return {rank: RankLog(folder / f"rank_{rank}.log") for rank in plan.placement.ranks}
     except OSError as error:
         raise LauncherError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from launcher.base.private_files import write_private
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,7 @@ class RunReport:
 
     def save(self, path: Path) -> None:
         """Write the report as JSON, whole or not at all. Raises: OSError."""
-        temporary = path.with_suffix(".part")
-        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
-        os.replace(temporary, path)
+        write_private(path, (json.dumps(dataclasses.asdict(self), indent=2) + "\n").encode(), is_durable=True)
 
 
 def shell_code(status: int) -> int:

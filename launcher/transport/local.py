@@ -39,7 +39,7 @@ class LocalTransport:
         shell_only: bool = False,
         passes_stdin: bool = False,
     ) -> None:
-        """shell_only: start /bin/sh instead of python and a module. passes_stdin: let agents have our standard input."""
+        """shell_only: start /bin/sh instead of python and a module. passes_stdin: agents get our standard input."""
         self._passes_stdin = passes_stdin
         self._argv = list(SHELL_ARGV) if shell_only else own_argv(module, root)
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class LocalTransport:
             passed: tuple[int, ...] = ()
             environ = None
             if self._passes_stdin and not _is_in_background():
-                # The descriptor itself: what the rank does not read stays for whoever reads next, as without a launcher.
+                # The descriptor itself: what the rank does not read stays for the next reader, as without a launcher.
                 passed = (os.dup(0),)
                 stack.callback(os.close, *passed)
                 environ = {**os.environ, env.STDIN_FD.name: str(passed[0])}
