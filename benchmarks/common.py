@@ -21,7 +21,7 @@ BIN = Path(sys.executable).parent
 TORCHRUN = [str(BIN / "torchrun")] if (BIN / "torchrun").exists() else [sys.executable, "-m", "torch.distributed.run"]
 NOT_INSTALLED = "not installed"
 sys.path.insert(0, str(ROOT / "tests"))  # hosts and ranks to measure with are those of the tests' harness
-# What DeepSpeed builds belongs to this environment. A build that is killed leaves a lock, and the next one waits for it.
+# What DeepSpeed builds belongs to this environment. A build that is killed leaves a lock, on which the next one waits.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed's own search for an accelerator is not meant to be timed

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _LAZY_NAMES = {
     "EXIT_REQUEUE": "launcher.base.preemption",
     "Engine": "launcher.engine.engine",
+    "JobError": "launcher.base.errors",
     "add_config_arguments": "launcher.engine.arguments",
     "heartbeat": "launcher.base.progress",
     "init_distributed": "launcher.comm.groups",
@@ -31,6 +32,7 @@ _LAZY_MODULES = {
 __all__ = [
     "EXIT_REQUEUE",
     "Engine",
+    "JobError",
     "__version__",
     "add_config_arguments",
     "checkpointing",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
     from launcher import activation as checkpointing
     from launcher import comm, notebook, zero
+    from launcher.base.errors import JobError
     from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat
     from launcher.comm.groups import init_distributed

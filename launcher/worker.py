@@ -27,7 +27,7 @@ import sys
 import time
 
 from launcher.base import env, preemption
-from launcher.base.files import write_private
+from launcher.base.private_files import write_private
 from launcher.base.signals import STACKS_SIGNAL
 
 TYPE_CHECKING = False
@@ -43,8 +43,8 @@ _OWN_FILES = (__file__, os.path.join(_PACKAGE, "start.py"), os.path.join(_PACKAG
 _RUNPY_FILES = ("<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _NO_INPUT = (
-    "this rank has no standard input: only a job of one rank on this machine has that of `launch`, and only when"
-    " `launch` runs in the foreground; `launch stacks` shows where ranks stand"
+    "ranks have no standard input, except the only one of a job on this machine that runs in the foreground: try"
+    " --num_gpus 1, or see with `launch stacks` where ranks stand"
 )
 
 

@@ -1,4 +1,7 @@
-"""Read the error record a rank has left. Its path stands in the rank's environment: anything may be found there."""
+"""Read what a rank has left: its error record, its stacks.
+
+The paths stand in the rank's environment: anything may be found there.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ import json
 import math
 import os
 
+from launcher.transport.command import package_root
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 _MAX_BYTES = 4 << 20
+_LIBRARY = os.path.dirname(os.__file__)
+_OWN_FILES = ("start.py", "worker.py", os.path.join("notebook", "rank.py"))
 _TEXTS = ("type", "message", "traceback")
 
 
@@ -35,3 +42,18 @@ def is_sound(record: dict[str, Any]) -> bool:
         and 0 < exit_code < 256
         and all(isinstance(record.get(name), str) for name in _TEXTS)
     )
+
+
+def without_own_frames(text: str) -> str:
+    """Return the stacks that faulthandler has written without the frames that have led to the user's code.
+
+    They are the last of each thread: our own, and those of runpy between them and a module or folder.
+    """
+    own = [os.path.join(package_root(), "launcher", name) for name in _OWN_FILES]
+    starts = tuple(f'  File "{path}"' for path in (*own, "<frozen runpy>", os.path.join(_LIBRARY, "runpy.py")))
+    kept: list[str] = []
+    for line in reversed(text.splitlines(keepends=True)):
+        is_last = not kept or not kept[-1].startswith("  File ")
+        if not (is_last and line.startswith(starts)):
+            kept.append(line)
+    return "".join(reversed(kept))

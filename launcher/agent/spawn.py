@@ -127,6 +127,7 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
         env.PROGRESS_FILE.name: progress_file,
         env.ARGUMENTS_FD.name: str(arguments_fd),
     }
+    input_fd, is_alone = _take_input(), rank_env.get(env.WORLD_SIZE.name) == "1"
     own_cores, agent_pid = os.sched_getaffinity(0), os.getpid()
     open_files = spec.open_files or original_limit()
     progress_fd = None
@@ -142,7 +143,9 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
             os.sched_setaffinity(0, cores)  # a child starts with its parent's
         process = subprocess.Popen(
             [*own_argv(WORKER_MODULE), kind, target],
-            stdin=subprocess.DEVNULL,
+            # Of several ranks, each would read a part of what is typed. A terminal that controls another session,
+            # as the user's does here, can be read.
+            stdin=input_fd if input_fd is not None and is_alone else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=spec.cwd,
@@ -159,6 +162,8 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
     finally:
         os.sched_setaffinity(0, own_cores)
         os.close(arguments_fd)
+        if input_fd is not None:
+            os.close(input_fd)
     streams = {}
     for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr")):
         if stream is None:
@@ -168,6 +173,12 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
             fcntl.fcntl(stream.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         streams[stream.fileno()] = name
     return Rank(number, process, streams, error_file, stacks_file, progress_fd)
+
+
+def _take_input() -> int | None:
+    """Return the descriptor of the launcher's standard input, None when it is not for a rank or has been given out."""
+    descriptor = os.environ.pop(env.STDIN_FD.name, None)
+    return None if descriptor is None else int(descriptor)
 
 
 def spawn_failure(error: OSError | ValueError | LauncherError, spec: Spawn) -> SpawnFailed:

@@ -19,7 +19,7 @@ import time
 
 from launcher.agent import scratch
 from launcher.agent.oom import OomWatch
-from launcher.agent.record import read_record
+from launcher.agent.record import read_record, without_own_frames
 from launcher.agent.spawn import Rank, check_devices, check_files, spawn_failure, spawn_rank
 from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
@@ -32,6 +32,7 @@ from launcher.agent.wire import (
     Handled,
     Hello,
     Lease,
+    LeftBehind,
     Message,
     Notify,
     Output,
@@ -49,7 +50,7 @@ from launcher.agent.wire import (
     encode,
 )
 from launcher.base.errors import LauncherError, ProtocolError
-from launcher.base.processes import descendants, send, sweep_job
+from launcher.base.processes import descendants, name_of, send, sweep_job
 from launcher.base.progress import read_counter
 from launcher.base.signals import NOTICE_SIGNAL, STACKS_SIGNAL
 from launcher.cluster.devices import given_devices
@@ -62,6 +63,7 @@ _PROGRESS_INTERVAL_S = 1.0
 _STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machine a little later
 _DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may go on writing
 _KILL_RETRY_S = 10.0  # a process in an uninterruptible wait cannot be killed: leave it to the kernel
+_LEFTOVER_WAIT_S = 0.5  # for children to end by themselves, after ranks which ended well
 _LEFTOVER_GRACE_S = 2.0  # for children that outlive ranks which ended well
 # The lease of an agent that has no ranks yet: the controller waits for all hosts before any is told to start.
 _WAITING_LEASE_S = 600.0
@@ -96,6 +98,8 @@ class Supervisor:
         self._ending_signal: int | None = None  # that this process got, until the loop obeys it
         self._wake_read, self._wake_write = os.pipe()
         self._oom_watch = OomWatch()
+        self._have_ended_well = True  # every rank that has ended
+        self._leftovers_until_s: float | None = None  # until then children of ended ranks may end by themselves
         self._may_have_raised = False  # a rank that has left its record sends SIGCHLD
 
     def run(self) -> None:
@@ -139,6 +143,7 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         is_urgent = self._state is AgentState.STOPPING or self._stacks_at_s is not None
+        is_urgent = is_urgent or self._leftovers_until_s is not None
         is_urgent = is_urgent or any(rank.status is not None for rank in self._ranks.values())
         return _STOP_POLL_S if is_urgent else _IDLE_WAIT_S
 
@@ -314,6 +319,7 @@ class Supervisor:
                 rank.status = os.waitstatus_to_exitcode(wait_status)
                 rank.process.returncode = rank.status  # Popen must not wait for it a second time
                 rank.ended_s = time.monotonic()
+                self._have_ended_well = self._have_ended_well and rank.status == 0
                 rank.max_rss_bytes = usage.ru_maxrss * 1024
                 rank.record = rank.record or read_record(rank.error_file)
                 if rank.status == -signal.SIGKILL:
@@ -321,7 +327,18 @@ class Supervisor:
         for rank in list(self._ranks.values()):
             self._report_if_over(rank)
         if not self._ranks and self._state is AgentState.RUNNING:
-            self._stop(_LEFTOVER_GRACE_S)
+            self._end_leftovers()
+
+    def _end_leftovers(self) -> None:
+        """End what the ranks have left running: a moment later when all ended well, as most children end with them."""
+        left = sorted(descendants(os.getpid())) if self._have_ended_well else []
+        now_s = time.monotonic()
+        self._leftovers_until_s = self._leftovers_until_s or now_s + _LEFTOVER_WAIT_S
+        if left and now_s < self._leftovers_until_s:
+            return
+        if left:
+            self._send(LeftBehind([(pid, name_of(pid)) for pid in left]))
+        self._stop(_LEFTOVER_GRACE_S)
 
     def _report_if_over(self, rank: Rank) -> None:
         if rank.status is None:
@@ -370,7 +387,7 @@ class Supervisor:
         if self._stacks_at_s is not None and now_s >= self._stacks_at_s:
             self._stacks_at_s = None
             for rank in self._ranks.values():
-                self._send(Stacks(rank.number, _take_text(rank.stacks_file)))
+                self._send(Stacks(rank.number, without_own_frames(_take_text(rank.stacks_file))))
 
     # ---- ending ----
 

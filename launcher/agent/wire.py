@@ -182,6 +182,12 @@ class Exited(Message):
     oom: str | None  # evidence that the kernel ended it for lack of memory
 
 
+class LeftBehind(Message):
+    """Every rank has ended well, and left processes running that the agent ends now."""
+
+    processes: list[tuple[int, str]]  # pid and name, as a list of two in JSON
+
+
 class Bye(Message):
     """All ranks and all their descendants are gone; the agent leaves."""
 
@@ -210,6 +216,7 @@ _TYPES: dict[str, type[Message]] = {
         Stacks,
         Raised,
         Exited,
+        LeftBehind,
         Bye,
     )
 }

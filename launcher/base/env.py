@@ -34,6 +34,11 @@ ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (
 ARGUMENTS_FD = EnvVar(
     "LAUNCH_ARGUMENTS_FD", "where the worker reads the script's arguments; taken out before the script runs", "set"
 )
+STDIN_FD = EnvVar(
+    "LAUNCH_STDIN_FD",
+    "where the agent finds the standard input of `launch`, for a job of one rank; taken out before the rank starts",
+    "set",
+)
 PROGRESS_FILE = EnvVar("LAUNCH_PROGRESS_FILE", "where `launcher.heartbeat()` counts", "set")
 STACKS_FILE = EnvVar(
     "LAUNCH_STACKS_FILE", "where a rank dumps its Python stacks; the worker takes it out before the script runs", "set"

@@ -70,6 +70,16 @@ def descendants(root_pid: int) -> set[int]:
     return found
 
 
+def name_of(pid: int) -> str:
+    """Return the name of a process, "?" when it has gone or the name is not to be shown."""
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            name = file.read().strip()
+    except OSError:
+        return "?"
+    return name if name.isprintable() else "?"
+
+
 def members_of_job(job_id: str) -> set[int]:
     """Return every living process, this one left out, whose environment carries exactly this job id."""
     wanted = f"{env.JOB_ID.name}={job_id}".encode()

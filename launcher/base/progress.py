@@ -38,10 +38,21 @@ def heartbeat(loss: float | None = None) -> None:
     """Say that this rank has made progress. Cheap (no system call); does nothing without `launch`.
 
     loss: shown on the terminal until the next one; a number that is there anyway, not worth a wait for the device.
+    Raises: TypeError for what is no number; nothing is counted then.
     """
     global _count
+    number = None if loss is None else _number(loss)
     _count += 1
-    tell(loss=loss)
+    tell(loss=number)
+
+
+def _number(loss: object) -> float:
+    try:
+        if not isinstance(loss, (str, bytes)):  # a text that reads like a number is a mistake, too
+            return float(loss)  # type: ignore[arg-type]  # whatever says that it is a number, a tensor of one element
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f"heartbeat(loss) takes a number, such as loss.item(); got {type(loss).__name__} {loss!r:.60}")
 
 
 def tell(*, step: int | None = None, loss: float | None = None) -> None:

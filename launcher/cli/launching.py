@@ -68,7 +68,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
             lambda: check_config(options.script_args, plan.placement.world_size)
         )
 
-    for note in chosen.notes:
+    for note in (*chosen.notes, *plan.notes):
         display.put(console.note, note)
     with signals.listening():  # once for all runs: no signal may find the defaults between two of them
         try:

@@ -89,6 +89,7 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
         _check_script(options.script)
     home, cwd = home_folder(), working_folder()
     standard = (*([home] if home is not None else []), Path(cwd))
+    given = job_environment(options.env, options.env_files, os.environ, standard)
     tokens = local_device_tokens(os.environ)
     _check_local_slots(placement, names, len(tokens))
     return JobPlan(
@@ -103,7 +104,8 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
         transports=names,
         agent_commands={node.node_rank: kinds[node.node_rank].command_for(node.host) for node in placement.nodes},
         forwarded_env=forwarded(os.environ),
-        given_env=job_environment(options.env, options.env_files, os.environ, standard),
+        given_env=given.values,
+        notes=given.notes,
         device_tokens=tokens,
         grace_s=options.grace_s,
         lease_s=options.lease_s,

@@ -65,6 +65,8 @@ def show_plan(plan: JobPlan, *, as_json: bool) -> None:
         click.echo(f"          {plan.agent_commands[node.node_rank]}")
     if plan.given_env:
         click.echo(f"  environment given (names): {', '.join(sorted(plan.given_env))}")
+    for note in plan.notes:
+        click.echo(f"  {note}")
     if "ssh" in plan.transports.values():
         click.echo(f"  environment passed on (names): {', '.join(sorted(plan.forwarded_env)) or 'none'}")
 

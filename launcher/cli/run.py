@@ -45,7 +45,7 @@ def run(ctx: click.Context, /, **values: Any) -> None:
             return
     from launcher.transport.local import LocalTransport
 
-    local = LocalTransport()
+    local = LocalTransport(passes_stdin=True)
     try:
         if options.is_here_only and not options.dry_run:
             local.start_ahead()  # the agent's interpreter starts while this one imports the rest

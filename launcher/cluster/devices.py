@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from launcher.base.env import CUDA_VISIBLE_DEVICES
+from launcher.base.env import CUDA_VISIBLE_DEVICES, JOB_ID
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ _MAX_INDEX_DIGITS = 9
 def local_device_tokens(environ: Mapping[str, str], *, device_dir: str = "/dev") -> tuple[str, ...]:
     """Return the entry of CUDA_VISIBLE_DEVICES that stands for each local slot, () without a GPU."""
     value = environ.get(CUDA_VISIBLE_DEVICES.name)
-    if value is not None:
+    # In a rank on the CPU its entries are slots that `launch` has counted, of a machine without any GPU.
+    if value is not None and JOB_ID.name not in environ:
         return _visible(value)
     try:
         names = os.listdir(device_dir)
@@ -29,6 +30,8 @@ def local_device_tokens(environ: Mapping[str, str], *, device_dir: str = "/dev")
         return ()
     # Device files may have gaps inside a container (nvidia3 alone); CUDA numbers what it finds from 0.
     count = sum(1 for name in names if name.startswith(_DEVICE_FILE) and _is_number(name[len(_DEVICE_FILE) :]))
+    if value is not None:
+        return _visible(value) if count else ()
     return tuple(str(index) for index in range(count))
 
 

@@ -18,6 +18,7 @@ from launcher.agent.wire import (
     Bye,
     Exited,
     Hello,
+    LeftBehind,
     Message,
     Notify,
     Output,
@@ -40,7 +41,7 @@ from launcher.job.failures import FailureBook
 from launcher.job.hang import HangWatch, odd_one_out
 from launcher.job.liveness import Liveness
 from launcher.job.logs import RunFolder
-from launcher.job.node import ChannelEnded, Inbox, Node
+from launcher.job.node import ChannelEnded, Inbox, Node, describe_leftovers
 from launcher.job.plan import PING_INTERVAL_S, JobPlan
 from launcher.job.raised import RaisedWatch
 from launcher.job.report import RunReport
@@ -176,6 +177,8 @@ class Controller:
             self._on_raised(node, message)
         elif isinstance(message, Exited):
             self._on_exit(node, message)
+        elif isinstance(message, LeftBehind):
+            self._watcher.warning(describe_leftovers(node, message))
         elif isinstance(message, SpawnFailed):
             node.running.clear()
             self._failures.add_not_started(node, message)

@@ -6,15 +6,45 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.base import env
 from launcher.base.errors import Diagnostic, UsageError
 
 STANDARD_FILES = (".deepspeed_env", ".launch_env")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Of the variables that ranks get from `launch`, those that a file or an option may still change.
+_CHANGEABLE = {
+    env.OMP_NUM_THREADS,
+    env.RESTART_COUNT,
+    env.TORCHELASTIC_RESTART_COUNT,
+    env.TORCHELASTIC_MAX_RESTARTS,
+    env.TORCHELASTIC_RUN_ID,
+}
+_SET_FOR_RANKS = {variable.name for variable in env.ALL if variable.direction == "set" and variable not in _CHANGEABLE}
+_IS_SET = "`launch` sets it for every rank"
+_HINTS = {
+    env.MASTER_ADDR.name: "give --master_addr",
+    env.MASTER_PORT.name: "give --master_port",
+    env.CUDA_VISIBLE_DEVICES.name: "choose GPUs with --include, or set it for `launch` itself",
+    env.WORLD_SIZE.name: "give --num_gpus and --num_nodes",
+    env.LOCAL_WORLD_SIZE.name: "give --num_gpus",
+    env.NODE_RANK.name: "give --node_rank",
+}
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """Variables for every rank, and what the user should know about where they come from."""
+
+    values: dict[str, str] = field(repr=False)
+    notes: tuple[str, ...]
 
 
 def parse_env_file(text: str, source: str) -> dict[str, str]:
@@ -34,7 +64,13 @@ def parse_env_file(text: str, source: str) -> dict[str, str]:
         value = _value(rest.strip())
         if not equals or not _NAME.fullmatch(name):
             problems.append(Diagnostic("expected KEY=VALUE", f"{source}:{number}", "such as NCCL_DEBUG=INFO"))
-        elif value is None or "\0" in value:
+        elif name in _SET_FOR_RANKS:
+            problems.append(
+                Diagnostic(f"{name} would have no effect: {_IS_SET}", f"{source}:{number}", _hint_for(name))
+            )
+        elif "\0" in line:
+            problems.append(Diagnostic(f"{name} holds a NUL byte, which no variable can", f"{source}:{number}"))
+        elif value is None:
             problems.append(Diagnostic(f"the quotes of {name} do not match", f"{source}:{number}", "close the quote"))
         else:
             values[name] = value
@@ -56,24 +92,79 @@ def _value(text: str) -> str | None:
 
 def job_environment(
     options: Sequence[str], files: Sequence[Path], environ: Mapping[str, str], folders: Sequence[Path]
-) -> dict[str, str]:
+) -> JobEnvironment:
     """Return the variables that the files and options give to every rank.
 
     options: `KEY=VALUE`, or `KEY` for this process's own value. files: must exist. folders: where standard files are
     looked for. Raises: UsageError.
     """
     values: dict[str, str] = {}
-    standard = [folder / name for folder in dict.fromkeys(folders) for name in STANDARD_FILES]
-    for path in [*(path for path in standard if path.is_file()), *files]:
+    notes: list[str] = []
+    for path in [folder / name for folder in dict.fromkeys(folders) for name in STANDARD_FILES]:
         try:
-            values |= parse_env_file(path.read_text(encoding="utf-8", errors="surrogateescape"), str(path))
+            data = _read_trusted(path)
+        except PermissionError as error:  # a home folder that is not ours: sudo, containers
+            notes.append(f"{path} is left out: {error.strerror}")
+            continue
+        if data is not None:
+            found = _variables(data, path)
+            notes.append(f"{path} gives variables to all ranks: {', '.join(found) or 'none'}")
+            values |= found
+    for path in files:
+        try:
+            values |= _variables(path.read_bytes(), path)
         except OSError as error:
             raise UsageError(f"the environment file cannot be read: {error.strerror}", where=str(path)) from None
     for option in options:
         name, equals, value = option.partition("=")
         if not _NAME.fullmatch(name):
             raise UsageError(f"--env {option!r} names no variable", hint="--env KEY=VALUE, or --env KEY")
+        if name in _SET_FOR_RANKS:
+            raise UsageError(f"--env {name} would have no effect: {_IS_SET}", hint=_hint_for(name))
         if not equals and name not in environ:
             raise UsageError(f"--env {name}: the variable is not set here", hint=f"set it, or give --env {name}=VALUE")
         values[name] = value if equals else environ[name]
-    return values
+    return JobEnvironment(values, tuple(notes))
+
+
+def _variables(data: bytes, path: Path) -> dict[str, str]:
+    return parse_env_file(data.decode("utf-8-sig", "surrogateescape"), str(path))
+
+
+def _read_trusted(path: Path) -> bytes | None:
+    """Return what a file holds that nobody has named, None when there is none.
+
+    It decides which code ranks run (PYTHONPATH, LD_PRELOAD), and may lie in a folder that others can write to.
+    Raises: UsageError when others own it or can write to it; PermissionError when its folder cannot be searched.
+    """
+    try:
+        link = path.lstat()
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    strangers = [uid for uid in (link.st_uid, status.st_uid) if uid not in (os.geteuid(), 0)]
+    if strangers:
+        raise UsageError(
+            f"the file belongs to another user (uid {strangers[0]}), and would decide what your ranks run",
+            where=str(path),
+            hint="start from another folder, or replace the file by one of your own",
+        )
+    try:
+        with path.open("rb") as file:
+            is_same = os.path.samestat(os.fstat(file.fileno()), status)
+            data = file.read()
+    except OSError as error:
+        raise UsageError(f"the environment file cannot be read: {error.strerror}", where=str(path)) from None
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or not is_same:
+        raise UsageError(
+            "other users can write to the file, and so decide what your ranks run",
+            where=str(path),
+            hint=f"chmod go-w {shlex.quote(str(path))}",
+        )
+    return data
+
+
+def _hint_for(name: str) -> str:
+    return _HINTS.get(name, "leave it out")

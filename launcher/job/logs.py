@@ -15,6 +15,7 @@ from typing import BinaryIO, TypeVar
 
 from launcher.base.errors import LauncherError
 from launcher.base.file_limit import allow_files, num_open
+from launcher.base.private_files import create_private, make_private_folder, write_private
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
 from launcher.job.plan import JobPlan
@@ -37,7 +38,7 @@ class RankLog:
         """keeps_open: hold the file open; else it is opened for each write. Raises: OSError."""
         self.path = path
         self._keeps_open = keeps_open
-        self._file: BinaryIO | None = path.open("wb", buffering=0)
+        self._file: BinaryIO | None = os.fdopen(create_private(path), "wb", buffering=0)
         if not keeps_open:
             self._file.close()
         self._tail: deque[bytes] = deque()
@@ -90,9 +91,9 @@ def open_logs(plan: JobPlan) -> dict[int, RankLog]:
     """
     folder = plan.run_folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         if plan.saves_pid:
-            (folder / "launch.pid").write_text(f"{os.getpid()}\n")
+            write_private(folder / "launch.pid", f"{os.getpid()}\n".encode())
         # One file for each rank: beyond the hard limit they are opened for each write, which costs more than it saves.
         num_needed = num_open() + len(plan.placement.ranks) + _SPARE_FILES
         keeps_open = allow_files(num_needed) >= num_needed
@@ -101,7 +102,7 @@ def open_logs(plan: JobPlan) -> dict[int, RankLog]:
         raise LauncherError(
             f"the run folder cannot be written: {error.strerror}",
             where=str(error.filename or folder),
-            hint="choose another with --log-dir",
+            hint="choose another: --log-dir, or log_dir= in a notebook",
         ) from None
 
 

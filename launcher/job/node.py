@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from launcher.agent.wire import Decoder, Hello, Message, Output, Pong
+from launcher.agent.wire import Decoder, Hello, LeftBehind, Message, Output, Pong
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import NodePlacement
 from launcher.job.protocol import ProtocolCheck
@@ -27,6 +27,7 @@ _WINDOW_BYTES = 4 << 20
 _ALL_WINDOWS_BYTES = 512 << 20
 _MIN_WINDOW_BYTES = 1 << 18
 _NUM_WAYS = 2  # of output: to the logs and to the display
+_MAX_NAMED = 5  # processes that a warning lists
 _MAX_DRIFT = 1e-4  # of clocks against each other, seconds a second; bad crystals have half of it
 
 
@@ -91,6 +92,17 @@ class Node:
     def close_stdin(self) -> None:
         """End the agent's stdin once everything is sent. Does not wait."""
         self._sender.end()
+
+
+def describe_leftovers(node: Node, message: LeftBehind) -> str:
+    """Say what the ranks of a node have left running, that it is ended now, and what helps."""
+    shown = [f"{name} (pid {pid})" for pid, name in message.processes[:_MAX_NAMED]]
+    more = len(message.processes) - len(shown)
+    what = ", ".join(shown) + (f" and {more} more" if more else "")
+    return (
+        f"ranks on {node.name} have ended and left processes running, which end with the job: {what};"
+        " let the script wait for them (nohup and setsid do not keep them)"
+    )
 
 
 NodeEvent = tuple[Node, "Message | ChannelEnded"]

@@ -80,6 +80,7 @@ class JobPlan:
     agent_commands: dict[int, str]  # node rank -> what starts the agent
     forwarded_env: dict[str, str] = field(repr=False)  # for ranks on other hosts
     given_env: dict[str, str] = field(repr=False, default_factory=dict)  # from files and --env, for all ranks
+    notes: tuple[str, ...] = ()  # what the user should know about how it came to be
     device_tokens: tuple[str, ...] = ()  # of this machine, see cluster.devices
     grace_s: float = DEFAULT_GRACE_S
     lease_s: float = DEFAULT_LEASE_S  # a silence of this length, over a network, means that the other side is gone

@@ -21,6 +21,7 @@ from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import home_folder
+from launcher.base.private_files import make_private_folder, write_private
 from launcher.base.secrets import mask_arguments
 from launcher.base.suggest import did_you_mean
 from launcher.job.plan import JobPlan
@@ -85,20 +86,22 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
         run_folder=str(Path(plan.cwd, plan.run_folder)),
         grace_s=plan.grace_s,
     )
-    try:
-        _write(entry)
-    except (OSError, UsageError) as error:
-        reason = str(error) if isinstance(error, UsageError) else f"{error.filename}: {error.strerror}"
-        warn(f"{reason}; launch ps will not show this job")
+    problem = _why_not_written(entry)
+    if problem is not None:
+        warn(f"{problem}; launch ps will not show this job")
     try:
         yield registration
     except LauncherError as error:
         registration.exit_code = error.exit_code
         raise
     finally:
-        with contextlib.suppress(OSError, UsageError):  # said at the start
-            _write(dataclasses.replace(entry, ended_s=time.time(), exit_code=int(registration.exit_code)))
-            _drop_old(time.time() - _KEPT_S)
+        ended = dataclasses.replace(entry, ended_s=time.time(), exit_code=int(registration.exit_code))
+        if problem is None:
+            problem = _why_not_written(ended)
+            if problem is not None:
+                warn(f"{problem}; launch ps will not show how this job ended")
+            with contextlib.suppress(OSError, UsageError):
+                _drop_old(time.time() - _KEPT_S)
 
 
 def jobs_folder() -> Path:
@@ -165,15 +168,22 @@ def send_signal(entry: JobEntry, number: int) -> bool:
     return True
 
 
+def _why_not_written(entry: JobEntry) -> str | None:
+    """Write an entry; return why it could not be done."""
+    try:
+        _write(entry)
+    except UsageError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
 def _write(entry: JobEntry) -> None:
-    """Write an entry whole or not at all. Raises: OSError."""
+    """Write an entry whole or not at all. Raises: OSError, UsageError."""
     folder = jobs_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = folder / f"{entry.job_id}.{os.getpid()}.part"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(dataclasses.asdict(entry), file)
-    os.replace(temporary, folder / f"{entry.job_id}.json")
+    make_private_folder(folder)
+    write_private(folder / f"{entry.job_id}.json", json.dumps(dataclasses.asdict(entry)).encode())
 
 
 def _read(path: Path) -> JobEntry | None:

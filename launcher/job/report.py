@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from launcher.base.private_files import write_private
 
 
 class FailureKind(str, Enum):
@@ -70,11 +71,9 @@ class RunReport:
 
         earlier: the reports of the tries before this one, for the report of a whole job.
         """
-        path = folder / "report.json"
-        temporary = path.with_suffix(".part")
         tries = [report.summary() for report in (*earlier, self)]
-        temporary.write_text(json.dumps({**dataclasses.asdict(self), "tries": tries}, indent=2) + "\n")
-        os.replace(temporary, path)
+        text = json.dumps({**dataclasses.asdict(self), "tries": tries}, indent=2) + "\n"
+        write_private(folder / "report.json", text.encode(), is_durable=True)
 
     def summary(self) -> dict[str, Any]:
         """Return what the report of a whole job says of each try."""

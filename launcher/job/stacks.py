@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launcher.agent.wire import DumpStacks
+from launcher.base.private_files import write_private
 from launcher.job.events import Watcher
 from launcher.job.hang import format_stacks
 from launcher.job.node import Node
@@ -51,9 +52,7 @@ class StackCollector:
 
     def _show(self, text: str) -> None:
         try:
-            temporary = self._path.with_suffix(".part")
-            temporary.write_text(text)
-            temporary.replace(self._path)  # whoever waits for it finds it whole
+            write_private(self._path, text.encode("utf-8", "backslashreplace"))
         except OSError as error:
             self._watcher.warning(f"{self._path}: {error.strerror}")
         self._watcher.stacks(text, str(self._path))

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 _LAZY_NAMES = {
     "Emulation": "launcher.notebook.emulation",
+    "JobError": "launcher.base.errors",
     "emulate": "launcher.notebook.emulation",
     "run": "launcher.notebook.call",
 }
 
-__all__ = ["Emulation", "emulate", "load_ipython_extension", "run"]
+__all__ = ["Emulation", "JobError", "emulate", "load_ipython_extension", "run"]
 
 if TYPE_CHECKING:
+    from launcher.base.errors import JobError
     from launcher.notebook.call import run
     from launcher.notebook.emulation import Emulation, emulate
 

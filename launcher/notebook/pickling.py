@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.base.errors import UsageError
 
+_LIBRARIES = ("launcher", "pickle", "_pickle", "cloudpickle", "copyreg")
 _INSTALL = "install cloudpickle (pip install 'launch-zero[notebook]'), or define it in a module and import that"
 
 
@@ -28,11 +29,11 @@ def dumps(value: Any, what: str) -> bytes:
         return _dumps_importable(value, what)
     try:
         data: bytes = cloudpickle.dumps(value)
-    except Exception as error:  # a user's __reduce__ may raise anything
+    except Exception as error:  # noqa: BLE001  # the __reduce__ of a user may raise anything
         raise UsageError(
             f"{what} cannot be pickled: {error}",
             hint="send plain data and open files, locks and connections inside the function",
-        ) from error
+        ) from _by_user(error)
     return data
 
 
@@ -42,9 +43,17 @@ def _dumps_importable(value: Any, what: str) -> bytes:
         _ImportablePickler(buffer).dump(value)
     except UsageError:
         raise
-    except Exception as error:  # a user's __reduce__ may raise anything
-        raise UsageError(f"{what} cannot be pickled: {error}", hint=_INSTALL) from error
+    except Exception as error:  # noqa: BLE001  # the __reduce__ of a user may raise anything
+        raise UsageError(f"{what} cannot be pickled: {error}", hint=_INSTALL) from _by_user(error)
     return buffer.getvalue()
+
+
+def _by_user(error: Exception) -> Exception | None:
+    """Return the error with the frames of the user's code, such as a `__reduce__`; None when none took part."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        trace = trace.tb_next
+    return None if trace is None else error.with_traceback(trace)
 
 
 class _ImportablePickler(pickle.Pickler):

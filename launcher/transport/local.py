@@ -14,6 +14,7 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING
 
+from launcher.base import env
 from launcher.base.errors import TransportError
 from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, own_argv
 from launcher.transport.tail import StderrTail
@@ -30,8 +31,16 @@ _TAIL_WAIT_S = 0.5
 class LocalTransport:
     """Starts agents on this machine; implements `Transport`."""
 
-    def __init__(self, *, module: str = AGENT_MODULE, root: Path | None = None, shell_only: bool = False) -> None:
-        """shell_only: start /bin/sh instead of python and a module."""
+    def __init__(
+        self,
+        *,
+        module: str = AGENT_MODULE,
+        root: Path | None = None,
+        shell_only: bool = False,
+        passes_stdin: bool = False,
+    ) -> None:
+        """shell_only: start /bin/sh instead of python and a module. passes_stdin: agents get our standard input."""
+        self._passes_stdin = passes_stdin
         self._argv = list(SHELL_ARGV) if shell_only else own_argv(module, root)
         self._lock = threading.Lock()
         self._channels: list[LocalChannel] = []
@@ -52,14 +61,24 @@ class LocalTransport:
             self._ahead = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self._argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        with contextlib.ExitStack() as stack:
+            passed: tuple[int, ...] = ()
+            environ = None
+            if self._passes_stdin and not _is_in_background():
+                # The descriptor itself: what the rank does not read stays for the next reader, as without a launcher.
+                passed = (os.dup(0),)
+                stack.callback(os.close, *passed)
+                environ = {**os.environ, env.STDIN_FD.name: str(passed[0])}
+            return subprocess.Popen(
+                self._argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=passed,
+                env=environ,
+            )
 
     def open(self, host: Host) -> LocalChannel:
         with self._lock:
@@ -91,6 +110,17 @@ class LocalTransport:
                 unused.kill()
         for channel in channels:
             channel.close()
+
+
+def _is_in_background() -> bool:
+    """Say whether our standard input is a terminal that others read from now: the shell, after `launch ... &`.
+
+    The kernel would stop us for reading it. It would not stop a rank, which belongs to another session.
+    """
+    try:
+        return os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:  # no terminal, or not the one that controls us
+        return False
 
 
 class LocalChannel:

@@ -42,7 +42,7 @@ def test_telling_is_no_heartbeat(record: int) -> None:
     assert read_counter(record) == Told(1, 40, -0.5)
 
 
-def test_a_loss_that_is_no_number_is_none(record: int) -> None:
+def test_a_loss_that_is_nan_is_none(record: int) -> None:
     heartbeat(1.0)
     heartbeat(math.nan)
     assert read_counter(record) == Told(2, None, None)
@@ -55,3 +55,12 @@ def test_without_launch_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(progress, "_shared", None)
     heartbeat(1.0)
     assert progress._shared is None
+
+
+@pytest.mark.parametrize("loss", ["x", "1.5", b"1", [1.0], object(), 1j, 10**400])
+def test_a_loss_that_is_no_number_is_refused_and_harms_no_later_one(record: int, loss: object) -> None:
+    with pytest.raises(TypeError, match=r"heartbeat\(loss\) takes a number"):
+        heartbeat(loss)  # type: ignore[arg-type]
+    assert read_counter(record) == NOTHING
+    heartbeat(2)
+    assert read_counter(record) == Told(1, None, 2.0)

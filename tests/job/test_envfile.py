@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from pathlib import Path
 
 import pytest
+from harness import scripts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.base.errors import UsageError
-from launcher.job.envfile import job_environment, parse_env_file
+from launcher.job.envfile import JobEnvironment, job_environment, parse_env_file
 
 
 def test_every_form_of_a_line() -> None:
@@ -65,7 +68,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
     (here / ".launch_env").write_text("B=here\nC=here\nD=here\n")
     (tmp_path / "file").write_text("C=file\nD=file\n")
     found = job_environment(["D=option", "E"], [tmp_path / "file"], {"E": "own"}, [home, here])
-    assert found == {"A": "home", "B": "here", "C": "file", "D": "option", "E": "own"}
+    assert found.values == {"A": "home", "B": "here", "C": "file", "D": "option", "E": "own"}
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,69 @@ def test_later_sources_win(tmp_path: Path) -> None:
 def test_mistakes(options: list[str], files: list[Path], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         job_environment(options, files, {}, [])
+
+
+def given_by(folder: Path) -> JobEnvironment:
+    return job_environment([], [], {}, [folder])
+
+
+def test_files_that_nobody_has_named_are_named_on_the_screen(tmp_path: Path) -> None:
+    (tmp_path / ".launch_env").write_text("A=secret\nB=2\n")
+    (note,) = given_by(tmp_path).notes
+    assert note == f"{tmp_path}/.launch_env gives variables to all ranks: A, B"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of somebody else's")
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_another_user_is_refused(tmp_path: Path, is_link: bool) -> None:
+    path = tmp_path / ".launch_env"
+    if is_link:
+        scripts.write(tmp_path, "A=1", "mine")
+        path.symlink_to("mine")
+    else:
+        path.write_text("PYTHONPATH=/evil\n")
+    os.lchown(path, 12_345, 12_345)
+    with pytest.raises(UsageError, match=r"\.launch_env: the file belongs to another user \(uid 12345\)"):
+        given_by(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / ".deepspeed_env"
+    path.write_text("A=1\n")
+    path.chmod(mode)
+    with pytest.raises(UsageError, match=r"other users can write to the file.*chmod go-w"):
+        given_by(tmp_path)
+    assert job_environment([], [path], {}, []).values == {"A": "1"}, "one that the user names is the user's choice"
+
+
+def test_a_home_folder_that_cannot_be_searched_ends_no_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "lstat", refuse)  # as root, every folder can be searched
+    found = given_by(tmp_path)
+    assert found.values == {}
+    assert found.notes[0] == f"{tmp_path}/.deepspeed_env is left out: Permission denied"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / ".launch_env").write_bytes(b"\xef\xbb\xbfA=1\nB=\xff\n")
+    assert given_by(tmp_path).values == {"A": "1", "B": "\udcff"}
+
+
+def test_a_nul_byte_is_called_by_its_name() -> None:
+    with pytest.raises(UsageError, match=r"f:1: A holds a NUL byte"):
+        parse_env_file("A='x\0'\n", "f")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("MASTER_PORT", "--master_port"), ("CUDA_VISIBLE_DEVICES", "--include"), ("RANK", "leave it out")],
+)
+def test_what_would_have_no_effect_is_refused(name: str, remedy: str) -> None:
+    with pytest.raises(UsageError, match=rf"--env {name} would have no effect.*{remedy}"):
+        job_environment([f"{name}=1"], [], {}, [])
+    with pytest.raises(UsageError, match=rf"f:1: {name} would have no effect.*{remedy}"):
+        parse_env_file(f"{name}=1", "f")
+    assert job_environment(["OMP_NUM_THREADS=3"], [], {}, []).values == {"OMP_NUM_THREADS": "3"}

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from harness.launching import ROOT, wait_until, wait_until_gone
 
 import launcher
-from launcher.base.errors import JobError, UsageError
+from launcher.base.errors import JobError, LauncherError, UsageError
 from launcher.base.processes import members_of_job
 from launcher.notebook import pickling
 
@@ -141,6 +142,30 @@ def test_arguments_that_cannot_be_sent_say_so_before_anything_starts(folder: Pat
     with pytest.raises(UsageError, match="the function or its arguments cannot be pickled"):
         launcher.notebook.run(print, (threading.Lock(),))
     assert not (folder / "runs").exists()
+
+
+class Stubborn:
+    def __reduce__(self) -> tuple[object, ...]:
+        raise RuntimeError("not me")
+
+
+def test_a_failing_pickle_shows_the_frames_of_the_user_alone() -> None:
+    with pytest.raises(UsageError, match="cannot be pickled: not me") as caught:
+        launcher.notebook.run(print, (Stubborn(),))
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)] == ["__reduce__"]
+    with pytest.raises(UsageError, match="cannot be pickled") as caught:
+        launcher.notebook.run(print, (threading.Lock(),))
+    assert caught.value.__cause__ is None, "nothing of the library's own"
+
+
+def test_a_log_folder_that_cannot_be_used_names_the_parameter(folder: Path) -> None:
+    (folder / "file").touch()
+    with pytest.raises(LauncherError, match="log_dir="):
+        launcher.notebook.run(print, num_gpus=1, log_dir=folder / "file")
+
+
+def test_the_error_of_a_job_can_be_named() -> None:
+    assert launcher.JobError is launcher.notebook.JobError is JobError
 
 
 def test_classes_and_functions_of_main_travel_and_come_back_as_themselves(folder: Path) -> None:
