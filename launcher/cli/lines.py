@@ -67,9 +67,13 @@ class LineAssembler:
 class MixedLines:
     """The lines of several writers on one stream. A line is broken off only where another writer needs the stream."""
 
-    def __init__(self, columns: Callable[[], int] | None = None) -> None:
-        """columns: of the terminal, where the stream is one that can clear a line: unfinished lines are shown there."""
+    def __init__(self, columns: Callable[[], int] | None = None, *, has_prompts: bool = False) -> None:
+        """columns: of the terminal, where the stream is one that can clear a line: unfinished lines are shown there.
+
+        has_prompts: an unfinished line may be one that somebody is to type behind, so that the cursor stays there.
+        """
         self._columns = columns
+        self._has_prompts = has_prompts
         self._assemblers: dict[Hashable, LineAssembler] = {}
         self._unfinished: LineAssembler | None = None  # whose line stands unfinished on the stream
         self._has_preview = False
@@ -87,7 +91,7 @@ class MixedLines:
         for assembler in self._assemblers.values():
             if not assembler.pending or now_s - assembler.fed_s < _IDLE_S:
                 continue
-            if assembler.pending.endswith(b"\r"):
+            if assembler.pending.endswith(b"\r") or (self._has_prompts and self._columns is not None):
                 shown += self._shown(assembler, assembler.take_pending())
             elif self._columns is not None and not (assembler.is_previewed or assembler.is_inside):
                 shown += self._shown(assembler, assembler.preview(self._columns()))

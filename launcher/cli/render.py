@@ -85,9 +85,9 @@ def _headline(plan: JobPlan) -> str:
     return f"launch {__version__} · job {plan.job_id} · {size}"
 
 
-def _lines_of_streams() -> dict[str, MixedLines]:
+def _lines_of_streams(*, has_prompts: bool) -> dict[str, MixedLines]:
     """Return what puts the lines of all ranks together, by stream; the same for both where they are one terminal."""
-    stdout, stderr = (MixedLines(streams.columns_of(descriptor)) for descriptor in (1, 2))
+    stdout, stderr = (MixedLines(streams.columns_of(number), has_prompts=has_prompts) for number in (1, 2))
     return {"stdout": stdout, "stderr": stdout if streams.is_same_terminal(1, 2) else stderr}
 
 
@@ -103,7 +103,9 @@ class Console:
         """log_level: one of `LOG_LEVELS`; what is less important is not shown. live: the panel, on a terminal."""
         self._plan = plan
         self._level = LOG_LEVELS.index(log_level)
-        self._lines = _lines_of_streams()
+        # The panel moves the cursor anyway: who debugs a rank turns it off with --plain.
+        has_prompts = live is None and plan.placement.world_size == 1 and streams.has_terminal_input()
+        self._lines = _lines_of_streams(has_prompts=has_prompts)
         self._live = live
         self._shown_traceback = ""  # of a rank that had failed and did not end
 

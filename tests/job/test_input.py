@@ -27,14 +27,15 @@ def environment(folder: Path) -> dict[str, str]:
 
 def test_a_single_rank_reads_the_terminal(tmp_path: Path) -> None:
     text = ASKS + "import os\nprint('terminal', os.isatty(0), flush=True)\nsecret = 41\nbreakpoint()\nprint('end')\n"
-    with_terminal = TerminalLaunch(tmp_path, "--plain", scripts.write(tmp_path, text))
-    with_terminal.type(b"Ada\n")
-    with_terminal.read_until(lambda: "[0] name? <Ada>" in with_terminal.everything, "the answer")
-    with_terminal.type(b"p secret + 1\n")
-    with_terminal.read_until(lambda: any(row.endswith("(Pdb) 42") for row in with_terminal.everything), "the debugger")
-    with_terminal.type(b"c\n")
-    assert with_terminal.wait() == 0
-    assert "[0] terminal True" in with_terminal.everything
+    typed = TerminalLaunch(tmp_path, "--plain", scripts.write(tmp_path, text))
+    typed.read_until(lambda: "[0] name?" in typed.everything, "the question")
+    typed.type(b"Ada\n")
+    typed.read_until(lambda: "[0] (Pdb)" in typed.everything, "the debugger")
+    typed.type(b"p secret + 1\n")
+    typed.read_until(lambda: typed.everything[-2:] == ["42", "[0] (Pdb)"], "the value")
+    typed.type(b"c\n")
+    assert typed.wait() == 0
+    assert {"[0] name? Ada", "<Ada>", "[0] terminal True", "[0] (Pdb) p secret + 1"} <= set(typed.everything)
 
 
 def test_a_single_rank_reads_a_pipe_and_its_end(tmp_path: Path) -> None:
