@@ -106,6 +106,7 @@ class Controller:
             return self._finish()
         finally:
             self._files.release()
+            self._nodes.clear()  # channels close what they hold once nobody knows them, also in a notebook
 
     # ---- start ----
 
