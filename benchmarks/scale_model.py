@@ -185,7 +185,10 @@ paramiko's work shares one interpreter lock, so when hosts are many and cores ar
 connections: one for each {hosts_a_process} hosts, at most one for {cores_a_process} cores, at most {max_processes}, and
 none where that makes fewer than two. `LAUNCH_SSH_PROCESSES` sets another number, 0 for none. Helpers pass bytes on and
 know nothing of jobs; they end with the launcher, also when it is killed. Each host takes up to {files_a_host} open
-files (1 without helpers); the soft limit is raised as far as the hard one (`ulimit -Hn`) allows.
+files (1 without helpers), and each rank's log one. The soft limit is raised as far as the hard one (`ulimit -Hn`)
+allows; ranks get the limit back that `launch` was started with. Where the hard limit is too low for all logs, each is
+opened anew for every write. An agent needs 3 files for each rank of its host, 24 besides: 333 ranks under a hard limit
+of 1024. It says so before any rank starts.
 
 ## What a host costs
 

@@ -65,17 +65,20 @@ class Transports:
         self._pool: SshPool | None = None
 
     def prepare(self, hosts: Sequence[Host]) -> None:
-        """Start the processes that hold the SSH connections when these are many. Raises: UsageError, TransportError."""
-        num_ssh = sum(not self._is_here(host) for host in hosts)
-        if num_ssh == 0:
+        """Allow for the files of so many agents, and start the processes that hold SSH connections when these are many.
+
+        Raises: UsageError, TransportError.
+        """
+        if len(hosts) == 1 and self._is_here(hosts[0]):
             return
+        num_ssh = sum(not self._is_here(host) for host in hosts)
         from launcher.transport.sharing import allow_connections, helper_count
 
         config = self._ssh_options().config_file
         # No other process can read a pipe (`-F <(...)`) again.
         can_help = self._pool is None and (config is None or config.is_file())
         num_helpers = helper_count(num_ssh) if can_help else 0
-        allow_connections(num_ssh, num_helpers)
+        allow_connections(len(hosts), has_helpers=bool(num_helpers) or self._pool is not None)
         if num_helpers:
             from launcher.transport.ssh_pool import SshPool
 

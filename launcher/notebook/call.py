@@ -7,12 +7,12 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launcher.agent.scratch import CALL, Scratch
 from launcher.base import env
 from launcher.base.errors import JobError, LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
@@ -62,13 +62,17 @@ def run(
         raise UsageError(f"args is {args!r}, no tuple of arguments", hint="one argument x is given as (x,)")
     cluster = _local_cluster(num_gpus)
     call = _call_file(fn, args, kwargs or {})
-    with tempfile.TemporaryDirectory(prefix="launch-call-") as name:
-        folder = Path(name)
+    job_id = new_job_id()
+    scratch = Scratch(job_id, CALL)
+    try:
+        folder = Path(scratch.path)
         (folder / rank_module.CALL_FILE).write_bytes(call)
-        report = _supervise(_plan(cluster, name, log_dir, grace_s))
+        report = _supervise(_plan(cluster, job_id, scratch.path, log_dir, grace_s))
         if report.failure is not None:
             raise _job_error(report, report.failure) from _remote_error(folder, report.failure)
         return [_result(folder, rank) for rank in range(report.world_size)]
+    finally:
+        scratch.remove()
 
 
 def _local_cluster(num_gpus: int) -> Cluster:
@@ -90,8 +94,9 @@ def _call_file(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     )
 
 
-def _plan(cluster: Cluster, folder: str, log_dir: str | os.PathLike[str] | None, grace_s: float) -> JobPlan:
-    job_id = new_job_id()
+def _plan(
+    cluster: Cluster, job_id: str, folder: str, log_dir: str | os.PathLike[str] | None, grace_s: float
+) -> JobPlan:
     return JobPlan(
         job_id=job_id,
         placement=place(cluster),

@@ -15,7 +15,7 @@ from launcher.base.file_limit import allow_files
 MAX_PROCESSES = 8
 HOSTS_A_PROCESS = 64  # fewer do not pay for the start of one
 CORES_A_PROCESS = 2  # this process works too
-FILES_A_HOST = 4
+FILES_A_HOST = 5  # the pipes of a local agent and what wakes their reader; a connection takes fewer
 _OWN_FILES = 256  # everything but connections, with room for whatever runs at the same time
 
 
@@ -38,15 +38,15 @@ def helper_count(num_hosts: int) -> int:
     return num_processes(num_hosts, len(os.sched_getaffinity(0)), os.environ)
 
 
-def allow_connections(num_hosts: int, num_helpers: int) -> None:
-    """Raise the limit of open files for that many connections.
+def allow_connections(num_hosts: int, *, has_helpers: bool) -> None:
+    """Raise the limit of open files for agents on that many hosts, this machine among them or not.
 
     Raises: UsageError when the hard limit is too low and no helper processes share the connections.
     """
     num_needed = _OWN_FILES + FILES_A_HOST * num_hosts
     limit = allow_files(num_needed)
-    if limit < FILES_A_HOST * num_hosts and not num_helpers:
+    if limit < FILES_A_HOST * num_hosts and not has_helpers:
         raise UsageError(
-            f"{num_hosts} SSH connections need {num_needed} open files, and the hard limit here is {limit}",
+            f"{num_hosts} hosts need {num_needed} open files, and the hard limit here is {limit}",
             hint=f"have it raised (see ulimit -Hn), or set {env.SSH_PROCESSES.name}: each process has its own limit",
         )

@@ -119,7 +119,7 @@ def test_words_of_the_network_in_other_errors_and_in_paths_mean_nothing(
 def test_the_abort_of_nccls_watchdog_is_no_cause_if_there_is_another(tmp_path: Path) -> None:
     now_s = time.monotonic()
     log = RankLog(tmp_path / "0.log")
-    log.write(b"[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called\n")
+    log.remember(b"[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called\n")
     book = FailureBook(now_s - 10)
     book.add_exit(node(), exited(0, -6, now_s - 0.1), log)
     log.close()

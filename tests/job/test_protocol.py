@@ -15,7 +15,7 @@ from launcher.job.protocol import ProtocolCheck
 # The agent's own code, changed in one place: what it says when a rank was started.
 BROKEN = """
 import sys
-if "launcher.agent" in sys.orig_argv:
+if "launcher.agent.main" in sys.orig_argv:
     from launcher.agent import supervisor, wire
     send = supervisor.Supervisor._send
     def send_and_break(self, message):

@@ -271,3 +271,20 @@ def test_signals_end_all_ranks(folder: Path, number: signal.Signals) -> None:
     else:
         assert code == -number
     wait_until_gone(job_id)
+
+
+def test_the_folder_of_a_call_goes_with_it_and_that_of_a_killed_kernel_with_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    code = "import time; from launcher.agent.scratch import CALL, Scratch; s = Scratch('a', CALL); time.sleep(60)"
+    killed = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_until(lambda: bool(list(place.glob("launch-call-*/lock"))), "the folder")
+    killed.kill()
+    killed.wait()
+    (left,) = place.glob("launch-call-*")
+    os.utime(left, (0, 0))
+    assert launcher.notebook.run(max, (1, 2), num_gpus=1) == [2]
+    assert list(place.iterdir()) == []

@@ -58,10 +58,10 @@ def test_open_files_are_allowed_for() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
-        allow_connections(8, 0)
+        allow_connections(8, has_helpers=False)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-        allow_connections(100, 0)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(656, hard)
+        allow_connections(100, has_helpers=False)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(756, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
