@@ -40,11 +40,12 @@ types: $(VENV)/.installed-dev ## mypy, strict
 compat: $(VENV)/.installed-dev ## run a short list of tests on the oldest torch, and on other versions of Python where they are installed
 	@VENV=$(VENV) .ci/compat
 
-soak: $(VENV)/.installed-dev ## the long forms of the tests that draw at random: kills, hostile input, every fault
+soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, every fault on every transport, stalls of minutes
 	@.ci/system-packages
 	$(BIN)/python benchmarks/random_kills.py --count 500
 	$(BIN)/python benchmarks/fuzz.py --count 1000000
 	PYTHONPATH=tests $(BIN)/python benchmarks/fault_matrix.py
+	PYTHONPATH=tests $(BIN)/python benchmarks/stalls.py
 
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md

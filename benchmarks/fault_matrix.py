@@ -142,7 +142,8 @@ FAULTS = (
     ),
     Fault(
         "rank hangs",
-        "while odd: time.sleep(1)\nimport launcher\nwhile True:\n    launcher.heartbeat()\n    time.sleep(0.05)",
+        "import launcher\nlauncher.heartbeat()\nwhile odd: time.sleep(1)\n"
+        "while True:\n    launcher.heartbeat()\n    time.sleep(0.05)",
         options=("--hang-timeout", "2"),
         code=124,
         names="(?s)" + _ODD + r"no progress for 2 s\n.*script.py.* line \d+",

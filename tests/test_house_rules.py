@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import statistics
 import subprocess
 import sys
@@ -106,6 +107,13 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     code = f"import launcher, sys; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_the_version_is_the_package_s_own() -> None:
+    import launcher
+
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'^version = "(.+)"$', text, re.MULTILINE) == [launcher.__version__]
 
 
 def test_public_names_exist() -> None:

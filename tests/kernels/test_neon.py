@@ -1,6 +1,7 @@
 """The kernels of 64-bit Arm give the bits of those of this CPU. Needs a cross compiler and an emulator.
 
-`apt-get install g++-aarch64-linux-gnu qemu-user` has both; they are too large to be part of `make test`.
+`apt-get install g++-aarch64-linux-gnu qemu-user` has both. `make test` does not install them: on most machines, and in
+CI, this test is skipped.
 """
 
 from __future__ import annotations
