@@ -11,6 +11,7 @@ import click
 from launcher.base.errors import ConfigError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.suggest import did_you_mean, nearest
+from launcher.cli.numbers import Whole
 
 
 @click.group("config", short_help="Check an engine config, or explain a key.")
@@ -22,9 +23,7 @@ def config_group() -> None:
 @click.argument("file")
 @click.option(
     "--world-size",
-    "--world_size",
-    "world_size",
-    type=click.IntRange(1),
+    type=Whole(1),
     help="Ranks: checks the batch equation too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings as JSON.")

@@ -116,7 +116,7 @@ def _options(
         spelling.lstrip("-").replace("-", "_"): parameter
         for parameter in command.params
         if isinstance(parameter, click.Option) and parameter.name not in _NOT_IN_A_FILE
-        for spelling in (*parameter.opts, parameter.name or "")
+        for spelling in (*parameter.opts, *getattr(parameter, "also", ()), parameter.name or "")
         if spelling.startswith("--") or spelling == parameter.name
     }
     values: dict[str, Any] = {}

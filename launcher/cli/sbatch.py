@@ -14,18 +14,19 @@ import click
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
+from launcher.cli.numbers import Whole
 from launcher.job.sbatch import BatchOptions, render_script
 from launcher.job.sbatch_lint import lint_script
 from launcher.transport.slurm_queue import JobState, job_state, submit
 
 _POLL_S = 1.0
 _READ_BYTES = 1 << 16
-_NO_SCRIPT = {"-m", "--module", "--no_python", "--no-python"}  # options of `launch run`: SCRIPT is no file of Python
+_NO_SCRIPT = {"-m", "--module", "--no-python"}  # options of `launch run`: SCRIPT is no file of Python
 _BATCH_OPTIONS = (
     click.option("-J", "--job-name", help="Default: the script's name."),
-    click.option("-N", "--nodes", type=click.IntRange(1), default=1, help="Default: 1."),
+    click.option("-N", "--nodes", type=Whole(1), default=1, help="Default: 1."),
     click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, and so its ranks."),
-    click.option("-c", "--cpus-per-task", type=click.IntRange(1), metavar="N", help="CPUs of each node."),
+    click.option("-c", "--cpus-per-task", type=Whole(1), metavar="N", help="CPUs of each node."),
     click.option("-t", "--time", metavar="D-HH:MM:SS", help="Time limit."),
     click.option("-o", "--output", metavar="FILE", help="Log of the job. Default: %x-%j.out."),
     click.option("-p", "--partition"),
@@ -59,7 +60,7 @@ def _batch_option_decorators(function: Any) -> Any:
 @_batch_option_decorators
 @click.option("--launch-args", default="", metavar="TEXT", help='Options of `launch run`, such as "--grace 30".')
 @click.option("--template", type=click.Path(path_type=Path), metavar="FILE", help="A Jinja2 template of your own.")
-@click.option("--chain", type=click.IntRange(1), default=1, metavar="N", help="Submit N jobs, one after the other.")
+@click.option("--chain", type=Whole(1), default=1, metavar="N", help="Submit N jobs, one after the other.")
 @click.option("--submit", "submits", is_flag=True, help="Submit the script and print the number of the job.")
 @click.option("--follow", is_flag=True, help="Submit, then show the log until the job ends; its exit code is ours.")
 @click.option("--lint", "lint_file", metavar="FILE", help="Explain the mistakes of a batch script and stop.")
@@ -74,7 +75,7 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
     if values["lint_file"] is not None:
         ctx.exit(_lint(values["lint_file"]))
     if values["script"] is None:
-        raise click.UsageError("Missing argument 'SCRIPT'.", ctx)
+        raise UsageError("SCRIPT is missing", hint="launch sbatch [OPTIONS] SCRIPT [ARGS]...")
     follow, chain = values["follow"], values["chain"]
     submits = values["submits"] or follow
     if follow and (chain > 1 or values["array"] is not None):

@@ -49,7 +49,7 @@ class AllocationTransports:
     def __init__(self, options: AllocationOptions, cluster: Cluster) -> None:
         if options.shell_setup:
             raise UsageError(
-                "--setup and --venv_script are for hosts reached over SSH; srun passes this environment on",
+                "--setup and --venv-script are for hosts reached over SSH; srun passes this environment on",
                 hint="put the commands into the batch script, before `launch`",
             )
         self._python = options.remote_python

@@ -48,7 +48,7 @@ def select(
         raise UsageError("--include and --exclude cannot be used together", hint="keep one of them")
     if (include or exclude) and (num_nodes is not None or num_gpus is not None):
         option = "--include" if include else "--exclude"
-        other = "--num_nodes" if num_nodes is not None else "--num_gpus"
+        other = "--num-nodes" if num_nodes is not None else "--num-gpus"
         raise UsageError(f"{other} cannot be used together with {option}", hint="keep one of them")
     if include:
         return _keep(cluster, _parse(cluster, include, "--include"))
@@ -62,21 +62,21 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None) -> Clu
     hosts = cluster.hosts
     if num_nodes is not None:
         if num_nodes < 1:
-            raise UsageError(f"--num_nodes is {num_nodes}", hint="give 1 or more")
+            raise UsageError(f"--num-nodes is {num_nodes}", hint="give 1 or more")
         if num_nodes > len(hosts):
             raise UsageError(
-                f"--num_nodes is {num_nodes}, but there are only {len(hosts)} hosts: {_listed(cluster)}",
-                hint="add hosts to the hostfile or lower --num_nodes",
+                f"--num-nodes is {num_nodes}, but there are only {len(hosts)} hosts: {_listed(cluster)}",
+                hint="add hosts to the hostfile or lower --num-nodes",
             )
         hosts = hosts[:num_nodes]
     if num_gpus is not None:
         if num_gpus < 1:
-            raise UsageError(f"--num_gpus is {num_gpus}", hint="give 1 or more")
+            raise UsageError(f"--num-gpus is {num_gpus}", hint="give 1 or more")
         short = [
             Diagnostic(
-                f"--num_gpus is {num_gpus}, but the host has only {len(host.slots)} slots",
+                f"--num-gpus is {num_gpus}, but the host has only {len(host.slots)} slots",
                 host.name,
-                "raise slots= in the hostfile if the host has more devices, or lower --num_gpus",
+                "raise slots= in the hostfile if the host has more devices, or lower --num-gpus",
             )
             for host in hosts
             if num_gpus > len(host.slots)

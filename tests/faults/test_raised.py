@@ -44,7 +44,7 @@ def test_a_thread_that_lives_on_hides_no_traceback(tmp_path: Path) -> None:
     assert result.err.count("ValueError: the data is bad") == 1
     assert "rank 1 (localhost, pid" in result.err
     assert "(its traceback is above)" in result.err
-    assert "rank 1 failed (exit code 1) and does not end" in result.out
+    assert "rank 1 failed (exit code 1) and does not end" in result.err
     assert log.read_text().count("ValueError: the data is bad") == 1
     wait_until_gone(result.job_id)
 

@@ -39,7 +39,7 @@ def test_a_job_that_recovers_ends_well(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "--num_gpus", "2", "--max-restarts", "3", script)
     assert result.code == 0
     assert [f"[0] TRY {count} 3" in result.out for count in range(4)] == [True, True, True, False]
-    assert "restart 2 of 3" in result.out
+    assert "restart 2 of 3" in result.err
     assert result.err.count("✗ rank 1") == 2
     run = next((tmp_path / "runs").iterdir())
     codes = [

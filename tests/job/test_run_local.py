@@ -118,7 +118,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     job = Launch(tmp_path, "--num_gpus", "2", "--grace", "300", script)
     wait_until(lambda: job.out.count("READY") == 2, "the ranks")
     job.signal(signal.SIGINT)
-    wait_until(lambda: "SIGINT: stopping" in job.out, "the first signal's effect")
+    wait_until(lambda: "SIGINT: stopping" in job.err, "the first signal's effect")
     job.signal(signal.SIGINT)
     assert job.wait(10).code == 130
     wait_until_gone(job.job_id)

@@ -108,7 +108,7 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--nnodes", "2", "--node_rank", "0"), "need --master_addr and --master_port"),
+        (("--nnodes", "2", "--node_rank", "0"), "need --master-addr and --master-port"),
         (("--node_rank", "3"), "only 1 nodes"),
         (
             ("--hostfile", LOOPBACK, "--no_ssh", "--master_addr", "x", "--master_port", "1"),
@@ -119,7 +119,7 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
         (("--signals_to_handle", "KILL"), "no signal that can be handled"),
         (("--bind_core_list", "x"), "no CPU number"),
         (("--env", "NOT_SET_ANYWHERE"), "not set here"),
-        (("--min_nodes", "1"), "goes with --max_restarts"),
+        (("--min_nodes", "1"), "goes with --max-restarts"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
@@ -148,9 +148,18 @@ def test_log_levels(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "print('OUT')")
     quiet, info, debug = (run_launch(tmp_path, "--log_level", level, script) for level in ("error", "info", "debug"))
     assert quiet.out == "[0] OUT\n"
-    assert "job " in info.out
-    assert "launcher.agent" in debug.out
-    assert "launcher.agent" not in info.out
+    assert quiet.err == ""
+    assert "job " in info.err
+    assert "launcher.agent" in debug.err
+    assert "launcher.agent" not in info.err
+    assert info.out == debug.out == quiet.out
+
+
+def test_without_prefixes_stdout_is_what_the_script_wrote(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import sys; sys.stdout.write('{\"a\": 1}\\n\\x1b[1mno end')")
+    assert run_launch(tmp_path, "--num_gpus", "1", "--no-prefix", script).out == '{"a": 1}\n\x1b[1mno end'
+    two = run_launch(tmp_path, "--num_gpus", "2", "--no-prefix", script)
+    assert sorted(two.out.splitlines()) == sorted(['{"a": 1}', "\x1b[1mno end"] * 2)
 
 
 def test_each_rank_log_under_deepspeed_s_name(tmp_path: Path) -> None:

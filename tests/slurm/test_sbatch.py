@@ -139,7 +139,7 @@ def test_what_slurm_refuses_is_passed_on(slurm: LoopbackSlurm, tmp_path: Path) -
         (["--chain", "2", "train.py"], "--chain is about submitting"),
         (["--launch-args", "'", "train.py"], "--launch-args"),
         (["--lint", "no-such-file"], "the script cannot be read"),
-        ([], "Missing argument 'SCRIPT'"),
+        ([], "SCRIPT is missing"),
     ],
 )
 def test_contradictions_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
