@@ -192,7 +192,7 @@ class Supervisor:
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, PickPort):
-            self._send(PortPicked(_free_port()))
+            self._send(PortPicked(_free_port(message.port)))
         elif isinstance(message, Spawn):
             self._spawn(message)
         elif isinstance(message, Stop):
@@ -390,9 +390,15 @@ def _shares_of_cores(spec: Spawn) -> list[list[int]] | str:
     return shares(spec.bound_cores, len(spec.rank_envs))
 
 
-def _free_port() -> int:
+def _free_port(wanted: int) -> int:
+    """Return `wanted`, or any port when that is 0; 0 when `wanted` is in use."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        if wanted:  # as torch's own listener: connections of a run before may linger
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", wanted))
+        except OSError:
+            return 0
         return int(probe.getsockname()[1])
 
 

@@ -28,7 +28,7 @@ from launcher.agent.wire import (
     Stop,
     check_version,
 )
-from launcher.base.errors import LauncherError, TransportError
+from launcher.base.errors import LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import NOTICE_SIGNAL
 from launcher.cluster.cluster import Host
@@ -108,10 +108,21 @@ class Controller:
             check()
         for node, hello in zip(self._nodes, self._expect(self._nodes, Hello, "the agents to answer"), strict=True):
             node.devices = hello.devices
-        if self._plan.master_port is None:
-            self._nodes[0].send(PickPort())
-            (picked,) = self._expect(self._nodes[:1], PortPicked, "a free port")
-            self._plan = dataclasses.replace(self._plan, master_port=picked.port)
+        if self._nodes[0].placement.node_rank == 0:
+            self._pick_port(self._nodes[0])
+
+    def _pick_port(self, node: Node) -> None:
+        """Let node 0 choose the master port, or look whether the given one is free there. Raises: UsageError."""
+        wanted = self._plan.master_port or 0
+        node.send(PickPort(wanted))
+        (picked,) = self._expect([node], PortPicked, "a free port")
+        if not picked.port:
+            raise UsageError(
+                f"port {wanted} is in use" if wanted else "no TCP port is free",
+                where=node.name,
+                hint="give another --master-port, or leave it out: a free one is chosen" if wanted else None,
+            )
+        self._plan = dataclasses.replace(self._plan, master_port=picked.port)
 
     def _expect(self, nodes: list[Node], kind: type[Any], what: str) -> list[Any]:
         """Wait for one message of `kind` from each node. Raises: LauncherError with every node that failed."""
@@ -369,11 +380,11 @@ class Controller:
         return any(number in self._plan.stop_signals for number in self._signals.take())
 
     def _finish(self) -> RunReport:
+        end_s = time.monotonic()
         lost = [node.placement.host for node in self._nodes if not node.said_bye]
         unconfirmed = sweep_lost_hosts(
             lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._is_told_to_leave
         )
-        now_s = time.monotonic()
         failure, interrupt = self._failures.cause, self._signals.first_stop
         exit_code = failure.exit_code if failure is not None else 0
         if failure is None and interrupt is not None:
@@ -384,11 +395,11 @@ class Controller:
             job_id=self._plan.job_id,
             exit_code=int(exit_code),
             world_size=self._plan.placement.world_size,
-            duration_s=now_s - self._start_s,
+            duration_s=time.monotonic() - self._start_s,
             interrupted_by=signal.Signals(interrupt).name if interrupt is not None else None,
             failure=failure,
             num_stopped=len(self._stopped - {failure.rank if failure is not None else None}),
-            stop_s=now_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
+            stop_s=end_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
             unconfirmed_hosts=unconfirmed,
         )
         try:

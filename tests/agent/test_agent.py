@@ -145,6 +145,11 @@ def test_a_picked_port_can_be_bound(agent: Agent) -> None:
     assert isinstance(answer, PortPicked)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", answer.port))
+        probe.listen()
+        agent.send(PickPort(answer.port))
+        assert agent.receive() == PortPicked(0)
+    agent.send(PickPort(answer.port))
+    assert agent.receive() == answer
 
 
 def test_stop_gives_one_grace_to_all_and_then_kills(agent: Agent, tmp_path: Path) -> None:

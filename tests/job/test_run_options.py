@@ -7,12 +7,16 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from harness import scripts
 from harness.launching import ROOT, Launch, run_launch, wait_until
 from harness.sshd import LoopbackSshd
+
+from launcher.cli.main import cli
 
 LOOPBACK = str(ROOT / "hostfiles" / "loopback")
 
@@ -168,3 +172,32 @@ def test_each_rank_log_under_deepspeed_s_name(tmp_path: Path) -> None:
     (log,) = tmp_path.glob("logs/*/rank_0.log")
     assert log.read_text() == "OUT\n"
     assert json.loads((log.parent / "report.json").read_text())["exit_code"] == 0
+
+
+def test_a_master_port_in_use_ends_before_any_rank_starts(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "open('ran', 'w')")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        result = run_launch(tmp_path, "--num_gpus", "2", "--master_port", port, script)
+    assert result.code == 2
+    assert f"✗ localhost: port {port} is in use\n  → give another --master-port" in result.err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_asking_lost_hosts_is_no_part_of_the_time_ranks_needed_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_sweep(*_: object) -> tuple[str, ...]:
+        time.sleep(1.0)
+        return ()
+
+    monkeypatch.setattr("launcher.job.controller.sweep_lost_hosts", slow_sweep)
+    script = scripts.write(
+        tmp_path, "import os, sys, time; sys.exit(1) if os.environ['RANK'] == '0' else time.sleep(60)"
+    )
+    words = ["run", "--num-gpus", "2", "--log-dir", str(tmp_path / "runs"), str(script)]
+    assert CliRunner().invoke(cli, words).exit_code == 1
+    (found,) = tmp_path.glob("runs/*/report.json")
+    report = json.loads(found.read_text())
+    assert report["num_stopped"] == 1
+    assert report["stop_s"] + 1.0 <= report["duration_s"]
