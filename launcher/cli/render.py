@@ -16,6 +16,7 @@ from launcher.base.secrets import MASK, mask_arguments
 from launcher.base.units import format_bytes, format_duration
 from launcher.cli import streams
 from launcher.cli.options import LOG_LEVELS
+from launcher.cli.shown import ShownOutput
 
 if TYPE_CHECKING:
     from launcher.cli.live import LiveView
@@ -133,6 +134,7 @@ class Console:
         self._assemblers: dict[tuple[int, str], LineAssembler] = {}
         self._live = live
         self._has_prefixes = has_prefixes
+        self._shown = ShownOutput()
         self._shown_traceback = ""  # of a rank that had failed and did not end
 
     def planned(self, plan: JobPlan) -> None:
@@ -203,6 +205,7 @@ class Console:
             self._say(printable(text))
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
+        self._shown.add(rank, data)
         if not self._has_prefixes and self._plan.placement.world_size == 1:  # no other's lines to keep apart
             self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, data)
             return
@@ -249,8 +252,11 @@ class Console:
                 f" {format_duration(failure.after_s)} after start: {failure.reason}"
             )
         lines = [click.style(f"✗ {printable(what)}", fg="red", bold=True), ""]
-        was_shown = failure.traceback and failure.traceback == self._shown_traceback
-        shown = ["(its traceback is above)"] if was_shown else _evidence(failure)
+        shown = _evidence(failure)
+        if failure.traceback and failure.traceback == self._shown_traceback:
+            shown = ["(its traceback is above)"]
+        elif not failure.traceback and self._shown.has(failure.rank, "\n".join(failure.last_lines)):
+            shown = ["(its last lines are above)"]
         lines += [f"  {line}" for line in shown]
         lines += [""] if shown else []
         if report.num_stopped:

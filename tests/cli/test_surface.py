@@ -21,6 +21,7 @@ from launcher.cli.command import Option
 from launcher.cli.main import COMMANDS, cli, main
 from launcher.cli.render import LineAssembler
 from launcher.cli.run import run
+from launcher.cli.shown import ShownOutput
 
 # Every spelling that works. The first one of two dashes is shown; `_` stands for `-` in all of them.
 SURFACE = {
@@ -383,3 +384,37 @@ def test_one_launch_on_each_node_may_be_started_by_mpirun(tmp_path: Path) -> Non
     here = ["--node_rank", "1", "--num_nodes", "2", "--master_addr", "a", "--master_port", "4000"]
     result = CliRunner().invoke(cli, ["run", "--dry-run", *here, str(tmp_path / "t.py")], env=mpi)
     assert result.exit_code == 0, result.output
+
+
+def test_output_counts_as_shown_until_it_may_have_scrolled_away() -> None:
+    shown = ShownOutput()
+    assert not shown.has(0, "why")
+    shown.add(0, b"first\nwh")
+    shown.add(0, b"y\n")
+    assert shown.has(0, "first\nwhy")
+    assert not shown.has(1, "why")
+    assert not shown.has(0, " ")
+    shown.add(1, b"line\n" * 25)
+    assert shown.has(0, "why\n")
+    shown.add(1, b"line\n" * 25)
+    assert not shown.has(0, "why")
+
+
+def test_a_reader_that_leaves_early_is_no_failure_of_ours(tmp_path: Path) -> None:
+    """With the code of a program that SIGPIPE has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
+    with open(writer, "wb") as stdout:
+        command = [sys.executable, "-m", "launcher", "ps"]
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_encoding_that_lacks_our_signs_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    result = run_launch(tmp_path, "--dry-run", "t.py", env={"PYTHONIOENCODING": "latin-1"})
+    assert result.code == 0, result.err
+    assert "1 host \xd7 1 rank" in result.out.replace("\ufffd", "\xd7")
+    result = run_launch(tmp_path, "--help", env={"PYTHONIOENCODING": "ascii"})
+    assert result.code == 0, result.err

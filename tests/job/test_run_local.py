@@ -318,3 +318,12 @@ def test_a_record_that_no_worker_wrote_counts_for_nothing(tmp_path: Path, conten
     result = run_launch(tmp_path, script)
     assert result.code == 3, result.err
     assert "exit code 3" in result.err
+
+
+def test_last_lines_that_are_still_on_the_screen_are_not_repeated(tmp_path: Path) -> None:
+    result = run_launch(
+        tmp_path, scripts.write(tmp_path, "import os; print('no such data set', flush=True); os._exit(3)")
+    )
+    assert result.code == 3
+    assert (result.out + result.err).count("no such data set") == 1
+    assert "(its last lines are above)" in result.err
