@@ -108,21 +108,11 @@ class Controller:
             check()
         for node, hello in zip(self._nodes, self._expect(self._nodes, Hello, "the agents to answer"), strict=True):
             node.devices = hello.devices
-        if self._nodes[0].placement.node_rank == 0:
-            self._pick_port(self._nodes[0])
-
-    def _pick_port(self, node: Node) -> None:
-        """Let node 0 choose the master port, or look whether the given one is free there. Raises: UsageError."""
-        wanted = self._plan.master_port or 0
-        node.send(PickPort(wanted))
-        (picked,) = self._expect([node], PortPicked, "a free port")
-        if not picked.port:
-            raise UsageError(
-                f"port {wanted} is in use" if wanted else "no TCP port is free",
-                where=node.name,
-                hint="give another --master-port, or leave it out: a free one is chosen" if wanted else None,
-            )
-        self._plan = dataclasses.replace(self._plan, master_port=picked.port)
+        if self._nodes[0].placement.node_rank == 0:  # it chooses the port, or looks whether the given one is free
+            self._nodes[0].send(PickPort(self._plan.master_port or 0))
+            (picked,) = self._expect(self._nodes[:1], PortPicked, "a free port")
+            _check_port(picked, self._plan)
+            self._plan = dataclasses.replace(self._plan, master_port=picked.port)
 
     def _expect(self, nodes: list[Node], kind: type[Any], what: str) -> list[Any]:
         """Wait for one message of `kind` from each node. Raises: LauncherError with every node that failed."""
@@ -407,3 +397,13 @@ class Controller:
         except OSError as error:
             self._watcher.warning(f"report.json could not be written: {error.strerror}")
         return report
+
+
+def _check_port(picked: PortPicked, plan: JobPlan) -> None:
+    """Raises: UsageError when node 0 has no port for the ranks to meet at."""
+    if not picked.port:
+        raise UsageError(
+            f"port {plan.master_port} is in use" if plan.master_port else "no TCP port is free",
+            where=plan.placement.nodes[0].host.name,
+            hint="give another --master-port, or leave it out: a free one is chosen" if plan.master_port else None,
+        )
