@@ -1,6 +1,6 @@
 """How fast the C++ optimizer kernels are: beside torch's fused ones, DeepSpeedCPUAdam and loops of the same traffic.
 
-    python benchmarks/cpu_kernels.py [--rounds 9] [--numel-mi 64] [--threads 1,2]
+    python benchmarks/cpu_kernels.py [--rounds 9] [--numel-mi 64] [--threads 1,2] [--output FILE]
 
 A loop of the same traffic is compiled here with `cc -O3 -march=native`: it reads and writes what the rule does, and
 computes next to nothing. All candidates of a case work on the same memory, in turns.
@@ -8,7 +8,6 @@ computes next to nothing. All candidates of a case work on the same memory, in t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import subprocess
@@ -20,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from common import machine_line, measure_in_turns, median, spread, table
+from common import NOT_INSTALLED, Section, argument_parser, measure_in_turns, median, rounds_text, spread, table
 from torch import Tensor
 
 from launcher.kernels.api import Adagrad, Adam, Lamb, Lion, Rule, Sgd, Span
@@ -226,37 +225,38 @@ def rows(case: Case, samples: dict[str, list[float]], numel: int) -> list[list[s
                 against_peer,
             ]
         )
-    return found
+    return found + [[name, NOT_INSTALLED] for name in case.peers if name not in samples]
 
 
 def main() -> None:
-    """Measure and print a section of docs/benchmarks.md."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--numel-mi", type=int, default=64, help="parameters, in units of 2^20")
-    parser.add_argument("--threads", default="1,2")
+    """Measure and write a section of docs/benchmarks.md."""
+    parser = argument_parser(__doc__, rounds=9)
+    parser.add_argument("--numel-mi", type=int, default=64, help="parameters, in units of 2^20; default: %(default)s")
+    parser.add_argument("--threads", default="1,2", help="default: %(default)s")
     parser.add_argument("--cases", default="", help="only cases whose title holds this")
     options = parser.parse_args()
     status = cpu_kernel_status()
     if status.kernel is None:
         raise SystemExit(f"no C++ kernel: {status.reason}")
+    page = Section("Optimizer kernels on the CPU", "torch", "deepspeed")
     numel = options.numel_mi << 20
     memory = make_memory(numel)
-    print(f"## Optimizer kernels on the CPU\n\n{machine_line('torch', 'deepspeed')}")
-    print(f"{options.numel_mi} Mi parameters, {status.kernel.name}. Medians of {options.rounds} rounds, in turns;")
-    print("ratios of medians: how many times as fast as the loop of the same traffic, and as the best peer.")
-    print("With bf16 the peers convert the gradient before their step, and the weights after it.")
-    print("`python benchmarks/cpu_kernels.py`.\n")
+    parts = [
+        f"{options.numel_mi} Mi parameters, {status.kernel.name}. Ratios: how many times as fast as the loop of the"
+        " same traffic, and as the best peer.\nWith bf16 the peers convert the gradient before their step, and the"
+        " weights after it."
+    ]
     with tempfile.TemporaryDirectory() as folder:
         loops = compile_loops(folder)
         for threads in map(int, options.threads.split(",")):
             torch.set_num_threads(threads)
-            print(f"### {threads} thread{'s'[: threads > 1]}\n")
+            parts.append(f"### {threads} thread{'s'[: threads > 1]}")
             for case in CASES:
                 if options.cases in case.title:
                     samples = measure_in_turns(candidates(case, memory, status.kernel, loops, threads), options.rounds)
                     header = [case.title, "time", "quartiles", "traffic", "over the loop", "over the best peer"]
-                    print(table(header, rows(case, samples, numel)) + "\n", flush=True)
+                    parts.append(table(header, rows(case, samples, numel)))
+    page.write(rounds_text(options.rounds) + "; ratios of medians", "\n\n".join(parts), options.output)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Reach many hosts: a bare command on all, and agents with a rank each, beside pdsh, OpenSSH, clush and asyncssh.
 
-    PYTHONPATH=tests python benchmarks/fanout.py [--hosts 8,64,250] [--rounds 3] > section.md
+    python benchmarks/fanout.py [--hosts 8,64,250] [--rounds 3] [--output FILE]
 
-The hosts are addresses 127.0.0.1 to 127.0.0.250 of one throwaway sshd, so the servers' work is in every figure. Tools
-that are not installed are left out; ASYNCSSH_PYTHON may name a Python that has asyncssh.
+The hosts are addresses 127.0.0.1 to 127.0.0.250 of one throwaway sshd, so the servers' work is in every figure.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shutil
@@ -19,10 +17,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import machine_line, measure_in_turns, median, table
+from common import (
+    NOT_INSTALLED,
+    ROOT,
+    Section,
+    argument_parser,
+    is_installed,
+    measure_in_turns,
+    median,
+    rounds_text,
+    table,
+)
 from harness.sshd import LoopbackSshd
 
-ROOT = Path(__file__).resolve().parents[1]
+PEERS = ("OpenSSH", "OpenSSH, curve25519", "pdsh", "pdsh, curve25519", "clush", "asyncssh")
 CURVE = "-oKexAlgorithms=curve25519-sha256"
 FANOUT = 64
 ASYNCSSH = """
@@ -78,9 +86,8 @@ def commands(sshd: LoopbackSshd, folder: Path, count: int) -> dict[str, list[str
         found["pdsh, curve25519"] = ["env", f"PDSH_SSH_ARGS_APPEND=-F {config} {CURVE}", *pdsh[2:], "true"]
     if shutil.which("clush"):
         found["clush"] = ["clush", "-f", str(FANOUT), "-o", f"-F {config}", "-w", ",".join(names), "true"]
-    asyncssh_python = os.environ.get("ASYNCSSH_PYTHON", sys.executable)
-    if subprocess.run([asyncssh_python, "-c", "import asyncssh"], capture_output=True).returncode == 0:
-        found["asyncssh"] = [asyncssh_python, "-c", ASYNCSSH, config, *names]
+    if is_installed("asyncssh"):
+        found["asyncssh"] = [sys.executable, "-c", ASYNCSSH, config, *names]
     return found
 
 
@@ -105,11 +112,11 @@ def timed(command: list[str], usage: list[tuple[float, int]]) -> Callable[[], fl
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hosts", default="8,64,250")
-    parser.add_argument("--rounds", type=int, default=3)
+    """Measure and write."""
+    parser = argument_parser(__doc__, rounds=3)
+    parser.add_argument("--hosts", default="8,64,250", help="numbers of hosts; default: %(default)s")
     options = parser.parse_args()
+    page = Section("Fan-out", "paramiko", "asyncssh")
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     counts = [int(count) for count in options.hosts.split(",")]
     rows: dict[str, list[str]] = {}
@@ -124,15 +131,13 @@ def main() -> None:
                 cpu_ms = 1e3 * median([cpu for cpu, _ in usage[name]]) / count
                 memory_mib = median([float(kib) for _, kib in usage[name]]) / 1024
                 rows.setdefault(name, [name]).append(f"{median(seconds):.2f} s, {cpu_ms:.0f} ms, {memory_mib:.0f} MiB")
-    print("## Fan-out\n")
-    print(machine_line("paramiko"))
-    print(
-        f"Medians of {options.rounds} rounds, tools in turns, at most {FANOUT} connections at a time where a tool has"
-        " such a limit: wall time, CPU of the head for each host, peak memory of its largest process;"
+    rows |= {name: [name, *[NOT_INSTALLED] * len(counts)] for name in PEERS if name not in rows}
+    text = (
+        f"Wall time, CPU of the head for each host, peak memory of its largest process; at most {FANOUT} connections"
+        " at a time where a tool\nhas such a limit.\n\n"
+        f"{table(['one command on ... hosts', *map(str, counts)], list(rows.values()))}"
     )
-    print("`PYTHONPATH=tests python benchmarks/fanout.py`.\n")
-    print(table(["one command on ... hosts", *map(str, counts)], list(rows.values())))
-    print()
+    page.write(rounds_text(options.rounds, "tools in turns"), text, options.output)
 
 
 if __name__ == "__main__":

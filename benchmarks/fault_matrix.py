@@ -1,15 +1,14 @@
 """Every way a job can die, on every transport: exit code, cause, logs, how long until nothing is left.
 
-    PYTHONPATH=tests python benchmarks/fault_matrix.py [--transports local,ssh,srun] > section.md
+    python benchmarks/fault_matrix.py [--transports local,ssh,srun] [--only NAME] [--output FILE]
 
 Local ranks; loopback hosts behind a real sshd; the nodes of a real Slurm; where hosts crash or cables are cut, nodes
 in network namespaces with an sshd or slurmd each. All ranks have a child in a session of its own that ignores SIGTERM.
-Exit code 1 when any cell is wrong. Needs root. tests/faults/test_matrix.py runs those cells that no other test covers.
+Exit code 1 when any cell is wrong. Needs root. tests/faults/test_matrix.py runs some of the cells in every test run.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -21,8 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import machine_line, table
+from common import Section, argument_parser, table
 from fault_places import LEASE_S, Place, full_disk, local, memory_limit, mortal_srun, mortal_ssh, parent_of, srun, ssh
+from harness import nodes, slurm, sshd
 from harness.launching import Launch, Result, wait_until
 
 from launcher.base.processes import members_of_job, send
@@ -69,8 +69,7 @@ _EXPLANATION = f"""\
 Seconds from the fault until no process of the job was left anywhere, at most {LIMIT_S:g} s after the fault could be
 known (a lease of {LEASE_S:g} s, a hang time of 2 s). Grace {GRACE_S:g} s; children of ranks ignore SIGTERM and have
 sessions of their own. Checked in every cell as well: the exit code, the one cause with host, rank and traceback,
-victims folded, complete logs, another job of the same user untouched;
-`PYTHONPATH=tests python benchmarks/fault_matrix.py`.
+victims folded, complete logs, another job of the same user untouched.
 """
 
 
@@ -364,28 +363,38 @@ def _log_problem(fault: Fault, place: Place, result: Result, run_folder: Path) -
     return ""
 
 
+def why_not(transport: str) -> str | None:
+    """Return why no cell of a transport can run here, None when they can."""
+    if os.geteuid() != 0:
+        return "control groups and mounts need root"
+    checks = {"local": [], "ssh": [sshd.available, nodes.available], "srun": [slurm.available, nodes.available]}
+    return next((reason for check in checks[transport] if (reason := check()) is not None), None)
+
+
 def main() -> None:
-    """Fill the matrix and print it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Fill the matrix and write it."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--transports", default="local,ssh,srun")
     parser.add_argument("--only", default="", help="faults whose name contains this")
     options = parser.parse_args()
     names = options.transports.split(",")
+    page = Section("Faults")
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the jobs would rightly ignore it
     faults = [fault for fault in FAULTS if options.only in fault.name]
     columns: list[list[str]] = []
     with tempfile.TemporaryDirectory() as text:
         os.environ["XDG_STATE_HOME"] = text
         for name in names:
+            reason = why_not(name)
+            if reason is not None:
+                columns.append([f"not run: {reason}"] * len(faults))
+                continue
             with contextlib.ExitStack() as stack:
                 places = Places(name, Path(text, name), stack)
                 columns.append([_cell(fault, name, places, Path(text, f"{name}_jobs")) for fault in faults])
-    print("## Faults\n")
-    print(machine_line())
-    print(_EXPLANATION)
     rows = [[fault.name, str(fault.code), *cells] for fault, *cells in zip(faults, *columns, strict=True)]
-    print(table(["fault", "exit code", *names], rows))
-    print()
+    text = f"{_EXPLANATION}\n{table(['fault', 'exit code', *names], rows)}"
+    page.write("Each cell is one sample", text, options.output)
     sys.exit(any("✗" in cell for column in columns for cell in column))
 
 

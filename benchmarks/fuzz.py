@@ -1,14 +1,13 @@
 """Hostile input for every parser of the launcher: each gives a result or an error made for the user, and no traceback.
 
-    python benchmarks/fuzz.py [--count 100000] [--seed 0] > section.md
+    python benchmarks/fuzz.py [--count 100000] [--seed 0] [--output FILE]
 
-Arguments and folders are also given to a real `sh` in the way hosts get them, and must arrive unchanged. Prints a
+Arguments and folders are also given to a real `sh` in the way hosts get them, and must arrive unchanged. Writes a
 section of docs/benchmarks.md; exit code 1 when anything went wrong, with the input that did it on standard error.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
@@ -21,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from common import machine_line, table
+from common import Section, argument_parser, table
 
 from launcher.agent import wire
 from launcher.base import env
@@ -380,11 +379,12 @@ def fuzz_shell(count: int, seed: int) -> tuple[int, float, list[str]]:
 
 
 def main() -> None:
-    """Feed all, print what happened."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Feed all, write what happened."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--count", type=int, default=100_000, help="inputs, shared out to all parsers")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    page = Section("Hostile input")
     share = max(1, options.count // len(CASES))
     rows, problems = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -395,12 +395,12 @@ def main() -> None:
     for name, (count, refused, seconds, found) in results.items():
         rows.append([name, f"{count:,}", f"{refused:,}", f"{seconds:.1f} s", str(len(found) or "none")])
         problems += found
-    print("## Hostile input\n")
-    print(machine_line())
-    print(f"Seed {options.seed}; `python benchmarks/fuzz.py`. A failure is what is neither a result nor an error")
-    print("made for the user; inputs for `sh` must come out of it unchanged.\n")
-    print(table(["parser", "inputs", "refused with a message", "time", "failures"], rows))
-    print()
+    text = (
+        f"Seed {options.seed}. A failure is what is neither a result nor an error made for the user; inputs for `sh`"
+        " must come out of it\nunchanged.\n\n"
+        f"{table(['parser', 'inputs', 'refused with a message', 'time', 'failures'], rows)}"
+    )
+    page.write(f"{sum(count for count, *_ in results.values()):,} inputs, each once", text, options.output)
     sys.stderr.write("\n".join(problems[:50]))
     sys.exit(bool(problems))
 

@@ -1,19 +1,19 @@
 """How fast the Triton AdamW moves memory, beside torch's fused and foreach AdamW: on a GPU.
 
-    python benchmarks/gpu_kernels.py [--numel 268435456] [--spans 8] [--rounds 20]
+    python benchmarks/gpu_kernels.py [--numel 268435456] [--spans 8] [--rounds 20] [--output FILE]
 
 Every candidate reads a bf16 gradient and updates an fp32 master, fp32 states and a bf16 parameter. GB/s count what one
-pass has to move, 28 bytes an element, so extra passes show as a lower rate. Candidates take turns.
+pass has to move, 28 bytes an element, so extra passes show as a lower rate. Candidates take turns. docs/benchmarks.md
+has no such section: it has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 
 import torch
-from common import machine_line, measure_in_turns, median, spread, table
+from common import Section, argument_parser, measure_in_turns, median, rounds_text, spread, table
 
 from launcher.kernels.api import Adam, Span
 from launcher.kernels.triton_kernels import load_triton_kernel, triton_problem
@@ -74,14 +74,14 @@ def torch_step(numel: int, num_spans: int, **kind: bool) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure and write."""
+    parser = argument_parser(__doc__, rounds=20)
     parser.add_argument("--numel", type=int, default=2**28)
     parser.add_argument("--spans", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_kernels.py measures GPU kernels: torch finds no GPU here")
+    page = Section("Optimizer kernels on a GPU", "torch", "triton")
     samples = measure_in_turns(
         {
             BASE: timed(torch_step(args.numel, args.spans, fused=True)),
@@ -101,8 +101,9 @@ def main() -> None:
         ]
         for name, times in samples.items()
     ]
-    print(f"{machine_line('torch', 'triton')} {torch.cuda.get_device_name()}, {args.numel} elements, AdamW.\n")
-    print(table(["kernel", "ms", "quartiles", "GB/s", f"time over {BASE}"], rows))
+    text = f"{torch.cuda.get_device_name()}, {args.numel:,} elements, AdamW.\n\n"
+    text += table(["kernel", "ms", "quartiles", "GB/s", f"time over {BASE}"], rows)
+    page.write(rounds_text(args.rounds) + "; ratios of medians", text, args.output)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """How initialization and the host's share of a step grow with the number of units, at a world size of 1,024.
 
-    python benchmarks/growth.py [--units 10,100,1000]
+    python benchmarks/growth.py [--units 10,100,1000] [--rounds 5] [--output FILE]
 
 One process plays rank 0 of a world whose collectives do nothing (torch's fake process group), so that what is left is
-planning, hooks and bookkeeping. Beside it: the plain model without any wrapper, and FSDP2. Prints a section of
-docs/benchmarks.md.
+planning, hooks and bookkeeping. Beside it: the plain model without any wrapper, and FSDP2.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import logging
 import time
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import machine_line, median, table
+from common import Section, argument_parser, median, rounds_text, table
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,7 +25,6 @@ import launcher
 WORLD_SIZE = 1024
 WIDTH = 512
 LAYER_NUMEL = WIDTH * WIDTH + WIDTH
-STEPS = 5
 
 
 class Layers(nn.Module):
@@ -103,7 +100,7 @@ CANDIDATES: dict[str, Callable[[Any], Callable[[Tensor], None]]] = {
 }
 
 
-def measure(num_units: int) -> dict[str, tuple[float, float]]:
+def measure(num_units: int, rounds: int) -> dict[str, tuple[float, float]]:
     """Return the seconds of initialization and of a step (median, engines in turns) of each candidate."""
     torch.manual_seed(0)
     model = Layers(num_units)
@@ -115,7 +112,7 @@ def measure(num_units: int) -> dict[str, tuple[float, float]]:
         built[name] = (time.perf_counter() - start_s, step)
     steps: dict[str, list[float]] = {name: [] for name in built}
     x = torch.randn(1, WIDTH)
-    for number in range(-2, STEPS):
+    for number in range(-2, rounds):
         for name in built if number % 2 else reversed(built):
             start_s = time.perf_counter()
             built[name][1](x)
@@ -125,14 +122,16 @@ def measure(num_units: int) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure and write."""
+    parser = argument_parser(__doc__, rounds=5)
     parser.add_argument("--units", default="10,100,1000")
-    counts = [int(text) for text in parser.parse_args().units.split(",")]
+    options = parser.parse_args()
+    counts = [int(text) for text in options.units.split(",")]
+    page = Section("Growth", "torch")
     logging.getLogger("launcher").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
-    found = {count: measure(count) for count in counts}
+    found = {count: measure(count, options.rounds) for count in counts}
     rows = []
     for name in CANDIDATES:
         row = [name]
@@ -143,13 +142,11 @@ def main() -> None:
             row.append(f"{init_s:.2f} s, {1e3 * step_s:.0f} ms{own}")
         rows.append(row)
     header = ["initialization, step", *(f"{count:,} units" for count in counts)]
-    print("## Growth\n")
-    print(machine_line("torch"))
-    print(
-        f"Rank 0 of a world of {WORLD_SIZE:,} whose collectives do nothing: planning, hooks and bookkeeping. Medians of"
-        f" {STEPS} steps in turns;\n`python benchmarks/growth.py`.\n"
+    text = (
+        f"Rank 0 of a world of {WORLD_SIZE:,} whose collectives do nothing: planning, hooks and bookkeeping."
+        f" Initialization is one sample.\n\n{table(header, rows)}"
     )
-    print(table(header, rows) + "\n")
+    page.write(rounds_text(options.rounds, "a step each, in turns"), text, options.output)
     dist.destroy_process_group()
 
 

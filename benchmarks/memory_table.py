@@ -1,21 +1,22 @@
 """Model-state bytes a rank, counted at every phase of a step, beside the planner's formula.
 
-    PYTHONPATH=.:tests python benchmarks/memory_table.py
+    python benchmarks/memory_table.py [--worlds 2,4] [--precisions fp32,bf16,fp16] [--output FILE]
 
 Counted is what the engine allocates: the storages of parameters, gradients, master weights and optimizer states, and
-the memory its buffer pool has lent. Prints a section of docs/benchmarks.md.
+the memory its buffer pool has lent.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import machine_line, table
+from common import Goal, Section, argument_parser, goals_table, table
 from harness.ranks import run_on_ranks
 from torch import nn
 
-from launcher.planner.memory import Precision, Setting, rank_memory
+from launcher.planner.memory import Precision, RankMemory, Setting, rank_memory
 from launcher.planner.model import ModelFacts, Parameter
 
 WIDTH, NUM_BLOCKS, STEPS = 600, 16, 3
@@ -79,37 +80,102 @@ def measure(rank: int, world_size: int, stage: int, precision: str) -> dict[str,
     return found
 
 
-def main() -> None:
-    """Measure and print."""
-    model = ModelFacts("blocks", "", tuple(Parameter(n, p.numel()) for n, p in build().named_parameters()))
+@dataclass(frozen=True)
+class Row:
+    """What one rank held, beside what the planner says."""
+
+    stage: int
+    precision: str
+    world_size: int
+    planned: RankMemory
+    num_params: int
+    found: dict[str, Any]  # of `measure`
+
+    def over(self, phase: str) -> float:
+        """Return by which part the rank holds more than the formula at a phase."""
+        states = self.planned.model_states
+        if phase == "initialized":  # there are no optimizer states before the first step
+            states -= 8 * self.num_params // (self.world_size if self.stage else 1)
+        return float(self.found[phase]) / states - 1
+
+    @property
+    def unit_bytes(self) -> int:
+        """The bytes of one whole unit of parameters."""
+        return BLOCK_NUMEL * Precision.of(self.precision).param_bytes
+
+    @property
+    def units_in_flight(self) -> float:
+        """The most that was in flight, in units of parameters."""
+        return float(self.found["peak in flight"]) / self.unit_bytes
+
+    def cells(self) -> list[str]:
+        """Return the row of the table."""
+        over = [f"{100 * self.over(phase):+.1f} %" for phase in PHASES]
+        peak, bound = self.found["peak in flight"] / 2**20, self.planned.in_flight / 2**20
+        whole = f"{self.found['peak whole']:.0f} units" if self.stage == 3 else "all"
+        states = f"{self.planned.model_states / 2**20:.1f} MiB"
+        place = [f"{self.stage}", self.precision, f"{self.world_size}"]
+        return [*place, states, *over, f"{peak:.1f} of {bound:.1f} MiB, {self.units_in_flight:.1f} units", whole]
+
+
+def goals(rows: list[Row]) -> list[Goal]:
+    """Return what was asked of all rows together."""
+    found = []
+    for stages in ((0, 1, 2), (3,)):
+        for phase in PHASES:
+            own = [row for row in rows if row.stage in stages]
+            worst = max(own, key=lambda row: row.over(phase))
+            least, most = min(row.over(phase) for row in own), worst.over(phase)
+            units = (worst.found[phase] - worst.planned.model_states) / worst.unit_bytes
+            why = (
+                f"{units:.1f} units are whole then: the last one is kept because backward reads it first, "
+                "and the one before it is fetched ahead"
+            )
+            name = f"stage{'s 0 to 2' if len(stages) > 1 else ' 3'}, {phase}"
+            asked, measured = "within 2 % of the formula", f"{100 * least:+.1f} to {100 * most:+.1f} %"
+            found.append(Goal(name, asked, measured, max(-least, most) <= 0.02, why))
+    for world_size in sorted({row.world_size for row in rows}):
+        sharded = [row for row in rows if row.stage == 3 and row.world_size == world_size]
+        most = max(row.units_in_flight for row in sharded)
+        whole = max(row.found["peak whole"] for row in sharded)
+        why = f"parameters of {whole:.0f} units are whole, gradients of others are on their way to their owners"
+        name = f"stage 3, {world_size} ranks, peak"
+        found.append(Goal(name, "formula + 2 units", f"formula + {most:.1f} units", most <= 2.0, why))
+    return found
+
+
+def measure_all(worlds: list[int], precisions: list[str]) -> list[Row]:
+    """Return a row for each world size, precision and stage: that of its rank with the most."""
+    params = tuple(Parameter(name, param.numel()) for name, param in build().named_parameters())
+    model = ModelFacts("blocks", "", params)
+    sizes = {"max_unit_numel": BLOCK_NUMEL, "prefetch_numel": WIDTH * WIDTH, "kept_numel": 0}
     rows = []
-    for world_size in (2, 4):
-        for precision in ("fp32", "bf16", "fp16"):
+    for world_size in worlds:
+        for precision in precisions:
             for stage in (0, 1, 2, 3):
-                sizes = {"max_unit_numel": BLOCK_NUMEL, "prefetch_numel": WIDTH * WIDTH, "kept_numel": 0}
                 setting = Setting(stage, Precision.of(precision), persistent_numel=0, **sizes)
                 planned = rank_memory(model, setting, world_size)
                 found = max(run_on_ranks(world_size, measure, stage, precision), key=lambda one: one["after step"])
-                states = planned.model_states
-                # Before the first step there are no optimizer states yet.
-                without = states - 8 * model.num_params // (world_size if stage else 1)
-                over = [f"{100 * (found[phase] / states - 1):+.1f} %" for phase in PHASES[1:]]
-                over.insert(0, f"{100 * (found['initialized'] / without - 1):+.1f} %")
-                in_flight = f"{found['peak in flight'] / 2**20:.1f} of {planned.in_flight / 2**20:.1f} MiB"
-                whole = f"{found['peak whole']:.0f} units" if stage == 3 else "all"
-                rows.append(
-                    [f"{stage}", precision, f"{world_size}", f"{states / 2**20:.1f} MiB", *over, in_flight, whole]
-                )
-    print("## Memory of model states\n")
-    print(machine_line("torch"))
-    print(
-        f"{NUM_BLOCKS} equal blocks, {model.num_params / 1e6:.1f} M parameters, AdamW. Counted allocations of a rank"
-        " over the planner's formula,\nat each phase; the most that was in flight (whole units, gradients on their way)"
-        " beside the planner's bound;\nparameters whole at once."
-        " `PYTHONPATH=.:tests python benchmarks/memory_table.py`.\n"
-    )
+                rows.append(Row(stage, precision, world_size, planned, model.num_params, found))
+    return rows
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--worlds", default="2,4", help="numbers of ranks; default: %(default)s")
+    parser.add_argument("--precisions", default="fp32,bf16,fp16", help="default: %(default)s")
+    options = parser.parse_args()
+    page = Section("Memory of model states", "torch")
+    rows = measure_all([int(text) for text in options.worlds.split(",")], options.precisions.split(","))
     header = ["stage", "precision", "ranks", "formula", *PHASES, "in flight, of at most", "whole at once"]
-    print(table(header, rows) + "\n")
+    text = (
+        f"{NUM_BLOCKS} equal blocks, {rows[0].num_params / 1e6:.1f} M parameters, AdamW, a unit a block. Counted"
+        " allocations of a rank over the planner's formula\nat each phase; the most that was in flight (whole units,"
+        " gradients on their way) beside the planner's bound, and in units of\nparameters; parameters whole at once."
+        f"\n\n{goals_table(goals(rows))}\n\n{table(header, [row.cells() for row in rows])}"
+    )
+    page.write("Bytes are counted, once each", text, options.output)
 
 
 if __name__ == "__main__":

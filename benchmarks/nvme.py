@@ -1,6 +1,6 @@
 """Read and write rates of a swap file in turns with fio, at the same block size and queue depth.
 
-python benchmarks/nvme.py [--folder .] [--size 1GiB] [--seconds 1] [--rounds 7] > section.md
+python benchmarks/nvme.py [--folder .] [--size 1GiB] [--seconds 1] [--rounds 7] [--output FILE]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from common import machine_line, measure_in_turns, median, spread, table
+from common import NOT_INSTALLED, Section, argument_parser, measure_in_turns, median, rounds_text, spread, table
 
 from launcher.base.units import format_bytes, parse_bytes
 from launcher.storage.measure import DiskMeter
@@ -24,6 +24,7 @@ from launcher.storage.store import AioSettings
 
 # The section of the DeepSpeed documentation, its defaults, and what disks like best.
 SETTINGS = (AioSettings(256 << 10, 32, 1), AioSettings(1 << 20, 8, 1), AioSettings(1 << 20, 32, 1))
+SMALL, HUGE = "launch, pages of 4 KiB", "launch, huge pages"
 _FILL_S = 60.0
 
 
@@ -58,51 +59,50 @@ def measure(
     rows = []
     for direction in ("read", "write"):
         candidates = {name: partial(rate, meter, direction, settings, options) for name, meter in meters.items()}
-        candidates["fio"] = partial(fio_rate, file, direction, settings, options.seconds)
+        if shutil.which("fio"):
+            candidates["fio"] = partial(fio_rate, file, direction, settings, options.seconds)
         samples = measure_in_turns(candidates, options.rounds)
         found = {name: [value / 1e9 for value in values] for name, values in samples.items()}
-        fio = median(found["fio"])
         cells = [f"{median(values):.2f} ({spread(values)})" for values in found.values()]
-        ratios = [f"**{median(found[name]) / fio:.2f}**" for name in meters]
+        ratios = [NOT_INSTALLED]
+        if "fio" in found:
+            # Only with pages like fio's is it the same work: that ratio is the bold one.
+            same, huge = (median(found[name]) / median(found["fio"]) for name in (SMALL, HUGE))
+            ratios = [f"**{same:.2f}**", f"{huge:.2f}"]
         block = format_bytes(settings.block_size_bytes)
         rows.append([f"{direction}, {block} × {settings.num_requests}", *cells, *ratios])
     return rows
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure and write."""
+    parser = argument_parser(__doc__, rounds=7)
     parser.add_argument("--folder", default=".", help="on the disk to be measured")
     parser.add_argument("--size", type=parse_bytes, default=1 << 30, help="of each of the three files")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    print("## Disk\n")
-    if shutil.which("fio") is None:
-        print("Not measured: fio is not installed (`apt-get install fio`).\n")
-        return
+    page = Section("Disk")
     with contextlib.ExitStack() as stack:
         meters = {
-            "launch": DiskMeter(options.folder, options.size),
-            "launch, small pages": DiskMeter(options.folder, options.size, small_pages),
+            SMALL: DiskMeter(options.folder, options.size, small_pages),
+            HUGE: DiskMeter(options.folder, options.size),
         }
         for meter in meters.values():
             stack.callback(meter.close)
             meter.fill(_FILL_S)
-        size_bytes = meters["launch"].size_bytes
+        size_bytes = meters[HUGE].size_bytes
         file = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))) / "fio"
         write_noise(file, size_bytes)
         rows = [row for settings in SETTINGS for row in measure(meters, file, settings, options)]
-    print(machine_line())
-    print(f"{format_bytes(size_bytes)} on {filesystem(options.folder)}, read and written over and over; GB/s, ", end="")
-    print(f"medians and quartiles of {options.rounds} rounds in turns, {options.seconds:g} s each, O_DIRECT, ", end="")
-    print(
-        "block size × requests in flight; `python benchmarks/nvme.py`. launch's buffers ask for huge pages, fio's ",
-        end="",
+    columns = ["", *meters, "fio, libaio", "pages of 4 KiB / fio", "huge pages / fio"]
+    text = (
+        f"{format_bytes(size_bytes)} on {filesystem(options.folder)}, read and written over and over,"
+        f" {options.seconds:g} s each; GB/s with quartiles, O_DIRECT, block size × requests in flight.\n"
+        "fio's memory has pages of 4 KiB, so the bold column is the fair comparison; the engine's own buffers ask for"
+        " huge pages.\n\n"
+        f"{table(columns, rows)}"
     )
-    print("are pages of 4 KiB; with such pages launch is the second column.\n")
-    print(table(["", *meters, "fio, libaio", "launch / fio", "small pages / fio"], rows))
-    print()
+    page.write(rounds_text(options.rounds) + "; ratios of medians", text, options.output)
 
 
 def write_noise(file: Path, num_bytes: int) -> None:

@@ -1,11 +1,10 @@
 """The optimizer step with states on disk, in turns with its transfers alone and its computing alone.
 
-python benchmarks/nvme_step.py [--folder .] [--layers 24] [--rounds 7] > section.md
+python benchmarks/nvme_step.py [--folder .] [--layers 24] [--rounds 7] [--output FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import torch
-from common import machine_line, measure_in_turns, median, spread, table
+from common import Section, argument_parser, measure_in_turns, median, rounds_text, spread, table
 from torch import Tensor, nn
 
 import launcher
@@ -113,12 +112,12 @@ def _wait(transfers: Sequence[Transfer]) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure and write."""
+    parser = argument_parser(__doc__, rounds=7)
     parser.add_argument("--folder", default=".", help="on the disk to be measured")
     parser.add_argument("--layers", type=int, default=24, help="of 4.2 million parameters each")
-    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
+    page = Section("Optimizer step on disk", "torch")
     there = {"device": "nvme", "nvme_path": options.folder}
     pipelined = {**there, "pipeline_read": True, "pipeline_write": True}
     with redirect_stdout(io.StringIO()):
@@ -134,17 +133,16 @@ def main() -> None:
     *_, moving, computing = (median(values) for values in samples.values())
     bound_s = max(moving, computing)
     numel = options.layers * WIDTH * WIDTH
-    print("## Optimizer step on disk\n")
-    print(machine_line("torch"))
-    print(f"{numel / 1e6:.0f} million parameters in {options.layers} units, bf16, AdamW, one rank; per step ", end="")
-    print(f"{4 * NUM_READ * numel / 1e9:.1f} GB are read and {4 * NUM_WRITTEN * numel / 1e9:.1f} GB written; ", end="")
-    print(f"medians and quartiles of {options.rounds} rounds in turns; `python benchmarks/nvme_step.py`.\n")
     rows = [
         [name, f"{median(values):.3f}", spread(values), f"**{median(values) / bound_s:.2f}**"]
         for name, values in samples.items()
     ]
-    print(table(["", "s", "quartiles", "of the longer one alone"], rows))
-    print()
+    text = (
+        f"{numel / 1e6:.0f} million parameters in {options.layers} units, bf16, AdamW, one rank; per step"
+        f" {4 * NUM_READ * numel / 1e9:.1f} GB are read and {4 * NUM_WRITTEN * numel / 1e9:.1f} GB written.\n\n"
+        f"{table(['', 's', 'quartiles', 'of the longer one alone'], rows)}"
+    )
+    page.write(rounds_text(options.rounds) + "; ratios of medians", text, options.output)
 
 
 if __name__ == "__main__":

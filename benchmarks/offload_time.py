@@ -7,15 +7,12 @@ Everything else is as in step_time.py: copies of one model, the same batches, en
 
 from __future__ import annotations
 
-import argparse
 import copy
-import os
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from common import machine_line, median, spread, table, write_page
-from step_time import DEVICE, EngineLoop, build_model, make_batch, measure
+from common import NOT_INSTALLED, Section, argument_parser, is_installed, median, rounds_text, spread, table
+from step_time import DEVICE, STEPS_A_TURN, EngineLoop, build_model, make_batch, measure, setting
 
 import launcher
 
@@ -30,21 +27,19 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def contestants(name: str) -> dict[str, EngineLoop]:
+def contestants(model_name: str) -> dict[str, EngineLoop]:
     """Build every engine around a copy of one model."""
-    model = build_model(name).to(DEVICE)
-    batch_size = len(make_batch(name, 0)[0])
+    model = build_model(model_name).to(DEVICE)
+    batch_size = len(make_batch(model_name, 0)[0])
     initializers = {"launch": launcher.initialize}
-    try:
+    if is_installed("deepspeed"):
         import deepspeed
 
         initializers["DeepSpeed"] = deepspeed.initialize
-    except ImportError:
-        pass
     return {
-        f"{maker} {setting}": EngineLoop(initialize, copy.deepcopy(model), batch_size, {"stage": stage, **zero})
+        f"{maker} {name}": EngineLoop(initialize, copy.deepcopy(model), batch_size, {"stage": stage, **zero})
         for maker, initialize in initializers.items()
-        for setting, (stage, zero) in SETTINGS.items()
+        for name, (stage, zero) in SETTINGS.items()
         if maker == "launch" or "ratio" not in str(zero)  # DeepSpeed has `ratio` at stage 3 only
     }
 
@@ -54,17 +49,19 @@ def section(name: str, rounds: int) -> str:
     turns = measure(contestants(name), name, rounds)
     rows = []
     for maker in ("launch", "DeepSpeed"):
-        for setting, (stage, _) in SETTINGS.items():
-            own = turns.get(f"{maker} {setting}")
+        for kind, (stage, _) in SETTINGS.items():
+            own = turns.get(f"{maker} {kind}")
             if own is None:
                 continue
-            others = [turns[f"{maker} stage {stage}"], turns.get(f"DeepSpeed {setting}")]
+            others = [turns[f"{maker} stage {stage}"], turns.get(f"DeepSpeed {kind}")]
             ratios = ["-" if other is None else f"{_ratio(own.wall_s, other.wall_s):.2f}" for other in others]
             milliseconds = [1e3 * value for value in own.wall_s]
             times = [f"{median(milliseconds):.1f} ms", spread(milliseconds)]
-            rows.append([f"{maker} {setting}", *times, *ratios, f"{median(own.cpu_s):.2f} s", f"{own.loss:.7f}"])
+            rows.append([f"{maker} {kind}", *times, *ratios, f"{median(own.cpu_s):.2f} s", f"{own.loss:.7f}"])
+    if not is_installed("deepspeed"):
+        rows.append(["DeepSpeed", NOT_INSTALLED])
     header = ["engine", "step", "quartiles", "over not offloaded", "over DeepSpeed's", "CPU", "last loss"]
-    return f"### {name.upper()}\n\n{table(header, rows)}\n\n"
+    return f"### Offload of {name.upper()}\n\n{table(header, rows)}\n"
 
 
 def _ratio(own: list[float], other: list[float]) -> float:
@@ -74,21 +71,19 @@ def _ratio(own: list[float], other: list[float]) -> float:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--model", default="mlp")
-    parser.add_argument("--output", type=Path)
+    parser = argument_parser(__doc__, rounds=15)
+    parser.add_argument("--model", default="mlp", help="as in step_time.py; default: %(default)s")
     options = parser.parse_args()
+    page = Section("Offload to host memory", "torch", "deepspeed")
     part = section(options.model, options.rounds)
     if dist.get_rank() == 0:
-        setting = (
-            f"{dist.get_world_size()} ranks on {DEVICE.type}, {dist.get_backend()}, fp32,"
-            f" OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '?')}, AdamW, no clipping."
-            f" Medians of {options.rounds} rounds of 3 steps, engines in turns in one job; ratios are taken within a"
-            " round.\n`launch --num_gpus 2 benchmarks/offload_time.py`."
+        text = (
+            f"{setting()}. AdamW: ours by the engine's own kernel; DeepSpeed's by torch's fused one where nothing is"
+            " offloaded,\nby its own DeepSpeedCPUAdam where the optimizer is. Ratios are medians of those within a"
+            " round."
         )
-        text = f"## Offload to host memory\n\n{machine_line('torch', 'deepspeed')}\n{setting}\n\n{part}"
-        write_page(text, options.output)
+        samples = rounds_text(options.rounds, f"{STEPS_A_TURN} steps each, engines in turns in one job")
+        page.write(samples, f"{text}\n\n{part}", options.output)
     dist.destroy_process_group()
 
 

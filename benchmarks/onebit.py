@@ -8,8 +8,6 @@ Python's own sources by each of them and by the optimizer it compresses. Rank 0 
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import machine_line, median, table, write_page
+from common import Section, argument_parser, median, table
 from torch import nn
 from torch.nn import functional as F
 
@@ -126,24 +124,23 @@ def training_table(num_steps: int) -> str:
 
 def main() -> None:
     """Measure each optimizer after the other."""
-    parser = argparse.ArgumentParser()
+    parser = argument_parser(__doc__)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--training_steps", type=int, default=400)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    page = Section("One bit on the wire", "torch")
     launcher.init_distributed()
     traffic, training = traffic_table(options.width, options.steps), training_table(options.training_steps)
     if data_parallel_group().rank == 0:
         text = (
-            f"## One bit on the wire\n\n{machine_line('torch')}\n{dist.get_world_size()} ranks,"
-            f" OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '?')}, fp32, stage 0."
-            " `launch --num_gpus 2 benchmarks/onebit.py`.\n\n"
+            f"{dist.get_world_size()} ranks, fp32, stage 0.\n\n"
             f"What a rank sends, {8 * options.width * (options.width + 1) / 1e6:.1f} M parameters:\n\n{traffic}\n\n"
             f"A byte-level GPT of 1.9 M parameters on Python's own sources, {options.training_steps} steps of 2,048"
             f" bytes, the last three quarters compressed:\n\n{training}\n"
         )
-        write_page(text, options.output)
+        samples = f"Times: medians of {WARM_UP_STEPS - 1} warm-up and {options.steps} compressed steps; losses: one run"
+        page.write(samples, text, options.output)
     dist.destroy_process_group()
 
 

@@ -1,23 +1,20 @@
 """A million lines from four ranks: are all in the files, in order on the console, and how fast, beside torchrun --tee.
 
-python benchmarks/output.py [--lines 250000] [--ranks 4] [--rounds 3] > section.md
+python benchmarks/output.py [--lines 250000] [--ranks 4] [--rounds 3] [--output FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import machine_line, measure_in_turns, median, table
+from common import BIN, TORCHRUN, Section, argument_parser, measure_in_turns, median, rounds_text, table
 
-BIN = Path(sys.executable).parent
 SCRIPT = """
 import os, sys
 rank, count = os.environ["RANK"], int(sys.argv[1])
@@ -32,7 +29,7 @@ def _launch(folder: Path, ranks: int) -> list[str]:
 
 
 def _torchrun(folder: Path, ranks: int) -> list[str]:
-    return [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}", "--tee", "3", "--log-dir", str(folder)]
+    return [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", "--tee", "3", "--log-dir", str(folder)]
 
 
 LAUNCHERS: dict[str, Callable[[Path, int], list[str]]] = {"launch": _launch, "torchrun --tee 3": _torchrun}
@@ -61,12 +58,12 @@ def check_files(folder: Path, ranks: int, lines: int) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lines", type=int, default=250_000, help="of each rank")
+    """Measure and write."""
+    parser = argument_parser(__doc__, rounds=3)
+    parser.add_argument("--lines", type=int, default=250_000, help="of each rank; default: %(default)s")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    page = Section("Output", "torch")
     problems: dict[str, set[str]] = {name: set() for name in LAUNCHERS}
 
     def run(name: str) -> float:
@@ -92,12 +89,9 @@ def main() -> None:
         [name, f"{median(v):.1f} s", f"{total / median(v) / 1e3:.0f}k lines/s", "; ".join(problems[name]) or "none"]
         for name, v in samples.items()
     ]
-    print("## Output\n")
-    print(machine_line("torch"))
-    print(f"{total:,} lines from {options.ranks} ranks, medians of {options.rounds} rounds in turns; ", end="")
-    print("`python benchmarks/output.py`.\n")
-    print(table(["", "time", "rate", "lost or out of order, on the console or in files"], rows))
-    print()
+    columns = ["", "time", "rate", "lost or out of order, on the console or in files"]
+    text = f"{total:,} lines from {options.ranks} ranks.\n\n{table(columns, rows)}"
+    page.write(rounds_text(options.rounds), text, options.output)
 
 
 if __name__ == "__main__":

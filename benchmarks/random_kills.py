@@ -1,15 +1,14 @@
 """Kill something at random, again and again: nothing may be left, hang, or end with a wrong code.
 
-    python benchmarks/random_kills.py [--count 200] [--seed 0] > section.md
+    python benchmarks/random_kills.py [--count 200] [--seed 0] [--output FILE]
 
 Each round starts a job of 3 ranks that ignore SIGTERM, each with a child in a session of its own, waits a random
-moment, and kills a rank, a rank's child, the agent or the launcher with a random signal. Prints a section of
+moment, and kills a rank, a rank's child, the agent or the launcher with a random signal. Writes a section of
 docs/benchmarks.md; exit code 1 when any round went wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import os
 import random
@@ -20,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import machine_line, median, table
+from common import Section, argument_parser, median, table
 
 from launcher.base.processes import descendants, members_of_job
 
@@ -108,11 +107,12 @@ def _watch_the_end(job: subprocess.Popen[bytes], job_id: str, expected: int) -> 
 
 
 def main() -> None:
-    """Kill, and print what happened."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Kill, and write what happened."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    page = Section("Random kills")
     chance = random.Random(options.seed)
     times: dict[str, list[float]] = collections.defaultdict(list)
     problems: dict[str, list[str]] = collections.defaultdict(list)
@@ -126,15 +126,12 @@ def main() -> None:
         [what, str(len(values)), f"{median(values):.2f} s", f"{max(values):.2f} s", "; ".join(problems[what]) or "none"]
         for what, values in sorted(times.items())
     ]
-    print("## Random kills\n")
-    print(machine_line())
-    print(
-        f"{options.count} jobs of {RANKS} ranks that ignore SIGTERM, each with a child in a session of its own,"
-        f" grace {GRACE_S} s;"
+    columns = ["killed", "times", "nothing left after (median)", "at most", "wrong code, hang or orphan"]
+    text = (
+        f"{RANKS} ranks that ignore SIGTERM, each with a child in a session of its own, grace {GRACE_S} s;"
+        f" seed {options.seed}.\n\n{table(columns, rows)}"
     )
-    print("`python benchmarks/random_kills.py`.\n")
-    print(table(["killed", "times", "nothing left after", "at most", "wrong code, hang or orphan"], rows))
-    print()
+    page.write(f"{options.count} jobs, one kill each", text, options.output)
     sys.exit(any(problems.values()))
 
 

@@ -1,6 +1,6 @@
 """Measure what a host costs the launching machine, and say from that what 10,000 hosts would take: docs/scale.md.
 
-    PYTHONPATH=tests python benchmarks/scale_model.py [--rounds 3] > docs/scale.md
+    python benchmarks/scale_model.py [--rounds 3] [--many 250] [--output FILE]
 
 Everything measured is the difference between few and many hosts of one throwaway sshd on 127.0.0.*; CPU seconds, not
 wall time, because the far side runs on the same cores here.
@@ -8,7 +8,6 @@ wall time, because the far side runs on the same cores here.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import machine_line, median, table
+from common import ROOT, Section, argument_parser, median, rounds_text, table, write_page
 from harness.sshd import LoopbackSshd
 
 from launcher.cluster.cluster import Host
@@ -26,8 +25,7 @@ from launcher.transport.fanout import MAX_PARALLEL
 from launcher.transport.sharing import CORES_A_PROCESS, FILES_A_HOST, HOSTS_A_PROCESS, MAX_PROCESSES
 from launcher.transport.ssh import SshOptions, SshTransport
 
-ROOT = Path(__file__).resolve().parents[1]
-FEW, MANY = 25, 250
+FEW = 25
 SIZES = (8, 64, 250, 1_000, 2_500, 10_000)
 PROCESSES = (0, 2, 4, 8)
 BRANCHES = 32
@@ -64,11 +62,12 @@ class Bench:
     sshd: LoopbackSshd
     folder: Path
     rounds: int
+    many: int  # hosts of the larger runs
 
     def cost(self, kind: str, helpers: int) -> Cost:
         """Measure one kind of run ("exec" or "ranks") with few hosts and with many."""
-        few, many = (self._usage(kind, helpers, count) for count in (FEW, MANY))
-        own, kin, own_kib, _ = ((many[i] - few[i]) / (MANY - FEW) for i in range(4))
+        few, many = (self._usage(kind, helpers, count) for count in (FEW, self.many))
+        own, kin, own_kib, _ = ((many[i] - few[i]) / (self.many - FEW) for i in range(4))
         return Cost(few[0] - own * FEW, own, few[1] - kin * FEW, kin, few[2] - own_kib * FEW, own_kib)
 
     def _usage(self, kind: str, helpers: int, count: int) -> list[float]:
@@ -130,7 +129,7 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
 
 
-def page(model: Model, ranks: Cost, rounds: int) -> str:
+def page(model: Model, ranks: Cost, provenance: str) -> str:
     """Return docs/scale.md."""
     plain, spread = model.plain, model.spread
     rows = [
@@ -153,10 +152,7 @@ def page(model: Model, ranks: Cost, rounds: int) -> str:
     memory_mib = (ranks.start_kib + SIZES[-1] * ranks.host_kib) / 1024
     ranks_s = ranks.start_s + SIZES[-1] * ranks.host_s
     return TEXT.format(
-        machine=machine_line("paramiko"),
-        rounds=rounds,
-        few=FEW,
-        many=MANY,
+        provenance=provenance,
         costs=table(["on the launching machine", "CPU to start", "CPU a host", "memory", "memory a host"], rows),
         connect_ms=1e3 * model.connect_s,
         parallel=MAX_PARALLEL,
@@ -179,9 +175,8 @@ def _memory(cost: Cost) -> list[str]:
 TEXT = """\
 # Many hosts
 
-How `launch` reaches them, what one costs, and what that makes of 10,000. This page is written by
-`PYTHONPATH=tests python benchmarks/scale_model.py > docs/scale.md`; no figure is typed in by hand. Times of
-whole commands beside other tools stand in [benchmarks](benchmarks.md).
+How `launch` reaches them, what one costs, and what that makes of 10,000. `make bench SECTION=scale` measures and writes
+this page. Times of whole commands beside other tools are in [benchmarks](benchmarks.md).
 
 ## How
 
@@ -194,8 +189,9 @@ files (1 without helpers); the soft limit is raised as far as the hard one (`uli
 
 ## What a host costs
 
-{machine}
-Differences between {few} and {many} hosts on 127.0.0.*, medians, rounds: {rounds}. The hosts' own CPU is not in them.
+{provenance}
+
+The hosts' own CPU is not in these figures.
 
 {costs}
 
@@ -226,14 +222,17 @@ no longer be told from its victims. The seconds that it would save at that size 
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    """Measure and write."""
+    parser = argument_parser(__doc__, rounds=3)
+    parser.add_argument("--many", type=int, default=250, help=f"hosts of the larger runs, beside {FEW}; default: 250")
+    options = parser.parse_args()
+    section = Section("Many hosts", "paramiko")
     with tempfile.TemporaryDirectory() as folder, LoopbackSshd() as sshd:
-        bench = Bench(sshd, Path(folder), rounds)
+        bench = Bench(sshd, Path(folder), options.rounds, options.many)
         model = Model(bench.cost("exec", 0), bench.cost("exec", 1), bench.connect_s())
-        print(page(model, bench.cost("ranks", 0), rounds), end="")
+        ranks = bench.cost("ranks", 0)
+    samples = rounds_text(options.rounds, f"differences between {FEW} and {options.many} hosts on 127.0.0.*")
+    write_page(page(model, ranks, section.provenance(samples)), options.output)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """How long a command line takes, and how long until all ranks run: beside torchrun, DeepSpeed, mpirun and a shell loop.
 
-python benchmarks/startup.py [--rounds 10] [--ranks 2 4] >> docs/benchmarks.md
+python benchmarks/startup.py [--rounds 10] [--ranks 2 4] [--launchers launch torchrun] [--output FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -17,11 +16,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import Samples, machine_line, measure_in_turns, median, spread, table
+from common import (
+    BIN,
+    NOT_INSTALLED,
+    ROOT,
+    TORCHRUN,
+    Samples,
+    Section,
+    argument_parser,
+    measure_in_turns,
+    median,
+    rounds_text,
+    spread,
+    table,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "configs" / "zero2.json"
-BIN = Path(sys.executable).parent
 
 # A rank writes when its process was made (the kernel's own record, 10 ms steps) and when its first line ran.
 MARK_START = """
@@ -58,14 +68,15 @@ def _wall_s(command: list[str]) -> Callable[[], float]:
     return run
 
 
-def measure_commands(rounds: int) -> Samples:
+def measure_commands(rounds: int, chosen: list[str]) -> Samples:
     """Time commands that start nothing, beside the bare import of their argument parser."""
     commands = {
         'python -c "import click"': [sys.executable, "-c", "import click"],
         "launch --help": [str(BIN / "launch"), "--help"],
         "launch config check": [str(BIN / "launch"), "config", "check", str(CONFIG)],
-        "torchrun --help": [str(BIN / "torchrun"), "--help"],
     }
+    if "torchrun" in chosen:
+        commands["torchrun --help"] = [*TORCHRUN, "--help"]
     return measure_in_turns({name: _wall_s(command) for name, command in commands.items()}, rounds)
 
 
@@ -75,7 +86,7 @@ def _launch(script: Path, marks: Path, ranks: int) -> list[str]:
 
 
 def _torchrun(script: Path, marks: Path, ranks: int) -> list[str]:
-    return [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}", str(script), str(marks)]
+    return [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", str(script), str(marks)]
 
 
 def _shell_loop(script: Path, marks: Path, ranks: int) -> list[str]:
@@ -99,21 +110,25 @@ def _mpirun(script: Path, marks: Path, ranks: int) -> list[str]:
     return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *shared, "sh", "-c", rank]
 
 
-def launchers() -> dict[str, Callable[[Path, Path, int], list[str]]]:
-    """Return the candidates that are installed."""
-    found: dict[str, Callable[[Path, Path, int], list[str]]] = {"launch": _launch, "torchrun": _torchrun}
-    if (BIN / "deepspeed").exists():
-        found["DeepSpeed"] = _deepspeed
-    if shutil.which("mpirun"):
-        found["mpirun"] = _mpirun
-    return found | {"shell loop": _shell_loop}
+LAUNCHERS: dict[str, Callable[[Path, Path, int], list[str]]] = {
+    "launch": _launch,
+    "torchrun": _torchrun,
+    "DeepSpeed": _deepspeed,
+    "mpirun": _mpirun,
+    "shell loop": _shell_loop,
+}
 
 
-def measure_launchers(ranks: int, rounds: int, *, with_barrier: bool) -> dict[str, Samples]:
+def installed(chosen: list[str]) -> list[str]:
+    """Return those of `chosen` that are installed."""
+    is_there = {"DeepSpeed": (BIN / "deepspeed").exists(), "mpirun": shutil.which("mpirun") is not None}
+    return [name for name in chosen if is_there.get(name, True)]
+
+
+def measure_launchers(chosen: list[str], ranks: int, rounds: int, *, with_barrier: bool) -> dict[str, Samples]:
     """Return, for each mark of a rank, the seconds from the command until the last rank reached it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     collected: dict[str, Samples] = {}
-    found = launchers()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "rank.py")
         script.write_text(MARK_START + (MARK_BARRIER if with_barrier else "") + MARK_END)
@@ -121,7 +136,7 @@ def measure_launchers(ranks: int, rounds: int, *, with_barrier: bool) -> dict[st
         marks.mkdir()
 
         def run(name: str) -> float:
-            command = found[name](script, marks, ranks)
+            command = LAUNCHERS[name](script, marks, ranks)
             start_s = time.time()
             process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             _, status, usage = os.wait4(process.pid, 0)
@@ -136,7 +151,7 @@ def measure_launchers(ranks: int, rounds: int, *, with_barrier: bool) -> dict[st
                 collected.setdefault(mark, {}).setdefault(name, []).append(after_s)
             return end_s - start_s
 
-        candidates = {name: (lambda name=name: run(name)) for name in found}
+        candidates = {name: (lambda name=name: run(name)) for name in installed(chosen)}
         collected["command ends"] = measure_in_turns(candidates, rounds)
     # The marks of the round that is not counted come first.
     return {mark: {name: values[-rounds:] for name, values in samples.items()} for mark, samples in collected.items()}
@@ -150,45 +165,47 @@ def _rows(samples: Samples, base: str) -> list[list[str]]:
     ]
 
 
-def main() -> None:
-    """Measure and print the section."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    options = parser.parse_args()
-
-    print("## Start-up\n")
-    print(machine_line("torch", "click"))
-    print(f"Medians of {options.rounds} rounds, candidates in turns; `python benchmarks/startup.py`.\n")
-    print("Commands that start no rank:\n")
-    samples = measure_commands(options.rounds)
-    base = 'python -c "import click"'
-    print(table(["command", "median", "quartiles", "ratio"], _rows(samples, base)))
-
-    for num_ranks in options.ranks:
-        _print_launchers(num_ranks, options.rounds)
+TITLES = {
+    "process": "the last rank's process exists",
+    "script": "the last rank runs the first line of its script",
+    "command ends": "the command has ended, ranks that do nothing else",
+    "CPU": "CPU seconds of the command and all it waited for",
+    "CPU over the loop": "the same, less the shell loop's median",
+    "barrier": "all ranks are past their first barrier (torch imported, gloo)",
+}
 
 
-def _print_launchers(num_ranks: int, rounds: int) -> None:
-    titles = {
-        "process": "the last rank's process exists",
-        "script": "the last rank runs the first line of its script",
-        "command ends": "the command has ended, ranks that do nothing else",
-        "CPU": "CPU seconds of the command and all it waited for",
-        "CPU over the loop": "the same, less the shell loop's median",
-        "barrier": "all ranks are past their first barrier (torch imported, gloo)",
-    }
-    marks = measure_launchers(num_ranks, rounds, with_barrier=False)
+def launchers_table(chosen: list[str], num_ranks: int, rounds: int) -> str:
+    """Measure the chosen launchers; return the table of their marks."""
+    marks = measure_launchers(chosen, num_ranks, rounds, with_barrier=False)
     base = median(marks["CPU"]["shell loop"])
     marks["CPU over the loop"] = {name: [value - base for value in values] for name, values in marks["CPU"].items()}
-    marks["barrier"] = measure_launchers(num_ranks, rounds, with_barrier=True)["barrier"]
-    print(f"\nFrom the command until ..., {num_ranks} ranks on this machine:\n")
-    rows = [
-        [titles[mark], *(f"{median(marks[mark][name]):.3f} s ({spread(marks[mark][name])})" for name in launchers())]
-        for mark in titles
-    ]
-    print(table(["until", *launchers()], rows))
-    print()
+    marks["barrier"] = measure_launchers(chosen, num_ranks, rounds, with_barrier=True)["barrier"]
+    rows = [[title, *(_cell(marks[mark].get(name)) for name in chosen)] for mark, title in TITLES.items()]
+    cores = len(os.sched_getaffinity(0))
+    more = f", {num_ranks / cores:.3g} times as many as cores" if num_ranks > cores else ""
+    return f"From the command until ..., {num_ranks} ranks on this machine{more}:\n\n{table(['until', *chosen], rows)}"
+
+
+def _cell(values: list[float] | None) -> str:
+    return NOT_INSTALLED if values is None else f"{median(values):.3f} s ({spread(values)})"
+
+
+def main() -> None:
+    """Measure and write the section."""
+    parser = argument_parser(__doc__, rounds=10)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), help="beside the shell loop"
+    )
+    options = parser.parse_args()
+    chosen = [name for name in LAUNCHERS if name in (*options.launchers, "shell loop")]
+    page = Section("Start-up", "torch", "click", "deepspeed")
+    samples = measure_commands(options.rounds, chosen)
+    commands = table(["command", "median", "quartiles", "ratio"], _rows(samples, 'python -c "import click"'))
+    parts = [launchers_table(chosen, num_ranks, options.rounds) for num_ranks in options.ranks]
+    text = "\n\n".join(["Commands that start no rank:", commands, *parts])
+    page.write(rounds_text(options.rounds) + "; ratios of medians", text, options.output)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """How long an optimizer step takes through our engine, DDP, FSDP2 and, where it is installed, DeepSpeed.
 
-    launch --num_gpus 2 benchmarks/step_time.py [--rounds 15] [--models mlp,gpt] [--output FILE]
+    launch --num_gpus 2 benchmarks/step_time.py [--rounds 15] [--models mlp,gpt,gpt100m] [--output FILE]
 
 All engines train copies of one model on the same batches in one job and step in turns. Rank 0 writes a section of
-docs/benchmarks.md to FILE, or prints it.
+docs/benchmarks.md to FILE, or prints it. DeepSpeed's optimizer is torch's fused AdamW, as DDP's and FSDP2's are.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import machine_line, median, spread, table, write_page
+from common import NOT_INSTALLED, Section, argument_parser, is_installed, median, rounds_text, spread, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,8 +52,10 @@ class MLP(nn.Module):
 
 
 def build_model(name: str) -> nn.Module:
-    """Build one of the three models, the same on every rank."""
+    """Build one of the models, the same on every rank; `tiny` only shows that this script works."""
     torch.manual_seed(0)
+    if name == "tiny":
+        return GPT(GPTConfig(num_layers=2, hidden_size=32, num_heads=2, context=256))
     if name == "mlp":
         return MLP()
     if name == "gpt":
@@ -105,9 +105,12 @@ class EngineLoop:
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": zero,
         }
-        if initialize is not launcher.initialize and "offload_optimizer" not in zero:
-            config["optimizer"]["params"]["torch_adam"] = True  # its own fused Adam is for GPUs
+        is_torchs = initialize is not launcher.initialize and "offload_optimizer" not in zero
+        if is_torchs:  # DeepSpeed's own fused Adam is for GPUs; without `fused`, torch's would be a loop on a CPU
+            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
         self.engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        if is_torchs and not all(group["fused"] for group in self.engine.basic_optimizer.param_groups):
+            raise RuntimeError("DeepSpeed's AdamW is not torch's fused one: the comparison would be unfair")
 
     def step(self, batch: Batch) -> Tensor:
         """Take one optimizer step."""
@@ -165,10 +168,10 @@ def contestants(name: str) -> dict[str, Any]:
     for stage in (1, 3) if is_large else STAGES:
         engines[f"launch stage {stage}"] = engine(launcher.initialize, stage)
     engines["launch stage 3, sharded after forward"] = engine(launcher.initialize, 3, stage3_max_reuse_distance=0)
-    try:
-        import deepspeed
-    except ImportError:
+    if not is_installed("deepspeed"):
         return engines
+    import deepspeed
+
     for stage in (3,) if is_large else STAGES:
         engines[f"DeepSpeed stage {stage}"] = engine(deepspeed.initialize, stage)
     return engines
@@ -236,29 +239,33 @@ def section(name: str, rounds: int) -> str:
                 f"{abs(own.loss - base.loss) / abs(base.loss):.1e}",
             ]
         )
+    if not is_installed("deepspeed"):
+        rows.append(["DeepSpeed", NOT_INSTALLED])
     header = ["engine", "step", "quartiles", f"over {BASE}", "CPU", "sent by a rank", f"last loss against {BASE}'s"]
     return f"### {name.upper()}, {num_params / 1e6:.1f} M parameters\n\n{table(header, rows)}\n\n"
 
 
+def setting() -> str:
+    """Return what all engines have in common."""
+    return f"{dist.get_world_size()} ranks on {DEVICE.type}, {dist.get_backend()}, fp32, no clipping"
+
+
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--models", default="mlp,gpt,gpt100m")
-    parser.add_argument("--output", type=Path)
+    parser = argument_parser(__doc__, rounds=15)
+    parser.add_argument("--models", default="mlp,gpt,gpt100m", help="default: %(default)s")
     options = parser.parse_args()
-    parts = [section(name, options.rounds) for name in options.models.split(",")]
+    names = options.models.split(",")
+    page = Section(f"Step times: {', '.join(name.upper() for name in names)}", "torch", "deepspeed")
+    parts = [section(name, options.rounds) for name in names]
     if dist.get_rank() == 0:
-        threads = os.environ.get("OMP_NUM_THREADS", "?")
-        setting = (
-            f"{dist.get_world_size()} ranks on {DEVICE.type}, {dist.get_backend()}, fp32, OMP_NUM_THREADS={threads},"
-            f" AdamW (ours by its own kernel, else torch's fused), no clipping. Medians of {options.rounds} rounds"
-            f" of {STEPS_A_TURN} steps, engines in turns in one job.\n"
-            "CPU: seconds of both ranks a step. Ψ: the bytes of the parameters."
-            " `launch --num_gpus 2 benchmarks/step_time.py`."
+        text = (
+            f"{setting()}. AdamW: ours by the engine's own kernel; DDP, FSDP2, ZeroRedundancyOptimizer and DeepSpeed"
+            " by torch's fused one\n(checked in DeepSpeed's live engine). CPU: seconds of both ranks a step. Ψ: the"
+            f" bytes of the parameters.\n`over {BASE}` is the median of the ratios within a round.\n\n"
         )
-        text = f"## Step times\n\n{machine_line('torch', 'deepspeed')}\n{setting}\n\n{''.join(parts)}"
-        write_page(text, options.output)
+        samples = rounds_text(options.rounds, f"{STEPS_A_TURN} steps each, engines in turns in one job")
+        page.write(samples, text + "".join(parts), options.output)
     dist.destroy_process_group()
 
 

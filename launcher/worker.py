@@ -1,39 +1,51 @@
 """What every rank starts as: run the user's script, module or program; leave an error record when it fails.
 
-    python -u -m launcher.worker script  train.py
-    python -u -m launcher.worker module  package.train
-    python -u -m launcher.worker program ./train.sh
+    start.py FOLDER launcher.worker script   train.py
+    start.py FOLDER launcher.worker module   package.train
+    start.py FOLDER launcher.worker program  ./train.sh
+    start.py FOLDER launcher.worker internal launcher.agent.probe
 
 The arguments come through the descriptor named by LAUNCH_ARGUMENTS_FD: a command line is open to every user of the
 machine, and arguments may hold a token. (A program is started with them; there is no other way.)
 
-The script runs as `python train.py` would run it: it is `__main__`, its folder is `sys.path[0]`, its exit code is the
-process's. Standard library only: torch is the script's business. Every rank of every job imports this file: what is
-needed for one kind of command or for a failure only is imported there.
+A script runs exactly as `python train.py` runs it, and a module as `python -m`: the process was started like that, with
+`start.py` in the script's place, so that `__main__` and `sys.path` need a few changes only. This package leaves
+`sys.modules` before, as a script may have a launcher.py of its own; therefore everything that is needed until the end
+is imported at the top. Standard library only: torch is the script's business. Every rank of every job imports this
+file: what is needed for one kind of command or for a failure only is imported there.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
+import errno
 import faulthandler
 import io
 import marshal
 import os
 import sys
 import time
-import types
 
 from launcher.base import env, preemption
+from launcher.base.files import write_private
 from launcher.base.signals import STACKS_SIGNAL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
+    from typing import Any, NoReturn
 
 _MAX_TRACEBACK_CHARS = 64_000
 _RANK_PID = os.getpid()
-_NOTEBOOK_RANK = os.path.join(os.path.dirname(__file__), "notebook", "rank.py")
+_PACKAGE = os.path.dirname(__file__)
+_OWN_FILES = (__file__, os.path.join(_PACKAGE, "start.py"), os.path.join(_PACKAGE, "notebook", "rank.py"))
+_RUNPY_FILES = ("<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_NO_INPUT = (
+    "this rank has no standard input: only a job of one rank on this machine has that of `launch`, and only when"
+    " `launch` runs in the foreground; `launch stacks` shows where ranks stand"
+)
 
 
 def main() -> None:
@@ -46,11 +58,17 @@ def main() -> None:
     sys.argv[:] = [target, *_take_arguments()]
     if kind == "program":
         _exec_program(target)
+    _explain_missing_input()
     try:
-        if kind == "script":
-            _run_script(target)
-        else:
+        if kind == "internal":
             _run_module(target)
+        else:
+            _forget_this_package()
+            if kind == "module":
+                _put_first_on_path(os.getcwd())
+                _run_module(target)
+            else:
+                _run_script(target)
     except SystemExit as error:
         if _exit_code(error) != 0:
             _leave_record(error, None)
@@ -62,6 +80,16 @@ def main() -> None:
         if not is_recorded or sys.excepthook is not sys.__excepthook__:
             _call_hook(error, trace)
         sys.exit(_exit_code(error))
+
+
+def _forget_this_package() -> None:
+    """Let the script's `import launcher` find what it finds under `python`: its own file of that name, or us again."""
+    for name in [name for name in sys.modules if name == "launcher" or name.startswith("launcher.")]:
+        del sys.modules[name]
+    namespace = vars(sys.modules["__main__"])
+    for name in [name for name in namespace if not name.startswith("__")]:  # what start.py has left there
+        del namespace[name]
+    namespace["__doc__"] = None
 
 
 def _call_hook(error: BaseException, trace: TracebackType | None) -> None:
@@ -95,51 +123,105 @@ def _take_arguments() -> list[str]:
 
 
 def _run_module(name: str) -> None:
+    """Do what `python -m NAME` does once the interpreter is up."""
+    _run_as_main(name, is_option=True)
+
+
+def _run_as_main(name: str, *, is_option: bool) -> None:
+    """Run a module in `__main__`'s own namespace. is_option: for `python -m`, not for a folder or archive."""
     import runpy
 
-    _set_first_path(os.getcwd())
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    # Private, and what the interpreter itself calls. The public functions run a module in a namespace that is gone when
+    # threads and exit handlers still need it, and that spawned children look for in vain.
+    run: Callable[[str, bool], object] = vars(runpy)["_run_module_as_main"]
+    run(name, is_option)
 
 
 def _run_script(path: str) -> None:
-    _set_first_path(os.path.dirname(os.path.abspath(path)))
+    """Do what `python PATH` does once the interpreter is up, for source, a .pyc file, a folder or an archive."""
+    absolute = os.path.join(os.getcwd(), path)  # what python makes of it: "..", "./" and links stay
+    if _is_importable_from(absolute):
+        sys.path.insert(0, absolute)
+        _run_as_main("__main__", is_option=False)
+        return
+    _put_first_on_path(os.path.dirname(os.path.realpath(path)))
+    namespace = vars(sys.modules["__main__"])
     try:
-        with io.open_code(os.path.abspath(path)) as file:
+        with io.open_code(absolute) as file:
             source = file.read()
     except OSError as error:
         sys.exit(f"{path}: {error.strerror} (in {os.getcwd()})")
-    module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None)
-    sys.modules["__main__"] = module
-    exec(compile(source, path, "exec"), module.__dict__)
+    if path.endswith(".pyc"):
+        from importlib.machinery import SourcelessFileLoader
+
+        loader: Any = SourcelessFileLoader("__main__", absolute)
+        code = loader.get_code("__main__")
+    else:
+        loader = type(namespace["__loader__"])("__main__", absolute)  # that of source files: start.py is one
+        code = compile(source, absolute, "exec", dont_inherit=True)
+    namespace.update(__file__=absolute, __loader__=loader)
+    exec(code, namespace)
+
+
+def _is_importable_from(path: str) -> bool:
+    """Say whether `path` is a folder or an archive of modules, as python finds it out."""
+    for hook in sys.path_hooks:
+        with contextlib.suppress(ImportError):
+            hook(path)
+            return True
+    return False
+
+
+def _put_first_on_path(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):  # python -P, PYTHONSAFEPATH
+        sys.path.insert(0, folder)
 
 
 def _exec_program(path: str) -> None:
     preemption.ignore()
     try:
         os.execvp(path, sys.argv)
-    except OSError as error:
-        sys.exit(f"{path}: {error.strerror}")
+    except OSError as error:  # the codes of a shell
+        sys.stderr.write(f"{path}: {error.strerror}\n")
+        sys.exit(_NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else _NOT_EXECUTABLE)
     except ValueError as error:  # "", a NUL or half a character from a job file: no program can be given these
         sys.exit(f"{path!r}: the program and its arguments cannot be passed on: {error}")
 
 
-def _set_first_path(folder: str) -> None:
-    """Put `folder` first, in place of the working directory that `python -m` has put there."""
-    if sys.path and sys.path[0] in ("", os.getcwd()):
-        del sys.path[0]
-    sys.path.insert(0, folder)
+def _explain_missing_input() -> None:
+    """Let `breakpoint()` say why it cannot stop here; a debugger of the user's own choice is left alone."""
+    if not _has_input() and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace"):
+        sys.breakpointhook = _refuse_to_stop
+
+
+def _has_input() -> bool:
+    """Say whether the agent has given this rank the standard input of `launch`, and not /dev/null."""
+    try:
+        return os.fstat(0).st_rdev != os.makedev(1, 3)
+    except OSError:
+        return False
+
+
+def _refuse_to_stop(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError(f"breakpoint(): {_NO_INPUT}")
 
 
 def _user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback without the frames of the launcher's own files and of runpy."""
-    import runpy
-
-    own_files = (__file__, runpy.__file__, "<frozen runpy>", _NOTEBOOK_RANK)
+    """Return the traceback without the launcher's own frames and those of runpy around the user's."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in own_files:
+    while trace is not None and _is_own(trace):
         trace = trace.tb_next
+    below = trace
+    while below is not None and below.tb_next is not None:
+        if below.tb_next.tb_next is None and _is_own(below.tb_next):
+            below.tb_next = None  # `_refuse_to_stop`
+            break
+        below = below.tb_next
     return trace
+
+
+def _is_own(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename in (*_OWN_FILES, *_RUNPY_FILES)
 
 
 def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
@@ -150,14 +232,11 @@ def _leave_record(error: BaseException, trace: TracebackType | None) -> bool:
     path = os.environ.get(env.ERROR_FILE.name)
     if path is None or os.getpid() != _RANK_PID:  # a fork of the rank may fail: that is not yet the rank's end
         return False
-    temporary = f"{path}.part"
     try:
         import json
         import signal
 
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(_record(error, trace), file)
-        os.replace(temporary, path)
+        write_private(path, json.dumps(_record(error, trace)).encode("utf-8", "backslashreplace"))
     except Exception:  # noqa: BLE001  # neither a full disk nor what the script did to this process may hide its failure
         return False
     with contextlib.suppress(OSError):  # the agent shall look at once: exit handlers and threads may run on for long
@@ -171,6 +250,8 @@ def _record(error: BaseException, trace: TracebackType | None) -> dict[str, obje
     # SystemExit has no traceback to show. Others may have one without frames: a syntax error of the script itself.
     is_exit = isinstance(error, SystemExit)
     lines = [] if is_exit else traceback.format_exception(type(error), error, trace)
+    if _lacks_input(error):
+        lines.append(f"{_NO_INPUT}\n")
     return {
         "host": os.uname().nodename,
         "rank": int(os.environ.get(env.RANK.name, "-1")),
@@ -181,6 +262,12 @@ def _record(error: BaseException, trace: TracebackType | None) -> dict[str, obje
         "message": _shortened(_text_of(error)),
         "traceback": _shortened("".join(lines)),
     }
+
+
+def _lacks_input(error: BaseException) -> bool:
+    """Say whether `input()` or a debugger has found the end of a standard input that was never there."""
+    is_about_input = isinstance(error, EOFError) and _text_of(error) == "EOF when reading a line"
+    return (is_about_input or type(error).__name__ == "BdbQuit") and not _has_input()
 
 
 def _text_of(error: BaseException) -> str:
@@ -203,7 +290,3 @@ def _exit_code(error: BaseException) -> int:
             return (error.code if abs(error.code) < 1 << 63 else -1) & 0xFF  # python takes -1 for what fits no long
         return int(error.code is not None)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-if __name__ == "__main__":
-    main()

@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
+from harness import schedule
 from harness import slurm as slurm_harness
 from harness.slurm import LoopbackSlurm
 from harness.sshd import LoopbackSshd, available
+
+_clock = schedule.Clock()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        schedule.arrange(items)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist is not needed to run some of the tests
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return schedule.make_scheduler(config, log)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _clock.add(report)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if path := os.environ.get("TEST_SECONDS"):
+        terminalreporter.section("where the time went")
+        for line in _clock.lines():
+            terminalreporter.write_line(line)
+        _clock.write(Path(path))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,6 +49,8 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Compute here as ranks do: with another number of threads some of torch's sums run in another order."""
+    import torch  # most rooms' tests need none
+
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,32 +1,92 @@
-"""Benchmarks run seldom: that all of them still fit the code they measure is seen here."""
+"""Benchmarks run seldom: that each still works, and that the pages are what they wrote, is checked here."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-IMPORT_EACH = """
-import importlib, sys, traceback
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        traceback.print_exc()
-        print(name)
-"""
+import pytest
+from harness import nodes, sshd
+from harness.launching import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import bench  # benchmarks are no package
+
+# What a section must say of itself: date, commit, hardware and versions, samples, command.
+PROVENANCE = re.compile(
+    r"Measured \d{4}-\d\d-\d\d \d\d:\d\d UTC at commit (?:[0-9a-f]{10}(?:-dirty)?|unknown), load before \d+\.\d\.\n"
+    r"On .+, \d+ cores, \d+ GiB, Linux .+, Python [\d.]+.*\.\n"
+    r".+\. Command: `(?P<command>.*\b(?P<script>\w+)\.py\b.*)`\.\n"
+)
+# Script -> arguments that make it quick, and on how many ranks `launch` starts it (0: none).
+SHORT = {
+    "startup": ("--ranks 1 --rounds 1 --launchers launch", 0),
+    "fanout": ("--hosts 2 --rounds 1", 0),
+    "fault_matrix": ("--transports local --only exits", 0),
+    "random_kills": ("--count 1", 0),
+    "output": ("--lines 50 --ranks 1 --rounds 1", 0),
+    "step_time": ("--models tiny --rounds 1", 1),
+    "offload_time": ("--model tiny --rounds 1", 1),
+    "parity_table": ("--steps 1 --worlds 1 --stages 0 --worst", 0),
+    "fuzz": ("--count 130", 0),
+    "memory_table": ("--worlds 2 --precisions fp32", 0),
+    "nvme": ("--size 4MiB --seconds 0.01 --rounds 1", 0),
+    "nvme_step": ("--layers 1 --rounds 1", 0),
+    "growth": ("--units 2 --rounds 1", 0),
+    "cpu_kernels": ("--numel-mi 1 --rounds 1 --threads 1 --cases Lion", 0),
+    "onebit": ("--width 64 --steps 2 --training_steps 8", 2),
+    "scale_model": ("--many 26 --rounds 1", 0),
+}
+NEEDS = {"fanout": sshd.available, "scale_model": sshd.available, "fault_matrix": nodes.available}
 
 
-def test_every_benchmark_can_be_imported() -> None:
-    names = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
-    folders = os.pathsep.join(str(ROOT / folder) for folder in ("benchmarks", "tests", ""))
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORT_EACH, *names],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": folders},
+@pytest.mark.parametrize("script", SHORT)
+def test_every_benchmark_writes_a_section_with_its_provenance(script: str, tmp_path: Path) -> None:
+    reason = NEEDS[script]() if script in NEEDS else None
+    if reason is not None:
+        pytest.skip(reason)
+    arguments, num_ranks = SHORT[script]
+    starter = ["-m", "launcher", "--quiet", "--log-dir", str(tmp_path / "runs"), "--num_gpus", str(num_ranks)]
+    command = [sys.executable, *(starter if num_ranks else []), f"benchmarks/{script}.py", *arguments.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "section.md")], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert result.stdout.split() == [], result.stderr
-    assert result.returncode == 0, result.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = PROVENANCE.search((tmp_path / "section.md").read_text())
+    assert found is not None, (tmp_path / "section.md").read_text()
+    assert found["script"] == script
+    assert arguments in found["command"]
+
+
+def test_every_benchmark_has_a_short_form_or_needs_a_gpu() -> None:
+    helpers = {"bench", "common", "fault_places"}
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert scripts - helpers - {"gpu_kernels"} == set(SHORT)
+    assert {section.command.split()[0].removesuffix(".py") for section in bench.SECTIONS} == set(SHORT)
+
+
+def test_the_gpu_benchmark_can_be_imported() -> None:
+    command = [sys.executable, "benchmarks/gpu_kernels.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "--output" in done.stdout, done.stderr
+
+
+def test_the_page_is_what_the_scripts_wrote() -> None:
+    assert bench.PAGE.read_text() == bench.assemble(), "write it with: make bench-page"
+
+
+@pytest.mark.parametrize("section", bench.SECTIONS, ids=lambda section: section.name)
+def test_what_was_measured_says_how(section: bench.Section) -> None:
+    if section.output.exists():
+        found = PROVENANCE.search(section.output.read_text())
+        assert found is not None, f"{section.output.name} was not written by its script"
+        assert f"{found['script']}.py" == section.command.split()[0]
+
+
+def test_no_result_is_left_out_of_the_page() -> None:
+    written = set(bench.RESULTS.glob("*"))
+    assert written <= {section.output for section in bench.SECTIONS}

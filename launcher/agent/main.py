@@ -1,4 +1,4 @@
-"""`python -m launcher.agent`: the one process per node that owns the node's ranks.
+"""The agent: the one process per node that owns the node's ranks.
 
 It speaks the protocol of `wire` on stdin and stdout. Its life is a lease: when stdin ends, or no message came for
 the length of the lease, it ends its ranks and leaves.

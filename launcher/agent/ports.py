@@ -1,8 +1,8 @@
-"""Can every host open a TCP connection to every other? One process of this on each host, all at the same time.
+"""Can the hosts open TCP connections to each other? One process of this on each host, all at the same time.
 
-    python -m launcher.agent.ports '{"index": 0, "token": "...", "peers": [["node-a", 4711], ["node-b", 4712]]}'
+    python -m launcher.agent.ports '{"index": 0, "token": "...", "port": 4711, "peers": {"1": ["node-b", 4712]}}'
 
-listens on its own port, connects to all others, prints what failed as one line of JSON, and goes on answering until
+listens on its own port, connects to its peers, prints what failed as one line of JSON, and goes on answering until
 it is ended. Who answers says token and index: a wrong address may well lead to a host that listens too.
 """
 
@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+UNRESOLVED = "the name cannot be resolved"
 CONNECT_TIMEOUT_S = 5.0  # for one connection, and for a peer that has not started listening yet
 _LIFE_S = 300.0  # an end of its own, should nobody end it
 _RETRY_S = 0.1
@@ -24,10 +25,11 @@ _MAX_ANSWER_BYTES = 256
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Listen, connect to all others, print `{"failed": {index: reason}}`, stay until ended."""
-    index, token, peers = int(spec["index"]), str(spec["token"]), [(str(h), int(p)) for h, p in spec["peers"]]
-    threading.Thread(target=serve, args=(listener(peers[index][1]), answer(token, index)), daemon=True).start()
-    others = [number for number in range(len(peers)) if number != index]
+    """Listen, connect to all peers, print `{"failed": {index: reason}}`, stay until ended."""
+    index, token, port = int(spec["index"]), str(spec["token"]), int(spec["port"])
+    peers = {int(number): (str(host), int(port)) for number, (host, port) in spec["peers"].items()}
+    threading.Thread(target=serve, args=(listener(port), answer(token, index)), daemon=True).start()
+    others = list(peers)
     with ThreadPoolExecutor(min(_MAX_PARALLEL, max(1, len(others)))) as pool:
         reasons = pool.map(lambda number: connect(peers[number], answer(token, number)), others)
         failed = {number: reason for number, reason in zip(others, reasons, strict=True) if reason is not None}
@@ -67,6 +69,8 @@ def connect(peer: tuple[str, int], expected: bytes) -> str | None:
             if time.monotonic() > deadline_s:
                 return "connection refused"
             time.sleep(_RETRY_S)
+        except (socket.gaierror, UnicodeError):
+            return UNRESOLVED
         except TimeoutError:
             return f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
         except OSError as error:

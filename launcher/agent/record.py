@@ -22,10 +22,10 @@ def read_record(path: str) -> dict[str, Any] | None:
             record = json.loads(file.read(_MAX_BYTES) or b"")
     except (OSError, ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and _is_sound(record) else None
+    return record if isinstance(record, dict) and is_sound(record) else None
 
 
-def _is_sound(record: dict[str, Any]) -> bool:
+def is_sound(record: dict[str, Any]) -> bool:
     """Tell whether what the controller computes with is there and of the right type."""
     time_s, exit_code = record.get("time_s"), record.get("exit_code")
     return (

@@ -1,4 +1,4 @@
-"""`python -m launcher.agent.relay`: what srun starts on each node; it stands between srun's pipes and the agent.
+"""The relay: what srun starts on each node; it stands between srun's pipes and the agent.
 
 It takes the lines for its node out of what srun sends to all, and turns the agent's stream into lines (see
 `transport/lines.py`). The agent itself is a child and knows nothing of this: its stdin ends with srun's, and its

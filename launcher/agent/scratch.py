@@ -1,47 +1,111 @@
 """The agent's folder for what ranks leave: error records, stacks, progress. It goes with the agent.
 
-An agent that is killed cannot remove it; the job id in its name lets the agent that sweeps the job do so. (`tempfile`
-would find a place too, for 4 ms of imports.)
+An agent that is killed cannot remove it. A lock that the kernel releases with the agent shows which folders nobody
+uses any more, also between containers that share a folder: every agent removes such ones at its end, and the agent
+that sweeps a job at once. (`tempfile` would find a place too, for 4 ms of imports.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PREFIX = "launch-agent-"
+_LOCK_FILE = "lock"
+_ROOM_BYTES = 64 << 10  # for what ranks leave; a full disk is found out before any rank is started
+_MIN_AGE_S = 60.0  # a younger folder may be one whose agent has not locked it yet
 
 
-def make(job_id: str) -> str:
-    """Create the folder, mode 0700: error records hold user data. Raises: OSError where no place can be written."""
-    error = None
-    for place in _places():
-        path = os.path.join(place, f"{_PREFIX}{job_id}-{os.urandom(4).hex()}")
-        try:
-            os.mkdir(path, 0o700)
-            return path
-        except OSError as failure:
-            error = error or failure
-    raise OSError(error.errno if error else 0, "no folder for temporary files can be written: set TMPDIR")
+class Scratch:
+    """A folder, mode 0700: error records hold user data."""
 
+    def __init__(self, job_id: str) -> None:
+        """Raises: OSError where no place can be written."""
+        failure = None
+        for place in _places():
+            self.path = os.path.join(place, f"{_PREFIX}{job_id}-{os.urandom(4).hex()}")
+            try:
+                os.mkdir(self.path, 0o700)
+            except OSError as error:
+                failure = failure or OSError(error.errno, error.strerror, place)
+                continue
+            try:
+                self._lock_fd = _make_lock(self.path)
+                return
+            except OSError as error:
+                failure = failure or OSError(error.errno, error.strerror, place)
+                _remove(self.path)
+        raise failure or OSError(errno.ENOENT, "there is no folder for temporary files")
 
-def remove(path: str) -> None:
-    """Remove the folder with its files."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(path):
-            os.unlink(os.path.join(path, name))
-        os.rmdir(path)
+    def remove(self) -> None:
+        """Remove the folder with its files, and those of agents that were killed."""
+        _remove(self.path)
+        os.close(self._lock_fd)
+        for entry in _entries(_PREFIX):
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _MIN_AGE_S and _is_unused(entry.path):
+                    _remove(entry.path)
 
 
 def remove_left(job_id: str) -> None:
     """Remove what agents of a job have left that were killed."""
+    for entry in _entries(f"{_PREFIX}{job_id}-"):
+        _remove(entry.path)
+
+
+def _make_lock(folder: str) -> int:
+    """Lock the folder as long as the returned descriptor is open. Raises: OSError when the disk is full."""
+    descriptor = os.open(os.path.join(folder, _LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody can find the folder unused
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.write(descriptor, bytes(_ROOM_BYTES)) < _ROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(descriptor, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_unused(folder: str) -> bool:
+    """Tell whether the agent that made the folder has ended."""
+    try:
+        descriptor = os.open(os.path.join(folder, _LOCK_FILE), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _entries(prefix: str) -> Iterator[os.DirEntry[str]]:
+    """Yield this user's folders with such a name in all places."""
     for place in _places():
         with contextlib.suppress(OSError), os.scandir(place) as entries:
             for entry in entries:
                 # What others have put there under such a name, a link above all, is not ours to look into.
-                is_folder = entry.name.startswith(f"{_PREFIX}{job_id}-") and entry.is_dir(follow_symlinks=False)
+                is_folder = entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False)
                 if is_folder and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
-                    remove(entry.path)
+                    yield entry
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path):
+            os.unlink(os.path.join(path, name))
+        os.rmdir(path)
 
 
 def _places() -> list[str]:

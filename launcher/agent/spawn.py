@@ -9,13 +9,15 @@ import marshal
 import os
 import subprocess
 
-from launcher.agent.wire import Spawn
+from launcher.agent.wire import Spawn, SpawnFailed
 from launcher.base import env
+from launcher.base.errors import LauncherError, UsageError
+from launcher.base.file_limit import allow_files, give_limit, original_limit
 from launcher.base.processes import die_with_parent
 from launcher.base.progress import NOTHING, make_counter
 from launcher.base.units import format_bytes
 from launcher.cluster.devices import local_device_tokens
-from launcher.transport.command import agent_argv
+from launcher.transport.command import own_argv
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +27,17 @@ if TYPE_CHECKING:
 
 WORKER_MODULE = "launcher.worker"
 _MAX_VARIABLE_BYTES = 128 << 10  # MAX_ARG_STRLEN of Linux, for a variable or an argument; all together: ulimit -s
+_FILES_A_RANK = 3  # its two pipes and its counter
+_OWN_FILES = 24  # the agent's own, and those that are open while a rank is started
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
+_HINTS = {
+    errno.EAGAIN: "the limit of processes is reached: see ulimit -u, and pids.max of the container or control group",
+    errno.EMFILE: "the limit of open files is reached: see ulimit -n",
+    errno.ENFILE: "the host's limit of open files is reached: see /proc/sys/fs/file-max",
+    errno.ENOMEM: "the host has too little memory: start fewer ranks on it",
+    errno.ENOSPC: "make room there, or let TMPDIR name a folder on another disk",
+    errno.EDQUOT: "make room there, or let TMPDIR name a folder on another disk",
+}
 
 
 class Rank:
@@ -59,16 +71,29 @@ class Rank:
         os.close(self.progress_fd)
 
 
-def missing_devices(spec: Spawn) -> str | None:
-    """Say which slots this host has no GPU for; None when all are there, or when the host has no GPU at all."""
+def check_devices(spec: Spawn) -> None:
+    """Check that this host has a GPU for every slot, or none at all. Raises: UsageError."""
     tokens = [
         token for rank_env in spec.rank_envs for token in rank_env.get(env.CUDA_VISIBLE_DEVICES.name, "").split(",")
     ]
     num_devices = len(local_device_tokens({}))
     missing = sorted({int(token) for token in tokens if token.isdigit() and int(token) >= num_devices})
-    if not missing or num_devices == 0:
-        return None
-    return f"slot {missing[0]} has no GPU: this host has {num_devices}; lower slots= in the hostfile"
+    if missing and num_devices:
+        raise UsageError(
+            f"slot {missing[0]} has no GPU: this host has {num_devices}", hint="lower slots= in the hostfile"
+        )
+
+
+def check_files(num_ranks: int) -> None:
+    """Raise the limit of open files as far as that many ranks need it. Raises: LauncherError when it stays too low."""
+    num_needed = _OWN_FILES + _FILES_A_RANK * num_ranks
+    limit = allow_files(num_needed)
+    if limit < num_needed:
+        raise LauncherError(
+            f"{num_ranks} ranks need {num_needed} open files on this host, and the hard limit there is {limit}",
+            hint="start fewer ranks on the host, or have the limit raised (see ulimit -Hn): nofile in"
+            " /etc/security/limits.conf, LimitNOFILE of a service, --ulimit nofile of a container",
+        )
 
 
 def rank_environment(
@@ -103,11 +128,20 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
         env.ARGUMENTS_FD.name: str(arguments_fd),
     }
     own_cores, agent_pid = os.sched_getaffinity(0), os.getpid()
+    open_files = spec.open_files or original_limit()
+    progress_fd = None
+
+    def prepare_child() -> None:
+        """Runs in the child, and exec keeps it. The agent has one thread: no lock can be held for ever there."""
+        die_with_parent(agent_pid)
+        give_limit(open_files)
+
     try:
+        progress_fd = make_counter(progress_file)
         if cores is not None:
             os.sched_setaffinity(0, cores)  # a child starts with its parent's
         process = subprocess.Popen(
-            [*agent_argv(module=WORKER_MODULE), kind, target],
+            [*own_argv(WORKER_MODULE), kind, target],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -115,10 +149,13 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
             env=rank_environment(spec, rank_env, own, cores),
             pass_fds=(arguments_fd,),
             start_new_session=True,
-            # Runs in the child, and exec keeps it. The agent has one thread: no lock can be held for ever there.
-            preexec_fn=lambda: die_with_parent(agent_pid),
+            preexec_fn=prepare_child,
             bufsize=0,
         )
+    except BaseException:
+        if progress_fd is not None:
+            os.close(progress_fd)
+        raise
     finally:
         os.sched_setaffinity(0, own_cores)
         os.close(arguments_fd)
@@ -130,22 +167,30 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
         with contextlib.suppress(OSError):  # above the user's pipe limit the default size has to do
             fcntl.fcntl(stream.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         streams[stream.fileno()] = name
-    return Rank(number, process, streams, error_file, stacks_file, make_counter(progress_file))
+    return Rank(number, process, streams, error_file, stacks_file, progress_fd)
 
 
-def why_not_started(error: OSError | ValueError, spec: Spawn) -> str:
-    """Say why the ranks could not be started, and what helps where the kernel's own words do not."""
-    if isinstance(error, OSError) and error.errno == errno.E2BIG:
+def spawn_failure(error: OSError | ValueError | LauncherError, spec: Spawn) -> SpawnFailed:
+    """Say why the ranks could not be started, and what helps."""
+    if isinstance(error, LauncherError):
+        (finding,) = error.diagnostics
+        return SpawnFailed(finding.message, finding.hint, isinstance(error, UsageError))
+    reason = getattr(error, "strerror", None) or str(error)
+    number, filename = getattr(error, "errno", None), getattr(error, "filename", None)
+    if number == errno.E2BIG:
         variables = {**os.environ, **spec.env, **spec.rank_envs[0]}
         name, size = max(((n, len(os.fsencode(v))) for n, v in variables.items()), key=lambda pair: pair[1])
-        return (
-            f"environment and arguments are larger than the kernel passes on (its largest variable is {name},"
-            f" {format_bytes(size)}; one may have {format_bytes(_MAX_VARIABLE_BYTES)}): put long values into a file"
-            " that the script reads"
+        return SpawnFailed(
+            f"environment and arguments are larger than the kernel passes on (the largest variable is {name},"
+            f" {format_bytes(size)}; one may have {format_bytes(_MAX_VARIABLE_BYTES)})",
+            "put long values into a file that the script reads",
         )
-    reason = getattr(error, "strerror", None) or str(error)
-    filename = getattr(error, "filename", None)
-    return f"{filename}: {reason}" if filename else reason
+    if filename == spec.cwd:
+        return SpawnFailed(
+            f"working directory {filename}: {reason}",
+            "create it on this host, or start from a folder that every host has, such as one on a shared disk",
+        )
+    return SpawnFailed(f"{filename}: {reason}" if filename else reason, _HINTS.get(number or 0))
 
 
 def _memory_file(data: bytes) -> int:

@@ -1,7 +1,8 @@
 """The agent's loop: one thread, one selector, one state.
 
 Every wait has an end: reading never blocks, writing is buffered, and when the controller reads too slowly the
-ranks' pipes are left unread, so that ranks wait instead of memory growing or output being lost.
+ranks' pipes are left unread, so that ranks wait instead of memory growing or output being lost. Over a network every
+state has its lease: a controller that says nothing is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from launcher.agent import scratch
 from launcher.agent.oom import OomWatch
 from launcher.agent.record import read_record
-from launcher.agent.spawn import Rank, missing_devices, spawn_rank, why_not_started
+from launcher.agent.spawn import Rank, check_devices, check_files, spawn_failure, spawn_rank
 from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
     MAGIC,
@@ -30,6 +31,7 @@ from launcher.agent.wire import (
     Exited,
     Handled,
     Hello,
+    Lease,
     Message,
     Notify,
     Output,
@@ -40,13 +42,13 @@ from launcher.agent.wire import (
     Progress,
     Raised,
     Spawn,
-    SpawnFailed,
     Stacks,
     Started,
     Stop,
     Sweep,
     encode,
 )
+from launcher.base.errors import LauncherError, ProtocolError
 from launcher.base.processes import descendants, send, sweep_job
 from launcher.base.progress import read_counter
 from launcher.base.signals import NOTICE_SIGNAL, STACKS_SIGNAL
@@ -61,6 +63,12 @@ _STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machi
 _DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may go on writing
 _KILL_RETRY_S = 10.0  # a process in an uninterruptible wait cannot be killed: leave it to the kernel
 _LEFTOVER_GRACE_S = 2.0  # for children that outlive ranks which ended well
+# The lease of an agent that has no ranks yet: the controller waits for all hosts before any is told to start.
+_WAITING_LEASE_S = 600.0
+# Below the range from which Linux takes ports for outgoing connections: ranks bind the port only seconds later, after
+# `import torch`, and no connection may hold it by chance then.
+_FIRST_PORT, _NUM_PORTS = 12_000, 20_000
+_PORT_TRIES = 100
 
 
 class Supervisor:
@@ -77,12 +85,15 @@ class Supervisor:
         self._state = AgentState.WAITING
         self._ranks: dict[int, Rank] = {}  # by pid
         self._spec: Spawn | None = None
+        self._lease_s: float | None = _WAITING_LEASE_S  # None: the stream's end is enough
         self._last_message_s = time.monotonic()
         self._kill_at_s: float | None = None
         self._give_up_at_s: float | None = None
         self._tell_progress_at_s = 0.0
         self._stacks_at_s: float | None = None  # when the stacks that were asked for are read
-        self._scratch: str | None = None  # there as soon as ranks are
+        self._scratch: scratch.Scratch | None = None  # there as soon as ranks are
+        self._reads_ranks = True  # their pipes are in the selector
+        self._ending_signal: int | None = None  # that this process got, until the loop obeys it
         self._wake_read, self._wake_write = os.pipe()
         self._oom_watch = OomWatch()
         self._may_have_raised = False  # a rank that has left its record sends SIGCHLD
@@ -99,12 +110,11 @@ class Supervisor:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.monotonic(), given_devices(os.environ)))
         try:
-            while self._state is not AgentState.GONE:
+            while self._state is not AgentState.GONE or self._unsent:
                 self._turn()
-            self._flush_before_leaving()
         finally:
             if self._scratch is not None:
-                scratch.remove(self._scratch)
+                self._scratch.remove()
 
     # ---- the loop ----
 
@@ -121,6 +131,7 @@ class Supervisor:
                 self._write()
             elif events:
                 self._read_rank(key.fd, key.data)
+        self._obey_signal()
         self._tell_progress()
         self._reap()
         self._tell_raised()
@@ -135,6 +146,9 @@ class Supervisor:
         """Register what can make progress now: writing when there is something, reading when there is room."""
         self._set_watched(self._output_fd, selectors.EVENT_WRITE, bool(self._unsent) and self._connected, None)
         has_room = len(self._unsent) < _MAX_UNSENT_BYTES and self._room_bytes() > 0
+        if has_room == self._reads_ranks:  # there may be thousands of pipes
+            return
+        self._reads_ranks = has_room
         for rank in self._ranks.values():
             for descriptor in rank.streams:
                 self._set_watched(descriptor, selectors.EVENT_READ, has_room, rank)
@@ -155,8 +169,17 @@ class Supervisor:
             self._selector.unregister(descriptor)
 
     def _on_signal(self, number: int, _frame: object) -> None:
+        """Only remember it: the loop may be in the middle of anything, a start of ranks above all."""
         if number != signal.SIGCHLD:
-            self._stop(self._spec.grace_s if self._spec else 0.0)
+            self._ending_signal = number
+
+    def _obey_signal(self) -> None:
+        number, self._ending_signal = self._ending_signal, None
+        if number is None:
+            return
+        if self._state is AgentState.WAITING:
+            sys.stderr.write(f"the agent got {signal.Signals(number).name} before it had started any rank\n")
+        self._stop(self._spec.grace_s if self._spec else 0.0)
 
     # ---- controller ----
 
@@ -187,10 +210,17 @@ class Supervisor:
             self._selector.unregister(self._command_fd)
             self._lose_controller()
             return
-        for message in self._decoder.feed(data):
-            self._handle(message)
+        try:
+            for message in self._decoder.feed(data):
+                self._handle(message)
+        except ProtocolError as error:
+            sys.stderr.write(f"{error}\n")
+            self._selector.unregister(self._command_fd)
+            self._lose_controller()
 
     def _handle(self, message: Message) -> None:
+        if self._state is AgentState.GONE:
+            return
         if isinstance(message, PickPort):
             self._send(PortPicked(_free_port(message.port)))
         elif isinstance(message, Spawn):
@@ -201,37 +231,41 @@ class Supervisor:
             self._unhandled_bytes -= message.num_bytes
         elif isinstance(message, Ping):
             self._send(Pong(time.monotonic()))
+        elif isinstance(message, Lease):
+            self._lease_s = message.lease_s
+            self._send(Pong(time.monotonic()))
         elif isinstance(message, DumpStacks):
             send([rank.pid for rank in self._ranks.values() if rank.status is None], STACKS_SIGNAL)
             self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S
         elif isinstance(message, Notify):
             send([rank.pid for rank in self._ranks.values() if rank.status is None], NOTICE_SIGNAL)
         elif isinstance(message, Sweep):
-            sweep_job(message.job_id)
+            left = sweep_job(message.job_id)
             scratch.remove_left(message.job_id)
             self._state = move(self._state, AgentState.GONE)
-            self._send(Bye())
+            self._send(Bye(sorted(left)))
 
     # ---- ranks ----
 
     def _spawn(self, spec: Spawn) -> None:
         self._spec = spec
+        self._lease_s = spec.lease_s
         self._state = move(self._state, AgentState.RUNNING)
-        problem = missing_devices(spec)
-        cores = _shares_of_cores(spec)
-        if problem or isinstance(cores, str):
-            self._send(SpawnFailed(problem or str(cores)))
-            self._stop(0.0)
-            return
+        num_ranks = len(spec.rank_envs)
         try:
-            self._scratch = scratch.make(spec.job_id)
-            for local_rank in range(len(spec.rank_envs)):
-                rank = spawn_rank(spec, local_rank, self._scratch, cores[local_rank] if cores else None)
+            check_devices(spec)
+            check_files(num_ranks)
+            cores = _cores_of_ranks(spec)
+            self._scratch = scratch.Scratch(spec.job_id)
+            for local_rank in range(num_ranks):
+                rank = spawn_rank(spec, local_rank, self._scratch.path, cores[local_rank] if cores else None)
                 self._ranks[rank.pid] = rank
+                for descriptor in rank.streams:
+                    self._set_watched(descriptor, selectors.EVENT_READ, self._reads_ranks, rank)
                 self._send(Started(rank.number, rank.pid))
-        except (OSError, ValueError) as error:  # ValueError: what the kernel takes in no argument or variable
+        except (OSError, ValueError, LauncherError) as error:  # ValueError: what no argument or variable may hold
             self._forget_ranks()  # they are ended like all descendants, and are not to be taken for the cause
-            self._send(SpawnFailed(why_not_started(error, spec)))
+            self._send(spawn_failure(error, spec))
             self._stop(0.0)
 
     def _forget_ranks(self) -> None:
@@ -354,13 +388,7 @@ class Supervisor:
 
     def _check_deadlines(self) -> None:
         now_s = time.monotonic()
-        spec = self._spec
-        if (
-            self._state is AgentState.RUNNING
-            and spec is not None
-            and spec.lease_s is not None
-            and now_s - self._last_message_s > spec.lease_s
-        ):
+        if self._connected and self._lease_s is not None and now_s - self._last_message_s > self._lease_s:
             self._lose_controller()
         if self._state is not AgentState.STOPPING:
             return
@@ -371,18 +399,11 @@ class Supervisor:
         gave_up = self._give_up_at_s is not None and now_s > self._give_up_at_s
         if (not left and not self._ranks) or gave_up:
             self._state = move(self._state, AgentState.GONE)
-            self._send(Bye())
-
-    def _flush_before_leaving(self) -> None:
-        """Send what is left as long as somebody reads it."""
-        os.set_blocking(self._output_fd, True)
-        with contextlib.suppress(OSError):
-            while self._unsent and self._connected:
-                del self._unsent[: os.write(self._output_fd, memoryview(self._unsent)[: 1 << 20])]
+            self._send(Bye(sorted(left)))
 
 
-def _shares_of_cores(spec: Spawn) -> list[list[int]] | str:
-    """Return the cores of each rank, [] where none is bound, or what is wrong with the wish."""
+def _cores_of_ranks(spec: Spawn) -> list[list[int]]:
+    """Return the cores of each rank, [] where none is bound. Raises: UsageError."""
     if spec.bound_cores is None:
         return []
     from launcher.cluster.cores import shares
@@ -392,13 +413,22 @@ def _shares_of_cores(spec: Spawn) -> list[list[int]] | str:
 
 def _free_port(wanted: int) -> int:
     """Return `wanted`, or any port when that is 0; 0 when `wanted` is in use."""
-    with socket.socket() as probe:
-        if wanted:  # as torch's own listener: connections of a run before may linger
+    if wanted:
+        with socket.socket() as probe:
+            # As torch's own listener: connections of a run before may linger.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", wanted))
-        except OSError:
-            return 0
+            try:
+                probe.bind(("", wanted))
+            except OSError:
+                return 0
+        return wanted
+    for _ in range(_PORT_TRIES):
+        port = _FIRST_PORT + int.from_bytes(os.urandom(4), "big") % _NUM_PORTS
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    with socket.socket() as probe:
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

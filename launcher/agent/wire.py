@@ -8,6 +8,7 @@ any bytes pass unchanged and unquoted.
 from __future__ import annotations
 
 import json
+import math
 import struct
 
 from launcher.base.errors import ProtocolError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -26,6 +27,8 @@ MAX_PAYLOAD_BYTES = 16 << 20
 _FRAME_BYTES = 128  # what the frame of an Output adds to its data, at most
 _MIN_COST_BYTES = 512  # of an Output, however short: it may need a line, a buffer, of srun for itself
 _LENGTHS = struct.Struct(">II")
+_MAX_SHOWN_CHARS = 80
+_SIMPLE_TYPES = {"int": int, "str": str, "bytes": bytes, "bool": bool, "None": type(None)}
 
 
 class Message(Record):
@@ -55,6 +58,7 @@ class Spawn(Message):
     grace_s: float  # between SIGTERM and SIGKILL when the lease ends
     bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
     window_bytes: int | None = None  # how much output may wait for a Handled, see Channel; None: any amount
+    open_files: int | None = None  # soft limit of open files of each rank; None: the one the agent was started with
 
 
 class Stop(Message):
@@ -87,6 +91,12 @@ class Ping(Message):
     """Renew the lease."""
 
 
+class Lease(Message):
+    """Make the lease as long as this from now on; answered like Ping. The launcher may be suspended for a while."""
+
+    lease_s: float
+
+
 # ---- agent to controller ----
 
 
@@ -101,7 +111,7 @@ class Hello(Message):
 
 
 class Pong(Message):
-    """The answer to Ping: the node and the way to it are alive."""
+    """The answer to Ping and Lease: the node and the way to it are alive."""
 
     time_s: float  # monotonic clock of the node
 
@@ -123,6 +133,8 @@ class SpawnFailed(Message):
     """No rank was started on this node."""
 
     reason: str
+    hint: str | None = None  # what helps
+    is_usage: bool = False  # an option is wrong: to try again would change nothing
 
 
 class Output(Message):
@@ -175,6 +187,8 @@ class Exited(Message):
 class Bye(Message):
     """All ranks and all their descendants are gone; the agent leaves."""
 
+    left: list[int] = []  # noqa: RUF012  # pids that SIGKILL did not end: a device or a file system holds them
+
 
 _TYPES: dict[str, type[Message]] = {
     kind.__name__: kind
@@ -186,6 +200,7 @@ _TYPES: dict[str, type[Message]] = {
         Notify,
         Sweep,
         Handled,
+        Lease,
         Ping,
         Hello,
         Pong,
@@ -222,6 +237,11 @@ class Decoder:
     def __init__(self, *, expect_magic: bool) -> None:
         self._buffer = bytearray()
         self._in_banner = expect_magic
+
+    @property
+    def banner(self) -> bytes:
+        """What came so far in place of an agent's words; empty once an agent has spoken."""
+        return bytes(self._buffer) if self._in_banner else b""
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages that `data` completes. Raises: ProtocolError for bytes that are no frame."""
@@ -262,9 +282,28 @@ def _decode(header: bytes, payload: bytes) -> Message:
             fields["data"] = payload
         elif kind is Hello:
             fields = {name: fields[name] for name in Hello.field_names if name in fields}
-        return kind(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        message = kind(**fields)
+        wrong = [name for name, wanted in kind.__annotations__.items() if not _fits(getattr(message, name), wanted)]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"the agent's stream is damaged: {error!r}") from None
+    if wrong:
+        value = repr(getattr(message, wrong[0]))[:_MAX_SHOWN_CHARS]
+        raise ProtocolError(f"the agent's stream is damaged: {wrong[0]} of {kind.__name__} is {value}")
+    return message
+
+
+def _fits(value: object, wanted: str) -> bool:
+    """Tell whether a value that came from the other side has the type that the annotation names."""
+    if " | " in wanted:
+        return any((part == "float" and isinstance(value, float)) or _fits(value, part) for part in wanted.split(" | "))
+    if wanted == "float":  # alone: a time, which is computed with; a loss may be infinite
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    if wanted.startswith("list["):
+        return isinstance(value, list) and all(_fits(entry, wanted[len("list[") : -1]) for entry in value)
+    if wanted.startswith("dict["):
+        inner = wanted[len("dict[str, ") : -1]
+        return isinstance(value, dict) and (inner == "Any" or all(_fits(entry, inner) for entry in value.values()))
+    return isinstance(value, _SIMPLE_TYPES[wanted])
 
 
 def check_version(hello: Hello, host_name: str) -> None:

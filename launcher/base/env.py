@@ -45,7 +45,11 @@ TORCHELASTIC_RESTART_COUNT = EnvVar(
 TORCHELASTIC_MAX_RESTARTS = EnvVar(
     "TORCHELASTIC_MAX_RESTARTS", "how often the job may be started again (`--max-restarts`)", "set"
 )
-TORCHELASTIC_RUN_ID = EnvVar("TORCHELASTIC_RUN_ID", "same as LAUNCH_JOB_ID, the name torchrun scripts read", "set")
+TORCHELASTIC_RUN_ID = EnvVar(
+    "TORCHELASTIC_RUN_ID",
+    "name of the job that all its ranks share: LAUNCH_JOB_ID, or `--job_id` where each node runs its own command",
+    "set",
+)
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
 SSH_PROCESSES = EnvVar(
     "LAUNCH_SSH_PROCESSES", "helper processes that hold SSH connections, 0 for none; default by hosts and cores", "read"

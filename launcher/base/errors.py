@@ -20,6 +20,8 @@ class Diagnostic(Record):
     message: str
     where: str | None = None  # "file:line:column", an option, a host or a rank
     hint: str | None = None  # what to do: "did you mean ...?", a command, an expected form
+    # (message, hint) as they are said once of several hosts that share this finding; None: the two above fit all.
+    shared: tuple[str, str | None] | None = None
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.message}" if self.where else self.message

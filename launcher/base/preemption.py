@@ -16,10 +16,31 @@ from launcher.base.signals import NOTICE_SIGNAL
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
+    from typing import Any
 
 EXIT_REQUEUE = int(ExitCode.REQUEUE)
 
-_was_told = False
+
+class _Notice:
+    """The handler of the notice, which remembers that it came.
+
+    The worker installs it, and leaves `sys.modules` to the script, which gets a copy of this module of its own: the one
+    thing that both share is the handler that is in force.
+    """
+
+    is_launch_notice = True
+    has_come = False
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        self.has_come = True
+
+
+def _in_force() -> _Notice | None:
+    handler: Any = signal.getsignal(NOTICE_SIGNAL)
+    return handler if getattr(handler, "is_launch_notice", False) else None
+
+
+_notice = _in_force()  # or the one that was, until the script took the signal over
 
 
 def preempted() -> bool:
@@ -29,7 +50,7 @@ def preempted() -> bool:
     maximum, before the ranks act on it together.
     """
     listen()
-    return _was_told
+    return _notice is not None and _notice.has_come
 
 
 def listen() -> None:
@@ -37,20 +58,18 @@ def listen() -> None:
 
     Agents start ranks with the notice blocked: one that came before now waits, and is taken now.
     """
-    if signal.getsignal(NOTICE_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
-        return
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(NOTICE_SIGNAL, _remember)
-        signal.siginterrupt(NOTICE_SIGNAL, False)  # libraries that do not expect EINTR must not fail of it
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE_SIGNAL])
+    global _notice
+    _notice = _in_force() or _notice
+    if signal.getsignal(NOTICE_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN):
+        with contextlib.suppress(ValueError):  # not the main thread
+            notice = _Notice()
+            signal.signal(NOTICE_SIGNAL, notice)
+            _notice = notice
+            signal.siginterrupt(NOTICE_SIGNAL, False)  # libraries that do not expect EINTR must not fail of it
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE_SIGNAL])
 
 
 def ignore() -> None:
     """Ignore the notice, one that waits included: for a program that does not know it and would die of it."""
     signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE_SIGNAL])
-
-
-def _remember(_number: int, _frame: FrameType | None) -> None:
-    global _was_told
-    _was_told = True

@@ -90,9 +90,10 @@ def send(pids: Iterable[int], signal_number: int) -> None:
             os.kill(pid, signal_number)
 
 
-def sweep_job(job_id: str, timeout_s: float = 5.0) -> None:
-    """Kill the processes of a job until none is left or `timeout_s` has passed."""
+def sweep_job(job_id: str, timeout_s: float = 5.0) -> set[int]:
+    """Kill the processes of a job until none is left or `timeout_s` has passed. Returns those that are left."""
     deadline = time.monotonic() + timeout_s
     while (members := members_of_job(job_id)) and time.monotonic() < deadline:
         send(members, signal.SIGKILL)
         time.sleep(SWEEP_INTERVAL_S)
+    return members

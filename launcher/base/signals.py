@@ -1,8 +1,11 @@
-"""The two signals that agents send to ranks and that do not end them."""
+"""Signals that agents send to ranks and that do not end them, and what signals mean while the command line loads."""
 
 from __future__ import annotations
 
+import os
 import signal
+
+from launcher.base.exit_codes import ExitCode
 
 # The job will soon be taken off its nodes, see `preemption`.
 NOTICE_SIGNAL = signal.SIGUSR1
@@ -19,6 +22,25 @@ def hold_notices() -> None:
     A handler, because a signal that is blocked or ignored would be so in every program that is started, too.
     """
     signal.signal(NOTICE_SIGNAL, lambda number, _frame: _held.append(number))
+
+
+def leave_at_interrupt() -> None:
+    """End this process at once when Ctrl-C comes, as long as there is nothing to put in order. Main thread only.
+
+    Python's own way, an exception, is lost or shown as a traceback where it meets an import or a finalizer.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+        signal.signal(signal.SIGINT, _leave)
+
+
+def raise_at_interrupt() -> None:
+    """Turn Ctrl-C into KeyboardInterrupt again, for code that puts things in order."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(_number: int, _frame: object) -> None:
+    os._exit(ExitCode.INTERRUPTED)
 
 
 def take_held() -> list[int]:

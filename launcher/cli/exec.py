@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import json
+import shlex
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from launcher.base.errors import Diagnostic, UsageError
+from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
@@ -17,11 +19,14 @@ from launcher.cli.command import Command
 from launcher.cli.completion import files
 from launcher.cli.hosts import HostOptions, host_options
 from launcher.cli.numbers import Seconds
-from launcher.cluster.fold import fold
+from launcher.cluster.fold import fold, fold_findings
 from launcher.job.bare import BareSession
-from launcher.job.everywhere import MAX_OUTPUT_BYTES, Everywhere, HostResult, Task
+from launcher.job.everywhere import Everywhere, Held, HostResult, Listener, Task
 from launcher.job.plan import new_job_id
 
+_GATHER_S = 2.0  # hosts that end within so long of each other are shown together
+_NOT_FOUND = 127
+_OF_SHELLS = frozenset(" ;|&<>$*`")  # in a program's name they mean that a shell was meant
 _EPILOG = """\b
 examples:
   launch exec --hostfile hosts nvidia-smi -L
@@ -44,6 +49,7 @@ examples:
     is_flag=True,
     help="Run COMMAND under an agent (needs Python there), which ends all that it leaves running.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print what each host answered as JSON, once all have ended.")
 @click.argument("command", shell_complete=files)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files)
 @click.pass_context
@@ -54,13 +60,15 @@ def exec_command(
     arguments: tuple[str, ...],
     timeout_s: float | None,
     supervise: bool,
+    as_json: bool,
     **values: Any,
 ) -> None:
     """Run COMMAND on all hosts at once, in this folder, and show equal output once.
 
-    The words reach COMMAND as they are: for pipes and variables give `sh -c '...'`. The exit code is the largest of all
-    hosts'; 69 when a host could not be reached. The hosts need a POSIX shell and nothing else. Ctrl-C and --timeout end
-    COMMAND and its process group; what it leaves running at its own end goes on, unless --supervise is given.
+    A host is shown when it has ended, together with those that end within two seconds. The words reach COMMAND as
+    they are: for pipes and variables give `sh -c '...'`. The exit code is the largest of all hosts'; 69 when a host
+    could not be reached. The hosts need a POSIX shell and nothing else. Ctrl-C and --timeout end COMMAND and its
+    process group; what it leaves running at its own end goes on, unless --supervise is given.
     """
     options = HostOptions(**values)
     is_bare = not (supervise or options.in_slurm)
@@ -72,17 +80,24 @@ def exec_command(
     tasks = [Task(host, words, cwd) for host in cluster.hosts]
     transports = options.reach(cluster, shell_only=is_bare)
     run = Everywhere(tasks, transports.for_host, new_job_id(), _say_waiting, BareSession if is_bare else None)
+    display = Display([task.host.name for task in tasks], run.held, _hint_for(words))
+    if not as_json:
+        run.listener = display
     try:
         transports.prepare(cluster.hosts)
         results = run.run(timeout_s)
     finally:
         transports.close()
-    show_results(results)
+    code = 128 + run.interrupted_by if run.interrupted_by else exit_code_of(results)
+    if as_json:
+        click.echo(json.dumps({"exit_code": int(code), "hosts": [_plain(result) for result in results]}, indent=2))
+    else:
+        display.finish(results)
     for name in run.unconfirmed_hosts:
         click.echo(
             click.style("! ", fg="yellow") + f"{name} could not be asked whether anything is left there", err=True
         )
-    ctx.exit(128 + run.interrupted_by if run.interrupted_by else exit_code_of(results))
+    ctx.exit(code)
 
 
 def exit_code_of(results: Sequence[HostResult]) -> int:
@@ -92,7 +107,42 @@ def exit_code_of(results: Sequence[HostResult]) -> int:
     )
 
 
-def show_results(results: Sequence[HostResult]) -> None:
+class Display(Listener):
+    """Shows hosts as they end, those that end shortly after each other together, and frees their output."""
+
+    def __init__(self, names: Sequence[str], held: Held, not_found_hint: str | None) -> None:
+        """names: of all hosts, in order. not_found_hint: said of a command that is not found."""
+        self._order = {name: number for number, name in enumerate(names)}
+        self._held = held
+        self._hint = not_found_hint
+        self._waiting: dict[str, HostResult] = {}
+        self._shown: set[str] = set()
+        self._since_s = 0.0
+
+    def ended(self, result: HostResult) -> None:
+        if not self._waiting:
+            self._since_s = time.monotonic()
+        self._waiting[result.host.name] = result
+
+    def turn(self) -> None:
+        if self._waiting and time.monotonic() - self._since_s > _GATHER_S:
+            self._show()
+
+    def finish(self, results: Sequence[HostResult]) -> None:
+        """Show all hosts that were not shown yet."""
+        self._waiting = {r.host.name: r for r in results if r.host.name not in self._shown}
+        self._show()
+
+    def _show(self) -> None:
+        results = sorted(self._waiting.values(), key=lambda result: self._order[result.host.name])
+        show_results(results, has_headers=len(self._order) > 1, not_found_hint=self._hint)
+        for result in results:
+            self._held.drop(result)
+        self._shown |= self._waiting.keys()
+        self._waiting = {}
+
+
+def show_results(results: Sequence[HostResult], *, has_headers: bool, not_found_hint: str | None = None) -> None:
     """Print each different output once, under the hosts that gave it; then the hosts that failed."""
     blocks: dict[tuple[bytes, bytes], list[HostResult]] = {}
     for result in results:
@@ -102,32 +152,46 @@ def show_results(results: Sequence[HostResult]) -> None:
         header = fold([result.host.name for result in members]) + ":\n"
         for data, stream in ((out, sys.stdout.buffer), (err, sys.stderr.buffer)):
             if data:
-                # One host needs no header.
-                stream.write((header.encode() if len(results) > 1 else b"") + data)
+                stream.write((header.encode() if has_headers else b"") + data)
                 stream.write(b"" if data.endswith(b"\n") else b"\n")
                 stream.flush()
         if members[0].is_cut:
-            _complain(members, f"printed more than {format_bytes(MAX_OUTPUT_BYTES)}: the rest is not shown", None)
-    failures: dict[tuple[str, str | None], list[HostResult]] = {}
+            kept = format_bytes(len(out) + len(err))
+            _complain(
+                [member.host.name for member in members], f"printed more than {kept}: the rest is not shown", None
+            )
+    codes: dict[int, list[str]] = {}
     for result in results:
-        if result.error is not None:
-            failures.setdefault(_without_host(result.host.name, result.error), []).append(result)
-        elif result.exit_code:
-            failures.setdefault((f"exit code {result.exit_code}", None), []).append(result)
-    for (message, hint), members in failures.items():
-        error = members[0].error if len(members) == 1 else None
-        _complain(members, *((message, hint) if error is None else (error.message, error.hint)))
+        if result.error is None and result.exit_code:
+            codes.setdefault(result.exit_code, []).append(result.host.name)
+    for code, names in codes.items():
+        _complain(names, f"exit code {code}", not_found_hint if code == _NOT_FOUND else None)
+    for finding in fold_findings([result.error for result in results if result.error is not None]):
+        _complain([finding.where or "?"], finding.message, finding.hint)
 
 
-def _without_host(name: str, error: Diagnostic) -> tuple[str, str | None]:
-    """Return message and hint with HOST for the host's name: what befell many hosts is then told once."""
-    own = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])")
-    return own.sub("HOST", error.message), error.hint and own.sub("HOST", error.hint)
+def _hint_for(words: Sequence[str]) -> str | None:
+    """Return what to say when the command is not found: its one word may be a line for a shell."""
+    if len(words) > 1 or _OF_SHELLS.isdisjoint(words[0]):
+        return None
+    return f"the words reach a program as they are; for a shell give: launch exec ... -- sh -c {shlex.quote(words[0])}"
 
 
-def _complain(results: Sequence[HostResult], message: str, hint: str | None) -> None:
-    hosts = fold([result.host.name for result in results])
-    click.echo(click.style("✗ ", fg="red") + f"{hosts}: {message}", err=True)
+def _plain(result: HostResult) -> dict[str, Any]:
+    error = result.error
+    return {
+        "host": result.host.name,
+        "exit_code": result.exit_code,
+        "stdout": result.stdout.decode("utf-8", "replace"),
+        "stderr": result.stderr.decode("utf-8", "replace"),
+        "is_cut": result.is_cut,
+        "error": None if error is None else error.message,
+        "hint": None if error is None else error.hint,
+    }
+
+
+def _complain(names: Sequence[str], message: str, hint: str | None) -> None:
+    click.echo(click.style("✗ ", fg="red") + f"{fold(names)}: {message}", err=True)
     if hint:
         click.echo(f"  → {hint}", err=True)
 

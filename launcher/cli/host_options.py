@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from launcher.base import env
 from launcher.cli.command import option
 from launcher.cli.numbers import Nodes, Whole
 from launcher.cluster.limits import MAX_EXPANSION
@@ -15,6 +17,17 @@ if TYPE_CHECKING:
     from launcher.transport.ssh_config import SshOptions
 
 HOSTS = "Hosts"
+DEFAULT_HOSTFILE = "/job/hostfile"
+DEFAULT_HOSTFILE_NOTE = f"hosts of {DEFAULT_HOSTFILE}, as DeepSpeed reads it when no --hostfile is given"
+DEBUGGING = "launcher.debugging"  # key of click's `Context.meta`
+
+
+def note_debugging(ctx: click.Context, _: click.Parameter, value: Any) -> Any:
+    """Let `LaunchGroup` know that this run shows what it does inside: the callback of an option."""
+    if value in (True, "debug"):
+        ctx.meta[DEBUGGING] = True
+    return value
+
 
 # Which hosts.
 HOST_CHOICE = (
@@ -23,7 +36,7 @@ HOST_CHOICE = (
         "--hostfile",
         heading=HOSTS,
         type=click.Path(),
-        help="File of `host slots=N` lines. Default: the Slurm job, else this machine.",
+        help="File of `host slots=N` lines. Default: the Slurm job, else /job/hostfile, else this machine.",
     ),
     option(
         "-i",
@@ -63,6 +76,14 @@ REACHING = (
     ),
     option("--setup", heading=HOSTS, default="", metavar="CMD", help="Shell text to run on a host first."),
     option("--venv-script", heading=HOSTS, metavar="FILE", help="Source FILE on a host first."),
+    option(
+        "-v",
+        "--verbose",
+        heading="Output",
+        is_flag=True,
+        callback=note_debugging,
+        help="Show what SSH does, and of an error the stack, on standard error.",
+    ),
 )
 
 
@@ -81,6 +102,12 @@ class Reaching:
     accept_new_host_keys: bool = False
     setup: str = ""
     venv_script: str | None = None
+    verbose: bool = False
+
+    @property
+    def shows_debug(self) -> bool:
+        """Say whether to show what SSH does."""
+        return self.verbose
 
     @property
     def shell_setup(self) -> str:
@@ -103,4 +130,14 @@ class Reaching:
             python=self.remote_python,
             setup=self.shell_setup,
             accept_new_host_keys=self.accept_new_host_keys,
+            verbose=self.shows_debug,
         )
+
+
+def default_hostfile() -> str | None:
+    """Return the hostfile that DeepSpeed reads when none is named, None where there is no such file.
+
+    A rank that starts `launch` itself runs on the machine it is on.
+    """
+    is_there = env.JOB_ID.name not in os.environ and os.path.isfile(DEFAULT_HOSTFILE)
+    return DEFAULT_HOSTFILE if is_there else None

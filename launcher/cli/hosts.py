@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
+
 from launcher.base.errors import UsageError
-from launcher.cli.host_options import HOST_CHOICE, REACHING, Reaching
+from launcher.cli.host_options import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, Reaching, default_hostfile
 from launcher.cli.reach import Reach, Transports
 from launcher.cluster.allocation import in_allocation
 from launcher.cluster.cluster import Cluster, Host
@@ -49,6 +51,12 @@ class HostOptions(Reaching):
             from launcher.cli.slurm import allocation  # 7 ms that a command with a hostfile does not pay
 
             return self._chosen(allocation(None))
+        path = default_hostfile()
+        if path is not None:
+            from launcher.cluster.hostfile import read_hostfile
+
+            click.echo(DEFAULT_HOSTFILE_NOTE, err=True)
+            return self._chosen(read_hostfile(path))
         if self.include or self.exclude or self.num_nodes not in (None, 1):
             raise UsageError(
                 "--include, --exclude and --num-nodes choose among the hosts of a hostfile, and there is none",

@@ -20,8 +20,8 @@ from click.shell_completion import CompletionItem
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.processes import members_of_job, sweep_job
 from launcher.base.units import format_duration
+from launcher.cli.lines import MixedLines
 from launcher.cli.numbers import Whole
-from launcher.cli.render import LineAssembler
 from launcher.cluster.fold import fold
 from launcher.job.follow import LogReader
 from launcher.job.plan import DEFAULT_LEASE_S
@@ -110,24 +110,24 @@ def logs(job: str, rank: int | None, follow: bool, num_lines: int | None) -> Non
     """Show what the ranks of JOB wrote. JOB is an id of `launch ps`, or the beginning of one."""
     entry = find_job(job)
     reader = LogReader(entry.run_folder, rank, num_lines)
-    assemblers: dict[int, LineAssembler] = {}
+    lines = MixedLines()
     while True:
         # Asked before reading: what a job wrote until its end is read after its end.
         is_last = not follow or entry.state not in ("running", "elsewhere")
         for number, pieces in itertools.groupby(reader.read(), key=operator.itemgetter(0)):
-            assembler = assemblers.setdefault(number, LineAssembler(f"[{number}] ".encode()))
             for _, data in pieces:
-                sys.stdout.buffer.write(assembler.feed(data) if rank is None else data)
+                shown = lines.feed(number, f"[{number}] ".encode(), data) if rank is None else data
+                sys.stdout.buffer.write(shown)
             if is_last:
-                sys.stdout.buffer.write(assembler.flush())
+                sys.stdout.buffer.write(lines.flush())
         if is_last:
             break
+        sys.stdout.buffer.write(lines.settle(time.monotonic()))
         sys.stdout.buffer.flush()
         time.sleep(_POLL_S)
         with contextlib.suppress(UsageError):  # the entry has been dropped: what is known holds
             entry = find_job(entry.job_id)
-    for assembler in assemblers.values():
-        sys.stdout.buffer.write(assembler.flush())
+    sys.stdout.buffer.write(lines.flush())
     sys.stdout.buffer.flush()
     if not reader.has_found:
         raise _no_log(entry, rank, reader.ranks())

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli import render
+from launcher.cli import render, streams
 from launcher.cli.planning import choose_hosts, config_argument, make_plan
 from launcher.cli.reach import Transports
 from launcher.job.controller import Controller
+from launcher.job.display import Display
 from launcher.job.plan import new_job_id
 from launcher.job.registry import registered
 from launcher.job.restart import RestartPolicy, run_with_restarts
+from launcher.job.signals import SignalQueue
 
 if TYPE_CHECKING:
     from launcher.cli.live import LiveView
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from launcher.job.plan import JobPlan
     from launcher.job.report import RunReport
     from launcher.transport.local import LocalTransport
+
+_STILL_SHOWING = "waiting for standard output to be read (Ctrl-C: leave; everything is in {}/)"
 
 
 def launch(options: RunOptions, local: LocalTransport) -> int:
@@ -52,26 +56,34 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
         live=_live_view(options, plan),
         has_prefixes=not options.no_prefix,
     )
-    for note in chosen.notes:
-        console.note(note)
-
-    def run_plan(plan: JobPlan) -> RunReport:
-        transports.prepare([node.host for node in plan.placement.nodes])
-        return Controller(plan, transports.for_host, console).run(
-            lambda: check_config(options.script_args, plan.placement.world_size)
-        )
-
     policy = RestartPolicy(
         options.max_restarts, options.min_nodes, chosen.spares, lambda: world_sizes_of(options.script_args)
     )
-    try:
-        with registered(plan, console.warning) as registration:
-            report = run_with_restarts(plan, policy, run_plan, plan_for, console)
-            registration.exit_code = report.exit_code
-    finally:
-        transports.close()
-        console.close()
-    console.finish(report)
+    display, signals = Display(console), SignalQueue(plan.stop_signals)
+
+    def say_still_showing() -> None:
+        streams.say_if_possible(_STILL_SHOWING.format(plan.run_folder))
+
+    def run_plan(plan: JobPlan) -> RunReport:
+        display.wait_for_room(signals, say_still_showing)
+        transports.prepare([node.host for node in plan.placement.nodes])
+        return Controller(plan, transports.for_host, display, signals).run(
+            lambda: check_config(options.script_args, plan.placement.world_size)
+        )
+
+    for note in chosen.notes:
+        display.put(console.note, note)
+    with signals.listening():  # once for all runs: no signal may find the defaults between two of them
+        try:
+            with registered(plan, display.warning) as registration:
+                report = run_with_restarts(plan, policy, run_plan, plan_for, display, signals)
+                registration.exit_code = report.exit_code
+            display.put(console.finish, report)
+        finally:
+            transports.close()
+            display.put(console.close)
+            display.close(signals, say_still_showing)
+    display.check()
     return report.exit_code
 
 

@@ -6,10 +6,10 @@ import sys
 from typing import BinaryIO
 
 from launcher.cli.facts import RunFacts
-from launcher.cli.screen import Screen, is_same_terminal
+from launcher.cli.lines import CLEAR_LINE
+from launcher.cli.screen import Screen
+from launcher.cli.streams import is_same_terminal
 from launcher.job.plan import JobPlan
-
-_CLEAR_LINE = b"\x1b[K"
 
 
 class LiveView:
@@ -36,8 +36,18 @@ class LiveView:
         """
         if self._screen is None or stream.fileno() not in self._descriptors:
             return False
-        self._screen.write(_CLEAR_LINE + data if is_ours else data)
+        self._screen.write(CLEAR_LINE + data if is_ours else data)
         return True
+
+    def pause(self) -> None:
+        """Take the panel away until `resume`."""
+        if self._screen is not None:
+            self._screen.pause()
+
+    def resume(self) -> None:
+        """Show the panel again."""
+        if self._screen is not None:
+            self._screen.resume()
 
     def close(self) -> None:
         """Take the panel away; from now on `write` is declined. May be called twice."""

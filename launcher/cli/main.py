@@ -13,9 +13,11 @@ import click
 from launcher import __version__
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.signals import raise_at_interrupt
 from launcher.base.suggest import did_you_mean
 from launcher.cli import streams
 from launcher.cli.command import spelled
+from launcher.cli.host_options import DEBUGGING
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -81,6 +83,12 @@ class LaunchGroup(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise _ReaderGone from None  # click would end with 1
+        except LauncherError:
+            if DEBUGGING in ctx.meta:
+                import traceback
+
+                streams.say(traceback.format_exc().rstrip())
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -90,6 +98,8 @@ class LaunchGroup(click.Group):
         if known is None:
             return None
         command: Any = getattr(importlib.import_module(known.module), known.attribute)
+        if cmd_name != "run":  # that one has its own way, see `job.signals`
+            raise_at_interrupt()
         return command if isinstance(command, click.Command) else None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -155,7 +165,9 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # with PYTHONIOENCODING=latin-1 not every sign has a code
     try:
-        code = cli.main(prog_name="launch", standalone_mode=False)
+        # Without colours for whoever does not want them (no-color.org); None: on terminals only.
+        color = False if os.environ.get("NO_COLOR") else None
+        code = cli.main(prog_name="launch", standalone_mode=False, color=color)
         sys.stdout.flush()
     except click.exceptions.Exit as error:
         code = error.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +16,13 @@ from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean
 from launcher.cli.command import option
 from launcher.cli.completion import files
-from launcher.cli.host_options import HOST_CHOICE, HOSTS, REACHING, Reaching
+from launcher.cli.host_options import HOST_CHOICE, HOSTS, REACHING, Reaching, note_debugging
 from launcher.cli.numbers import Ranks, Seconds, Whole
 from launcher.cluster.allocation import in_allocation
 from launcher.cluster.limits import MAX_SLOTS
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-_NOT_HANDLED = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGURG")  # by no program, or not as a wish to end
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -37,6 +37,13 @@ _OPTIONS = (
         heading=HOSTS,
         type=Whole(0),
         help="Start this node's ranks only; every node runs a command of its own.",
+    ),
+    option(
+        "--job-id",
+        "run_id",
+        heading=HOSTS,
+        metavar="NAME",
+        help="With --node-rank or --no-ssh, the same name on all nodes. Default: from the master's address.",
     ),
     option(
         "--no-ssh",
@@ -149,7 +156,8 @@ _OPTIONS = (
         heading=_OUTPUT,
         type=click.Choice(LOG_LEVELS),
         default="info",
-        help="How much of our own to show. Default: info.",
+        callback=note_debugging,
+        help="How much of our own to show; debug: the plan, and what --verbose shows. Default: info.",
     ),
     option(
         "-q",
@@ -175,6 +183,15 @@ _OPTIONS = (
     ),
 )
 
+_RESERVED_SIGNALS = {
+    "SIGKILL": "no program can handle it",
+    "SIGSTOP": "no program can handle it",
+    "SIGCHLD": "it tells launch that a process of its own has ended",
+    "SIGURG": "it asks ranks for their stacks",
+    "SIGQUIT": "it asks for the stacks of all ranks, as `launch stacks` does",
+}
+_RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Reaching):
@@ -192,6 +209,7 @@ class RunOptions(Reaching):
     no_local_rank: bool
     no_ssh: bool
     node_rank: int | None
+    run_id: str | None
     log_dir: Path
     grace_s: float
     lease_s: float
@@ -212,6 +230,10 @@ class RunOptions(Reaching):
     as_json: bool
 
     def __post_init__(self) -> None:
+        if self.run_id is not None and not _RUN_ID.fullmatch(self.run_id):
+            raise UsageError(
+                f'"{self.run_id}" cannot be a job id', where="--job-id", hint="use letters, digits and . _ : - only"
+            )
         if self.module and self.no_python:
             raise UsageError("--module and --no-python exclude each other", hint="give one of them")
         if self.pass_local_rank and self.no_local_rank:
@@ -252,7 +274,12 @@ class RunOptions(Reaching):
     @property
     def wants_panel(self) -> bool:
         """Say whether a terminal may show the panel: part of what `info` shows."""
-        return not (self.plain or self.quiet) and self.log_level in ("debug", "info")
+        return not (self.plain or self.quiet or self.shows_debug) and self.log_level == "info"
+
+    @property
+    def shows_debug(self) -> bool:
+        """Say whether to show what SSH does."""
+        return self.verbose or self.log_level == "debug"
 
     @property
     def stop_signals(self) -> tuple[int, ...]:
@@ -260,13 +287,14 @@ class RunOptions(Reaching):
         numbers = []
         for name in filter(None, (part.strip().upper() for part in self.signals_to_handle.split(","))):
             full = name if name.startswith("SIG") else f"SIG{name}"
-            possible = [known for known in signal.Signals.__members__ if known not in _NOT_HANDLED]
-            if full not in possible:
-                hint = None if full in _NOT_HANDLED else did_you_mean(full, possible)
+            if full not in signal.Signals.__members__:
+                hint = did_you_mean(full, signal.Signals.__members__)
+                raise UsageError(f"there is no signal {name}", where="--signals-to-handle", hint=hint)
+            if full in _RESERVED_SIGNALS:
                 raise UsageError(
-                    f"{name} is no signal that can be handled",
+                    f"{full} cannot end a job in order: {_RESERVED_SIGNALS[full]}",
                     where="--signals-to-handle",
-                    hint=hint or "such as SIGINT,SIGTERM",
+                    hint="name others, such as SIGINT,SIGTERM,SIGHUP",
                 )
             numbers.append(int(signal.Signals[full]))
         return tuple(numbers)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.base.folders import home_folder, working_folder
+from launcher.cli.host_options import DEFAULT_HOSTFILE, DEFAULT_HOSTFILE_NOTE
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import local_device_tokens
+from launcher.cluster.hostname import is_loopback
 from launcher.job.envfile import job_environment
 from launcher.job.environment import forwarded
 from launcher.job.plan import Command, JobPlan
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from launcher.cli.options import RunOptions
     from launcher.cli.reach import Reach
     from launcher.transport.api import Transport
+
+
+_FOLDER_MAINS = ("__main__.py", "__main__.pyc")
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ def choose_hosts(options: RunOptions) -> Choice:
             num_gpus=options.num_gpus,
         )
         spares = offered.hosts[options.num_nodes :] if options.num_nodes is not None else ()
-        return Choice(cluster, spares)
+        notes = (DEFAULT_HOSTFILE_NOTE,) if options.hostfile == DEFAULT_HOSTFILE else ()
+        return Choice(cluster, spares, notes)
     num_devices = len(local_device_tokens(os.environ))
     if num_devices == 0:
         if options.include or options.exclude:
@@ -79,14 +85,15 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
         placement = _one_node(options, placement)
     kinds = {node.node_rank: transports.for_host(node.host) for node in placement.nodes}
     names = {node_rank: transport.name for node_rank, transport in kinds.items()}
-    if options.kind == "script" and not Path(options.script).is_file() and "local" in names.values():
-        raise UsageError(f"script {options.script} does not exist", where=working_folder(), hint="check the path")
+    if options.kind == "script" and "local" in names.values():
+        _check_script(options.script)
     home, cwd = home_folder(), working_folder()
     standard = (*([home] if home is not None else []), Path(cwd))
     tokens = local_device_tokens(os.environ)
     _check_local_slots(placement, names, len(tokens))
     return JobPlan(
         job_id=job_id,
+        run_id=_run_id(options, placement),
         placement=placement,
         command=Command(options.kind, options.script, options.script_args, options.pass_local_rank),
         cwd=cwd,
@@ -108,6 +115,14 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
     )
 
 
+def _check_script(script: str) -> None:
+    """Raise UsageError for what python could not run either: the agent would start for nothing."""
+    if not os.path.exists(script):
+        raise UsageError(f"script {script} does not exist", where=working_folder(), hint="check the path")
+    if os.path.isdir(script) and not any(os.path.exists(os.path.join(script, name)) for name in _FOLDER_MAINS):
+        raise UsageError(f"the folder {script} has no __main__.py", where=working_folder(), hint="name a file in it")
+
+
 def _bound_cores(options: RunOptions) -> tuple[int, ...] | None:
     """Return the cores to share out, () for all, None for no binding. Raises: UsageError."""
     if not options.bind_core_list:
@@ -115,6 +130,13 @@ def _bound_cores(options: RunOptions) -> tuple[int, ...] | None:
     from launcher.cluster.cores import parse_core_list
 
     return parse_core_list(options.bind_core_list)
+
+
+def _run_id(options: RunOptions, placement: Placement) -> str | None:
+    """Return what all nodes call the job, None where one command starts them all: the job's own id then."""
+    if options.run_id is not None or not options.is_by_hand or placement.world_size == len(placement.ranks):
+        return options.run_id
+    return f"{options.master_addr}-{options.master_port}"  # what every node's command must name alike anyway
 
 
 def _one_node(options: RunOptions, placement: Placement) -> Placement:
@@ -153,7 +175,7 @@ def _check_local_slots(placement: Placement, transports: dict[int, str], num_dev
 def _master_addr(options: RunOptions, placement: Placement, kinds: dict[int, Transport], transports: Reach) -> str:
     if options.master_addr is not None:
         return options.master_addr
-    if all(transport.name == "local" for transport in kinds.values()):
+    if placement.num_nodes == 1 or all(transport.name == "local" for transport in kinds.values()):
         return "127.0.0.1"
     first = placement.nodes[0].host
     if kinds[0].name == "local":
@@ -163,7 +185,14 @@ def _master_addr(options: RunOptions, placement: Placement, kinds: dict[int, Tra
                 hint="write this machine's own name into the hostfile, or give --master-addr",
             )
         return first.name
-    return transports.address_of(first)
+    address = transports.address_of(first)
+    if address != first.name and is_loopback(address):
+        raise UsageError(
+            f"{address}, the HostName of {first.name} in the SSH config, leads other hosts to themselves",
+            where=first.name,
+            hint="give node 0's address in the network of the hosts with --master-addr",
+        )
+    return address
 
 
 def config_argument(script_args: Sequence[str]) -> str | None:

@@ -69,10 +69,13 @@ class Transports:
         num_ssh = sum(not self._is_here(host) for host in hosts)
         if num_ssh == 0:
             return
-        from launcher.transport.sharing import allow_files, helper_count
+        from launcher.transport.sharing import allow_connections, helper_count
 
-        allow_files(num_ssh)
-        num_helpers = 0 if self._pool is not None else helper_count(num_ssh)
+        config = self._ssh_options().config_file
+        # No other process can read a pipe (`-F <(...)`) again.
+        can_help = self._pool is None and (config is None or config.is_file())
+        num_helpers = helper_count(num_ssh) if can_help else 0
+        allow_connections(num_ssh, num_helpers)
         if num_helpers:
             from launcher.transport.ssh_pool import SshPool
 

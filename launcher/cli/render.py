@@ -6,31 +6,43 @@ import json
 import re
 import shlex
 import sys
+import time
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
 from launcher import __version__
-from launcher.base.errors import LauncherError
+from launcher.base.errors import LauncherError, TransportError
 from launcher.base.secrets import MASK, mask_arguments
 from launcher.base.units import format_bytes, format_duration
 from launcher.cli import streams
+from launcher.cli.lines import MixedLines
 from launcher.cli.options import LOG_LEVELS
 from launcher.cli.shown import ShownOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from launcher.cli.live import LiveView
     from launcher.job.plan import JobPlan
     from launcher.job.report import Failure, RunReport
 
 _MAX_STACK_LINES = 200
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
-_MAX_PENDING_BYTES = 1 << 16  # a line longer than this is shown in parts
+_STREAMS: dict[str, Callable[[], BinaryIO]] = {
+    "stdout": lambda: sys.stdout.buffer,
+    "stderr": lambda: sys.stderr.buffer,
+}
 
 
 def show_error(error: LauncherError) -> None:
-    """Print what is wrong, where, and what to do; all findings of the error."""
-    for diagnostic in error.diagnostics:
+    """Print what is wrong, where, and what to do; all findings of the error, those that hosts share once."""
+    diagnostics = error.diagnostics
+    if isinstance(error, TransportError) and len(diagnostics) > 1:
+        from launcher.cluster.fold import fold_findings
+
+        diagnostics = tuple(fold_findings(diagnostics))
+    for diagnostic in diagnostics:
         where = f"{diagnostic.where}: " if diagnostic.where else ""
         streams.say(click.style("✗ ", fg="red") + printable(where + diagnostic.message))
         if diagnostic.hint:
@@ -81,42 +93,15 @@ def _headline(plan: JobPlan) -> str:
     return f"launch {__version__} · job {plan.job_id} · {size}"
 
 
+def _lines_of_streams() -> dict[str, MixedLines]:
+    """Return what puts the lines of all ranks together, by stream; the same for both where they are one terminal."""
+    stdout, stderr = (MixedLines(streams.columns_of(descriptor)) for descriptor in (1, 2))
+    return {"stdout": stdout, "stderr": stdout if streams.is_same_terminal(1, 2) else stderr}
+
+
 def _evidence(failure: Failure) -> list[str]:
     """Return the lines that show what happened: the traceback, or else what the rank wrote last."""
     return [printable(line) for line in failure.traceback.rstrip().splitlines() or failure.last_lines]
-
-
-class LineAssembler:
-    """Cuts one rank's byte stream into prefixed lines.
-
-    A carriage return ends a part too, and is kept, so that progress bars overwrite themselves as they do
-    without a launcher.
-    """
-
-    def __init__(self, prefix: bytes) -> None:
-        self._prefix = prefix
-        self._pending = b""
-
-    def feed(self, data: bytes) -> bytes:
-        """Return what can be shown now."""
-        parts = (self._pending + data).splitlines(keepends=True) if data else []
-        # splitlines also cuts at bytes that end no line on a terminal; bytes.splitlines cuts at \\n and \\r only.
-        self._pending = b""
-        if parts and not parts[-1].endswith((b"\n", b"\r")):
-            self._pending = parts.pop()
-        elif parts and parts[-1].endswith(b"\r"):
-            # "\r\n" may be cut in two: wait for what follows.
-            self._pending = parts.pop()
-        shown = b"".join(self._prefix + part for part in parts)
-        if len(self._pending) > _MAX_PENDING_BYTES or self._pending.endswith(b"\r"):
-            shown += self._prefix + self._pending
-            self._pending = b""
-        return shown
-
-    def flush(self) -> bytes:
-        """Return the rest, which had no line end."""
-        rest, self._pending = self._pending, b""
-        return self._prefix + rest + b"\n" if rest else b""
 
 
 class Console:
@@ -131,7 +116,7 @@ class Console:
         """
         self._plan = plan
         self._level = LOG_LEVELS.index(log_level)
-        self._assemblers: dict[tuple[int, str], LineAssembler] = {}
+        self._lines = _lines_of_streams()
         self._live = live
         self._has_prefixes = has_prefixes
         self._shown = ShownOutput()
@@ -207,12 +192,25 @@ class Console:
     def output(self, rank: int, stream: str, data: bytes) -> None:
         self._shown.add(rank, data)
         if not self._has_prefixes and self._plan.placement.world_size == 1:  # no other's lines to keep apart
-            self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, data)
+            self._write(_STREAMS[stream](), data)
             return
-        assembler = self._assemblers.get((rank, stream))
-        if assembler is None:
-            assembler = self._assemblers[rank, stream] = LineAssembler(self._prefix(rank))
-        self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.feed(data))
+        self._write(_STREAMS[stream](), self._lines[stream].feed((rank, stream), self._prefix(rank), data))
+
+    def idle(self) -> None:
+        """Show lines that have no end yet, such as progress bars, where nothing has followed for a moment."""
+        now_s = time.monotonic()
+        for stream, lines in self._lines.items():
+            self._write(_STREAMS[stream](), lines.settle(now_s))
+
+    def suspending(self) -> None:
+        self.note("suspended: the ranks run on, their output waits; `fg` or `bg` continues")
+        if self._live is not None:
+            self._live.pause()
+
+    def continuing(self, away_s: float) -> None:
+        if self._live is not None:
+            self._live.resume()
+        self.note(f"continued after {format_duration(away_s)}")
 
     def _prefix(self, rank: int) -> bytes:
         """Return `[3] `, with the host where there are several: `[3 node-b] `; nothing for --no-prefix."""
@@ -230,6 +228,8 @@ class Console:
             self._show_failure(report, report.failure)
         for host in report.unconfirmed_hosts:
             self.warning(f"{host} could not be asked whether anything is left there; its ranks end with their lease")
+        for host, pids in report.left_pids:
+            self.warning(f"{host}: processes that SIGKILL did not end: {' '.join(map(str, pids))}")
 
     def close(self) -> None:
         """Take the panel away, also when the run has ended with an error. May be called twice."""
@@ -238,13 +238,19 @@ class Console:
 
     def _flush(self) -> None:
         """Show the rest of each rank's output that had no line end."""
-        for (_, stream), assembler in sorted(self._assemblers.items()):
-            self._write(sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer, assembler.flush())
-        self._assemblers.clear()
+        for stream, lines in self._lines.items():
+            self._write(_STREAMS[stream](), lines.flush())
 
     def _show_failure(self, report: RunReport, failure: Failure) -> None:
         host = failure.host
-        if failure.rank is None:
+        if failure.away_s is not None:
+            what = (
+                f"launch was suspended for {format_duration(failure.away_s)}, longer than its lease"
+                f" ({format_duration(self._plan.lease_s)}): {host} ended its ranks"
+            )
+        elif failure.is_start_failure:
+            what = f"could not start ranks on {host}: {failure.reason}"
+        elif failure.rank is None:
             what = f"{host} was lost {format_duration(failure.after_s)} after start: {failure.reason}"
         else:
             what = (
@@ -262,7 +268,9 @@ class Console:
         if report.num_stopped:
             others = "1 other rank was" if report.num_stopped == 1 else f"{report.num_stopped} other ranks were"
             lines.append(f"  {others} stopped ({format_duration(report.stop_s)}).")
-        if not report.unconfirmed_hosts:
+        if report.swept_hosts and not (report.unconfirmed_hosts or report.left_pids):
+            lines.append(f"  No process with the job's id is left on {', '.join(report.swept_hosts)}.")
+        elif not (report.unconfirmed_hosts or report.left_pids):
             lines.append("  Nothing is left running.")
         if failure.log:
             lines.append(f"  log   {failure.log}")
@@ -270,16 +278,21 @@ class Console:
             held = format_bytes(failure.max_rss_bytes)
             lines.append(f"  why   {failure.oom}; this rank held up to {held}")
             lines.append("  next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less")
+        elif failure.hint:
+            lines.append(f"  next  {failure.hint}")
         elif failure.signal_name == "SIGKILL":
             lines.append("  next  somebody killed it: the kernel's counters show no out-of-memory kill on that host")
         self._say("\n".join(lines))
 
     def _say(self, text: str) -> None:
         """Print a line of our own to stderr; its colours are for terminals."""
-        shown = text if sys.stderr.isatty() else click.unstyle(text)
+        shown = text if streams.shows_colors(sys.stderr) else click.unstyle(text)
         self._write(sys.stderr.buffer, f"{shown}\n".encode("utf-8", "backslashreplace"), is_ours=True)
 
     def _write(self, stream: BinaryIO, data: bytes, *, is_ours: bool = False) -> None:
-        """Write bytes as they are, above the panel where there is one."""
+        """Write bytes as they are, above the panel where there is one. is_ours: whole lines of the launcher."""
+        if is_ours:
+            name = "stdout" if stream is sys.stdout.buffer else "stderr"
+            data = self._lines[name].interrupt() + data
         if data and (self._live is None or not self._live.write(stream, data, is_ours=is_ours)):
             streams.write(stream, data)

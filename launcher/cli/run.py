@@ -13,6 +13,7 @@ import click
 from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import SRUN, SchedulerRank, scheduler_rank
 from launcher.cli.command import Command
+from launcher.cli.host_options import default_hostfile
 from launcher.cli.options import RunOptions, num_ranks, run_options
 from launcher.cluster.allocation import in_allocation
 
@@ -34,6 +35,7 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         from launcher.cli.jobfile import with_job_file
 
         values = with_job_file(ctx, values)
+    values = _with_default_hostfile(values)
     has_hosts = values["hostfile"] is not None or (in_allocation(os.environ) and not values["standalone"])
     options = RunOptions(**values | {"num_gpus": num_ranks(values["num_gpus"], has_hosts=has_hosts)})
     started = None if options.is_by_hand or options.standalone else scheduler_rank(os.environ)
@@ -57,6 +59,14 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         ctx.exit(launch(options, local))
     finally:
         local.close()
+
+
+def _with_default_hostfile(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with DeepSpeed's hostfile where it is there and nothing else says which hosts are meant."""
+    is_chosen = values["hostfile"] is not None or values["standalone"] or values["no_ssh"]
+    if is_chosen or values["node_rank"] is not None or in_allocation(os.environ):
+        return values
+    return values | {"hostfile": default_hostfile()}
 
 
 def _started_several_times(started: SchedulerRank) -> UsageError:

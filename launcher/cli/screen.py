@@ -6,7 +6,6 @@ window has become, and can never take away a line of output.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -72,6 +71,7 @@ class Screen:
         self._is_drawn = False
         self._lines: list[bytes] = []
         self._size: tuple[int, ...] = (0, 0)  # columns and rows, when the lines were drawn
+        self._is_paused = False
         self._is_stale = False  # what is on the screen is not these lines
         self._draw_at_s = 0.0
         self.is_broken = False  # the terminal has gone
@@ -84,6 +84,18 @@ class Screen:
             self._held += data
             if len(self._held) > _MAX_HELD_BYTES or not self._thread.is_alive():
                 self._show(with_lines=False)
+        self._wake.set()
+
+    def pause(self) -> None:
+        """Show what is held and take the lines away, until `resume`."""
+        with self._lock:
+            self._is_paused = True
+            self._show(with_lines=False)
+
+    def resume(self) -> None:
+        """Show the lines again."""
+        with self._lock:
+            self._is_paused = False
         self._wake.set()
 
     def close(self) -> None:
@@ -122,7 +134,7 @@ class Screen:
         output, trail = bytes(self._held), self._trail
         self._held.clear()
         has_screen = self._has_screen()
-        is_due = with_lines and has_screen and not self._closing.is_set()
+        is_due = with_lines and has_screen and not (self._closing.is_set() or self._is_paused)
         self._is_drawn = self._is_drawn and has_screen  # what a shell has written over is not ours to erase
         is_news = is_due and (self._is_stale or not self._is_drawn)
         if not output and with_lines and not (is_news and self._can_write()):
@@ -164,10 +176,3 @@ class Screen:
                 self._can_write(1.0)
             except OSError:
                 self.is_broken = True
-
-
-def is_same_terminal(one: int, other: int) -> bool:
-    """Say whether two descriptors are the same terminal."""
-    with contextlib.suppress(OSError):
-        return os.isatty(other) and os.fstat(one).st_rdev == os.fstat(other).st_rdev
-    return False

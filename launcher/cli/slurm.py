@@ -21,7 +21,7 @@ from launcher.cli.options import RunOptions
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.slurm import SlurmTask, parse_job_detail, read_allocation, read_task
 from launcher.job.plan import Command
-from launcher.transport.command import agent_argv
+from launcher.transport.command import own_argv
 from launcher.transport.slurm_queue import job_detail
 from launcher.transport.srun import SrunTransport
 
@@ -124,7 +124,7 @@ def run_task(ctx: click.Context, options: RunOptions, task: SlurmTask) -> None:
             click.echo("! one rank for each task of srun, a task here has several GPUs; see docs/slurm.md", err=True)
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, [NOTICE_SIGNAL])  # until the worker listens: it would kill the rank
-    argv = [*agent_argv(module=_WORKER_MODULE), *command.for_local_rank(task.local_rank)]
+    argv = [*own_argv(_WORKER_MODULE), *command.for_local_rank(task.local_rank)]
     os.execve(argv[0], argv, {**os.environ, **variables, "PYTHONUNBUFFERED": "1"})
 
 

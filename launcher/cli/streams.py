@@ -5,13 +5,17 @@ What a job says must never end the job: its logs are complete. A stream that fai
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import sys
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import BinaryIO, TextIO
 
 import click
+
+_DEFAULT_COLUMNS = 80
 
 
 def open_missing() -> None:
@@ -29,33 +33,66 @@ def open_missing() -> None:
 
 def write(stream: BinaryIO, data: bytes) -> None:
     """Write bytes as they are; when it cannot be done, what follows goes nowhere."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # it is in memory
+        stream.write(data)
+        return
+    # Past the stream's buffer: a thread that waits here must hold no lock that Python's end wants.
     view = memoryview(data)
-    while True:
+    while view:
         try:
-            while view:
-                count = stream.write(view)
-                if count is None:  # what a stream without a buffer says
-                    raise BlockingIOError(errno.EAGAIN, "", 0)
-                view = view[count:]
-            stream.flush()
-            return
-        except BlockingIOError as error:  # a terminal or pipe that somebody else has set to O_NONBLOCK
-            view = view[error.characters_written :]
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # a terminal or pipe that another process has set to O_NONBLOCK
             poller = select.poll()
-            poller.register(stream.fileno(), select.POLLOUT)
+            poller.register(descriptor, select.POLLOUT)
             poller.poll()
         except OSError as error:
-            _silence(stream.fileno())
+            _silence(descriptor)
             if error.errno != errno.EPIPE and stream is not sys.stderr.buffer:
                 say(click.style("! ", fg="yellow") + f"standard output: {error.strerror}; the rest is in the logs only")
             return
 
 
+def shows_colors(stream: TextIO) -> bool:
+    """Say whether our own lines may have colours there: on a terminal, unless NO_COLOR is set (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
 def say(text: str) -> None:
     """Write a line of our own to standard error."""
-    shown = text if sys.stderr.isatty() else click.unstyle(text)
+    shown = text if shows_colors(sys.stderr) else click.unstyle(text)
     sys.stderr.flush()
     write(sys.stderr.buffer, f"{shown}\n".encode("utf-8", "backslashreplace"))
+
+
+def say_if_possible(text: str) -> None:
+    """Write a line of our own to standard error, unless one would have to wait for that."""
+    poller = select.poll()
+    poller.register(2, select.POLLOUT)
+    with contextlib.suppress(OSError):
+        if poller.poll(0):
+            os.write(2, f"{text}\n".encode("utf-8", "backslashreplace"))
+
+
+def is_same_terminal(one: int, other: int) -> bool:
+    """Say whether two descriptors are the same terminal."""
+    with contextlib.suppress(OSError):
+        return os.isatty(other) and os.fstat(one).st_rdev == os.fstat(other).st_rdev
+    return False
+
+
+def columns_of(descriptor: int) -> Callable[[], int] | None:
+    """Return what tells the width of a terminal that can clear a line; None for anything else."""
+    if os.environ.get("TERM", "") in ("", "dumb", "unknown") or not os.isatty(descriptor):
+        return None
+
+    def columns() -> int:
+        with contextlib.suppress(OSError):  # it has gone
+            return os.get_terminal_size(descriptor).columns or _DEFAULT_COLUMNS
+        return _DEFAULT_COLUMNS
+
+    return columns
 
 
 def silence_all() -> None:

@@ -39,17 +39,30 @@ def physical_cores(cpus: Sequence[int], sysfs: Path = Path("/sys/devices/system/
     return [first[place] for place in sorted(first)]
 
 
-def shares(bound_cores: Sequence[int], num_ranks: int) -> list[list[int]] | str:
-    """Return the CPUs of each rank of this host, or what is wrong with the wish.
+def shares(bound_cores: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Return the CPUs of each rank of this host.
 
-    bound_cores: what to share out; () for all physical cores this process may use.
+    bound_cores: what to share out; () for all physical cores this process may use. Raises: UsageError.
     """
     allowed = os.sched_getaffinity(0)
     missing = [core for core in bound_cores if core not in allowed]
     if missing:
-        return f"CPU {missing[0]} does not exist on this host or may not be used"
+        raise UsageError(
+            f"CPU {missing[0]} does not exist on this host or may not be used",
+            hint=f"--bind-core-list may name CPUs among {_ranges(sorted(allowed))}",
+        )
     cores = list(bound_cores) or physical_cores(sorted(allowed))
     each = len(cores) // num_ranks
     if each == 0:
-        return f"{len(cores)} cores cannot be shared out to {num_ranks} ranks"
+        raise UsageError(
+            f"{num_ranks} ranks cannot be bound to {len(cores)} core{'s'[: len(cores) > 1]}: each needs one of its own",
+            hint="start fewer ranks on the host, name more cores with --bind-core-list, or do not bind",
+        )
     return [cores[index * each : (index + 1) * each] for index in range(num_ranks)]
+
+
+def _ranges(cpus: Sequence[int]) -> str:
+    """Return sorted CPU numbers as `parse_core_list` reads them: "0-3,8"."""
+    starts = [cpu for cpu in cpus if cpu - 1 not in cpus]
+    ends = [cpu for cpu in cpus if cpu + 1 not in cpus]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from launcher.base.errors import Diagnostic, HostfileError, UsageError
 from launcher.base.suggest import did_you_mean
 from launcher.cluster.cluster import Cluster, Host
+from launcher.cluster.fold import fold
 from launcher.cluster.hostname import is_ipv6
 from launcher.cluster.nodeset import expand, expand_numbers
 
@@ -72,19 +73,24 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None) -> Clu
     if num_gpus is not None:
         if num_gpus < 1:
             raise UsageError(f"--num-gpus is {num_gpus}", hint="give 1 or more")
-        short = [
-            Diagnostic(
-                f"--num-gpus is {num_gpus}, but the host has only {len(host.slots)} slots",
-                host.name,
-                "raise slots= in the hostfile if the host has more devices, or lower --num-gpus",
-            )
-            for host in hosts
-            if num_gpus > len(host.slots)
-        ]
+        short: dict[int, list[str]] = {}
+        for host in hosts:
+            if len(host.slots) < num_gpus:
+                short.setdefault(len(host.slots), []).append(host.name)
         if short:
-            raise UsageError.from_diagnostics(short)
+            raise UsageError.from_diagnostics([_short(num_gpus, *members) for members in short.items()])
         hosts = tuple(replace(host, slots=host.slots[:num_gpus]) for host in hosts)
     return Cluster(hosts)
+
+
+def _short(num_gpus: int, num_slots: int, names: list[str]) -> Diagnostic:
+    """Say that hosts have fewer slots than are asked for."""
+    slots = "1 slot" if num_slots == 1 else f"{num_slots} slots"
+    subject = "the host has" if len(names) == 1 else "each of these hosts has"
+    hint = "raise slots= in the hostfile if there are more devices, or lower --num-gpus"
+    if names == ["localhost"]:
+        hint = "lower --num-gpus, or let this process use more devices with CUDA_VISIBLE_DEVICES"
+    return Diagnostic(f"--num-gpus is {num_gpus}, but {subject} only {slots}", fold(names), hint)
 
 
 def _keep(cluster: Cluster, chosen: dict[str, set[int]]) -> Cluster:

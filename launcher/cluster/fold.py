@@ -1,9 +1,11 @@
-"""Write many host names as one short expression, the reverse of `nodeset.expand`."""
+"""Write many host names as one short expression, the reverse of `nodeset.expand`; say once what befell many hosts."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
+from launcher.base.errors import Diagnostic
 
 _DIGITS = re.compile(r"(\d+)")
 
@@ -19,6 +21,22 @@ def fold(names: Sequence[str]) -> str:
     groupings = [_group(pieces, -position) for position in range(2, max(deepest, 2) + 1, 2)]
     best = min(groupings, key=len)
     return ",".join(_write(key, numbers) for key, numbers in best.items())
+
+
+def fold_findings(findings: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """Return `findings` with those that say the same of several hosts made one; they stand where the first of them did.
+
+    `where` of each must be the name of a host.
+    """
+    alike: dict[tuple[str, str | None], list[Diagnostic]] = {}
+    for finding in findings:
+        alike.setdefault(finding.shared or (finding.message, finding.hint), []).append(finding)
+    return [
+        members[0]
+        if len(members) == 1
+        else Diagnostic(message, fold([member.where for member in members if member.where]) or None, hint)
+        for (message, hint), members in alike.items()
+    ]
 
 
 def _group(pieces: dict[str, list[str]], position: int) -> dict[tuple[str, str, bool], list[str]]:

@@ -71,3 +71,13 @@ def _split_port(text: str) -> tuple[tuple[str, ...], str | None]:
                 f'"{name[:80]}" is not a host name', hint='letters, digits, ".", "-" and "_" are allowed'
             )
     return names, port_text if colon else None
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether `address` means to every machine that machine itself."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address.lower() in ("localhost", "localhost.localdomain")

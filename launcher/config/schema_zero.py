@@ -133,7 +133,10 @@ class ZeroOptimization(Section):
         sys.maxsize, "elements that may stay whole", AT_STAGE_3, alias=("model_persistence_threshold",)
     )
     stage3_max_live_parameters: Count = key(
-        1_000_000_000, "elements gathered at the same time", AT_STAGE_3, alias=("max_live_parameters",)
+        1_000_000_000,
+        "elements gathered at a time, beyond which none are fetched ahead or kept; units in use come on top",
+        AT_STAGE_3,
+        alias=("max_live_parameters",),
     )
     stage3_max_reuse_distance: Count = key(
         1_000_000_000, "keep what is needed again so soon", AT_STAGE_3, alias=("max_reuse_distance",)

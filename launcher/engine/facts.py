@@ -1,4 +1,4 @@
-"""`python -m launcher.engine.facts`: what torch is here and which kernels the engine gets, as one line of JSON.
+"""What torch is here and which kernels the engine gets, as one line of JSON.
 
 `launch report` runs this in a process of its own, because the command line never imports torch.
 """
@@ -57,5 +57,6 @@ def _kernel(optimizer: str, device: str) -> str:
     return built.label
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the facts."""
     sys.stdout.write(json.dumps(torch_facts()) + "\n")

@@ -155,7 +155,7 @@ def _state_dict(path: str) -> Mapping[str, Any]:
     return data if isinstance(data, Mapping) else {}
 
 
-def main(kind: str, target: str) -> dict[str, Any]:
+def facts_of(kind: str, target: str) -> dict[str, Any]:
     """Return the facts, or what is wrong under `error`."""
     try:
         if kind == "torch":
@@ -165,7 +165,8 @@ def main(kind: str, target: str) -> dict[str, Any]:
         return {"error": vars(error.diagnostics[0])}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the facts about the model that the two arguments name."""
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not the answer
-        facts = main(*sys.argv[1:])
+        facts = facts_of(*sys.argv[1:])
     sys.stdout.write("\n" + json.dumps(facts) + "\n")

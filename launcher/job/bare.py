@@ -15,6 +15,8 @@ from launcher.job.environment import forwarded
 from launcher.job.everywhere import FOLDER_HINT, GRACE_S, READ_BYTES, Session, Task, host_variables
 from launcher.job.shellscript import NO_FOLDER, NO_GROUP, STOP_LINE, MarkedStream, script_for
 from launcher.transport.api import Channel
+from launcher.transport.command import SETUP_FAILED
+from launcher.transport.diagnose import last_words, setup_failure
 
 _STATUS_WAIT_S = 1.0
 _STDERR_WAIT_S = 5.0  # for the mark on stderr, which the shell writes together with the one on stdout
@@ -58,9 +60,6 @@ class BareSession(Session):
             with contextlib.suppress(TransportError):
                 self.channel.write(STOP_LINE * missing)
 
-    def ping(self) -> None:
-        """Say nothing: the connection itself is what the far shell watches."""
-
     def _take_stderr(self, data: bytes) -> None:
         self._stderr.feed(data)
         if not data:
@@ -93,5 +92,8 @@ class BareSession(Session):
             return self._lost or TransportError("the connection was lost")
         if self._stdout.has_begun:
             return TransportError(f"its shell was ended before the command (exit status {status})")
-        words = channel.stderr_tail()
+        stderr = channel.stderr_tail()
+        if SETUP_FAILED in stderr:
+            return setup_failure(self.result.host.name, status, stderr)
+        words = last_words(stderr, self._stdout.noise)
         return TransportError(f"no shell could be started (exit status {status})" + (f": {words}" if words else ""))

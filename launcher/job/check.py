@@ -1,10 +1,11 @@
-"""Ask every host of a cluster whether a job could run there: first what each has, then whether all reach each other."""
+"""Ask every host of a cluster whether a job could run there: what each has, then whether they reach each other."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import random
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from launcher.job.verdict import Finding, blame, judge, judge_error
 from launcher.transport.api import Transport
 
 _TIMEOUT_S = 120.0  # of each round; python may have to be read from a cold network disk
+MAX_PARTNERS = 16  # that each host connects to; in a cluster of up to so many others these are all of them
 _ANYWHERE = "/"  # a folder that every host has
 
 
@@ -99,7 +101,7 @@ class Checker:
         name = f".launch-check-{self._token[:8]}"
         wrote = self._write_token(Path(folder, name))
         try:
-            command = ("module", "launcher.agent.probe", folder, name)
+            command = ("internal", "launcher.agent.probe", folder, name)
             results = self._everywhere([Task(check.host, command, _ANYWHERE) for check in self._report.hosts])
         finally:
             if wrote:
@@ -143,9 +145,22 @@ class Checker:
     def _connect_all(self, checks: Sequence[HostCheck], ports: Sequence[int]) -> None:
         addresses = [self._address(check, len(checks) > 1) for check in checks]
         peers = list(zip(addresses, ports, strict=True))
-        specs = [json.dumps({"index": i, "token": self._token, "peers": peers}) for i in range(len(checks))]
+        partners = choose_partners(len(checks))
+        if len(partners[0]) < len(checks) - 1:
+            self._report.notes.append(f"each host was connected to {len(partners[0])} others only, chosen at random")
+        specs = [
+            json.dumps(
+                {
+                    "index": index,
+                    "token": self._token,
+                    "port": peers[index][1],
+                    "peers": {other: peers[other] for other in others},
+                }
+            )
+            for index, others in enumerate(partners)
+        ]
         tasks = [
-            Task(check.host, ("module", "launcher.agent.ports", spec), _ANYWHERE)
+            Task(check.host, ("internal", "launcher.agent.ports", spec), _ANYWHERE)
             for check, spec in zip(checks, specs, strict=True)
         ]
         results = self._everywhere(tasks, lambda result: _last_json(result) is not None)
@@ -155,11 +170,11 @@ class Checker:
             if answer is None:
                 check.findings.append(judge_error(result))
                 continue
-            self._report.num_pairs += len(checks) - 1
-            self._report.num_connected += len(checks) - 1 - len(answer["failed"])
+            self._report.num_pairs += len(partners[source])
+            self._report.num_connected += len(partners[source]) - len(answer["failed"])
             failed.update({(source, int(peer)): reason for peer, reason in answer["failed"].items()})
         names = [check.host.name for check in checks]
-        for index, finding in blame(failed, names, peers):
+        for index, finding in blame(failed, names, peers, partners):
             checks[index].findings.append(finding)
 
     def _address(self, check: HostCheck, has_others: bool) -> str:
@@ -182,6 +197,17 @@ class Checker:
         results = run.run(_TIMEOUT_S, is_enough)
         self._report.interrupted_by = self._report.interrupted_by or run.interrupted_by
         return results
+
+
+def choose_partners(num_hosts: int) -> list[list[int]]:
+    """Return which others each host connects to, by index: at most `MAX_PARTNERS`, and as many connect to each host.
+
+    The next host is always one of them, so that all hosts hang together.
+    """
+    distances = list(range(1, num_hosts))
+    if len(distances) > MAX_PARTNERS:
+        distances = [1, *random.sample(distances[1:], MAX_PARTNERS - 1)]
+    return [[(index + distance) % num_hosts for distance in distances] for index in range(num_hosts)]
 
 
 def _last_json(result: HostResult) -> dict[str, Any] | None:

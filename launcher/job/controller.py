@@ -1,10 +1,15 @@
-"""Run a job: start the agents, merge what they tell, stop everybody at the first failure."""
+"""Run a job: start the agents, merge what they tell, stop everybody at the first failure.
+
+This thread decides and never waits for a terminal, a disk or a node: what may block has a thread of its own (`display`,
+`logs`, `sender`), and what arrives has one for each node (`node.Inbox`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,66 +22,69 @@ from launcher.agent.wire import (
     Notify,
     Output,
     PickPort,
-    Ping,
     PortPicked,
     Progress,
     Raised,
-    Spawn,
     SpawnFailed,
     Stacks,
     Started,
     Stop,
-    check_version,
 )
-from launcher.base.errors import LauncherError, TransportError, UsageError
+from launcher.base.errors import LauncherError, ProtocolError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import NOTICE_SIGNAL
+from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
-from launcher.job.environment import device_tokens, job_variables, rank_variables
-from launcher.job.events import Watcher
+from launcher.job.display import Display
 from launcher.job.failures import FailureBook
 from launcher.job.hang import HangWatch, odd_one_out
-from launcher.job.logs import RankLog, open_logs
+from launcher.job.liveness import Liveness
+from launcher.job.logs import RunFolder
 from launcher.job.node import ChannelEnded, Inbox, Node
 from launcher.job.plan import PING_INTERVAL_S, JobPlan
 from launcher.job.raised import RaisedWatch
 from launcher.job.report import RunReport
 from launcher.job.signals import SignalQueue
 from launcher.job.stacks import StackCollector
+from launcher.job.starting import Start, spawn_message
 from launcher.job.sweep import sweep_lost_hosts
 from launcher.transport.api import Transport
-from launcher.transport.diagnose import start_failure
-from launcher.transport.fanout import open_all
 
-_HELLO_TIMEOUT_S = 30.0
-_TELL_AFTER_S = 2.0  # a wait longer than this is explained to the user
 # What agents get beyond the grace to end their ranks and say goodbye.
 _BYE_MARGIN_S = 15.0
+_LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events come in
+_BLOCKED_S = 1.0  # a write that takes longer holds the ranks up
+_LOGS, _DISPLAY = 0, 1  # the ways of output
 
 
 class Controller:
-    """One run. Use once: `Controller(plan, transport_for, watcher).run()`, from the main thread."""
+    """One run. Use once, from the main thread: `Controller(plan, transport_for, display, signals).run()`."""
 
-    def __init__(self, plan: JobPlan, transport_for: Callable[[Host], Transport], watcher: Watcher) -> None:
+    def __init__(
+        self, plan: JobPlan, transport_for: Callable[[Host], Transport], watcher: Display, signals: SignalQueue
+    ) -> None:
+        """signals: listening, and the same for all runs of a job."""
         self._plan = plan
         self._transport_for = transport_for
         self._watcher = watcher
-        self._inbox = Inbox()
+        self._inbox = Inbox(self._take_output)
         self._nodes: list[Node] = []
-        self._logs: dict[int, RankLog] = {}
-        self._signals = SignalQueue(self._inbox.wake, plan.stop_signals)
+        self._signals = signals
+        self._files = RunFolder(plan, watcher, signals.asks_to_leave)
         self._start_s = time.monotonic()
-        self._last_ping_s = self._start_s
+        self._look_at_s = 0.0
+        self._liveness = Liveness(plan.lease_s)
         self._stop_started_s: float | None = None
         self._stop_deadline_s: float | None = None
         self._failures = FailureBook(self._start_s)
         self._raised = RaisedWatch(plan.grace_s)
         self._stopped: set[int] = set()  # ranks that ended after the order to
         self._recorded: set[int] = set()  # ranks whose traceback is in their log
-        self._was_told_to_stop = False  # by a signal
+        self._interrupt: int | None = None  # the first signal that stopped the ranks
+        self._heard_output_s = self._start_s
         self._hang_watch: HangWatch | None = None
-        self._is_hanging = False
-        self._stacks = StackCollector(plan, watcher)
+        self._hung: list[int] = []  # ranks that hang, while their stacks are being collected
+        self._stacks = StackCollector(plan, watcher, self._files.put)
 
     def run(self, check: Callable[[], None] | None = None) -> RunReport:
         """Run to the end and return how it went. Signals ask for an orderly stop, a second one for a quick one.
@@ -84,110 +92,68 @@ class Controller:
         check: called while the agents start; what it raises ends the run before any rank is started.
         Raises: LauncherError when nothing could be started.
         """
-        with self._signals.listening():
+        self._signals.wake = self._inbox.wake
+        try:
             try:
                 self._connect(check)
                 self._spawn()
+                self._liveness.watch(self._nodes)
                 while not all(node.ended for node in self._nodes):
                     self._turn()
             finally:
                 self._release()
             return self._finish()
+        finally:
+            self._files.release()
 
     # ---- start ----
 
     def _connect(self, check: Callable[[], None] | None) -> None:
-        hosts = [node.host for node in self._plan.placement.nodes]
-        channels = open_all(self._transport_for, hosts)
-        self._nodes = [
-            Node(placement, channel) for placement, channel in zip(self._plan.placement.nodes, channels, strict=True)
-        ]
-        for node in self._nodes:
-            self._inbox.listen(node)
+        start = Start(self._inbox, self._stop_if_interrupted, self._watcher.waiting)
+        self._nodes = start.connect(self._plan, self._transport_for)
         if check is not None:
             check()
-        for node, hello in zip(self._nodes, self._expect(self._nodes, Hello, "the agents to answer"), strict=True):
+        for node, hello in zip(self._nodes, start.expect(self._nodes, Hello, "the agents to answer"), strict=True):
             node.devices = hello.devices
         if self._nodes[0].placement.node_rank == 0:  # it chooses the port, or looks whether the given one is free
             self._nodes[0].send(PickPort(self._plan.master_port or 0))
-            (picked,) = self._expect(self._nodes[:1], PortPicked, "a free port")
+            (picked,) = start.expect(self._nodes[:1], PortPicked, "a free port")
             _check_port(picked, self._plan)
             self._plan = dataclasses.replace(self._plan, master_port=picked.port)
 
-    def _expect(self, nodes: list[Node], kind: type[Any], what: str) -> list[Any]:
-        """Wait for one message of `kind` from each node. Raises: LauncherError with every node that failed."""
-        answers: dict[int, Message] = {}
-        failures: list[LauncherError] = []
-        deadline_s = time.monotonic() + _HELLO_TIMEOUT_S
-        tell_at_s = time.monotonic() + _TELL_AFTER_S
-        while len(answers) + len(failures) < len(nodes):
-            self._stop_if_interrupted()
-            event = self._inbox.get(0.2)
-            now_s = time.monotonic()
-            missing = [node.name for node in nodes if node.placement.node_rank not in answers]
-            if now_s > deadline_s:
-                raise TransportError(
-                    f"no answer after {_HELLO_TIMEOUT_S:.0f} s while waiting for {what}",
-                    where=", ".join(missing),
-                )
-            if now_s > tell_at_s:
-                self._watcher.waiting(f"{what}: {len(answers)} of {len(nodes)}, missing {', '.join(missing[:5])}")
-                tell_at_s = deadline_s + 1
-            if event is None:
-                continue
-            node, message = event
-            if isinstance(message, ChannelEnded):
-                failures.append(start_failure(node.channel, message.reason))
-            elif isinstance(message, kind):
-                answers[node.placement.node_rank] = message
-                if isinstance(message, Hello):
-                    check_version(message, node.name)
-        if failures:
-            raise TransportError.from_diagnostics([d for error in failures for d in error.diagnostics])
-        return [answers[node.placement.node_rank] for node in nodes]
-
     def _spawn(self) -> None:
         plan = self._plan
-        if plan.master_port is None:
-            raise RuntimeError("the master port is chosen before ranks are started")
-        self._logs = open_logs(plan)
+        try:
+            self._files.open()
+        except LauncherError:
+            self._stop_if_interrupted()
+            raise
         self._watcher.planned(plan)
         if plan.hang_timeout_s is not None:
             self._hang_watch = HangWatch(plan.hang_timeout_s, plan.placement.ranks, time.monotonic())
         for node in self._nodes:
-            transport = plan.transports[node.placement.node_rank]
-            tokens = device_tokens(plan, node.placement, node.devices)
-            rank_envs = rank_variables(plan.placement, node.placement, (plan.master_addr, plan.master_port), tokens)
             node.running = set(node.placement.ranks)
-            node.send(
-                Spawn(
-                    job_id=plan.job_id,
-                    commands=plan.command.for_ranks(node.placement.num_ranks),
-                    cwd=plan.cwd,
-                    # srun has passed on the whole environment, and a local agent inherits it.
-                    env=job_variables(plan) | (plan.forwarded_env if transport == "ssh" else {}) | plan.given_env,
-                    rank_envs=rank_envs,
-                    lease_s=None if transport == "local" else plan.lease_s,
-                    grace_s=plan.grace_s,
-                    bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
-                    window_bytes=node.channel.window_bytes,
-                )
-            )
+            node.send(spawn_message(plan, node))
 
     # ---- the loop ----
 
     def _turn(self) -> None:
         event = self._inbox.get(PING_INTERVAL_S / 2)
+        if self._liveness.was_away():
+            self._hold_hang_watch()
         if event is not None:
             self._handle(*event)
-        now_s = time.monotonic()
-        if now_s - self._last_ping_s >= PING_INTERVAL_S:
-            self._last_ping_s = now_s
-            for node in self._nodes:
-                if not node.ended and self._plan.needs_lease(node.placement.node_rank):
-                    node.send(Ping())
-            self._check_silence(now_s)
         self._handle_signals()
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + _LOOK_INTERVAL_S
+        self._watcher.check()
+        self._files.look(now_s)
+        for node, silence_s in self._liveness.silent_nodes(now_s):  # a network separates them from us
+            node.ended = True
+            node.channel.close()
+            self._lose_host(node, f"no word for {silence_s:.0f} s")
         self._check_progress(now_s)
         self._check_raised(now_s)
         if self._stop_deadline_s is not None and now_s > self._stop_deadline_s:
@@ -196,20 +162,8 @@ class Controller:
                     node.channel.close()  # the agent's lease ends with it
                     node.ended = True
 
-    def _check_silence(self, now_s: float) -> None:
-        """Give up nodes that a network separates from us: they say nothing, and end their ranks by themselves."""
-        for node in self._nodes:
-            silence_s = now_s - node.last_heard_s
-            has_lease = self._plan.needs_lease(node.placement.node_rank)
-            if has_lease and not node.ended and silence_s > self._plan.lease_s:
-                node.ended = True
-                node.channel.close()
-                self._lose_host(node, f"no word for {silence_s:.0f} s")
-
     def _handle(self, node: Node, message: Message | ChannelEnded) -> None:
-        if isinstance(message, Output):
-            self._on_output(node, message)
-        elif isinstance(message, Progress):
+        if isinstance(message, Progress):
             if self._hang_watch is not None:
                 self._hang_watch.beat(message.rank, message.count, time.monotonic())
             step = message.count if message.step is None else message.step
@@ -225,33 +179,34 @@ class Controller:
             self._on_exit(node, message)
         elif isinstance(message, SpawnFailed):
             node.running.clear()
-            self._lose_host(node, f"no rank could be started: {message.reason}")
+            self._failures.add_not_started(node, message)
+            self._stop(f"the ranks of {node.name} could not be started ({message.reason})", self._plan.grace_s)
         elif isinstance(message, Bye):
             node.said_bye = True
+            node.left_pids = tuple(message.left)
             node.running.clear()
         elif isinstance(message, ChannelEnded):
             node.ended = True
             if not node.said_bye:
+                node.channel.close()  # an agent that talks nonsense may live
                 self._lose_host(node, message.reason or "the agent ended or the connection was lost")
 
-    def _on_output(self, node: Node, message: Output) -> None:
-        if self._hang_watch is not None:
-            self._hang_watch.output(message.rank, time.monotonic())
-        self._write_log(message.rank, message.data)
+    def _take_output(self, node: Node, message: Output) -> None:
+        """Put output on its two ways. Runs on the thread that reads the node."""
+        log = self._files.logs.get(message.rank)
+        if log is None or message.rank not in node.placement.ranks:
+            raise ProtocolError(f"the agent's stream is damaged: output of rank {message.rank}, which is not there")
+        log.remember(message.data)
+        node.wrote_s[message.rank] = time.monotonic()
+        node.window.arrived(message)
+        self._files.write(message.rank, message.data, lambda: node.handled(message, _LOGS))
         self._watcher.output(message.rank, message.stream, message.data)
-        node.handled(message)
-
-    def _write_log(self, rank: int, data: bytes) -> None:
-        log = self._logs[rank]
-        had_error = log.write_error is not None
-        log.write(data)
-        if log.write_error is not None and not had_error:
-            self._watcher.warning(f"{log.path}: {log.write_error.strerror}; the log is incomplete, the job goes on")
+        self._watcher.put(node.handled, message, _DISPLAY)
 
     def _on_raised(self, node: Node, message: Raised) -> None:
         """Keep what a rank has raised, and wait for its end: exit handlers have the grace for what they do."""
         self._write_traceback(message.rank, message.record)
-        self._failures.add_raised(node, message, self._logs[message.rank])
+        self._failures.add_raised(node, message, self._files.logs[message.rank])
         self._raised.raised(message.rank, time.monotonic())
 
     def _check_raised(self, now_s: float) -> None:
@@ -268,10 +223,10 @@ class Controller:
         self._watcher.ended(message.rank, message.status)
         self._raised.ended(message.rank)
         if self._hang_watch is not None:
-            self._hang_watch.ended(message.rank)
+            self._hang_watch.ended(message.rank, time.monotonic())
         if self._stop_started_s is not None:
             self._stopped.add(message.rank)
-        failure = self._failures.add_exit(node, message, self._logs[message.rank])
+        failure = self._failures.add_exit(node, message, self._files.logs[message.rank])
         if message.record is not None:
             self._write_traceback(message.rank, message.record)
         if failure is not None:
@@ -281,9 +236,14 @@ class Controller:
         """Complete a rank's log, once: its worker leaves the traceback to us."""
         if rank not in self._recorded:
             self._recorded.add(rank)
-            self._write_log(rank, str(record.get("traceback", "")).encode("utf-8", "backslashreplace"))
+            self._files.write(rank, str(record.get("traceback", "")).encode("utf-8", "backslashreplace"))
 
     def _lose_host(self, node: Node, reason: str) -> None:
+        away_s = self._liveness.away_s
+        if node.has_lease and away_s is not None:
+            self._failures.add_absence(node, away_s)
+            self._stop("launch was suspended for longer than the lease", self._plan.grace_s)
+            return
         self._failures.add_host(node, reason)
         self._stop(f"{node.name} failed ({reason})", self._plan.grace_s)
 
@@ -291,20 +251,46 @@ class Controller:
 
     def _check_progress(self, now_s: float) -> None:
         """Find out that a rank hangs; when its stacks are there, name it and stop."""
-        watch, is_stopping = self._hang_watch, self._stop_started_s is not None
-        if watch is not None and not self._is_hanging and not is_stopping and watch.is_expired(now_s):
-            self._is_hanging = True
+        watch = self._hang_watch
+        if watch is None or self._stop_started_s is not None:
+            self._stacks.take(self._nodes)
+            return
+        self._hear_output(watch, now_s)
+        if not self._hung and (hung := watch.hung_ranks(now_s)):
+            self._hung = hung
             self._watcher.warning(f"no progress for {self._plan.hang_timeout_s:g} s: asking all ranks for their stacks")
             self._stacks.ask(self._nodes)
         stacks = self._stacks.take(self._nodes)
-        if stacks is None or watch is None or not self._is_hanging or is_stopping:
+        if stacks is None or not self._hung:
             return
-        odd = odd_one_out(stacks, watch.counts)
-        rank = odd if odd is not None else min(stacks, default=0)
+        self._hung = watch.hung_ranks(now_s)  # what has moved meanwhile does not hang
+        if self._hung:
+            self._end_hang(odd_one_out(stacks, watch.counts, self._hung), stacks)
+
+    def _end_hang(self, odd: int | None, stacks: dict[int, str]) -> None:
+        """Stop the job because of the ranks that hang. odd: the one the others wait for, None: they look alike."""
+        rank = odd if odd is not None else min(self._hung)
         node = next(node for node in self._nodes if rank in node.placement.ranks)
         reason = f"no progress for {self._plan.hang_timeout_s:g} s" + (", all ranks alike" if odd is None else "")
-        self._failures.add_hang(node, rank, reason, stacks.get(rank, ""), self._logs[rank])
+        self._failures.add_hang(node, rank, reason, stacks.get(rank, ""), self._files.logs[rank])
         self._stop(f"rank {rank} hangs ({reason})", self._plan.grace_s)
+
+    def _hear_output(self, watch: HangWatch, now_s: float) -> None:
+        """Tell the watch which ranks wrote, and that ranks which wait for our own display or disk do not hang."""
+        is_blocked = max(self._watcher.stalled_s, self._files.stalled_s) > _BLOCKED_S
+        is_held_up = is_blocked and any(node.window.is_half_full for node in self._nodes)
+        if is_held_up:
+            self._hold_hang_watch()
+        since_s, self._heard_output_s = self._heard_output_s, now_s
+        for node in self._nodes:
+            for rank in node.running:
+                if node.wrote_s.get(rank, 0.0) >= since_s:
+                    watch.output(rank, node.wrote_s[rank])
+
+    def _hold_hang_watch(self) -> None:
+        """Count standstill from now on: the ranks had to wait for us."""
+        if self._hang_watch is not None:
+            self._hang_watch.hold(time.monotonic())
 
     # ---- stop ----
 
@@ -314,16 +300,17 @@ class Controller:
             return
         now_s = time.monotonic()
         self._failures.stop_ordered(by_user=by_user)
-        if self._stop_started_s is None:
-            self._stop_started_s = now_s
-            if any(node.running for node in self._nodes):
-                self._watcher.stopping(why)
+        if any(node.running for node in self._nodes) and (by_user or self._stop_started_s is None):
+            self._watcher.stopping(why)
+        self._stop_started_s = self._stop_started_s or now_s
         self._stop_deadline_s = min(self._stop_deadline_s or math.inf, now_s + grace_s + _BYE_MARGIN_S)
         for node in self._nodes:
             if not node.ended:
                 node.send(Stop(grace_s))
 
     def _handle_signals(self) -> None:
+        if self._signals.wants_suspension:
+            self._suspend()
         for number in self._signals.take():
             if number not in self._plan.stop_signals:
                 if number == NOTICE_SIGNAL:
@@ -332,10 +319,13 @@ class Controller:
                     self._stacks.ask(self._nodes)
                 continue
             name = signal.Signals(number).name
-            is_first = not self._was_told_to_stop
-            self._was_told_to_stop = True
+            is_first = self._interrupt is None
+            self._interrupt = self._interrupt or number
             why = f"{name}: stopping all ranks" if is_first else f"{name} again: killing all ranks"
             self._stop(why, self._plan.grace_s if is_first else 0.0, by_user=True)
+            if is_first and self._plan.grace_s > 0 and any(node.running for node in self._nodes):
+                grace = format_duration(self._plan.grace_s)
+                self._watcher.waiting(f"the ranks to end, at most {grace}; a second {name} kills them")
 
     def _pass_notice_on(self) -> None:
         """Tell all ranks that the job will be preempted; what they exit with from now on may ask for a requeue."""
@@ -345,7 +335,23 @@ class Controller:
             if node.running:
                 node.send(Notify())
 
+    def _suspend(self) -> None:
+        """Do what Ctrl-Z asks for. Agents are told first: the ranks are to be there when the user comes back."""
+        self._watcher.suspending()
+        shown = threading.Event()
+        self._watcher.put(shown.set)
+        away_s = self._liveness.suspended(self._signals.suspend, shown.is_set, self._handle_next)
+        self._hold_hang_watch()
+        self._watcher.continuing(away_s)
+
+    def _handle_next(self) -> None:
+        event = self._inbox.get(_LOOK_INTERVAL_S / 2)
+        if event is not None:
+            self._handle(*event)
+
     def _stop_if_interrupted(self) -> None:
+        if self._signals.wants_suspension:
+            self._signals.suspend()
         number = self._signals.first_stop
         if number is not None:
             error = LauncherError(f"{signal.Signals(number).name} before any rank was started")
@@ -357,25 +363,22 @@ class Controller:
     def _release(self) -> None:
         """Let go of agents and logs: also when something failed half-way, nothing may stay behind."""
         for node in self._nodes:
-            node.channel.close_stdin()
-        deadline_s = time.monotonic() + self._plan.grace_s  # one for all
+            node.close_stdin()
+        # One for all; agents that have no ranks need not be waited for.
+        deadline_s = time.monotonic() + (self._plan.grace_s if self._files.logs else 0.0)
         for node in self._nodes:
             if not node.ended:
                 node.channel.wait(max(0.0, deadline_s - time.monotonic()))
             node.channel.close()
-        for log in self._logs.values():
-            log.close()
-
-    def _is_told_to_leave(self) -> bool:
-        return any(number in self._plan.stop_signals for number in self._signals.take())
 
     def _finish(self) -> RunReport:
         end_s = time.monotonic()
         lost = [node.placement.host for node in self._nodes if not node.said_bye]
         unconfirmed = sweep_lost_hosts(
-            lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._is_told_to_leave
+            lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._signals.asks_to_leave
         )
-        failure, interrupt = self._failures.cause, self._signals.first_stop
+        self._files.close()
+        failure, interrupt = self._failures.cause, self._interrupt
         exit_code = failure.exit_code if failure is not None else 0
         if failure is None and interrupt is not None:
             exit_code = 128 + interrupt
@@ -391,11 +394,16 @@ class Controller:
             num_stopped=len(self._stopped - {failure.rank if failure is not None else None}),
             stop_s=end_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
             unconfirmed_hosts=unconfirmed,
+            swept_hosts=tuple(host.name for host in lost if host.name not in unconfirmed),
+            left_pids=tuple((node.name, node.left_pids) for node in self._nodes if node.left_pids),
+            restart=self._plan.restart,
         )
         try:
-            report.save(self._plan.run_folder / "report.json")
+            self._files.make(lambda: report.save(self._plan.run_folder))
         except OSError as error:
             self._watcher.warning(f"report.json could not be written: {error.strerror}")
+        except LauncherError as error:
+            self._watcher.warning(f"report.json could not be written: {error.diagnostics[0].message}")
         return report
 
 

@@ -62,7 +62,7 @@ def job_variables(plan: JobPlan) -> dict[str, str]:
         env.RESTART_COUNT.name: str(plan.restart),
         env.TORCHELASTIC_RESTART_COUNT.name: str(plan.restart),
         env.TORCHELASTIC_MAX_RESTARTS.name: str(plan.max_restarts),
-        env.TORCHELASTIC_RUN_ID.name: plan.job_id,
+        env.TORCHELASTIC_RUN_ID.name: plan.run_id or plan.job_id,
     }
 
 

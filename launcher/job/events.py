@@ -9,7 +9,7 @@ from launcher.job.report import Failure, RunReport
 
 
 class Watcher(Protocol):
-    """Gets every event of a run, in order, from one thread. Must not block for long."""
+    """Gets every event of a run, in order, from one thread, see `display`. May block; `progress` alone must not."""
 
     def planned(self, plan: JobPlan) -> None:
         """All hosts are connected and `plan` is final, its master port included."""
@@ -28,7 +28,10 @@ class Watcher(Protocol):
         ...
 
     def progress(self, rank: int, step: int, loss: float | None) -> None:
-        """A rank has come to `step`: its own count of steps, or of its heartbeats. loss: None where it told none."""
+        """A rank has come to `step`: its own count of steps, or of its heartbeats. loss: None where it told none.
+
+        Comes from another thread than the other events, and prints nothing.
+        """
         ...
 
     def ended(self, rank: int, status: int) -> None:
@@ -53,4 +56,16 @@ class Watcher(Protocol):
 
     def warning(self, text: str) -> None:
         """Something is not as it should be; the run goes on."""
+        ...
+
+    def suspending(self) -> None:
+        """The user pressed Ctrl-Z: the launcher is about to be suspended, while the ranks run on."""
+        ...
+
+    def continuing(self, away_s: float) -> None:
+        """The launcher runs again after so many seconds."""
+        ...
+
+    def idle(self) -> None:
+        """A moment has passed; called a few times a second, between events."""
         ...

@@ -13,27 +13,24 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 
 from launcher.base import env
 from launcher.base.errors import Diagnostic, LauncherError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.cluster.fold import fold
-from launcher.job.plan import DEFAULT_LEASE_S, PING_INTERVAL_S
+from launcher.job.plan import DEFAULT_LEASE_S
+from launcher.job.signals import SignalQueue
 from launcher.transport.api import Channel, Transport
-from launcher.transport.fanout import max_parallel
+from launcher.transport.fanout import NEVER_CONNECTED, TELL_AFTER_S, Opening, Turns, max_parallel, waiting_text
 
 MAX_OUTPUT_BYTES = 64 << 20  # of one host; what follows is dropped, and the result says so
+MAX_HELD_BYTES = 512 << 20  # of all hosts together, as long as nobody has taken it
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _STOP_MARGIN_S = 5.0  # what agents get beyond the grace to say goodbye
 _ANSWER_TIMEOUT_S = 30.0
-_TELL_AFTER_S = 2.0
 READ_BYTES = 1 << 18
-_MAX_NAMES_CHARS = 80
 FOLDER_HINT = "run this from a folder that every host has, such as /"
-_NEVER_CONNECTED = "stopped before it was connected"
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -54,7 +51,7 @@ class HostResult:
     transport: str = ""  # name of what reaches it
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
-    is_cut: bool = False  # it printed more than MAX_OUTPUT_BYTES
+    is_cut: bool = False  # it printed more than MAX_OUTPUT_BYTES, or than was left of MAX_HELD_BYTES
     exit_code: int | None = None  # as a shell shows it; None: it never ran, or its end is not known
     error: Diagnostic | None = None  # why there is no exit code
     connect_s: float | None = None  # until the agent's process was started
@@ -64,18 +61,54 @@ class HostResult:
     port: int | None = None  # one that was free on the host
 
 
+class Held:
+    """How much output of all hosts is kept in memory. Safe from several threads."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, wanted_bytes: int) -> int:
+        """Return how many of `wanted_bytes` more may be kept, and count them."""
+        with self._lock:
+            granted_bytes = max(0, min(wanted_bytes, MAX_HELD_BYTES - self._num_bytes))
+            self._num_bytes += granted_bytes
+        return granted_bytes
+
+    def drop(self, result: HostResult) -> None:
+        """Forget the output of a host that has ended."""
+        with self._lock:
+            self._num_bytes -= len(result.stdout) + len(result.stderr)
+        result.stdout.clear()
+        result.stderr.clear()
+
+
+class Listener:
+    """Hears of a run while it goes on, on the thread of `Everywhere.run`; this one does nothing."""
+
+    def ended(self, result: HostResult) -> None:
+        """Take the result of a host, which is complete."""
+
+    def turn(self) -> None:
+        """Use the time between two events; called at least a few times a second."""
+
+
 class Session(ABC):
     """One host: a channel and the thread that reads it. Subclasses know what is at its far end."""
 
     def __init__(self, number: int, task: Task, job_id: str) -> None:
         self.result = HostResult(task.host)
-        self.channel: Channel | None = None
-        self.opened_s: float | None = None  # monotonic
+        self.opening = Opening(task.host)
         self.has_answered = False
-        self.unwanted = threading.Event()  # nobody waits for its start any more
         self.number = number
         self.task = task
         self.job_id = job_id
+        self.held = Held()  # `Everywhere` puts one there for all its sessions
+
+    @property
+    def channel(self) -> Channel | None:
+        """What leads to the host, once it is connected."""
+        return self.opening.channel
 
     @property
     def is_lost(self) -> bool:
@@ -95,24 +128,22 @@ class Session(ABC):
     def stop(self, grace_s: float) -> None:
         """Ask the far end to end its program; called again for a shorter grace."""
 
-    @abstractmethod
-    def ping(self) -> None:
-        """Tell the far end that somebody listens; called every few seconds."""
-
-    def serve(self, transport_for: Callable[[Host], Transport], room: threading.Semaphore) -> None:
+    def serve(self, transport_for: Callable[[Host], Transport], turns: Turns) -> None:
         """Connect and follow the program to its end; every failure becomes the result's `error`."""
         try:
-            with room:
-                channel = self._open(transport_for)
+            channel = self.opening.open(transport_for, turns)
+            self.result.transport = self.opening.transport
+            self.result.connect_s = self.opening.opened_s - self.opening.start_s
             self.follow(channel)
         except (LauncherError, OSError) as error:
+            self.result.transport = self.opening.transport
             self.fail(error)
 
     def fail(self, error: LauncherError | OSError) -> None:
         """Keep why this host has no exit code, unless it has one or the reason is known already."""
         if self.result.error is None and self.result.exit_code is None:
             found = error.diagnostics[0] if isinstance(error, LauncherError) else Diagnostic(str(error))
-            self.result.error = Diagnostic(found.message, self.result.host.name, found.hint)
+            self.result.error = Diagnostic(found.message, self.result.host.name, found.hint, found.shared)
 
     def keep(self, data: bytes, stream: bytearray) -> None:
         """Add to what the host printed, up to the most that is kept."""
@@ -120,22 +151,9 @@ class Session(ABC):
         if result.answered_s is None:
             result.answered_s = time.time()
         room = MAX_OUTPUT_BYTES - len(result.stdout) - len(result.stderr)
-        result.is_cut = result.is_cut or len(data) > room
-        stream += data[: max(0, room)]
-
-    def _open(self, transport_for: Callable[[Host], Transport]) -> Channel:
-        if self.unwanted.is_set():
-            raise TransportError(_NEVER_CONNECTED)
-        start_s = time.monotonic()
-        transport = transport_for(self.task.host)
-        self.result.transport = transport.name
-        channel = transport.open(self.task.host)
-        self.opened_s = time.monotonic()
-        self.result.connect_s = self.opened_s - start_s
-        self.channel = channel
-        if self.unwanted.is_set():
-            channel.close()
-        return channel
+        kept = self.held.take(max(0, min(len(data), room)))
+        result.is_cut = result.is_cut or len(data) > kept
+        stream += data[:kept]
 
 
 def host_variables(number: int) -> dict[str, str]:
@@ -163,11 +181,17 @@ class Everywhere:
         self.interrupted_by: int | None = None  # number of the signal that ended the run
         self.unconfirmed_hosts: tuple[str, ...] = ()  # lost hosts that could not be asked what is left there
         self._sessions = [session(number, task, job_id) for number, task in enumerate(tasks)]
+        self.listener = Listener()
+        self.held = Held()
+        for member in self._sessions:
+            member.held = self.held
         self._transport_for = transport_for
         self._job_id = job_id
         self._on_waiting = on_waiting
         self._ended: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
-        self._signals: list[int] = []
+        self._signals = SignalQueue(_HANDLED_SIGNALS, ())
+        self._signals.wake = lambda: self._ended.put(None)
+        self._num_signals = 0
         self._grace_s: float | None = None  # set once the programs were asked to end
         self._give_up_at_s: float | None = None
 
@@ -179,12 +203,12 @@ class Everywhere:
         timeout_s: end what still runs after so long. is_enough: says that a host has printed what was wanted; once it
         holds for every host that is left, all are ended.
         """
-        room = threading.Semaphore(max_parallel(len(self._sessions)))
-        with self._signal_handlers():
+        turns = Turns(max_parallel(len(self._sessions)))
+        with self._signals.listening():
             for session in self._sessions:
-                threading.Thread(target=self._serve, args=(session, room), daemon=True).start()
+                threading.Thread(target=self._serve, args=(session, turns), daemon=True).start()
             try:
-                self._wait(timeout_s, is_enough)
+                self._wait(timeout_s, is_enough, turns)
             finally:
                 for session in self._sessions:
                     if session.channel is not None:
@@ -196,29 +220,34 @@ class Everywhere:
             self.unconfirmed_hosts = sweep_lost_hosts(lost, self._transport_for, self._job_id)
         return [session.result for session in self._sessions]
 
-    def _serve(self, session: Session, room: threading.Semaphore) -> None:
+    def _serve(self, session: Session, turns: Turns) -> None:
         try:
-            session.serve(self._transport_for, room)
+            session.serve(self._transport_for, turns)
         finally:
             self._ended.put(session)
 
-    def _wait(self, timeout_s: float | None, is_enough: Callable[[HostResult], bool]) -> None:
+    def _wait(self, timeout_s: float | None, is_enough: Callable[[HostResult], bool], turns: Turns) -> None:
         start_s = time.monotonic()
-        ping_at_s, tell_at_s = start_s + PING_INTERVAL_S, start_s + _TELL_AFTER_S
+        tell_at_s = start_s + TELL_AFTER_S
         left = dict.fromkeys(self._sessions)
         while left:
             with contextlib.suppress(queue.Empty):
                 ended = self._ended.get(timeout=0.05 if self._has_output(left) else 0.2)
                 if ended is not None:
-                    left.pop(ended, None)
+                    if ended in left:
+                        del left[ended]
+                        self.listener.ended(ended.result)
                     continue
+            self.listener.turn()
             running = list(left)
             now_s = time.monotonic()
             if self._give_up_at_s is not None and now_s > self._give_up_at_s:
                 return self._abandon(running)
-            if self._signals:
-                self.interrupted_by = self._signals[0]
-                self._stop(running, GRACE_S if len(self._signals) == 1 else 0.0)
+            turns.look()
+            self._num_signals += len(self._signals.take())
+            if self._num_signals:
+                self.interrupted_by = self._signals.first_stop
+                self._stop(running, GRACE_S if self._num_signals == 1 else 0.0)
             elif timeout_s is not None and now_s - start_s > timeout_s:
                 self._stop(running, GRACE_S, f"not done after {timeout_s:g} s")
             elif all(is_enough(session.result) for session in running):
@@ -226,20 +255,11 @@ class Everywhere:
             self._check_answers(running, now_s)
             if now_s > tell_at_s:
                 tell_at_s = float("inf")
-                self._tell(running)
-            if now_s > ping_at_s:
-                ping_at_s = now_s + PING_INTERVAL_S
-                for session in running:
-                    session.ping()
+                self._on_waiting(waiting_text([session.result.host.name for session in running], len(self._sessions)))
 
     @staticmethod
     def _has_output(running: Iterable[Session]) -> bool:
         return any(session.result.stdout for session in running)
-
-    def _tell(self, running: Sequence[Session]) -> None:
-        names = fold([session.result.host.name for session in running])
-        short = names if len(names) <= _MAX_NAMES_CHARS else names[:_MAX_NAMES_CHARS] + "…"
-        self._on_waiting(f"{short}, {len(running)} of {len(self._sessions)}")
 
     def _stop(self, running: Sequence[Session], grace_s: float, why: str | None = None) -> None:
         """Ask every host, once for each shorter grace, to end its program; give up on those that do not answer.
@@ -253,10 +273,8 @@ class Everywhere:
         for session in running:
             if why is not None:
                 session.fail(TransportError(why))
-            # Set before looking: the thread that connects stores its channel first and looks at this afterwards.
-            session.unwanted.set()
-            if session.channel is None:
-                session.fail(TransportError(_NEVER_CONNECTED))
+            if session.opening.give_up() is None:
+                session.fail(TransportError(NEVER_CONNECTED))
                 self._ended.put(session)
             else:
                 session.stop(grace_s)
@@ -267,25 +285,12 @@ class Everywhere:
 
     def _check_answers(self, running: Sequence[Session], now_s: float) -> None:
         for session in running:
-            if session.opened_s is None or session.channel is None:
+            if session.channel is None:
                 continue
-            if not session.has_answered and now_s - session.opened_s > _ANSWER_TIMEOUT_S:
+            if not session.has_answered and now_s - session.opening.opened_s > _ANSWER_TIMEOUT_S:
                 session.fail(TransportError(f"no answer within {_ANSWER_TIMEOUT_S:.0f} s"))
                 session.channel.close()
             since_s = session.silent_since_s
             if since_s is not None and now_s - since_s > DEFAULT_LEASE_S:
                 session.fail(TransportError(f"no sign of life for {DEFAULT_LEASE_S:.0f} s"))
                 session.channel.close()
-
-    @contextlib.contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        def remember(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(number)
-            self._ended.put(None)
-
-        previous = {number: signal.signal(number, remember) for number in _HANDLED_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)

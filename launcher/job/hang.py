@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _COMPARED_FRAMES = 3
@@ -12,17 +13,21 @@ _NO_STACK = "  (no Python stack)"
 
 
 class HangWatch:
-    """Knows when each rank last made progress.
+    """Knows when each rank last made progress, by heartbeats and output. Times are the monotonic clock.
 
-    Progress is a heartbeat. As long as no rank has ever made one, output counts instead: scripts that know nothing
-    of heartbeats are watched by what they print.
+    A job hangs when no rank has made a heartbeat or written anything for the timeout. One rank hangs when it has made
+    heartbeats before, and for the timeout it has neither made one nor written anything while another rank's
+    heartbeats continued. Output of the others alone is no proof against a silent rank: during an evaluation on rank 0
+    the other ranks wait for it, and a rank without heartbeats may be silent for ever where only rank 0 prints.
     """
 
     def __init__(self, timeout_s: float, ranks: Iterable[int], now_s: float) -> None:
         self._timeout_s = timeout_s
-        self._last_s = dict.fromkeys(ranks, now_s)
+        self._last_s = dict.fromkeys(ranks, now_s)  # of each running rank: its last heartbeat or output
         self._counts = dict.fromkeys(self._last_s, 0)
-        self._has_heartbeats = False
+        self._job_last_s = now_s  # of all ranks, those that have ended too
+        self._last_beat_s = -math.inf  # of all ranks
+        self._no_hang_until_s = -math.inf  # heartbeats up to then prove nothing against any rank
 
     @property
     def counts(self) -> dict[int, int]:
@@ -33,41 +38,58 @@ class HangWatch:
         """Note the heartbeats of a rank; a number that stands still is no progress."""
         if count == self._counts[rank]:
             return
-        self._has_heartbeats = True
         self._counts[rank] = count
-        if rank in self._last_s:
-            self._last_s[rank] = now_s
+        self._last_beat_s = now_s
+        self.output(rank, now_s)
 
     def output(self, rank: int, now_s: float) -> None:
         """Note that a rank wrote something."""
-        if not self._has_heartbeats and rank in self._last_s:
+        self._job_last_s = now_s
+        if rank in self._last_s:
             self._last_s[rank] = now_s
 
-    def ended(self, rank: int) -> None:
-        """Forget a rank that has ended."""
+    def hold(self, now_s: float) -> None:
+        """Note that ranks wait for the launcher, or that it was away: their standstill counts from now on."""
+        self._last_s = dict.fromkeys(self._last_s, now_s)
+        self._job_last_s = now_s
+
+    def ended(self, rank: int, now_s: float) -> None:
+        """Forget a rank that has ended, which is progress of the job."""
+        self._job_last_s = now_s
         self._last_s.pop(rank, None)
 
-    def is_expired(self, now_s: float) -> bool:
-        """Say whether some rank has made no progress for too long."""
-        return any(now_s - last_s > self._timeout_s for last_s in self._last_s.values())
+    def hung_ranks(self, now_s: float) -> list[int]:
+        """Return the ranks that hang, [] while none does; all running ranks when nothing moves."""
+        if now_s - self._job_last_s > self._timeout_s:
+            return sorted(self._last_s)
+        if self._last_beat_s <= self._no_hang_until_s:  # asked after every event: not to look at all ranks each time
+            return []
+        since_s = {rank: last_s for rank, last_s in self._last_s.items() if self._counts[rank]}
+        self._no_hang_until_s = min(since_s.values(), default=now_s) + self._timeout_s
+        return sorted(rank for rank, last_s in since_s.items() if self._last_beat_s - last_s > self._timeout_s)
 
 
-def odd_one_out(stacks: dict[int, str], counts: dict[int, int]) -> int | None:
-    """Return the rank the others most likely wait for.
+def odd_one_out(stacks: Mapping[int, str], counts: Mapping[int, int], hung: Collection[int]) -> int | None:
+    """Return which of the `hung` ranks the others most likely wait for.
 
     The one that has made fewer heartbeats than all others, else the one whose main thread stands where no other does.
-    None when the ranks look alike.
+    None when the ranks look alike. stacks and counts are those of all running ranks: where heartbeats are made by some
+    of them only, the others' zero says nothing, unless it is the only zero among several ranks.
     """
-    if len(stacks) < 2:
-        return next(iter(stacks), None)
-    behind = min(counts.values(), default=0)
-    slowest = [rank for rank, count in counts.items() if count == behind]
-    if len(slowest) == 1 and len(set(counts.values())) > 1:
+    if len(hung) == 1:
+        return next(iter(hung))
+    beating = {rank: count for rank, count in counts.items() if rank in hung and count}
+    without = [rank for rank in hung if not counts.get(rank)]
+    if len(without) == 1 and len(beating) > 1:
+        return without[0]
+    behind = min(beating.values(), default=0)
+    slowest = [rank for rank, count in beating.items() if count == behind]
+    if len(slowest) == 1 and len(beating) > 1:
         return slowest[0]
-    places = {rank: _place(text) for rank, text in stacks.items()}
+    places = {rank: _place(text) for rank, text in stacks.items() if rank in hung}
     how_many = Counter(places.values())
     alone = [rank for rank, place in places.items() if how_many[place] == 1]
-    return alone[0] if len(alone) == 1 and len(how_many) == 2 and len(stacks) > 2 else None
+    return alone[0] if len(alone) == 1 and len(how_many) == 2 and len(places) > 2 else None
 
 
 def _place(stack: str) -> tuple[tuple[str, str], ...]:

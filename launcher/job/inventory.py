@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from launcher.agent.probe import host_facts
-from launcher.transport.command import agent_argv, package_root
+from launcher.transport.command import own_argv, package_root
 
 TORCH_FACTS_MODULE = "launcher.engine.facts"
 _TORCH_TIMEOUT_S = 120.0  # the first import of torch from a cold network disk
@@ -41,7 +41,7 @@ def _torch_facts() -> dict[str, Any]:
     """Ask a process of its own, which may import torch; `error` says why there are no facts."""
     try:
         done = subprocess.run(
-            agent_argv(module=TORCH_FACTS_MODULE),
+            own_argv(TORCH_FACTS_MODULE),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

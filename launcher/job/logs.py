@@ -1,47 +1,79 @@
-"""The complete output of every rank, one file each, and its last lines for the report."""
+"""The complete output of every rank, one file each, and its last lines for the report.
+
+Files are written on a lane of their own: a disk that stalls holds up the ranks in the end, and nothing else.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from launcher.base.errors import LauncherError
+from launcher.base.file_limit import allow_files, num_open
+from launcher.job.events import Watcher
+from launcher.job.lane import Lane
 from launcher.job.plan import JobPlan
 
+_T = TypeVar("_T")
+
 _TAIL_BYTES = 4096
+_TELL_AFTER_S = 5.0  # a disk that takes so long for one write is told
+STALL_LIMIT_S = 30.0  # a disk that takes longer than this is not waited for at the end of a run
+_SPARE_FILES = 64  # for whatever else this process opens during a run
 
 
 class RankLog:
-    """One rank's log file: the bytes of stdout and stderr in the order they came."""
+    """One rank's log file: the bytes of stdout and stderr in the order they came.
 
-    def __init__(self, path: Path) -> None:
+    Its end is kept in memory as well, from the moment it arrives: a report does not wait for the disk.
+    """
+
+    def __init__(self, path: Path, *, keeps_open: bool = True) -> None:
+        """keeps_open: hold the file open; else it is opened for each write. Raises: OSError."""
         self.path = path
+        self._keeps_open = keeps_open
         self._file: BinaryIO | None = path.open("wb", buffering=0)
+        if not keeps_open:
+            self._file.close()
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
+        self._tail_lock = threading.Lock()
         self.write_error: OSError | None = None
 
+    def remember(self, data: bytes) -> None:
+        """Keep the end of what arrives. Any thread."""
+        with self._tail_lock:
+            self._tail.append(data)
+            self._tail_bytes += len(data)
+            while len(self._tail) > 1 and self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
+                self._tail_bytes -= len(self._tail.popleft())
+
     def write(self, data: bytes) -> None:
-        """Append `data`. The first failing write is kept in `write_error` and ends the file, not the job."""
-        self._tail.append(data)
-        self._tail_bytes += len(data)
-        while len(self._tail) > 1 and self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
-            self._tail_bytes -= len(self._tail.popleft())
+        """Append `data`. The first failing write is kept in `write_error`; it ends the file, not the job."""
         if self._file is None:
             return
         try:
+            if not self._keeps_open:
+                self._file = self.path.open("ab", buffering=0)
             view = memoryview(data)
             while view:
                 view = view[self._file.write(view) :]
+            if not self._keeps_open:
+                self._file.close()
         except OSError as error:
             self.write_error = error
             self.close()
 
     def last_lines(self, count: int) -> tuple[str, ...]:
-        """Return up to `count` last lines that are not blank."""
-        text = b"".join(self._tail)[-_TAIL_BYTES:].decode("utf-8", errors="replace")
+        """Return up to `count` last lines that are not blank. Any thread."""
+        with self._tail_lock:
+            kept = b"".join(self._tail)
+        text = kept[-_TAIL_BYTES:].decode("utf-8", errors="replace")
         return tuple([line for line in text.splitlines() if line.strip()][-count:])
 
     def close(self) -> None:
@@ -61,10 +93,92 @@ def open_logs(plan: JobPlan) -> dict[int, RankLog]:
         folder.mkdir(parents=True, exist_ok=True)
         if plan.saves_pid:
             (folder / "launch.pid").write_text(f"{os.getpid()}\n")
-        return {rank: RankLog(folder / f"rank_{rank}.log") for rank in plan.placement.ranks}
+        # One file for each rank: beyond the hard limit they are opened for each write, which costs more than it saves.
+        num_needed = num_open() + len(plan.placement.ranks) + _SPARE_FILES
+        keeps_open = allow_files(num_needed) >= num_needed
+        return {rank: RankLog(folder / f"rank_{rank}.log", keeps_open=keeps_open) for rank in plan.placement.ranks}
     except OSError as error:
         raise LauncherError(
             f"the run folder cannot be written: {error.strerror}",
             where=str(error.filename or folder),
             hint="choose another with --log-dir",
         ) from None
+
+
+class RunFolder:
+    """The files of one run, written on a thread of their own; every wait for them can be ended by the user."""
+
+    def __init__(self, plan: JobPlan, watcher: Watcher, is_to_leave: Callable[[], bool]) -> None:
+        """is_to_leave: says whether the user does not want to wait; asked while waiting."""
+        self.logs: dict[int, RankLog] = {}
+        self._plan, self._watcher, self._is_to_leave = plan, watcher, is_to_leave
+        self._lane = Lane("logs")
+        self._tell_at_s = 0.0
+        self._is_given_up = False
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the write under way has taken."""
+        return self._lane.stalled_s
+
+    def open(self) -> None:
+        """Make the folder and an empty log of each rank. Raises: LauncherError."""
+        self.logs = self.make(lambda: open_logs(self._plan))
+
+    def write(self, rank: int, data: bytes, then: Callable[[], object] = lambda: None) -> None:
+        """Append to a rank's log, later, and call `then`."""
+        self._lane.put(self._write, rank, data, then)
+
+    def put(self, call: Callable[[], object]) -> None:
+        """Have another file of the run written in its turn."""
+        self._lane.put(call)
+
+    def make(self, call: Callable[[], _T]) -> _T:
+        """Have another file of the run written, and wait until it is. Raises: LauncherError, and what `call` raises."""
+        answer = self._lane.request(call)
+        if not self._wait(answer.done):
+            raise LauncherError(
+                "the disk does not answer", where=str(self._plan.run_folder), hint="choose another with --log-dir"
+            )
+        return answer.get()
+
+    def look(self, now_s: float) -> None:
+        """Tell the user of a disk that stalls, not too often."""
+        if self._lane.stalled_s > _TELL_AFTER_S and now_s > self._tell_at_s:
+            self._tell_at_s = math.inf
+            self._watcher.warning(
+                f"{self._plan.run_folder}: its disk has taken no output for {_TELL_AFTER_S:.0f} s;"
+                " the ranks wait once a few MiB are held"
+            )
+
+    def close(self) -> None:
+        """Write what is left and close the files; a disk that stalls, and a user who leaves, end the wait."""
+        if not self._wait(self._lane.request(self._close).done):
+            self._watcher.warning(f"{self._plan.run_folder}: its disk does not answer; the logs are incomplete")
+        self._lane.check()
+
+    def release(self) -> None:
+        """Close the files, later, and end the thread. Does not wait."""
+        self._lane.put(self._close)
+        self._lane.close()
+
+    def _wait(self, done: threading.Event) -> bool:
+        """Wait for the disk; it is given up once."""
+        if not self._is_given_up:
+            self._is_given_up = not self._lane.wait(done, self._is_to_leave, self._say_waiting, STALL_LIMIT_S)
+        return not self._is_given_up
+
+    def _say_waiting(self) -> None:
+        self._watcher.waiting(f"the disk of {self._plan.run_folder} (Ctrl-C: do not wait)")
+
+    def _write(self, rank: int, data: bytes, then: Callable[[], object]) -> None:
+        log = self.logs[rank]
+        had_error = log.write_error is not None
+        log.write(data)
+        if log.write_error is not None and not had_error:
+            self._watcher.warning(f"{log.path}: {log.write_error.strerror}; the log is incomplete, the job goes on")
+        then()
+
+    def _close(self) -> None:
+        for log in self.logs.values():
+            log.close()

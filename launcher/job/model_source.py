@@ -14,7 +14,7 @@ from launcher.base.errors import UsageError
 from launcher.planner import architectures, weights
 from launcher.planner.architectures import ArchitectureConfig
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape, parse_count, typical_model, typical_shape
-from launcher.transport.command import agent_argv
+from launcher.transport.command import own_argv
 
 MODEL_FACTS_MODULE = "launcher.engine.model_facts"
 FORMS = "a count such as 7B, a folder or file of a model, or module:function"
@@ -155,7 +155,7 @@ def _from_child(kind: str, target: str, waiting: _Waiting, *, name: str, source:
 
 def _ask(kind: str, target: str, waiting: _Waiting, name: str) -> dict[str, Any]:
     child = subprocess.Popen(
-        [*agent_argv(module=MODEL_FACTS_MODULE), kind, target],
+        [*own_argv(MODEL_FACTS_MODULE), kind, target],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

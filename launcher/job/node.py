@@ -1,4 +1,4 @@
-"""One node as the controller sees it: its channel, its ranks, and a thread that reads."""
+"""One node as the controller sees it: its channel, its ranks, and the threads that read and write."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from launcher.agent.wire import Decoder, Hello, Message, Output, Pong, encode
+from launcher.agent.wire import Decoder, Hello, Message, Output, Pong
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import NodePlacement
+from launcher.job.protocol import ProtocolCheck
+from launcher.job.sender import Sender
 from launcher.job.window import Window
 from launcher.transport.api import Channel
 
 _READ_BYTES = 1 << 18
-# Messages read but not yet handled, for each node. When the console is slow the reader waits here, the
-# channel fills, the agent stops reading the ranks, and the ranks wait: nothing is lost and nothing grows.
+# Messages of one node, output aside, that are read and not yet handled: no agent can make this process grow.
 _MAX_UNHANDLED = 256
+# Output that is here and not yet written, of one node and of all together. Then agents leave their ranks' pipes unread
+# and ranks wait: nothing is lost and nothing grows. The stream itself is always read, whatever the console does: the
+# answers to heartbeats and the news of failures come through it too.
+_WINDOW_BYTES = 4 << 20
+_ALL_WINDOWS_BYTES = 512 << 20
+_MIN_WINDOW_BYTES = 1 << 18
+_NUM_WAYS = 2  # of output: to the logs and to the display
 _MAX_DRIFT = 1e-4  # of clocks against each other, seconds a second; bad crystals have half of it
 
 
@@ -26,6 +35,7 @@ class ChannelEnded:
     """The agent's stream is over, well (after Bye) or not."""
 
     reason: str | None  # None: it ended without an error that could be told
+    printed: bytes = b""  # what came in place of an agent's words
 
 
 @dataclass
@@ -34,18 +44,25 @@ class Node:
 
     placement: NodePlacement
     channel: Channel
+    has_lease: bool = False  # a network lies between: see `JobPlan.needs_lease`
+    num_nodes: int = 1  # that share what may be held here
     running: set[int] = field(default_factory=set)  # ranks that were started and have not ended
     pids: dict[int, int] = field(default_factory=dict)
     devices: list[str] | None = None  # what the agent's environment says of GPUs, see wire.Hello
     clock_offset_s: float = math.inf  # our monotonic clock minus the node's, see `hear_clock`
-    last_heard_s: float = field(default_factory=time.monotonic)  # monotonic clock
+    last_heard_s: float = field(default_factory=time.monotonic)  # monotonic clock; while we do not listen it is now
+    ponged_s: float = 0.0  # monotonic clock, of the last answer to a heartbeat
+    wrote_s: dict[int, float] = field(default_factory=dict)  # monotonic clock: when each rank's last output came
     said_bye: bool = False
+    left_pids: tuple[int, ...] = ()  # processes that the agent could not kill
     ended: bool = False
     window: Window = field(init=False)
     _clock_heard_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.window = Window(self.channel.window_bytes)
+        share_bytes = max(_MIN_WINDOW_BYTES, min(_WINDOW_BYTES, _ALL_WINDOWS_BYTES // self.num_nodes))
+        self.window = Window(self.channel.window_bytes or share_bytes, _NUM_WAYS)
+        self._sender = Sender(self.channel, has_lease=self.has_lease)
 
     @property
     def name(self) -> str:
@@ -61,19 +78,19 @@ class Node:
         self.clock_offset_s = min(now_s - time_s, self.clock_offset_s + drift_s)
         self._clock_heard_s = now_s
 
-    def handled(self, output: Output) -> None:
-        """Note that output has been handled, and tell the agent when it is time to."""
-        message = self.window.handled(output)
+    def handled(self, output: Output, way: int) -> None:
+        """Note that output has come to the end of a way, and tell the agent when it is time to. Any thread."""
+        message = self.window.handled(output, way)
         if message is not None and not self.ended:
             self.send(message)
 
-    def send(self, message: Message) -> bool:
-        """Send a message; False when the connection is gone, which the reader reports too."""
-        try:
-            self.channel.write(encode(message))
-        except TransportError:
-            return False
-        return True
+    def send(self, message: Message) -> None:
+        """Send a message, without waiting. Any thread. When the connection is gone the reader reports it."""
+        self._sender.send(message)
+
+    def close_stdin(self) -> None:
+        """End the agent's stdin once everything is sent. Does not wait."""
+        self._sender.end()
 
 
 NodeEvent = tuple[Node, "Message | ChannelEnded"]
@@ -82,7 +99,9 @@ NodeEvent = tuple[Node, "Message | ChannelEnded"]
 class Inbox:
     """Events of all nodes in one queue, bounded for each node, and wake-ups from signal handlers."""
 
-    def __init__(self) -> None:
+    def __init__(self, take_output: Callable[[Node, Output], None]) -> None:
+        """take_output: gets the output of ranks, on the thread that reads the node; must not block."""
+        self._take_output = take_output
         # SimpleQueue.put may be called from a signal handler, which queue.Queue forbids.
         self._queue: queue.SimpleQueue[tuple[NodeEvent, threading.Semaphore] | None] = queue.SimpleQueue()
 
@@ -108,17 +127,26 @@ class Inbox:
 
     def _read(self, node: Node) -> None:
         room = threading.Semaphore(_MAX_UNHANDLED)
-        decoder = Decoder(expect_magic=True)
+        decoder, protocol = Decoder(expect_magic=True), ProtocolCheck(node.placement.ranks)
         reason = None
         try:
-            while data := node.channel.read(_READ_BYTES):
-                node.last_heard_s = time.monotonic()
+            while True:
+                node.last_heard_s = time.monotonic()  # as long as nobody listened, silence means nothing
+                data = node.channel.read(_READ_BYTES)
+                if not data:
+                    break
                 for message in decoder.feed(data):
+                    protocol.check(message)
+                    if isinstance(message, Output):
+                        self._take_output(node, message)
+                        continue
                     if isinstance(message, (Hello, Pong)):
                         node.hear_clock(message.time_s)
+                    if isinstance(message, Pong):
+                        node.ponged_s = time.monotonic()
                     room.acquire()
                     self._queue.put(((node, message), room))
         except (ProtocolError, TransportError, OSError) as error:
             reason = str(error)
         room.acquire()
-        self._queue.put(((node, ChannelEnded(reason)), room))
+        self._queue.put(((node, ChannelEnded(reason, decoder.banner)), room))

@@ -50,7 +50,7 @@ _ANIMALS = (
 class Command:
     """What every rank runs."""
 
-    kind: str  # "script", "module" or "program"
+    kind: str  # "script", "module", "program"; "internal": a module of this package
     target: str
     arguments: tuple[str, ...]
     passes_local_rank: bool = False
@@ -87,6 +87,7 @@ class JobPlan:
     stop_signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of the launcher: end the job
     bound_cores: tuple[int, ...] | None = None  # bind ranks to shares of these; (): of all; None: do not bind
     saves_pid: bool = False  # write the launcher's pid into the run folder
+    run_id: str | None = None  # what all nodes call the job where each runs its own command; None: job_id
     restart: int = 0  # how often the job was started again
     max_restarts: int = 0
 
@@ -102,6 +103,7 @@ class JobPlan:
         """Return the plan as plain data for `--dry-run --json`; no environment values."""
         return {
             "job_id": self.job_id,
+            "run_id": self.run_id or self.job_id,
             "world_size": self.placement.world_size,
             "master_addr": self.master_addr,
             "master_port": self.master_port,

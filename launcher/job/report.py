@@ -6,14 +6,25 @@ import dataclasses
 import json
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 
+class FailureKind(str, Enum):
+    """What has failed."""
+
+    RANK_FAILED = "rank failed"  # it ended with an exit code that is not 0, or was killed
+    RANK_HANGS = "rank hangs"
+    HOST_LOST = "host lost"  # its agent or the connection to it ended, or its agent broke the protocol
+    NOT_STARTED = "ranks not started"  # the agent answered, and could not start the ranks of its host
+
+
 @dataclass(frozen=True)
 class Failure:
-    """One rank that failed, or one host that was lost."""
+    """One rank that failed, or one host that was lost or could not start its ranks."""
 
     host: str
     rank: int | None  # None: the host itself
@@ -27,6 +38,14 @@ class Failure:
     log: str | None
     max_rss_bytes: int | None = None  # the most memory the rank's process held
     oom: str | None = None  # what shows that the kernel ended it for lack of memory
+    away_s: float | None = None  # the launcher itself was suspended for so long, and the host ended its ranks
+    kind: FailureKind = FailureKind.RANK_FAILED
+    hint: str | None = None  # what the user can do
+
+    @property
+    def is_start_failure(self) -> bool:
+        """Whether the host is there and could not start its ranks."""
+        return self.kind is FailureKind.NOT_STARTED
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,34 @@ class RunReport:
     num_stopped: int  # ranks that were ended because of it
     stop_s: float  # how long ending them took, without asking lost hosts
     unconfirmed_hosts: tuple[str, ...]  # lost hosts that could not be asked whether anything is left
+    swept_hosts: tuple[str, ...] = ()  # lost hosts where no process with the job's id is left
+    left_pids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # host, and processes there that could not be killed
+    restart: int = 0  # how often the job had been started before
 
-    def save(self, path: Path) -> None:
-        """Write the report as JSON, whole or not at all. Raises: OSError."""
+    def save(self, folder: Path, earlier: Sequence[RunReport] = ()) -> None:
+        """Write the report as `report.json`, whole or not at all. Raises: OSError.
+
+        earlier: the reports of the tries before this one, for the report of a whole job.
+        """
+        path = folder / "report.json"
         temporary = path.with_suffix(".part")
-        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        tries = [report.summary() for report in (*earlier, self)]
+        temporary.write_text(json.dumps({**dataclasses.asdict(self), "tries": tries}, indent=2) + "\n")
         os.replace(temporary, path)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the report of a whole job says of each try."""
+        failure = self.failure
+        return {
+            "restart": self.restart,
+            "exit_code": self.exit_code,
+            "world_size": self.world_size,
+            "duration_s": self.duration_s,
+            "kind": None if failure is None else failure.kind,
+            "host": None if failure is None else failure.host,
+            "rank": None if failure is None else failure.rank,
+            "reason": None if failure is None else failure.reason,
+        }
 
 
 def shell_code(status: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from launcher.base.errors import ConfigError, LauncherError, TransportError
@@ -12,11 +14,17 @@ from launcher.cluster.cluster import Cluster, Host
 from launcher.job.events import Watcher
 from launcher.job.plan import JobPlan
 from launcher.job.report import RunReport
+from launcher.job.signals import SignalQueue
 
 Run = Callable[[JobPlan], RunReport]
 Replan = Callable[[Cluster], JobPlan]
 # Returns the numbers of ranks the job's config fits, None when it fits any. Raises: ConfigError.
 WorldSizes = Callable[[], Collection[int] | None]
+
+_MAX_DELAY_S = 30.0
+_TELL_AFTER_S = 1.0
+_POLL_S = 0.05
+_QUICK_S = 60.0  # a try that fails earlier doubles the delay before the next one
 
 
 @dataclass(frozen=True)
@@ -27,20 +35,34 @@ class RestartPolicy:
     min_nodes: int | None = None  # go on with fewer hosts, but not with fewer than these; None: all are needed
     spares: tuple[Host, ...] = ()  # take the place of lost hosts, in this order
     world_sizes: WorldSizes = lambda: None  # asked before each start on other hosts
+    first_delay_s: float = 0.5  # before the first restart, see `delay_s`
+
+    def delay_s(self, num_quick: int) -> float:
+        """Return how long to wait before a restart. num_quick: failures in a row that came soon after the start.
+
+        Whatever made the job fail may need a moment: a server that starts again, a GPU that is not yet free.
+        """
+        return float(min(self.first_delay_s * 2 ** min(num_quick - 1, 10), _MAX_DELAY_S))
 
 
-def run_with_restarts(first: JobPlan, policy: RestartPolicy, run: Run, replan: Replan, watcher: Watcher) -> RunReport:
+def run_with_restarts(
+    first: JobPlan, policy: RestartPolicy, run: Run, replan: Replan, watcher: Watcher, signals: SignalQueue
+) -> RunReport:
     """Run `first`, and after a failure again, up to `max_restarts` times. Returns the report of the last run.
 
-    run: runs one plan to its end. replan: makes a plan for other hosts, of the same job. Each run after the first gets
-    a folder of its own inside the run folder. Raises: LauncherError when the first start fails.
+    run: runs one plan to its end. replan: makes a plan for other hosts, of the same job. signals: a stop signal that
+    comes between two runs ends the job as well. Each run after the first gets a folder of its own inside the run
+    folder; the report there is the last run's and lists them all. Raises: LauncherError when the first start fails.
     """
     plan, spares = first, list(policy.spares)
-    report = run(plan)
+    reports = [run(plan)]
+    num_quick = 0  # failures in a row that came soon after the start
     for restart in range(1, policy.max_restarts + 1):
-        if report.exit_code == ExitCode.OK or report.interrupted_by is not None or report.failure is None:
-            return report
-        lost = {*report.unconfirmed_hosts, *([report.failure.host] if report.failure.rank is None else [])}
+        report = reports[-1]
+        if not _may_restart(report):
+            break
+        lost = _lost_hosts(report)
+        num_quick = num_quick + 1 if report.duration_s < _QUICK_S else 1
         while True:
             try:
                 hosts = _next_hosts(plan, lost, spares, policy, watcher) if lost else _hosts_of(plan)
@@ -52,9 +74,14 @@ def run_with_restarts(first: JobPlan, policy: RestartPolicy, run: Run, replan: R
                 run_folder=first.run_folder / f"restart_{restart}",
                 restart=restart,
             )
-            watcher.restarting(plan, report)
+            if signals.first_stop is None:
+                watcher.restarting(plan, report)
+                _pause(policy.delay_s(num_quick), signals, watcher)
+            if signals.first_stop is not None:
+                report = dataclasses.replace(report, interrupted_by=signal.Signals(signals.first_stop).name)
+                return _saved(first, [*reports[:-1], report], watcher)
             try:
-                report = run(plan)
+                reports.append(run(plan))
                 break
             except TransportError as error:
                 unreachable = {str(diagnostic.where) for diagnostic in error.diagnostics}
@@ -62,7 +89,43 @@ def run_with_restarts(first: JobPlan, policy: RestartPolicy, run: Run, replan: R
                     raise
                 watcher.warning(str(error))
                 lost = unreachable
-    return report
+        _saved(first, reports, watcher)
+    return reports[-1]
+
+
+def _saved(first: JobPlan, reports: Sequence[RunReport], watcher: Watcher) -> RunReport:
+    """Write the report of the whole job, and return the last try's."""
+    try:
+        reports[-1].save(first.run_folder, reports[:-1])
+    except OSError as error:
+        watcher.warning(f"{first.run_folder}/report.json could not be written: {error.strerror}")
+    return reports[-1]
+
+
+def _pause(delay_s: float, signals: SignalQueue, watcher: Watcher) -> None:
+    """Wait before a restart; a stop signal ends the wait."""
+    if delay_s > _TELL_AFTER_S:
+        watcher.waiting(f"{delay_s:.0f} s before the next try (Ctrl-C: end the job)")
+    deadline_s = time.monotonic() + delay_s
+    while signals.first_stop is None and time.monotonic() < deadline_s:
+        time.sleep(min(_POLL_S, delay_s))
+
+
+def _may_restart(report: RunReport) -> bool:
+    """Tell whether another try makes sense: not after an end in order, an interrupt, or options that are wrong."""
+    failure = report.failure
+    if report.exit_code == ExitCode.OK or report.interrupted_by is not None or failure is None:
+        return False
+    return not (failure.is_start_failure and failure.exit_code == ExitCode.USAGE)
+
+
+def _lost_hosts(report: RunReport) -> set[str]:
+    """Return the hosts that the next try must do without: lost ones, and those that could not start their ranks."""
+    lost = set(report.unconfirmed_hosts)
+    failure = report.failure
+    if failure is not None and failure.rank is None and failure.away_s is None:  # a host that ended its ranks in our
+        lost.add(failure.host)  # absence is still there
+    return lost
 
 
 def _hosts_of(plan: JobPlan) -> tuple[Host, ...]:
@@ -87,7 +150,7 @@ def _next_hosts(
             watcher.warning(f"{host.name} was lost: {spare.name} takes its place")
     min_nodes = len(before) if policy.min_nodes is None else min(policy.min_nodes, len(before))
     if len(hosts) < min_nodes:
-        raise LauncherError(f"{', '.join(sorted(lost))} lost, no spare host, and too few are left")
+        raise LauncherError(f"{', '.join(sorted(lost))} cannot be used, there is no spare host, and too few are left")
     world_sizes = policy.world_sizes()
     if world_sizes is None:
         return tuple(hosts)

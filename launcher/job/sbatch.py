@@ -11,8 +11,9 @@ from pathlib import Path
 from launcher.base.errors import UsageError
 from launcher.base.preemption import EXIT_REQUEUE
 
-# Part of the package, so that a wheel has them; a checkout shows them at the top too, by a link.
-_TEMPLATES = Path(__file__).resolve().parents[1] / "slurm_templates"
+# They are part of the package, so that a wheel has them; a checkout shows them at the top too, by a link.
+_PACKAGE = Path(__file__).resolve().parents[1]
+_TEMPLATES = _PACKAGE / "slurm_templates"
 TIME_FORM = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _GPUS_FORM = re.compile(r"(?:[A-Za-z][\w.-]*:)?([1-9]\d{0,3})")
 _NOTICE = "B:USR1@120"  # two minutes before the end, to the batch script
@@ -145,8 +146,8 @@ def _variables(options: BatchOptions, words: list[str]) -> dict[str, object]:
     return {
         "directives": options.directives(),
         "setup": options.setup,
-        "command": shlex.join([sys.executable, "-m", "launcher", *words]),
-        "task_command": shlex.join(["python3", "-m", "launcher", *words]),
+        "command": shlex.join([sys.executable, str(_PACKAGE / "__main__.py"), *words]),
+        "task_command": shlex.join(["launch", *words]),  # in an image its path is not known
         "nodes": options.nodes,
         "ranks_per_node": ranks,
         "cpus_per_rank": cpus // ranks if cpus is not None and cpus >= ranks else None,

@@ -23,9 +23,11 @@ STOP_LINE = b"\n"
 NO_FOLDER = "folder"
 NO_GROUP = "group"
 _MAX_END_BYTES = 32  # of what stands on the line behind the last mark
+_MAX_NOISE_BYTES = 2048
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # `kill -NAME -GROUP` is the one form that dash, bash and busybox share; `exec --` is none of dash's.
+# ksh93 says 256 + N of a command that signal N ended, every other shell 128 + N.
 # Everything is one compound command, so that a shell has read all of it before it runs any of it. stderr of the shell
 # itself goes nowhere while the command runs: bash would show the whole text of a command that a signal ended.
 _SCRIPT = b"""{
@@ -56,6 +58,7 @@ watcher=$!
 exec %(command)s
 )
 code=$?
+if test $code -gt 256; then code=$((code - 128)); fi
 if test -z "$stopped"; then kill -KILL $watcher; wait $watcher; fi
 echo $m $code; echo $m >&4
 exit
@@ -102,12 +105,15 @@ class MarkedStream:
         self.end: str | None = None  # what the shell said behind the last mark, once it has
         self._mark = mark.encode()
         self._take = take
+        self.noise = b""  # the last of what came before the first mark: login scripts, or a shell that refuses
         self._held = b""  # may be the beginning of a mark
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes; those after the last mark are dropped."""
         if self.end is not None:
             return
+        if not self.has_begun:
+            self.noise = (self.noise + data)[-_MAX_NOISE_BYTES:]
         data = self._held + data
         if not self.has_begun:
             _, found, data = data.partition(self._mark + b"\n")

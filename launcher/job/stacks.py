@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from launcher.agent.wire import DumpStacks
 from launcher.job.events import Watcher
@@ -17,7 +17,9 @@ _WAIT_S = 5.0  # for the agents' answers
 class StackCollector:
     """Collects one stack of each running rank, as often as somebody asks."""
 
-    def __init__(self, plan: JobPlan, watcher: Watcher) -> None:
+    def __init__(self, plan: JobPlan, watcher: Watcher, put: Callable[[Callable[[], object]], object]) -> None:
+        """put: has a file of the run written."""
+        self._put = put
         self._path = plan.run_folder / "stacks.txt"
         self._watcher = watcher
         self._found: dict[int, str] | None = None  # by rank, while they are being collected
@@ -36,7 +38,7 @@ class StackCollector:
             self._found[rank] = text
 
     def take(self, nodes: Sequence[Node]) -> dict[int, str] | None:
-        """Show and return the stacks once all are there, or the time for it is over; None before."""
+        """Return the stacks, which are shown, once all are there, or the time for it is over; None before."""
         if self._found is None:
             return None
         running = {rank for node in nodes for rank in node.running}
@@ -44,6 +46,10 @@ class StackCollector:
             return None
         found, self._found = self._found, None
         text = format_stacks(found)
+        self._put(lambda: self._show(text))
+        return found
+
+    def _show(self, text: str) -> None:
         try:
             temporary = self._path.with_suffix(".part")
             temporary.write_text(text)
@@ -51,4 +57,3 @@ class StackCollector:
         except OSError as error:
             self._watcher.warning(f"{self._path}: {error.strerror}")
         self._watcher.stacks(text, str(self._path))
-        return found

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 
@@ -17,19 +16,18 @@ from launcher.agent.wire import (
     Message,
     Output,
     PickPort,
-    Ping,
     PortPicked,
     Spawn,
     SpawnFailed,
     Stop,
     check_version,
-    encode,
 )
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.job.environment import forwarded
-from launcher.job.everywhere import FOLDER_HINT, GRACE_S, READ_BYTES, Session, Task, host_variables
+from launcher.job.everywhere import GRACE_S, READ_BYTES, Session, Task, host_variables
 from launcher.job.plan import DEFAULT_LEASE_S
 from launcher.job.report import shell_code
+from launcher.job.sender import Sender
 from launcher.job.window import Window
 from launcher.transport.api import Channel
 from launcher.transport.diagnose import start_failure
@@ -45,6 +43,8 @@ class AgentSession(Session):
         self._said_bye = False
         self._asked_s = 0.0
         self._window = Window(None)  # the channel's own, once there is one
+        self._sender: Sender | None = None  # once there is a channel
+        self._wanted_grace_s: float | None = None  # of a stop
 
     @property
     def is_lost(self) -> bool:
@@ -53,30 +53,33 @@ class AgentSession(Session):
     @property
     def silent_since_s(self) -> float | None:
         # An agent on this machine has no lease: its pipe tells its end.
-        return self._heard_s if self.has_answered and self.result.transport != "local" else None
+        return self._heard_s if self.has_answered and self.opening.transport != "local" else None
 
     def follow(self, channel: Channel) -> None:
         self._window = Window(channel.window_bytes)
+        self._sender = Sender(channel, has_lease=self.opening.transport != "local")
+        if self._wanted_grace_s is not None:  # a stop that came before there was a sender
+            self.stop(self._wanted_grace_s)
         decoder = Decoder(expect_magic=True)
-        while data := channel.read(READ_BYTES):
-            self._heard_s = time.monotonic()
-            for message in decoder.feed(data):
-                self._handle(message, channel)
+        try:
+            while data := channel.read(READ_BYTES):
+                self._heard_s = time.monotonic()
+                for message in decoder.feed(data):
+                    self._handle(message, channel)
+        finally:
+            self._sender.end()
         if not self.has_answered:
-            raise start_failure(channel, None)
+            raise start_failure(channel, None, decoder.banner)
         raise TransportError("stopped before its end" if self._said_bye else "the connection was lost")
 
     def stop(self, grace_s: float) -> None:
+        self._wanted_grace_s = grace_s
         self._send(Stop(grace_s))
-
-    def ping(self) -> None:
-        self._send(Ping())
 
     def _send(self, message: Message) -> None:
         """Send a message; a lost connection is noticed by the reader."""
-        if self.channel is not None:
-            with contextlib.suppress(TransportError):
-                self.channel.write(encode(message))
+        if self._sender is not None:
+            self._sender.send(message)
 
     def _handle(self, message: Message, channel: Channel) -> None:
         result = self.result
@@ -97,7 +100,7 @@ class AgentSession(Session):
             if handled is not None:
                 self._send(handled)
         elif isinstance(message, SpawnFailed):
-            result.error = Diagnostic(f"it could not be started: {message.reason}", result.host.name, FOLDER_HINT)
+            result.error = Diagnostic(f"it could not be started: {message.reason}", result.host.name, message.hint)
         elif isinstance(message, Exited):
             result.exit_code = shell_code(message.status)
             result.stderr += str((message.record or {}).get("traceback", "")).encode("utf-8", "backslashreplace")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.agent.ports import UNRESOLVED
 from launcher.base.units import format_bytes, format_duration
 from launcher.cluster.cluster import Host
 from launcher.cluster.fold import fold
@@ -27,7 +28,8 @@ class Finding:
 def judge_error(result: HostResult) -> Finding:
     """Return the finding about a host that gave no answer."""
     if result.error is not None:
-        first = result.error.message.splitlines()[0]
+        lines = result.error.message.splitlines()
+        first = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
         return Finding(first, result.error.hint or "see what a plain command does: launch exec -- true")
     last = "".join(bytes(result.stderr).decode(errors="replace").strip().splitlines()[-1:])
     remedy = "see what a plain command does: launch exec -- true"
@@ -107,24 +109,38 @@ def _room(facts: Mapping[str, Any], folder: str) -> Iterator[Finding]:
 
 
 def blame(
-    failed: Mapping[tuple[int, int], str], names: Sequence[str], peers: Sequence[tuple[str, int]]
+    failed: Mapping[tuple[int, int], str],
+    names: Sequence[str],
+    peers: Sequence[tuple[str, int]],
+    partners: Sequence[Sequence[int]],
 ) -> Iterator[tuple[int, Finding]]:
     """Yield (index, finding) for the hosts that explain why connections failed.
 
-    failed: (from, to) -> reason. names and peers (address and port): of every host. A host that none of the others
-    reaches is at fault itself; what is left is said of the hosts that could not connect.
+    failed: (from, to) -> reason. names and peers (address and port): of every host. partners: to whom each host tried
+    to connect. A host that none of them reaches is at fault itself; what is left is said of the hosts that could not
+    connect.
     """
-    count = len(names)
-    unreached = {to for to in range(count) if all((source, to) in failed for source in range(count) if source != to)}
+    tried = {(source, to) for source, targets in enumerate(partners) for to in targets}
+    unreached = {to for _, to in failed} - {to for source, to in tried if (source, to) not in failed}
     for to in sorted(unreached):
         reason = next(reason for (_, target), reason in failed.items() if target == to)
-        message = f"no other host can connect to {peers[to][0]} port {peers[to][1]}: {reason}"
-        yield (
-            to,
-            Finding(message, f"open the TCP ports between the hosts in its firewall; is {peers[to][0]} its address?"),
-        )
-    for source in range(count):
+        yield to, _unreached(*peers[to], reason)
+    for source in range(len(names)):
         targets = [to for origin, to in failed if origin == source and to not in unreached]
         if targets:
-            message = f"it cannot connect to {fold([names[to] for to in targets])}: {failed[source, targets[0]]}"
-            yield source, Finding(message, "open the TCP ports between these hosts; do they share a network?")
+            reason = failed[source, targets[0]]
+            message = f"it cannot connect to {fold([names[to] for to in targets])}: {reason}"
+            remedy = "open the TCP ports between these hosts; do they share a network?"
+            if reason == UNRESOLVED:
+                remedy = "its DNS or /etc/hosts must know all hosts: compare with a host that reaches them"
+            yield source, Finding(message, remedy)
+
+
+def _unreached(address: str, port: int, reason: str) -> Finding:
+    if reason == UNRESOLVED:
+        return Finding(
+            f'no other host can resolve the name "{address}"',
+            "put it into DNS or every host's /etc/hosts, or write an address that all hosts reach into the hostfile",
+        )
+    message = f"no other host can connect to {address} port {port}: {reason}"
+    return Finding(message, f"open the TCP ports between the hosts in its firewall; is {address} its address?")

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import threading
+
 from launcher.agent.wire import Handled, Output
 
 
 class Window:
-    """Counts what has been handled of one node's output; the agent hears of it in steps of a quarter of the window."""
+    """Counts what has arrived and been handled of one node's output; the agent hears of it in quarters of the window.
 
-    def __init__(self, num_bytes: int | None) -> None:
-        self._num_bytes = num_bytes
-        self._untold_bytes = 0
+    Output goes several ways (the logs, the display). It is handled when it has come to the end of all of them.
+    """
 
-    def handled(self, output: Output) -> Handled | None:
-        """Note that `output` has been handled. Returns what the agent is to be told now, if anything."""
-        if self._num_bytes is None:
+    def __init__(self, num_bytes: int | None, num_ways: int = 1) -> None:
+        """num_bytes: the size; None: there is no limit, and the agent is told nothing."""
+        self.num_bytes = num_bytes
+        self._lock = threading.Lock()
+        self._arrived_bytes = 0
+        self._handled_bytes = [0] * num_ways
+        self._told_bytes = 0
+
+    @property
+    def is_half_full(self) -> bool:
+        """Say whether so much is held here that the ranks may have to wait."""
+        return self.num_bytes is not None and self._arrived_bytes - min(self._handled_bytes) > self.num_bytes // 2
+
+    def arrived(self, output: Output) -> None:
+        """Note that `output` is here. For the one thread that reads the node."""
+        self._arrived_bytes += output.cost_bytes
+
+    def handled(self, output: Output, way: int = 0) -> Handled | None:
+        """Note that `output` has come to the end of a way. Returns what the agent is to be told now, if anything."""
+        if self.num_bytes is None:
             return None
-        self._untold_bytes += output.cost_bytes
-        if self._untold_bytes < self._num_bytes // 4:
-            return None
-        told_bytes, self._untold_bytes = self._untold_bytes, 0
-        return Handled(told_bytes)
+        with self._lock:
+            self._handled_bytes[way] += output.cost_bytes
+            untold_bytes = min(self._handled_bytes) - self._told_bytes
+            if untold_bytes < self.num_bytes // 4:
+                return None
+            self._told_bytes += untold_bytes
+        return Handled(untold_bytes)

@@ -1,7 +1,8 @@
 """The update rules in plain torch: the truth every kernel is tested against, on any device.
 
-Written with the operations torch.optim is made of: `add(alpha=)`, `addcmul` and `lerp` round once where a product and a
-sum would round twice, and where terms cancel the difference is more than the last place.
+Where torch.optim has `add(alpha=)`, `addcmul` or `lerp`, a product and a sum are rounded once: where terms cancel, the
+difference from two roundings is more than the last place. torch itself rounds once only where the CPU has an
+instruction for it, so here the sum is taken in fp64, in which the product is exact.
 """
 
 from __future__ import annotations
@@ -66,20 +67,22 @@ def _updated(rule: Rule, master: Tensor, grad: Tensor, states: list[Tensor]) -> 
         return _lion(rule, master, grad, states)
     if isinstance(rule, Sgd):
         return _sgd(rule, master, grad, states)
-    return master.add(_lamb_direction(rule, master, states), alpha=-(rule.lr * rule.trust_ratio))
+    return _fused(-(rule.lr * rule.trust_ratio), _lamb_direction(rule, master, states), master)
 
 
 def _update_moments(rule: _Moments, grad: Tensor, states: list[Tensor]) -> None:
     exp_avg, exp_avg_sq = states
-    exp_avg.lerp_(grad, 1 - rule.beta1)
-    exp_avg_sq.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
+    weight = _fp32(1 - rule.beta1)
+    is_nearer_to_grad = weight >= 0.5  # lerp starts from the nearer end
+    exp_avg.copy_(_fused(weight - float(is_nearer_to_grad), grad - exp_avg, grad if is_nearer_to_grad else exp_avg))
+    exp_avg_sq.copy_(_fused(grad * _fp32(1 - rule.beta2), grad, exp_avg_sq * rule.beta2))
 
 
 def _adam(rule: Adam, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
     if rule.is_decoupled:
         master = master * (1 - rule.lr * rule.weight_decay)
     elif rule.weight_decay:
-        grad = grad.add(master, alpha=rule.weight_decay)
+        grad = _fused(rule.weight_decay, master, grad)
     _update_moments(rule, grad, states)
     correction1 = 1 - rule.beta1**rule.step if rule.corrects_bias else 1.0
     correction2 = 1 - rule.beta2**rule.step if rule.corrects_bias else 1.0
@@ -89,28 +92,28 @@ def _adam(rule: Adam, master: Tensor, grad: Tensor, states: list[Tensor]) -> Ten
 
 def _adagrad(rule: Adagrad, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
     if rule.weight_decay:
-        grad = grad.add(master, alpha=rule.weight_decay)
-    states[0].addcmul_(grad, grad)
+        grad = _fused(rule.weight_decay, master, grad)
+    states[0].copy_(_fused(grad, grad, states[0]))
     lr = rule.lr / (1 + (rule.step - 1) * rule.lr_decay)
     return master.addcdiv(grad, _sqrt(states[0]) + rule.eps, value=-lr)
 
 
 def _lion(rule: Lion, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
     direction = (states[0] * rule.beta1 + grad * (1 - rule.beta1)).sign()
-    states[0].mul_(rule.beta2).add_(grad, alpha=1 - rule.beta2)
+    states[0].copy_(_fused(1 - rule.beta2, grad, states[0] * rule.beta2))
     return master * (1 - rule.lr * rule.weight_decay) - rule.lr * direction
 
 
 def _sgd(rule: Sgd, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
     if rule.weight_decay:
-        grad = grad.add(master, alpha=rule.weight_decay)
+        grad = _fused(rule.weight_decay, master, grad)
     if rule.momentum:
         if rule.is_first:
             states[0].copy_(grad)
         else:
-            states[0].mul_(rule.momentum).add_(grad, alpha=1 - rule.dampening)
-        grad = grad.add(states[0], alpha=rule.momentum) if rule.is_nesterov else states[0]
-    return master.add(grad, alpha=-rule.lr)
+            states[0].copy_(_fused(1 - rule.dampening, grad, states[0] * rule.momentum))
+        grad = _fused(rule.momentum, states[0], grad) if rule.is_nesterov else states[0]
+    return _fused(-rule.lr, grad, master)
 
 
 def _lamb_direction(rule: Lamb, master: Tensor, states: list[Tensor]) -> Tensor:
@@ -118,7 +121,18 @@ def _lamb_direction(rule: Lamb, master: Tensor, states: list[Tensor]) -> Tensor:
     correction2 = 1 - rule.beta2**rule.step if rule.corrects_bias else 1.0
     variance = states[1] * (1 / correction2)
     root = _sqrt(variance + rule.eps) if rule.is_eps_inside_root else _sqrt(variance) + rule.eps
-    return (states[0] * (1 / correction1) / root).add(master, alpha=rule.weight_decay)
+    return _fused(rule.weight_decay, master, states[0] * (1 / correction1) / root)
+
+
+def _fp32(value: float) -> float:
+    """Return the nearest number of fp32: what torch multiplies an fp32 tensor by."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def _fused(factor: Tensor | float, other: Tensor, addend: Tensor) -> Tensor:
+    """Return factor * other + addend in fp32, rounded once."""
+    wide = factor.double() if isinstance(factor, Tensor) else _fp32(factor)
+    return (other.double() * wide).add_(addend).float()
 
 
 def _sqrt(values: Tensor) -> Tensor:

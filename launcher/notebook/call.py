@@ -16,13 +16,16 @@ from typing import Any, TypeVar
 from launcher.base import env
 from launcher.base.errors import JobError, LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.cluster.devices import local_device_tokens
 from launcher.cluster.filters import select
 from launcher.job.controller import Controller
+from launcher.job.display import Display
 from launcher.job.plan import DEFAULT_GRACE_S, Command, JobPlan, new_job_id
 from launcher.job.report import Failure, RunReport
+from launcher.job.signals import STACKS_SIGNAL, SignalQueue
 from launcher.notebook import rank as rank_module
 from launcher.notebook.output import CellOutput
 from launcher.notebook.pickling import dumps
@@ -92,7 +95,7 @@ def _plan(cluster: Cluster, folder: str, log_dir: str | os.PathLike[str] | None,
     return JobPlan(
         job_id=job_id,
         placement=place(cluster),
-        command=Command("module", rank_module.__name__, (folder,)),
+        command=Command("internal", rank_module.__name__, (folder,)),
         cwd=os.getcwd(),
         run_folder=Path(log_dir or os.environ.get(env.LOG_DIR.name) or "runs") / job_id,
         master_addr="127.0.0.1",
@@ -108,15 +111,18 @@ def _plan(cluster: Cluster, folder: str, log_dir: str | os.PathLike[str] | None,
 def _supervise(plan: JobPlan) -> RunReport:
     """Run the plan with its output in the cell. Raises: KeyboardInterrupt."""
     transport, output = LocalTransport(), CellOutput()
-    try:
-        report = Controller(plan, lambda _: transport, output).run()
-    except LauncherError as error:
-        if error.exit_code == ExitCode.INTERRUPTED:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        transport.close()
-        output.finish()
+    display, signals = Display(output), SignalQueue(plan.stop_signals, (STACKS_SIGNAL, NOTICE_SIGNAL))
+    with signals.listening():
+        try:
+            report = Controller(plan, lambda _: transport, display, signals).run()
+        except LauncherError as error:
+            if error.exit_code == ExitCode.INTERRUPTED:
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            transport.close()
+            display.put(output.finish)
+            display.close(signals, lambda: None)
     if report.interrupted_by == "SIGINT":
         raise KeyboardInterrupt
     if report.interrupted_by is not None:
@@ -129,7 +135,7 @@ def _supervise(plan: JobPlan) -> RunReport:
 def _job_error(report: RunReport, failure: Failure) -> JobError:
     lines = failure.traceback.rstrip() or "\n".join(failure.last_lines)
     if failure.rank is None:
-        return JobError(failure.reason, exit_code=report.exit_code, details=lines)
+        return JobError(failure.reason, exit_code=report.exit_code, hint=failure.hint, details=lines)
     return JobError(
         f"failed {format_duration(failure.after_s)} after start: {failure.reason}",
         exit_code=report.exit_code,

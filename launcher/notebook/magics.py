@@ -17,7 +17,7 @@ from typing import IO
 
 from launcher.base.errors import JobError, UsageError
 from launcher.notebook.output import write
-from launcher.transport.command import agent_argv
+from launcher.transport.command import own_argv
 
 _COMMAND_MODULE = "launcher.notebook.command"
 _READ_BYTES = 1 << 16
@@ -68,7 +68,7 @@ def _cell_as_file(cell: str) -> Iterator[str]:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    process = _Process([*agent_argv(module=_COMMAND_MODULE), str(os.getpid()), *arguments])
+    process = _Process([*own_argv(_COMMAND_MODULE), str(os.getpid()), *arguments])
     code = process.run()
     if process.was_interrupted:
         raise KeyboardInterrupt

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
-from launcher.cli.render import LineAssembler
+from launcher.cli.lines import MixedLines
 from launcher.job.plan import JobPlan
 from launcher.job.report import Failure, RunReport
 
@@ -23,7 +24,7 @@ class CellOutput:
     """Shows a run in a cell as `launch` shows it on a console; implements the job's `Watcher`."""
 
     def __init__(self) -> None:
-        self._assemblers: dict[tuple[int, str], LineAssembler] = {}
+        self._lines = {"stdout": MixedLines(), "stderr": MixedLines()}
 
     def planned(self, plan: JobPlan) -> None:
         num_ranks = plan.placement.world_size
@@ -59,13 +60,23 @@ class CellOutput:
         write("stderr", f"! {text}\n")
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
-        assembler = self._assemblers.setdefault((rank, stream), LineAssembler(f"[{rank}] ".encode()))
-        self._show(stream, assembler.feed(data))
+        self._show(stream, self._lines[stream].feed(rank, f"[{rank}] ".encode(), data))
+
+    def suspending(self) -> None:
+        """Show nothing: a kernel has no Ctrl-Z."""
+
+    def continuing(self, away_s: float) -> None:
+        """Show nothing, as for `suspending`."""
+
+    def idle(self) -> None:
+        now_s = time.monotonic()
+        for stream, lines in self._lines.items():
+            self._show(stream, lines.settle(now_s))
 
     def finish(self) -> None:
         """Show what had no line end."""
-        for (_, stream), assembler in sorted(self._assemblers.items()):
-            self._show(stream, assembler.flush())
+        for stream, lines in self._lines.items():
+            self._show(stream, lines.flush())
 
     def _show(self, stream: str, data: bytes) -> None:
         if data:

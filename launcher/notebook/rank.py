@@ -1,4 +1,4 @@
-"""What a rank of `launcher.notebook.run` runs: `python -m launcher.notebook.rank FOLDER`, started by the worker.
+"""What a rank of `launcher.notebook.run` runs; its argument is FOLDER. Started by the worker.
 
 FOLDER holds the call; the rank leaves `result_RANK` or `error_RANK` in it.
 """

@@ -1,9 +1,13 @@
-"""The one command that starts an agent, or a plain shell. It is a constant: no user text, no environment, no secrets.
+"""The commands that start this package's own processes. They hold no environment and no secrets, and no text of a user
+but that of --setup and --venv_script.
 
-An installed package is started with `python -m launcher.agent`. From a source checkout (the package's folder
-is no site-packages) the checkout's path is appended to the module search path by a fixed `-c` program, so
-that the same path on the other machine (a shared file system) works and PYTHONPATH is never needed.
-An installed package on the other machine still wins, because the path is appended.
+In none of them is the working folder, or the home folder of another machine, on the module search path. On this
+machine `launcher/start.py` sees to that. Where the package lies on another machine is not known, so a fixed `-c`
+program does it there, behind a `cd /`: Python 3.13 imports a module before it runs the first statement of `-c`.
+
+From a source checkout (the package's folder is no site-packages) the checkout's path is appended to the search path, so
+that the same path on the other machine (a shared file system) works and PYTHONPATH is never needed. An installed
+package on the other machine still wins, because the path is appended.
 """
 
 from __future__ import annotations
@@ -16,15 +20,26 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     Root = str | os.PathLike[str]
 
-AGENT_MODULE = "launcher.agent"
+AGENT_MODULE = "launcher.agent.main"
 SHELL_ARGV = ("/bin/sh",)  # reads what it is to do from its stdin
 SHELL_COMMAND = "exec /bin/sh"
+NEUTRAL_FOLDER = "/"
+SETUP_FAILED = "launch: the setup failed"  # the last words of a host whose setup did
+_SPECIAL = frozenset("\\'!")
+_SETUP = (
+    "_launch_setup=$1 _launch_command=$2; set --; "
+    f'eval "$_launch_setup" || {{ _launch_code=$?; echo "{SETUP_FAILED}" >&2; exit $_launch_code; }}; '
+    'eval "$_launch_command"'
+)
 _SITE_FOLDERS = ("site-packages", "dist-packages")
-# The current folder ("") leaves the path: a folder there named like a module must not shadow it.
+# What `launcher/start.py` does. The search path is put in order before anything is imported that is not built in.
 _BOOTSTRAP = (
-    "import sys,runpy;"
-    "sys.path=[p for p in sys.path if p]+[sys.argv.pop(1)];"
-    'runpy.run_module(sys.argv.pop(1),run_name="__main__",alter_sys=True)'
+    "import sys;"
+    "sys.path=[p for p in sys.path if p];"
+    "folder,module=sys.argv[1:3];"
+    "sys.path+=[folder]*(folder!=''and folder not in sys.path);"
+    "del sys.argv[1:3];"
+    "sys.exit(__import__(module,fromlist=['main']).main())"
 )
 
 
@@ -34,17 +49,60 @@ def package_root() -> str:
     return os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
+def own_argv(module: str, root: Root | None = None) -> list[str]:
+    """Return the argument list that runs `main()` of `module` on this machine, with this interpreter."""
+    start = os.path.join(package_root(), "launcher", "start.py")
+    return [sys.executable, "-u", start, os.fspath(root or package_root()), module]
+
+
 def agent_argv(python: str | None = None, module: str = AGENT_MODULE, root: Root | None = None) -> list[str]:
-    """Return the argument list that starts `module` with `python` (this interpreter when None)."""
-    interpreter = python or sys.executable
+    """Return the argument list that runs `main()` of `module` on another machine; to be started in NEUTRAL_FOLDER.
+
+    python: an interpreter there, the path of this one when None.
+    """
     folder = os.fspath(root or package_root())
-    if os.path.basename(folder) in _SITE_FOLDERS:
-        return [interpreter, "-u", "-m", module]
-    return [interpreter, "-u", "-c", _BOOTSTRAP, folder, module]
+    is_installed = os.path.basename(folder) in _SITE_FOLDERS
+    return [python or sys.executable, "-u", "-c", _BOOTSTRAP, "" if is_installed else folder, module]
 
 
-def agent_shell_command(python: str | None = None, module: str = AGENT_MODULE, root: Root | None = None) -> str:
-    """Return `agent_argv` for a remote POSIX shell. `exec` leaves no shell between sshd and the agent."""
+def agent_shell_command(
+    python: str | None = None, module: str = AGENT_MODULE, root: Root | None = None, setup: str = ""
+) -> str:
+    """Return `agent_argv` for the login shell of another machine, whichever that is.
+
+    setup: shell text that runs first, see `with_setup`. `exec` leaves no shell between sshd and the agent.
+    """
+    argv = agent_argv(python, module, root)
+    folder = "" if is_relative(python) else f"cd {NEUTRAL_FOLDER} && "
+    if setup:
+        return with_setup(setup, argv, folder)
+    return " ".join(("exec /bin/sh -c", quote(f'{folder}exec "$0" "$@"'), *map(quote, argv)))
+
+
+def is_relative(python: str | None) -> bool:
+    """Say whether an interpreter is looked for in the folder that the command is started in."""
+    return python is not None and "/" in python and not python.startswith(("/", "~"))
+
+
+def with_setup(setup: str, argv: list[str], before: str = "") -> str:
+    """Return a command for any login shell that runs `setup`, and then `before` and `argv` unless that failed.
+
+    `setup` is text for a POSIX shell: the login shell itself runs it, as functions such as `module` may be that one's
+    own, and /bin/sh where it is csh, tcsh or fish. It sees no arguments: a sourced file would take them for its own.
+    """
     import shlex
 
-    return "exec " + shlex.join(agent_argv(python, module, root))
+    words = f"{quote(setup)} {quote(f'{before}exec {shlex.join(argv)}')}"
+    is_foreign = "expr \"$SHELL\" : '.*csh$' '|' \"$SHELL\" : '.*/fish$' > /dev/null"
+    return f"{is_foreign} && exec /bin/sh -c {quote(_SETUP)} sh {words} || set -- {words} && eval {quote(_SETUP)}"
+
+
+def quote(text: str) -> str:
+    """Return `text` as one word of any shell; with a line break in it, not of csh."""
+    import re
+
+    if re.fullmatch(r"[\w@%+:,./-]+", text, re.ASCII):
+        return text
+    # Inside of single quotes fish knows backslashes, and csh has a history: these characters stand outside.
+    pieces = (piece if piece in _SPECIAL else f"'{piece}'" for piece in re.split(r"([\\'!])", text) if piece)
+    return "".join(f"\\{piece}" if piece in _SPECIAL else piece for piece in pieces) or "''"

@@ -1,41 +1,72 @@
-"""Turn the silent end of an agent that never said hello into an error with a cause and a remedy."""
+"""Turn the silent end of an agent, or of a shell, that never answered into an error with a cause and a remedy."""
 
 from __future__ import annotations
 
 from launcher.base.errors import TransportError
 from launcher.transport.api import Channel
+from launcher.transport.command import SETUP_FAILED
 
 _WAIT_S = 2.0
 _COMMAND_NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
+_MAX_WORDS_CHARS = 2000
 
 
-def start_failure(channel: Channel, reason: str | None) -> TransportError:
+def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") -> TransportError:
     """Say why the agent behind `channel` ended before its first message; waits up to 2 s for its status.
 
-    reason: what is known already, such as a damaged stream; None when the stream simply ended.
+    reason: what is known already, such as a damaged stream; None when the stream simply ended. printed: what came on
+    stdout in place of an agent's words: a login shell that refuses says why there.
     """
+    where = channel.host_name
     if reason is not None:
-        return TransportError(reason, where=channel.host_name, hint="are both sides the same version of launch-zero?")
+        return TransportError(reason, where=where, hint="are both sides the same version of launch-zero?")
     status = channel.wait(_WAIT_S)
     stderr = channel.stderr_tail()
-    where = channel.host_name
+    last = stderr.splitlines()[-1] if stderr else "no message"
+    if SETUP_FAILED in stderr:
+        return setup_failure(where, status, stderr)
     if "No module named" in stderr and "launcher" in stderr.rpartition("No module named")[2]:
         return TransportError(
             "python is there, but the launcher package is not",
             where=where,
             hint="install launch-zero for that python, or use the same checkout path on every host",
         )
-    if status in (_COMMAND_NOT_FOUND, _NOT_EXECUTABLE):
+    if status == _COMMAND_NOT_FOUND:
         return TransportError(
-            f"python was not found (exit status {status}): {_last_line(stderr)}",
+            f"python was not found (exit status {status}): {last}",
             where=where,
-            hint="the same python path is used on every host: install it there, or give another path",
+            hint="every host needs python at the same path: install it there, or name another with --remote_python",
+        )
+    if status == _NOT_EXECUTABLE:
+        return TransportError(
+            f"python may not be executed (exit status {status}): {last}",
+            where=where,
+            hint="let this user execute it there, folders above it included, or name another with --remote_python",
         )
     ended = "the connection was lost" if status is None else f"exit status {status}"
-    detail = f"; its last words:\n{stderr}" if stderr else ""
-    return TransportError(f"the agent ended before it answered ({ended}){detail}", where=where)
+    words = last_words(stderr, printed)
+    detail = f"; its last words:\n{words}" if words else ""
+    return TransportError(
+        f"the agent ended before it answered ({ended}){detail}",
+        where=where,
+        hint="this came from its login shell in place of an answer: ask who runs the host" if printed else None,
+    )
 
 
-def _last_line(text: str) -> str:
-    return text.splitlines()[-1] if text else "no message"
+def setup_failure(where: str, status: int | None, stderr: str) -> TransportError:
+    """Say that what --setup or --venv_script asked for failed."""
+    said = stderr.partition(SETUP_FAILED)[0].strip().splitlines()
+    what = "a command of it was not found" if status == _COMMAND_NOT_FOUND else "it failed"
+    return TransportError(
+        f"--setup or --venv_script: {what} (exit status {status}): {said[-1] if said else 'no message'}",
+        where=where,
+        hint="the text is run by the login shell there, or /bin/sh, without its interactive start-up files: "
+        "name what defines the command, such as '. /etc/profile.d/modules.sh && module load cuda'",
+    )
+
+
+def last_words(stderr: str, printed: bytes) -> str:
+    """Return what both streams said before the end, in few lines."""
+    words = "\n".join(filter(None, (printed.decode("utf-8", "replace").strip(), stderr.strip())))
+    return words[-_MAX_WORDS_CHARS:]

@@ -1,13 +1,15 @@
 """Check a server's key against known_hosts files (sshd(8), SSH_KNOWN_HOSTS FILE FORMAT).
 
 Our own reader rather than paramiko's, because a changed key must be reported with its file and line, and
-`@revoked` must refuse. Only `record_key` writes, and only when a user asked for it.
+`@revoked` must refuse. Only `record_new_key` writes, and only when a user asked for it.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import fcntl
 import fnmatch
 import functools
 import hashlib
@@ -41,11 +43,12 @@ class KnownKey:
     key_type: str  # "ssh-ed25519", ...
     blob: bytes
     revoked: bool
+    is_authority: bool = False  # a @cert-authority line: it vouches for certificates, not for this key itself
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A verdict and the line it stands on, None for UNKNOWN."""
+    """A verdict and the line it stands on; for UNKNOWN the line of an authority of the host, None without one."""
 
     verdict: Verdict
     key: KnownKey | None = None
@@ -76,21 +79,37 @@ def check_key(keys: Sequence[KnownKey], blob: bytes) -> Finding:
     for key in keys:
         if key.revoked and key.blob == blob:
             return Finding(Verdict.REVOKED, key)
-    usable = [key for key in keys if not key.revoked]
+    usable = [key for key in keys if not (key.revoked or key.is_authority)]
     for key in usable:
         if key.blob == blob:
             return Finding(Verdict.KNOWN, key)
-    return Finding(Verdict.CHANGED, usable[0]) if usable else Finding(Verdict.UNKNOWN)
+    if usable:
+        return Finding(Verdict.CHANGED, usable[0])
+    return Finding(Verdict.UNKNOWN, next((key for key in keys if key.is_authority), None))
 
 
-def record_key(file: Path, name: str, key_type: str, blob: bytes) -> None:
-    """Append a host's key to a known_hosts file, made if need be. Safe from several threads. Raises: OSError."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+def record_new_key(files: Sequence[Path], name: str, key_type: str, blob: bytes) -> Finding:
+    """Append the key of a host that `files` do not know to the first of them, made if need be.
+
+    Safe from several threads and several launchers: the files are read again under a lock, and a host that they know by
+    then is only judged. Returns the finding about the key. Raises: OSError.
+    """
+    own = files[0]
+    own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        os.write(descriptor, f"{name} {key_type} {base64.b64encode(blob).decode()}\n".encode())
+        with contextlib.suppress(OSError):  # a file system without locks: one write() appends whole all the same
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        finding = check_key(find_keys(name, files), blob)
+        if finding.verdict is not Verdict.UNKNOWN:
+            return finding
+        size_bytes = os.fstat(descriptor).st_size
+        is_cut = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
+        line = f"{name} {key_type} {base64.b64encode(blob).decode()}\n".encode()
+        os.write(descriptor, b"\n" + line if is_cut else line)
     finally:
         os.close(descriptor)
+    return Finding(Verdict.KNOWN)
 
 
 @dataclass(frozen=True)
@@ -120,8 +139,7 @@ def _read(file: Path, _state: tuple[int, int, int]) -> _Lines:
 def _parse(line: str, name: str, file: Path, number: int) -> KnownKey | None:
     fields = line.split()
     marker = fields.pop(0) if fields and fields[0].startswith("@") else None
-    # @cert-authority lines vouch for certificates, which this client does not ask servers for.
-    if len(fields) < 3 or fields[0].startswith("#") or marker not in (None, "@revoked"):
+    if len(fields) < 3 or fields[0].startswith("#") or marker not in (None, "@revoked", "@cert-authority"):
         return None
     if not _matches(fields[0], name):
         return None
@@ -129,7 +147,7 @@ def _parse(line: str, name: str, file: Path, number: int) -> KnownKey | None:
         blob = base64.b64decode(fields[2], validate=True)
     except (binascii.Error, ValueError):
         return None
-    return KnownKey(file, number, fields[1], blob, revoked=marker is not None)
+    return KnownKey(file, number, fields[1], blob, marker == "@revoked", marker == "@cert-authority")
 
 
 def _matches(patterns: str, name: str) -> bool:

@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import TransportError
-from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, agent_argv
+from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, own_argv
 from launcher.transport.tail import StderrTail
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class LocalTransport:
 
     def __init__(self, *, module: str = AGENT_MODULE, root: Path | None = None, shell_only: bool = False) -> None:
         """shell_only: start /bin/sh instead of python and a module."""
-        self._argv = list(SHELL_ARGV) if shell_only else agent_argv(None, module, root)
+        self._argv = list(SHELL_ARGV) if shell_only else own_argv(module, root)
         self._lock = threading.Lock()
         self._channels: list[LocalChannel] = []
         self._ahead: subprocess.Popen[bytes] | None = None

@@ -5,18 +5,18 @@ Apart from `transport.ssh_pool`, which does it, so that asking costs a job witho
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 from collections.abc import Mapping
 
 from launcher.base import env
 from launcher.base.errors import UsageError
+from launcher.base.file_limit import allow_files
 
 MAX_PROCESSES = 8
 HOSTS_A_PROCESS = 64  # fewer do not pay for the start of one
 CORES_A_PROCESS = 2  # this process works too
 FILES_A_HOST = 4
+_OWN_FILES = 256  # everything but connections, with room for whatever runs at the same time
 
 
 def num_processes(num_hosts: int, num_cores: int, environ: Mapping[str, str]) -> int:
@@ -38,11 +38,15 @@ def helper_count(num_hosts: int) -> int:
     return num_processes(num_hosts, len(os.sched_getaffinity(0)), os.environ)
 
 
-def allow_files(num_hosts: int) -> None:
-    """Raise the soft limit of open files, as far as the hard one allows, where that many hosts need it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 256 + FILES_A_HOST * num_hosts
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+def allow_connections(num_hosts: int, num_helpers: int) -> None:
+    """Raise the limit of open files for that many connections.
+
+    Raises: UsageError when the hard limit is too low and no helper processes share the connections.
+    """
+    num_needed = _OWN_FILES + FILES_A_HOST * num_hosts
+    limit = allow_files(num_needed)
+    if limit < FILES_A_HOST * num_hosts and not num_helpers:
+        raise UsageError(
+            f"{num_hosts} SSH connections need {num_needed} open files, and the hard limit here is {limit}",
+            hint=f"have it raised (see ulimit -Hn), or set {env.SSH_PROCESSES.name}: each process has its own limit",
+        )

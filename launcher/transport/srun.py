@@ -25,12 +25,13 @@ from pathlib import Path
 
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport.command import agent_argv
+from launcher.transport.command import NEUTRAL_FOLDER, agent_argv, is_relative
 from launcher.transport.lines import DATA, END, PIECE_BYTES, LineReader, encode_lines
 from launcher.transport.tail import StderrTail
 
 RELAY_MODULE = "launcher.agent.relay"
 SILENCE_S = 30.0  # a relay says something every 5 s; a node that is silent for so long is lost
+_ABSENCE_S = 3.0  # the thread that listens never pauses for so long by itself
 _SWEEP_SILENCE_S = 10.0  # a node that was lost is asked once more, and may well be dead
 _READ_BYTES = 1 << 18
 # srun keeps what it has received and not yet printed in 1024 buffers of at most 1024 bytes (a line of ours each), for
@@ -78,6 +79,7 @@ class SrunTransport:
     def __init__(self, hosts: Sequence[Host], *, python: str | None = None, root: Path | None = None) -> None:
         self._hosts = tuple(hosts)
         self._agent = agent_argv(python, RELAY_MODULE, root)
+        self._folder = [] if is_relative(python) else [f"--chdir={NEUTRAL_FOLDER}"]
         self._lock = threading.Lock()
         self._unclaimed: dict[str, SrunChannel] | None = None
         self._steps: list[SrunStep] = []
@@ -127,6 +129,7 @@ class SrunTransport:
             "--cpu-bind=none",  # an agent's ranks use all CPUs of the job on the node
             "--mpi=none",
             "--export=ALL",
+            *self._folder,
             *self._agent,
         ]
 
@@ -223,6 +226,7 @@ class SrunStep:
         reader = LineReader()
         poller = select.poll()
         poller.register(self._stdout.fileno(), select.POLLIN)
+        now_s = time.monotonic()
         try:
             while True:
                 if poller.poll(1000):
@@ -231,8 +235,10 @@ class SrunStep:
                         return
                     for line in reader.feed(data):
                         self._deliver(line.node, line.kind, line.body)
-                now_s = time.monotonic()
+                before_s, now_s = now_s, time.monotonic()
                 for channel in self.channels.values():
+                    if now_s - before_s > _ABSENCE_S:  # this process was stopped: it could hear nobody
+                        channel.last_heard_s = now_s
                     if now_s - channel.last_heard_s > self._silence_s:
                         channel.end(None)
         except ProtocolError:  # nothing that follows can be trusted: every channel ends

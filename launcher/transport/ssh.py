@@ -5,17 +5,20 @@ paramiko is imported inside functions: commands that reach no host must not pay 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import HostfileError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
 from launcher.transport import ssh_library
-from launcher.transport.command import AGENT_MODULE, SHELL_COMMAND, agent_shell_command
+from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, SHELL_COMMAND, agent_shell_command, with_setup
 from launcher.transport.ssh_config import SshOptions, SshTarget, load_config, resolve
 from launcher.transport.ssh_connect import DroppedError, connect, end_connection, open_jump
 from launcher.transport.tail import StderrTail
@@ -36,11 +39,14 @@ class SshTransport:
 
     def __init__(self, options: SshOptions | None = None) -> None:
         self._options = options or SshOptions()
+        if self._options.verbose:
+            ssh_library.log_to_stderr()
         self._lock = threading.Lock()
         self._config: paramiko.SSHConfig | None = None
         self._connections: dict[tuple[str, ...], paramiko.Transport] = {}
         self._locks: dict[tuple[str, ...], threading.Lock] = {}
         self._closed = False
+        self._numbers = itertools.count(2)
 
     @property
     def name(self) -> str:
@@ -49,10 +55,8 @@ class SshTransport:
     def command_for(self, host: Host) -> str:
         options = self._options
         if options.shell_only:
-            command = SHELL_COMMAND
-        else:
-            command = agent_shell_command(options.python, options.module or AGENT_MODULE, options.root)
-        return f"{options.setup} && {command}" if options.setup else command
+            return with_setup(options.setup, list(SHELL_ARGV)) if options.setup else SHELL_COMMAND
+        return agent_shell_command(options.python, options.module or AGENT_MODULE, options.root, options.setup)
 
     def target(self, host: Host) -> SshTarget:
         """Return how `host` would be reached; reads the SSH config only. Raises: TransportError."""
@@ -64,17 +68,21 @@ class SshTransport:
 
     def open(self, host: Host) -> SshChannel:
         target = self.target(host)
-        try:
-            connection = self._connect_patiently(target)
-            session = connection.open_session(window_size=_WINDOW_BYTES, timeout=target.connect_timeout_s)
-            session.exec_command(self.command_for(host))
-        except ssh_library.failures() as error:
-            raise TransportError(
-                f"connected as {target.login}, but no command could be started: {error or 'connection lost'}",
-                where=host.name,
-                hint=f"try: {target.ssh_command} true",
-            ) from None
+        session = self._open_session(target)
+        with _answer_expected(target, "start a command"):
+            self._execute(session, self.command_for(host), target.connect_timeout_s)
         return SshChannel(target, session)
+
+    @staticmethod
+    def _execute(session: paramiko.Channel, command: str, timeout_s: float) -> None:
+        """Ask the server to run a command. paramiko waits for the answer without end: closing the session ends that."""
+        timer = threading.Timer(timeout_s, session.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            session.exec_command(command)
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         with self._lock:
@@ -84,14 +92,31 @@ class SshTransport:
         for connection in reversed(connections.values()):
             end_connection(connection)
 
-    def _connect_patiently(self, target: SshTarget) -> paramiko.Transport:
-        """Connect; a server that drops the connection is asked again a little later. Raises: TransportError."""
+    def _open_session(self, target: SshTarget) -> paramiko.Channel:
+        """Open a session on the connection that all names of a server share.
+
+        Where the server allows no more of them on one connection (MaxSessions), this one gets a connection of its own.
+        """
+        from paramiko import ChannelException
+
+        connection = self._connect_patiently(target)
+        with _answer_expected(target, "open a session"), contextlib.suppress(ChannelException):
+            return connection.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
+        connection = self._connect_patiently(target, f"connection {next(self._numbers)}")
+        with _answer_expected(target, "open a session"):
+            return connection.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
+
+    def _connect_patiently(self, target: SshTarget, label: str = "") -> paramiko.Transport:
+        """Connect; a server that drops the connection is asked again a little later.
+
+        label: tells this connection to the server from the shared one, which has none. Raises: TransportError.
+        """
         for delay_s in _RETRY_DELAYS_S:
             try:
-                return self._connect_route(self._route(target))
+                return self._connect_route(self._route(target), label)
             except DroppedError:
                 time.sleep(delay_s * random.uniform(0.5, 1.5))  # not all hosts' threads at the same moment
-        return self._connect_route(self._route(target))
+        return self._connect_route(self._route(target), label)
 
     def _route(self, target: SshTarget, depth: int = 0) -> list[SshTarget]:
         """Return the jump hosts before `target`, the first to connect to first, and `target` itself."""
@@ -101,18 +126,20 @@ class SshTransport:
         # Only the first jump host's own ProxyJump counts: the others are reached through the one before.
         return [*(self._route(jumps[0], depth + 1) if jumps else []), *jumps[1:], target]
 
-    def _connect_route(self, route: Sequence[SshTarget]) -> paramiko.Transport:
+    def _connect_route(self, route: Sequence[SshTarget], label: str) -> paramiko.Transport:
         """Return the kept connection to the end of `route`, or make it, sharing jump hosts."""
         connection: paramiko.Transport | None = None
         for index, target in enumerate(route):
             key = tuple(hop.login for hop in route[: index + 1])
+            if label and target is route[-1]:
+                key = (*key, label)
             with self._lock:
                 lock = self._locks.setdefault(key, threading.Lock())
             with lock:  # never two at once: no lock is held while another is taken, but for the short self._lock
                 known = self._connections.get(key)
                 if known is None or not known.is_active():
-                    via = open_jump(connection, route[index - 1], target) if connection else None
-                    known = self._keep(key, connect(target, via), target)
+                    way = partial(open_jump, connection, route[index - 1], target) if connection else None
+                    known = self._keep(key, connect(target, way), target)
                 connection = known
         if connection is None:
             raise ValueError("a route has at least one target")
@@ -132,6 +159,25 @@ class SshTransport:
         except HostfileError as error:
             raise TransportError(f"ProxyJump of the SSH config: {error}", where=target.name) from None
         return self.target(Host(address.names[0], (), address.user, address.port))
+
+
+@contextlib.contextmanager
+def _answer_expected(target: SshTarget, step: str) -> Iterator[None]:
+    """Raise TransportError that names the step when the server fails in it, or gives no answer in time."""
+    start_s = time.monotonic()
+    try:
+        yield
+    except ssh_library.failures() as error:
+        if time.monotonic() - start_s >= target.connect_timeout_s:
+            problem = f"its server did not {step} within {target.connect_timeout_s:g} s"
+            question = "is the home folder there on a disk that answers? "
+        else:
+            problem, question = f"no command could be started: {error or 'connection lost'}", ""
+        raise TransportError(
+            f"connected as {target.login}, but {problem}",
+            where=target.name,
+            hint=f"{question}try: {target.ssh_command} true",
+        ) from None
 
 
 class SshChannel:

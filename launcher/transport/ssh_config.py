@@ -1,19 +1,20 @@
 """Read OpenSSH client configuration and say, for one host, how it is to be reached.
 
-Honoured: HostName, User, Port, IdentityFile, IdentitiesOnly, IdentityAgent none, ProxyJump, ConnectTimeout,
+Honoured: HostName, User, Port, IdentityFile, IdentitiesOnly, IdentityAgent, ProxyJump, ConnectTimeout,
 UserKnownHostsFile, GlobalKnownHostsFile, HostKeyAlias, Include, Host and Match blocks. ProxyCommand is
 refused with an error. StrictHostKeyChecking is honoured in the strict direction only: host keys are always
-checked.
+checked. Ways to log in that this client lacks are named when a login fails.
 """
 
 from __future__ import annotations
 
+import functools
 import getpass
 import glob
 import os
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,20 @@ DEFAULT_PORT = 22
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 USER_CONFIG = Path("~/.ssh/config")
 SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
+_AGENT_VARIABLE = "SSH_AUTH_SOCK"
+# What may log a user in with OpenSSH and cannot here; worth a word when a login fails.
+_OTHER_LOGINS = {
+    "gssapiauthentication": "GSSAPIAuthentication",
+    "hostbasedauthentication": "HostbasedAuthentication",
+    "pkcs11provider": "PKCS11Provider",
+    "certificatefile": "CertificateFile",
+}
 _DEFAULT_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 _MAX_INCLUDE_DEPTH = 16
 _MATCH_EXEC = re.compile(r"^\s*match\b.*\bexec\b", re.IGNORECASE | re.MULTILINE)
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+)\}")
 _INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(?P<patterns>.+?)\s*", re.IGNORECASE)
 
 
@@ -50,6 +60,7 @@ class SshOptions:
     root: Path | None = None  # folder of that module's package; None = this checkout or installation
     setup: str = ""  # shell text that runs first, such as `module load cuda`
     accept_new_host_keys: bool = False  # keys of hosts never seen before are recorded instead of refused
+    verbose: bool = False  # what the SSH library does is shown on stderr
 
 
 @dataclass(frozen=True)
@@ -60,14 +71,18 @@ class SshTarget:
     address: str  # what is connected to
     port: int
     user: str
-    key_files: tuple[Path, ...]
+    key_files: tuple[Path, ...]  # private keys, or public ones whose private half the agent holds
     identities_only: bool  # offer only keys of `key_files`, none of the agent's others
-    use_agent: bool
+    agent_socket: str | None  # path of the SSH agent's socket
     known_hosts_files: tuple[Path, ...]
     host_key_name: str  # what known_hosts calls the host
     connect_timeout_s: float
     accept_new_host_keys: bool
     jumps: tuple[str, ...]  # "user@host:port" of each jump host, the first to connect to first
+    other_logins: tuple[str, ...] = ()  # what the configuration allows beside keys, and this client cannot do
+    # What the OpenSSH command line needs, beside the configuration, to reach the same place.
+    ssh_words: tuple[str, ...] = ()
+    ssh_user: str = ""  # the user that the hostfile names
 
     @property
     def login(self) -> str:
@@ -75,11 +90,23 @@ class SshTarget:
         return f"{self.user}@{self.address} port {self.port}"
 
     @property
+    def ssh_arguments(self) -> str:
+        """The words behind `ssh` that reach the same place with OpenSSH, for remedies.
+
+        The host is named as the user wrote it: what the configuration says about that name then holds there too.
+        """
+        place = f"{self.ssh_user}@{self.name}" if self.ssh_user else self.name
+        return shlex.join((*self.ssh_words, place))
+
+    @property
     def ssh_command(self) -> str:
         """The OpenSSH command that reaches the same place, for remedies."""
-        port = "" if self.port == DEFAULT_PORT else f"-p {self.port} "
-        jump = f"-J {','.join(self.jumps)} " if self.jumps else ""
-        return f"ssh {jump}{port}{self.user}@{self.address}"
+        return f"ssh {self.ssh_arguments}"
+
+    @property
+    def as_any_host(self) -> SshTarget:
+        """This target with HOST for the host's own names: for what is said once of several hosts."""
+        return replace(self, name="HOST", address="HOST")
 
 
 def load_config(options: SshOptions) -> SSHConfig:
@@ -90,9 +117,7 @@ def load_config(options: SshOptions) -> SSHConfig:
     reader = ssh_library.config_reader()
 
     if options.config_file is not None:
-        if not options.config_file.is_file():
-            raise TransportError("SSH config file not found", where=str(options.config_file))
-        text = _spliced(options.config_file, 0)
+        text = _named_config(options.config_file)
     else:
         # "Host *" ends the last block of the user's file; the first value found wins, so the user's does.
         text = f"{_spliced(_user_config(), 0)}\nHost *\n{_spliced(SYSTEM_CONFIG, 0)}"
@@ -112,27 +137,37 @@ def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
     Raises: TransportError for a value that cannot be used.
     """
     found = _lookup(host, config)
-    if found.get("proxycommand", "none").lower() != "none":
+    if (found.get("proxycommand") or "none").lower() != "none":  # paramiko gives None for "none"
         raise TransportError(
             "ProxyCommand of the SSH config is not supported", where=host.name, hint="use ProxyJump instead"
         )
     address = found.get("hostname", host.name)
     port = host.port or options.port or _number(found.get("port", str(DEFAULT_PORT)), "Port", host)
     timeout_s = options.connect_timeout_s or float(_number(found.get("connecttimeout", "0"), "ConnectTimeout", host))
-    key_files = found.get("identityfile", [])
+    user = host.user or found.get("user") or getpass.getuser()
+    key_files = [_filled_in(file) for file in found.get("identityfile", [])]
+    given_port = host.port or options.port
+    words = [] if options.config_file is None else ["-F", str(options.config_file)]
+    words += [] if options.known_hosts is None else ["-o", f"UserKnownHostsFile={options.known_hosts}"]
+    words += [] if given_port is None else ["-p", str(given_port)]
     return SshTarget(
         name=host.name,
         address=address,
         port=port,
-        user=host.user or found.get("user") or getpass.getuser(),
+        user=user,
         key_files=tuple(Path(os.path.expanduser(f)) for f in key_files or _DEFAULT_KEY_FILES if f != "none"),
         identities_only=found.get("identitiesonly", "no").lower() == "yes",
-        use_agent=found.get("identityagent", "").lower() != "none",
+        agent_socket=_agent_socket(found.get("identityagent", _AGENT_VARIABLE), host.name, address, user),
         known_hosts_files=_known_hosts_files(found, options),
         host_key_name=found.get("hostkeyalias", ""),
         connect_timeout_s=timeout_s or DEFAULT_CONNECT_TIMEOUT_S,
         accept_new_host_keys=options.accept_new_host_keys,
         jumps=_jumps(found.get("proxyjump", "none")),
+        other_logins=tuple(
+            name for key, name in _OTHER_LOGINS.items() if found.get(key, "no").lower() not in ("no", "none")
+        ),
+        ssh_words=tuple(words),
+        ssh_user=host.user or "",
     )
 
 
@@ -147,6 +182,32 @@ def _lookup(host: Host, config: SSHConfig) -> dict[str, Any]:
     except (reader.ConfigParseError, reader.CouldNotCanonicalize, ImportError, ValueError, KeyError) as error:
         # ImportError: "Match exec" needs a package that is not installed.
         raise TransportError(f"SSH config cannot be applied: {error}", where=host.name) from None
+
+
+def _agent_socket(value: str, name: str, address: str, user: str) -> str | None:
+    """Return the socket that IdentityAgent names (see ssh_config(5)); None for none."""
+    value = value.strip('"')
+    if value.lower() == "none":
+        return None
+    if value == _AGENT_VARIABLE or value.startswith("$"):
+        variable = _VARIABLE.fullmatch(value)
+        value = os.environ.get(variable["name"] if variable else value.removeprefix("$"), "")
+        return value or None
+    tokens = {"%": "%", "d": os.path.expanduser("~"), "h": address, "n": name, "r": user, "u": _local_user()}
+    filled = re.sub(r"%(.)", lambda match: tokens.get(match[1], match[0]), _filled_in(value))
+    return os.path.expanduser(filled)
+
+
+def _local_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name
+        return str(os.getuid())
+
+
+def _filled_in(value: str) -> str:
+    """Return `value` with ${NAME} replaced by the variables of this process; unknown ones stay."""
+    return _VARIABLE.sub(lambda match: os.environ.get(match["name"], match[0]), value)
 
 
 def _known_hosts_files(found: dict[str, Any], options: SshOptions) -> tuple[Path, ...]:
@@ -178,12 +239,32 @@ def _words(text: str) -> list[str]:
         return text.split()
 
 
+def _named_config(path: Path) -> str:
+    """Return the text of the file that the command line names. Raises: TransportError."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _read_once(path)
+    except OSError as error:
+        what = "not found" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise TransportError(f"SSH config file {what}", where=str(path), hint="check the path behind -F") from None
+    return _with_includes(text, path, 0)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_once(path: Path) -> str:
+    """Read what is no regular file: a pipe (`-F <(...)`) gives its text only once. Raises: OSError."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
 def _spliced(path: Path, depth: int) -> str:
     """Return the text of `path` with Include lines replaced by what they name; "" when unreadable."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+    return _with_includes(text, path, depth)
+
+
+def _with_includes(text: str, path: Path, depth: int) -> str:
     lines: list[str] = []
     for line in text.splitlines():
         match = _INCLUDE.fullmatch(line)

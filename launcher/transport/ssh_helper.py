@@ -1,4 +1,4 @@
-"""`python -m launcher.transport.ssh_helper`: hold the SSH connections of some hosts for `transport.ssh_pool`.
+"""A process of `transport.ssh_pool`: hold the SSH connections of some hosts.
 
 stdin is the control socket. The process does what it is told there until that socket ends, then leaves at once; the far
 ends notice that their connections are gone, and end what they run.
@@ -17,7 +17,7 @@ from typing import Any
 from launcher.base.errors import Diagnostic, LauncherError
 from launcher.cluster.cluster import Host
 from launcher.transport.ssh import SshChannel, SshOptions, SshTransport
-from launcher.transport.ssh_pool import MAX_ORDER_BYTES
+from launcher.transport.ssh_pool import MAX_ORDER_BYTES, as_fields
 
 _READ_BYTES = 1 << 18
 _PATHS = ("config_file", "known_hosts", "root")
@@ -60,7 +60,7 @@ class Helper:
         except (LauncherError, OSError, RuntimeError) as error:  # RuntimeError: no thread is left
             own = Diagnostic(f"its helper process cannot serve it: {error}", order["host"][0])
             findings = error.diagnostics if isinstance(error, LauncherError) else [own]
-            return self._answer(number, failed=[[found.message, found.where, found.hint] for found in findings])
+            return self._answer(number, failed=[as_fields(found) for found in findings])
         self._answer(number, opened=True)
         while data := channel.read(_READ_BYTES):
             _pass_on(data, stream)
@@ -121,7 +121,3 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         Helper(socket.socket(fileno=os.dup(0))).serve()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

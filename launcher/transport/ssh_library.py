@@ -31,6 +31,17 @@ def load() -> None:
         logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
+def log_to_stderr() -> None:
+    """Show what the library does, for this process, on standard error."""
+    logger = logging.getLogger("paramiko")
+    with _lock:
+        if not any(type(handler) is logging.StreamHandler for handler in logger.handlers):
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s ssh: %(message)s", "%H:%M:%S"))
+            logger.addHandler(handler)
+            logger.setLevel(logging.DEBUG)
+
+
 def config_reader() -> ModuleType:
     """Return `paramiko.config`, loaded without the rest of paramiko where that is possible."""
     with _lock:

@@ -22,7 +22,7 @@ from typing import Any
 from launcher.base import env
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport.command import agent_argv
+from launcher.transport.command import own_argv
 from launcher.transport.ssh import SshTransport
 from launcher.transport.ssh_config import SshOptions
 from launcher.transport.tail import StderrTail
@@ -37,18 +37,16 @@ class SshPool:
 
     def __init__(self, options: SshOptions, num_helpers: int) -> None:
         """Start the helpers. Raises: TransportError."""
+        self._options = options
         self._plain = SshTransport(options)  # knows the command; connects to nothing
         self._helpers: list[_Helper] = []
         try:
             for _ in range(num_helpers):
-                self._helpers.append(_Helper(options))
-        except OSError as error:
+                self._helpers.append(self._start_helper())
+        except TransportError:
             self.close()
-            raise TransportError(
-                f"a helper process for SSH cannot be started: {error.strerror or error}",
-                hint=f"check the limits of `ulimit -a`, or do without: {env.SSH_PROCESSES.name}=0",
-            ) from None
-        self._turns = itertools.cycle(self._helpers)
+            raise
+        self._turns = itertools.cycle(range(num_helpers))
         self._lock = threading.Lock()
 
     @property
@@ -64,15 +62,41 @@ class SshPool:
         return self._plain.command_for(host)
 
     def open(self, host: Host) -> PooledChannel:
-        with self._lock:
-            helper = next(self._turns)
-        return helper.open(host)
+        return self._next_helper().open(host)
 
     def close(self) -> None:
         for helper in self._helpers:
             helper.close()
         for helper in self._helpers:
             helper.wait()
+
+    def _next_helper(self) -> _Helper:
+        """Return the helper whose turn it is; one that has ended is replaced. Raises: TransportError."""
+        with self._lock:
+            place = next(self._turns)
+            helper = self._helpers[place]
+            if helper.is_gone:
+                helper.wait()
+                helper = self._helpers[place] = self._start_helper()
+            return helper
+
+    def _start_helper(self) -> _Helper:
+        try:
+            return _Helper(self._options)
+        except OSError as error:
+            raise TransportError(
+                f"a helper process for SSH cannot be started: {error.strerror or error}",
+                hint=f"check the limits of `ulimit -a`, or do without: {env.SSH_PROCESSES.name}=0",
+            ) from None
+
+
+def as_fields(finding: Diagnostic) -> list[Any]:
+    """Return a finding as JSON can hold it."""
+    return list(finding.as_dict().values())
+
+
+def _diagnostic(message: str, where: str | None, hint: str | None, shared: list[Any] | None) -> Diagnostic:
+    return Diagnostic(message, where, hint, (shared[0], shared[1]) if shared else None)
 
 
 class PooledChannel:
@@ -105,7 +129,7 @@ class PooledChannel:
     def take_answer(self, answer: dict[str, Any]) -> None:
         """Take what the helper says about this channel; on the thread that reads the helper."""
         if "failed" in answer:
-            self.failure = [Diagnostic(*fields) for fields in answer["failed"]]
+            self.failure = [_diagnostic(*fields) for fields in answer["failed"]]
         if "status" in answer:
             self._status = answer["status"]
             self._ended.set()
@@ -175,12 +199,12 @@ class _Helper:
         with far:
             # A session of its own: a terminal's Ctrl-C reaches this process only, which then ends things in order.
             self._process = subprocess.Popen(
-                agent_argv(None, _HELPER_MODULE), stdin=far.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+                own_argv(_HELPER_MODULE), stdin=far.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
             )
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._channels: dict[int, PooledChannel] = {}
-        self._is_gone = False
+        self.is_gone = False  # the process has ended, or is about to
         fields = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
         self._order({"options": fields})
         threading.Thread(target=self._read, name="ssh-helper", daemon=True).start()
@@ -204,7 +228,7 @@ class _Helper:
         order = {"open": number, "host": [host.name, list(host.slots), host.user, host.port]}
         self._order(order, *channel.far_ends)
         channel.close_far_ends()
-        if self._is_gone:  # perhaps before the channel was among those that were told
+        if self.is_gone:  # perhaps before the channel was among those that were told
             self._lose_all()
         channel.answered.wait()
         if channel.failure is not None:
@@ -242,7 +266,7 @@ class _Helper:
                         self._channels.pop(answer["number"], None)
                 if channel is not None:
                     channel.take_answer(answer)
-        self._is_gone = True
+        self.is_gone = True
         self._lose_all()
         self._control.close()
 
@@ -252,5 +276,5 @@ class _Helper:
         for channel in channels:
             lost = Diagnostic("the helper process of its SSH connection has ended", channel.host_name)
             if not channel.answered.is_set():
-                channel.take_answer({"failed": [[lost.message, lost.where, lost.hint]]})
+                channel.take_answer({"failed": [as_fields(lost)]})
             channel.take_answer({"status": None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -42,12 +43,16 @@ from launcher.job.plan import new_job_id
 class Agent:
     """One agent process and its decoded messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stderr: int | None = None) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launcher.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=stderr,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]),
+            },
             start_new_session=True,
         )
         self._decoder = Decoder(expect_magic=True)
@@ -150,6 +155,113 @@ def test_a_picked_port_can_be_bound(agent: Agent) -> None:
         assert agent.receive() == PortPicked(0)
     agent.send(PickPort(answer.port))
     assert agent.receive() == answer
+
+
+def test_a_picked_port_is_none_that_outgoing_connections_take(agent: Agent) -> None:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if low < 32_768:
+        pytest.skip("this machine takes ports for outgoing connections from an unusual range")
+    for _ in range(20):
+        agent.send(PickPort())
+        answer = agent.receive()
+        assert isinstance(answer, PortPicked)
+        assert not low <= answer.port <= high
+
+
+def test_all_that_a_failing_rank_wrote_is_there_at_its_end(agent: Agent, tmp_path: Path) -> None:
+    """The rank's end is seen while most of what it wrote is still in its pipe."""
+    agent.send(spawn(scripts.write(tmp_path, "import os; os.write(1, b'x' * 900_000); os._exit(3)")))
+    messages = agent.receive_all()
+    assert sum(len(m.data) for m in messages if isinstance(m, Output)) == 900_000
+    assert [type(m) for m in messages[-2:]] == [Exited, Bye]
+
+
+def test_a_controller_that_reads_slowly_holds_the_ranks_up(agent: Agent, tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os
+        for number in range(40):
+            os.write(1, b"x" * 1_000_000)
+            print(number, file=open("written", "w"))
+        """,
+    )
+    agent.send(spawn(script))
+    assert isinstance(agent.receive(), Started)
+    written = tmp_path / "written"
+    wait_until(lambda: written.exists() and bool(written.read_text().strip()), "the first output")
+    text = ""
+    while text != (text := written.read_text()):
+        time.sleep(1.0)
+    # What may wait: 4 MiB in the agent, a pipe of 1 MiB before it, one behind it, and what one turn reads.
+    assert int(text) < 8
+    memory = Path(f"/proc/{agent.process.pid}/status").read_text()
+    (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", memory)
+    assert int(peak_kib) < 64 << 10
+    assert sum(len(m.data) for m in agent.receive_all() if isinstance(m, Output)) == 40_000_000
+
+
+def test_a_slot_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from launcher.agent import spawn as spawning
+    from launcher.base.errors import UsageError
+
+    def check(devices: str, num_devices: int) -> None:
+        monkeypatch.setattr(spawning, "local_device_tokens", lambda _: tuple("01234567"[:num_devices]))
+        rank_envs = [{"RANK": "0", "CUDA_VISIBLE_DEVICES": devices}]
+        spawning.check_devices(Spawn("a-b-0000", [], "/", {}, rank_envs, None, 1.0))
+
+    check("0,1", 2)
+    check("7", 0)  # no GPU at all: the ranks run on the CPU
+    with pytest.raises(UsageError, match="slot 2 has no GPU: this host has 2"):
+        check("0,2", 2)
+
+
+def test_a_signal_together_with_an_order_to_start_ranks_ends_the_agent_in_order(tmp_path: Path) -> None:
+    """The agent is stopped while both arrive, so that it finds them at the same moment."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        agent = Agent(stderr=subprocess.PIPE)
+        assert isinstance(agent.receive(), Hello)
+        spec = spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), grace_s=0.2)
+        with agent.process:
+            os.kill(agent.process.pid, signal.SIGSTOP)
+            agent.send(spec)
+            os.kill(agent.process.pid, number)
+            os.kill(agent.process.pid, signal.SIGCONT)
+            agent.receive_all()
+            assert agent.process.stderr is not None
+            assert b"Traceback" not in agent.process.stderr.read()
+            assert agent.process.wait(10) == 0
+        wait_until_gone(spec.job_id)
+
+
+@pytest.mark.parametrize("state", ["waiting", "flushing"])
+def test_an_agent_leaves_when_the_controller_is_silent_before_ranks_and_after_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str
+) -> None:
+    """The stream to the controller is open and nobody reads it, as after a network was cut."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'launcher.agent' in sys.orig_argv:\n"
+        "    from launcher.agent import supervisor\n    supervisor._WAITING_LEASE_S = 1.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    agent = Agent()
+    with agent.process:
+        if state == "flushing":
+            script = scripts.write(tmp_path, "import os; os.write(1, b'x' * 3_000_000)")
+            agent.send(spawn(script, lease_s=2.0))
+        assert agent.process.wait(20) == 0
+
+
+def test_damage_in_what_the_agent_is_sent_ends_it_with_a_word(tmp_path: Path) -> None:
+    agent = Agent(stderr=subprocess.PIPE)
+    with agent.process:
+        assert isinstance(agent.receive(), Hello)
+        assert agent.process.stdin is not None
+        agent.process.stdin.write(b"\xff" * 8)
+        agent.process.stdin.flush()
+        assert agent.process.wait(10) == 0
+        assert agent.process.stderr is not None
+        assert agent.process.stderr.read() == b"the agent's stream is damaged: impossible frame length\n"
 
 
 def test_stop_gives_one_grace_to_all_and_then_kills(agent: Agent, tmp_path: Path) -> None:
@@ -287,8 +399,46 @@ def test_a_drained_pipe_that_is_filled_as_fast_as_it_is_read_does_not_hold_the_a
 
 def test_an_agent_without_a_temporary_folder_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(scratch, "_places", lambda: [str(tmp_path / "missing")])
-    with pytest.raises(FileNotFoundError, match="no folder for temporary files can be written: set TMPDIR"):
-        scratch.make("calm-otter-0000")
+    with pytest.raises(FileNotFoundError) as caught:
+        scratch.Scratch("calm-otter-0000")
+    assert caught.value.filename == str(tmp_path / "missing")
+
+
+def test_nothing_of_an_agent_is_left_and_it_removes_what_a_killed_one_has_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    sleeps, passes = scripts.write(tmp_path, "import time; time.sleep(600)"), tmp_path / "pass.py"
+    passes.write_text("print(1)")
+    killed, living = Agent(), Agent()
+    with killed.process, living.process:
+        for agent in (killed, living):
+            assert isinstance(agent.receive(), Hello)
+            agent.send(spawn(sleeps))
+            assert isinstance(agent.receive(), Started)
+        killed.process.kill()
+        killed.process.wait()
+        folders = list(place.glob("launch-agent-*"))
+        assert len(folders) == 2
+        for folder in folders:
+            os.utime(folder, (0, 0))  # young folders are left alone
+        young = place / "launch-agent-a-b-0000-1"
+        young.mkdir()
+        (young / "lock").touch()
+        last = Agent()
+        with last.process:
+            last.send(spawn(passes))
+            assert last.receive_all()[-1] == Bye()
+            assert last.process.wait(10) == 0
+        (left,) = set(place.iterdir()) - {young}
+        assert living.process.poll() is None
+        living.send(Stop(0.0))
+        assert living.receive_all()[-1] == Bye()
+        assert living.process.wait(10) == 0
+    assert not left.exists()
+    assert young.exists()
 
 
 def test_what_a_killed_agent_has_left_goes_with_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -317,8 +467,8 @@ def test_an_environment_that_is_too_large_is_named(agent: Agent, tmp_path: Path)
     spec = spawn(scripts.write(tmp_path, ""), env={"HUGE": "x" * (200 << 10)})
     agent.send(spec)
     (failed,) = [m for m in agent.receive_all() if isinstance(m, SpawnFailed)]
-    assert "its largest variable is HUGE, 200.0 KiB; one may have 128.0 KiB" in failed.reason
-    assert "into a file" in failed.reason
+    assert "the largest variable is HUGE, 200.0 KiB; one may have 128.0 KiB" in failed.reason
+    assert "into a file" in str(failed.hint)
 
 
 def test_a_notice_before_a_rank_listens_waits_for_it(tmp_path: Path) -> None:
@@ -343,17 +493,16 @@ def test_no_more_output_is_on_its_way_than_the_window(agent: Agent, tmp_path: Pa
     num_bytes = cost_bytes = 0
     while True:
         agent.send(Ping())
-        while not isinstance(message := agent.receive(), Pong):
-            assert not isinstance(message, Exited)
+        while not isinstance(message := agent.receive(), (Pong, Exited)):  # the rank may end before the answer
             if isinstance(message, Output):
                 num_bytes += len(message.data)
                 cost_bytes += message.cost_bytes
         assert cost_bytes <= window_bytes + 2 * Output(0, "", b"").cost_bytes  # the last of each stream may go over it
-        if num_bytes == 8_000_000:
+        if isinstance(message, Exited):
             break
         if cost_bytes > window_bytes * 3 // 4:  # it waits for more room than there is
             assert not (tmp_path / "done").exists() or num_bytes > 5_000_000  # the rest may be in the rank's pipe
             agent.send(Handled(cost_bytes))
             cost_bytes = 0
     assert num_bytes == 8_000_000
-    assert [type(message) for message in agent.receive_all()] == [Exited, Bye]
+    assert [type(message) for message in agent.receive_all() if not isinstance(message, Pong)] == [Bye]

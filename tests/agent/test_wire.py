@@ -63,7 +63,8 @@ MESSAGES = st.one_of(
     st.builds(Hello, INTEGERS, INTEGERS, TEXT, st.floats(0, 2e9)),
     st.builds(PortPicked, INTEGERS),
     st.builds(Started, INTEGERS, INTEGERS),
-    st.builds(SpawnFailed, TEXT),
+    st.builds(SpawnFailed, TEXT, st.none() | TEXT, st.booleans()),
+    st.builds(Bye, st.lists(INTEGERS)),
     st.builds(Output, INTEGERS, st.sampled_from(["stdout", "stderr"]), st.binary(max_size=200)),
     st.builds(
         Exited,
@@ -117,7 +118,24 @@ def test_an_impossible_length_is_damage() -> None:
         decode_in_pieces(b"\xff" * 8, 8, expect_magic=False)
 
 
-@pytest.mark.parametrize("header", [b"[]", b"{}", b'{"type": "Nothing"}', b'{"type": "Stop"}', b"\xff"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{}",
+        b'{"type": "Nothing"}',
+        b'{"type": "Stop"}',
+        b"\xff",
+        b'{"type": "Pong", "time_s": "noon"}',
+        b'{"type": "Pong", "time_s": NaN}',
+        b'{"type": "Pong", "time_s": 1' + b"0" * 400 + b"}",
+        b'{"type": "Hello", "version": "5"}',
+        b'{"type": "Started", "rank": null, "pid": 1}',
+        b'{"type": "Raised", "rank": 0, "record": []}',
+        b'{"type": "Bye", "left": [1, "2"]}',
+        b'{"type": "Pong", "time_s": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
 def test_a_header_that_names_no_message_is_damage(header: bytes) -> None:
     frame = len(header).to_bytes(4, "big") + b"\0\0\0\0" + header
     with pytest.raises(ProtocolError, match="damaged"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -350,8 +351,9 @@ def test_a_function_that_builds_no_model_is_told_so(models: Path) -> None:
     assert "Traceback" not in result.err + result.out
     assert "no trainable parameters" in run_launch(models, "estimate", "models:nothing_to_train").err
     code = (  # one process for all: each would import torch
-        "import json, sys; from launcher.base.errors import Diagnostic; from launcher.engine.model_facts import main\n"
-        "for name in sys.argv[1:]: print(Diagnostic(**main('function', name)['error']), file=sys.stderr)"
+        "import json, sys; from launcher.base.errors import Diagnostic\n"
+        "from launcher.engine.model_facts import facts_of\n"
+        "for name in sys.argv[1:]: print(Diagnostic(**facts_of('function', name)['error']), file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, *WRONG_FUNCTIONS]
     done = subprocess.run(
@@ -362,3 +364,14 @@ def test_a_function_that_builds_no_model_is_told_so(models: Path) -> None:
     for line, expected in zip(said, WRONG_FUNCTIONS.values(), strict=True):
         assert expected in line
         assert "; " in line  # and what to do
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    blocks = re.findall(
+        r"^```\n\$ launch (estimate .*)\n([^`]*)^```", (ROOT / "docs" / "memory.md").read_text(), re.MULTILINE
+    )
+    assert blocks
+    for command, shown in blocks:
+        printed = CliRunner().invoke(cli, command.split())
+        assert printed.exit_code == 0
+        assert shown.strip() == printed.output.strip()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.launching import Launch, run_launch, wait_until
+from harness.launching import Launch, nap, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.cluster.cluster import Host
@@ -64,10 +64,10 @@ def test_hostile_words_reach_the_command_as_they_are(sshd: LoopbackSshd, tmp_pat
 @pytest.mark.cluster
 def test_no_process_list_shows_variables_or_arguments(sshd: LoopbackSshd, tmp_path: Path) -> None:
     job = Launch(
-        tmp_path, "exec", *on_hosts(sshd, tmp_path), "--", "sleep", "79.25", env={"HF_TOKEN": SECRET, "LANG": "C"}
+        tmp_path, "exec", *on_hosts(sshd, tmp_path), "--", "sleep", nap("79.25"), env={"HF_TOKEN": SECRET, "LANG": "C"}
     )
-    wait_until(lambda: len(running("sleep", "79.25")) == 2, "the command")
-    commands = running("sleep", "79.25")
+    wait_until(lambda: len(running("sleep", nap("79.25"))) == 2, "the command")
+    commands = running("sleep", nap("79.25"))
     shown = command_lines()
     told = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in commands]
     job.signal(signal.SIGTERM)
@@ -75,20 +75,20 @@ def test_no_process_list_shows_variables_or_arguments(sshd: LoopbackSshd, tmp_pa
     assert all(f"HF_TOKEN={SECRET}".encode() in environ for environ in told)
     assert not [line for line in shown.values() if SECRET.encode() in line]
     ours = {*commands, job.process.pid}
-    assert not [line for pid, line in shown.items() if b"79.25" in line and pid not in ours]
+    assert not [line for pid, line in shown.items() if nap("79.25").encode() in line and pid not in ours]
 
 
 @pytest.mark.cluster
 def test_what_a_command_leaves_running_stays_and_nobody_waits_for_it(sshd: LoopbackSshd, tmp_path: Path) -> None:
     # It holds both streams open, and never ends by itself in time.
-    words = ("sh", "-c", f"sleep 79.5 & echo $! >> {tmp_path}/pids; echo left")
+    words = ("sh", "-c", f"sleep {nap('79.5')} & echo $! >> {tmp_path}/pids; echo left")
     here = run_launch(tmp_path, "exec", *words)
     there = run_launch(tmp_path, "exec", *on_hosts(sshd, tmp_path), *words)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     try:
         assert (here.out, here.err, here.code) == ("left\n", "", 0)
         assert (there.out, there.err, there.code) == ("127.0.0.[1-2]:\nleft\n", "", 0)
-        assert sorted(running("sleep", "79.5")) == sorted(pids)
+        assert sorted(running("sleep", nap("79.5"))) == sorted(pids)
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -98,11 +98,11 @@ def test_what_a_command_leaves_running_stays_and_nobody_waits_for_it(sshd: Loopb
 @pytest.mark.parametrize("far", [False, True], ids=["here", "ssh"])
 def test_the_group_ends_when_the_launcher_is_killed(sshd: LoopbackSshd, tmp_path: Path, far: bool) -> None:
     more = on_hosts(sshd, tmp_path) if far else []
-    job = Launch(tmp_path, "exec", *more, "--", "sh", "-c", "sleep 79.75 & wait")
-    wait_until(lambda: len(running("sleep", "79.75")) == (2 if far else 1), "the command")
+    job = Launch(tmp_path, "exec", *more, "--", "sh", "-c", f"sleep {nap('79.75')} & wait")
+    wait_until(lambda: len(running("sleep", nap("79.75"))) == (2 if far else 1), "the command")
     job.signal(signal.SIGKILL)
     job.wait(15)
-    wait_until(lambda: not running("sleep", "79.75"), "the end of the group")
+    wait_until(lambda: not running("sleep", nap("79.75")), "the end of the group")
 
 
 @pytest.mark.cluster
@@ -113,7 +113,7 @@ def test_what_ignores_the_first_signal_is_killed_after_the_grace(
     monkeypatch.setattr(bare, "GRACE_S", 1.0)
     transport = SshTransport(SshOptions(config_file=sshd.ssh_config, shell_only=True)) if far else None
     transport_for = transport or LocalTransport(shell_only=True)
-    words = ("sh", "-c", "trap 'echo asked' TERM; while :; do sleep 0.125; done")
+    words = ("sh", "-c", "trap 'echo asked' TERM; while :; do sleep 0.125; done", nap(""))
     task = everywhere.Task(Host("127.0.0.1", (0,)), words, "/")
     run = everywhere.Everywhere([task], lambda _: transport_for, "stubborn-job-0000", session=BareSession)
     (result,) = run.run(0.7)
@@ -126,7 +126,7 @@ def test_what_ignores_the_first_signal_is_killed_after_the_grace(
 
 @pytest.mark.cluster
 def test_a_second_interrupt_kills_at_once(sshd: LoopbackSshd, tmp_path: Path) -> None:
-    words = ("sh", "-c", "trap 'touch asked.$RANK' TERM; while :; do sleep 0.0625; done")
+    words = ("sh", "-c", "trap 'touch asked.$RANK' TERM; while :; do sleep 0.0625; done", nap(""))
     job = Launch(tmp_path, "exec", *on_hosts(sshd, tmp_path), "--", *words)
     wait_until(lambda: len(running(*words)) == 2, "the command")
     job.signal(signal.SIGINT)

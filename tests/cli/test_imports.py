@@ -18,9 +18,10 @@ RECORDER = """
 import atexit, os, sys
 def leave():
     names = sorted(sys.modules)
-    words = [word for word in sys.orig_argv if word in ("launcher", "launcher.agent", "launcher.worker")]
+    words = [word for word in sys.orig_argv if word in ("launcher.agent.main", "launcher.worker")]
+    words = words or ["launcher" for word in sys.orig_argv if word.endswith("launcher/__main__.py")]
     import json
-    with open(os.path.join(os.environ["IMPORTS_FOLDER"], words[-1] if words else "other"), "w") as file:
+    with open(os.path.join(os.environ["IMPORTS_FOLDER"], words[0] if words else "other"), "w") as file:
         json.dump(names, file)
 atexit.register(leave)
 """
@@ -31,7 +32,7 @@ UNWANTED = {
     | {"launcher.cli.slurm", "launcher.cli.jobfile", "launcher.cli.live", "launcher.cli.screen", "launcher.config"}
     | {"launcher.transport.ssh", "launcher.transport.ssh_config", "launcher.transport.srun", "launcher.job.fit"}
     | {"launcher.cluster.hostfile", "launcher.cluster.filters", "launcher.cluster.slurm", "launcher.cluster.cores"},
-    "launcher.agent": ANY_PROCESS
+    "launcher.agent.main": ANY_PROCESS
     | {"typing", "dataclasses", "inspect", "pathlib", "shutil", "logging", "click", "launcher.cluster.cores"},
     "launcher.worker": ANY_PROCESS
     | {"typing", "dataclasses", "inspect", "pathlib", "json", "re", "socket", "threading", "subprocess", "ctypes"}

@@ -357,3 +357,21 @@ def test_of_many_hosts_those_that_need_a_look_are_shown() -> None:
     assert len(rows) == 7
     assert len(picture(facts, 1.0, rows=4)) <= 4
     assert max(map(len, picture(facts, 1.0, columns=20))) <= 20
+
+
+def test_ctrl_z_takes_the_panel_away_and_fg_brings_it_back(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, TRAINING)
+    job = TerminalLaunch(tmp_path, "--num_gpus", "2", script, shell="bash")
+    job.read_until(lambda: is_whole(job) and "steps/s" in job.panel[0], "the rate")
+    job.type(b"\x1a")
+    job.read_until(lambda: any("Stopped" in row for row in job.visible), "the shell's word")
+    job.read_for(0.5)
+    assert job.panel == []
+    assert "suspended: the ranks run on, their output waits; `fg` or `bg` continues" in job.everything
+    job.type(b"fg\n")
+    job.read_until(lambda: is_whole(job), "the panel")
+    assert any(row.startswith("continued after ") for row in job.everything)
+    (tmp_path / "go").touch()
+    job.read_until(lambda: not job.panel, "the end")
+    job.type(b"exit $?\n")
+    assert job.wait() == 0

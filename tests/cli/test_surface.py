@@ -18,8 +18,8 @@ from harness.launching import ROOT, run_launch
 from launcher.base.errors import UsageError
 from launcher.cli import streams
 from launcher.cli.command import Option
+from launcher.cli.lines import LineAssembler
 from launcher.cli.main import COMMANDS, cli, main
-from launcher.cli.render import LineAssembler
 from launcher.cli.run import run
 from launcher.cli.shown import ShownOutput
 
@@ -45,6 +45,7 @@ SURFACE = {
     "venv_script": ("--venv-script",),
     "no_ssh": ("--no-ssh",),
     "node_rank": ("--node-rank",),
+    "run_id": ("--job-id",),
     "force_multi": ("--force-multi",),
     "log_dir": ("--log-dir",),
     "grace_s": ("--grace",),
@@ -59,6 +60,7 @@ SURFACE = {
     "save_pid": ("--save-pid",),
     "signals_to_handle": ("--signals-to-handle",),
     "no_prefix": ("--no-prefix",),
+    "verbose": ("-v", "--verbose"),
     "log_level": ("--log-level",),
     "quiet": ("-q", "--quiet"),
     "plain": ("--plain",),
@@ -77,12 +79,12 @@ HOSTS_SURFACE = {
     name: SURFACE[name]
     for name in (
         "hostfile", "include", "exclude", "num_nodes", "ssh_port", "ssh_config", "remote_python", "force_multi",
-        "accept_new_host_keys", "setup", "venv_script",
+        "accept_new_host_keys", "setup", "venv_script", "verbose",
     )
 }  # fmt: skip
 TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "check": HOSTS_SURFACE | {"as_json": ("--json",)},
-    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",), "supervise": ("--supervise",)},
+    "exec": HOSTS_SURFACE | {"timeout_s": ("--timeout",), "supervise": ("--supervise",), "as_json": ("--json",)},
     "ps": {"as_json": ("--json",)},
     "logs": {"rank": ("--rank",), "follow": ("-f", "--follow"), "num_lines": ("--tail",)},
     "kill": {"now": ("--now",)},
@@ -174,7 +176,7 @@ def test_torchrun_s_words_for_a_number_of_ranks(tmp_path: Path, monkeypatch: pyt
         (["--log-level", "loud"], "--log-level: 'loud' is not one of 'debug'"),
         (
             ["--signals_to_handle", "SIGKILL", "--dry-run", __file__],
-            "SIGKILL is no signal that can be handled\n  → such as SIGINT,SIGTERM",
+            "SIGKILL cannot end a job in order: no program can handle it",
         ),
         (["--plain=1"], "--plain: does not take a value"),
         (["--hostfile"], "--hostfile: requires an argument"),
@@ -358,8 +360,8 @@ def test_lines_are_prefixed_whole_however_they_arrive() -> None:
 
 def test_progress_bars_keep_their_carriage_returns() -> None:
     lines = LineAssembler(b"[0] ")
-    assert lines.feed(b"10%\r20%\r") == b"[0] 10%\r[0] 20%\r"
-    assert lines.feed(b"done\r\n") == b"[0] done\r\n"
+    assert lines.feed(b"10%\r20%\r") == b"[0] 10%\r"
+    assert lines.feed(b"done\r\n") == b"[0] 20%\r[0] done\r\n"
 
 
 def test_a_line_without_an_end_does_not_grow_for_ever() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -34,5 +35,9 @@ def test_without_topology_every_cpu_is_a_core(tmp_path: Path) -> None:
 def test_shares_are_equal_and_refused_when_too_few() -> None:
     own = sorted(os.sched_getaffinity(0))
     assert shares(own, 1) == [own]
-    assert "cannot be shared out" in shares(own, len(own) + 1)
-    assert "CPU 99999 does not exist" in shares([99999], 1)
+    with pytest.raises(UsageError, match=f"{len(own) + 1} ranks cannot be bound to {len(own)} cores?: each needs one"):
+        shares(own, len(own) + 1)
+    with pytest.raises(UsageError, match="CPU 99999 does not exist") as caught:
+        shares([99999], 1)
+    (allowed,) = re.findall(r"among ([0-9,-]+)", str(caught.value))
+    assert list(parse_core_list(allowed)) == own

@@ -27,6 +27,7 @@ def parse(text: str) -> tuple[Host, ...]:
     ("text", "expected"),
     [
         ("a slots=2", [Host("a", SLOTS_2)]),
+        ("a slots=1024", [Host("a", tuple(range(1024)))]),
         ("  a\tslots = 2  # two\r\n\n# none\n", [Host("a", SLOTS_2)]),
         ("u@a slots=2", [Host("a", SLOTS_2, "u")]),
         ("a:2222 slots=2", [Host("a", SLOTS_2, None, 2222)]),
@@ -51,6 +52,7 @@ def test_lines_are_read_as_meant(text: str, expected: list[Host]) -> None:
         ("a slots=-1", "hosts:1:9", "not a whole number"),
         ("a slots=²", "hosts:1:9", "not a whole number"),
         ("a slots=999999999999", "hosts:1:9", "more than"),
+        ("a slots=1025", "hosts:1:9", "slots=1025 is more than 1024"),
         ("a slots=2 junk", "hosts:1:11", 'unexpected "junk"'),
         ("a slot=2", "hosts:1:3", 'did you mean "slots"'),
         ("a slots=2 slots=2", "hosts:1:11", "twice"),

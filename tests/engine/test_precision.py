@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.adamw import engines_adamw
 from harness.logs import logged
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
@@ -161,7 +162,7 @@ def train_kept(name: str, world_size: int) -> dict[str, Tensor]:
     model = build("Plain").to(dtype)
     params = list(model.parameters())
     masters = params if has_states else [param.detach().float() for param in params]
-    optimizer = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = engines_adamw(masters, lr=LR, weight_decay=WEIGHT_DECAY)
     for x, y in batches(STEPS):
         sums = [torch.zeros_like(param, dtype=torch.float32) for param in params]
         for part, target in zip(x.to(dtype).chunk(world_size), y.to(dtype).chunk(world_size), strict=True):

@@ -32,6 +32,3 @@ def main() -> int:
         source.read()
         return 0
     return 2
-
-
-sys.exit(main())

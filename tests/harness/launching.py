@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,16 +33,29 @@ class Result:
         return match.group(1)
 
 
+# Not -m: no file of the working folder may take the package's place.
+_LAUNCH = ROOT / "launcher" / "__main__.py"
+
+
 class Launch:
     """`launch ARGS` in a folder of its own."""
 
     def __init__(
-        self, folder: Path, *args: str | Path, env: dict[str, str] | None = None, stdout: int | None = None
+        self,
+        folder: Path,
+        *args: str | Path,
+        env: dict[str, str] | None = None,
+        stdout: int | None = None,
+        program: Sequence[str | Path] = (_LAUNCH,),
+        in_our_session: bool = False,
     ) -> None:
-        """stdout: a descriptor in place of the file that `out` reads."""
+        """stdout: a descriptor in place of the file that `out` reads. program: what Python runs.
+
+        in_our_session: the command can be suspended by SIGTSTP, which means nothing to a session of its own.
+        """
         self.folder = folder
         self._out, self._err = folder / "launch.out", folder / "launch.err"
-        command = [sys.executable, "-m", "launcher", *map(str, args)]
+        command = [sys.executable, *map(str, program), *map(str, args)]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 command,
@@ -51,7 +64,8 @@ class Launch:
                 stdout=out if stdout is None else stdout,
                 stderr=err,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), **(env or {})},
-                start_new_session=True,
+                start_new_session=not in_our_session,
+                preexec_fn=os.setpgrp if in_our_session else None,
             )
 
     @property
@@ -85,6 +99,11 @@ class Launch:
 def run_launch(folder: Path, *args: str | Path, env: dict[str, str] | None = None) -> Result:
     """Run `launch ARGS` to its end."""
     return Launch(folder, *args, env=env).wait()
+
+
+def nap(duration: str) -> str:
+    """Return a duration for `sleep` that no other run of these tests uses: such a process is known by its words."""
+    return f"{duration}{os.getpid():07d}"
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

@@ -5,8 +5,9 @@ Killing a node ends everything in it at once, as a crash does; cutting its cable
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -16,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from harness.sshd import SETTINGS, LoopbackSshd, free_port
+from harness.ports import free_port
+from harness.sshd import SETTINGS, LoopbackSshd
 
 _START_TIMEOUT_S = 10.0
-_numbers = itertools.count(1)
+_NETS = range(1, 251)
+# Deletes the namespaces and the bridge once its stdin has ended: after us too, should we be killed.
+_TIDY = 'read _; for name; do ip netns del "$name"; done; ip link del "$BRIDGE"'
 
 
 def available() -> str | None:
@@ -76,14 +80,20 @@ class MortalNodes:
         self.keys = LoopbackSshd(folder / "keys")  # its keys only: it is never started
         self.hostfile = folder / "hosts"
         self.ssh_config = folder / "ssh_config"
-        self._tag = f"{os.getpid() % 10000}x{next(_numbers)}"
-        self._net = f"10.211.{os.getpid() % 250 + 1}"
+        self._number = 0  # of our net; `__enter__` takes one that nobody has
         self._count = count
         self._port = free_port()
         self.nodes: list[MortalNode] = []
 
     def __enter__(self) -> MortalNodes:
-        _ip("link", "add", self._bridge, "type", "bridge")
+        self._take_net()
+        self._janitor = subprocess.Popen(
+            ["sh", "-c", _TIDY, "sh", *map(self._namespace, range(self._count))],
+            env={**os.environ, "BRIDGE": self._bridge},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         _ip("addr", "add", f"{self._net}.1/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
         for number in range(self._count):
@@ -102,11 +112,10 @@ class MortalNodes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for number, node in enumerate(self.nodes):
+        for node in self.nodes:
             node.process.kill()
             node.process.wait()
-            subprocess.run(["ip", "netns", "del", self._namespace(number)], capture_output=True)
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+        self._janitor.communicate()
 
     @property
     def address(self) -> str:
@@ -114,14 +123,26 @@ class MortalNodes:
         return f"{self._net}.1"
 
     @property
+    def _net(self) -> str:
+        return f"10.211.{self._number}"
+
+    @property
     def _bridge(self) -> str:
-        return f"lb{self._tag}"
+        return f"lb{self._number}"
 
     def _namespace(self, number: int) -> str:
-        return f"ln{self._tag}n{number}"
+        return f"ln{self._number}n{number}"
+
+    def _take_net(self) -> None:
+        """Make a bridge under a name that no other test has: the kernel lets only one of us have it."""
+        for self._number in random.sample(_NETS, len(_NETS)):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("link", "add", self._bridge, "type", "bridge")
+                return
+        raise RuntimeError("no bridge can be made: all names are taken")
 
     def _start(self, number: int) -> MortalNode:
-        namespace, cable, address = self._namespace(number), f"lv{self._tag}n{number}", f"{self._net}.{10 + number}"
+        namespace, cable, address = self._namespace(number), f"lv{self._number}n{number}", f"{self._net}.{10 + number}"
         _ip("netns", "add", namespace)
         _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         _ip("link", "set", cable, "master", self._bridge, "up")
@@ -142,7 +163,7 @@ class MortalNodes:
         if self._clock_offsets_s:
             isolate += ["--time", "--monotonic", str(self._clock_offsets_s[number])]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, *isolate, "sh", "-c", inside],
+            ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", namespace, *isolate, "sh", "-c", inside],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

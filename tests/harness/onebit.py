@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from launcher.comm.compressed import CompressedMean
+
 BLOCK = 1024
 SAMPLES, WIDTH, HIDDEN = 16, 8, 96
 BETAS, EPS = (0.9, 0.99), 1e-8
+
+
+# A sign may be either where its element is smaller than this part of its block's root mean square: there it hangs on
+# the order of sums, which differs between CPUs, and a sign that differs changes every later step by far more.
+EITHER_SIGN_BELOW = 1e-2
+MAX_EITHER_SIGNS = 1e-2  # of all
+
+
+@dataclass
+class Signs:
+    """What one rank sent in one exchange: True is negative. Of the mean it got, every rank has the same."""
+
+    own: list[Tensor]  # [run], bool
+    of_mean: list[Tensor]
+
+
+@contextlib.contextmanager
+def recorded_signs() -> Iterator[list[Signs]]:
+    """Write down the signs of every exchange of this process within the block."""
+    exchanges: list[Signs] = []
+    average = CompressedMean.average
+
+    def recorded(mean: CompressedMean, flat: Tensor, resting: Sequence[int] = ()) -> None:
+        wanted = flat + mean.worker_error
+        average(mean, flat, resting)
+        sent = wanted - mean.worker_error  # but for rounding
+        places = [place for run, place in enumerate(mean.places) if run not in resting]
+        exchanges.append(Signs([sent[place] < 0 for place in places], [flat[place] < 0 for place in places]))
+
+    with mock.patch.object(CompressedMean, "average", recorded):
+        yield exchanges
 
 
 class ReferenceMean:
@@ -20,23 +56,33 @@ class ReferenceMean:
     Blocks of all runs, and then empty ones, are dealt to the ranks in order: each serves as many.
     """
 
-    def __init__(self, world_size: int, numels: list[int]) -> None:
+    def __init__(self, world_size: int, numels: list[int], seen: list[list[Signs]] | None = None) -> None:
+        """seen: by rank and exchange, the signs of the run under test.
+
+        They are followed where an element is near zero, and must be the reference's own elsewhere. None: its own
+        everywhere, which is for input that has the same bits on both sides.
+        """
         self.numels = numels
         self.worker_errors = [[torch.zeros(n) for n in numels] for _ in range(world_size)]
         self.server_errors = [torch.zeros(n) for n in numels]
+        self.seen = seen
+        self.num_exchanges = 0
 
     def average(self, values: list[list[Tensor]]) -> list[Tensor]:
         """values: [rank][run] 1-D fp32; returns the mean of each run."""
+        signs = None if self.seen is None else [of_rank[self.num_exchanges] for of_rank in self.seen]
+        self.num_exchanges += 1
         means = []
         for run, numel in enumerate(self.numels):
             total = torch.zeros(numel)
             for rank, runs in enumerate(values):
-                total += self._signs(runs[run], self.worker_errors[rank][run])
-            means.append(self._signs(total / len(values), self.server_errors[run]))
+                total += self._signs(runs[run], self.worker_errors[rank][run], signs and signs[rank].own[run])
+            of_mean = signs and signs[0].of_mean[run]
+            means.append(self._signs(total / len(values), self.server_errors[run], of_mean))
         return means
 
     @staticmethod
-    def _signs(values: Tensor, error: Tensor) -> Tensor:
+    def _signs(values: Tensor, error: Tensor, seen: Tensor | None) -> Tensor:
         sent = torch.empty_like(values)
         wanted = values + error
         for start in range(0, len(values), BLOCK):
@@ -44,7 +90,14 @@ class ReferenceMean:
             row = torch.zeros(1, BLOCK)
             row[0, : len(block)] = block
             scale = torch.linalg.vector_norm(row, dim=1) / torch.tensor(float(len(block))).sqrt()
-            sent[start : start + BLOCK] = torch.where(block.signbit(), -scale, scale)
+            is_negative = block.signbit()
+            if seen is not None:
+                given = seen[start : start + BLOCK]
+                differs = given != is_negative
+                assert (block[differs].abs() <= EITHER_SIGN_BELOW * scale).all(), "the sign of an element far from zero"
+                assert differs.sum() <= 1 + MAX_EITHER_SIGNS * len(block)
+                is_negative = given
+            sent[start : start + BLOCK] = torch.where(is_negative, -scale, scale)
         error.copy_(wanted - sent)
         return sent
 
@@ -79,13 +132,14 @@ def data(num_steps: int) -> list[tuple[Tensor, Tensor]]:
 class Reference:
     """Every rank's gradients, momenta and weights, side by side."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, seen: list[list[Signs]]) -> None:
+        """seen: by rank and exchange, the signs of the run under test."""
+        self.world_size = world_size = len(seen)
         self.models = [make_net() for _ in range(world_size)]
         self.trained = [[p for n, p in model.named_parameters() if "spare" not in n] for model in self.models]
         self.m = [[torch.zeros(p.numel()) for p in params] for params in self.trained]
         self.v = [torch.zeros(p.numel()) for p in self.trained[0]]
-        self.mean = ReferenceMean(world_size, [p.numel() for p in self.trained[0]])
+        self.mean = ReferenceMean(world_size, [p.numel() for p in self.trained[0]], seen)
 
     def gradients(self, x: Tensor, y: Tensor) -> list[list[Tensor]]:
         """By rank and parameter, flat."""
@@ -118,8 +172,8 @@ class Reference:
                 p -= lengths(i, p, update) * update
 
 
-def reference_adam(world_size: int, steps: list[tuple[Tensor, Tensor]]) -> Reference:
-    ours = Reference(world_size)
+def reference_adam(seen: list[list[Signs]], steps: list[tuple[Tensor, Tensor]]) -> Reference:
+    ours = Reference(seen)
     for t, (x, y) in enumerate(steps):
         grads = ours.gradients(x, y)
         ours.update_momenta(grads if t >= 3 else ours.update_variance(grads))
@@ -129,8 +183,8 @@ def reference_adam(world_size: int, steps: list[tuple[Tensor, Tensor]]) -> Refer
     return ours
 
 
-def reference_lamb(world_size: int, steps: list[tuple[Tensor, Tensor]]) -> Reference:
-    ours = Reference(world_size)
+def reference_lamb(seen: list[list[Signs]], steps: list[tuple[Tensor, Tensor]]) -> Reference:
+    ours = Reference(seen)
     num = len(ours.v)
     coefficients: list[Any] = [None] * num
     factors = [1.0] * num
@@ -162,9 +216,9 @@ def reference_lamb(world_size: int, steps: list[tuple[Tensor, Tensor]]) -> Refer
     return ours
 
 
-def reference_zero_one(world_size: int, steps: list[tuple[Tensor, Tensor]]) -> Reference:
+def reference_zero_one(seen: list[list[Signs]], steps: list[tuple[Tensor, Tensor]]) -> Reference:
     """Variance at steps 0, 1, 3, 7; from 8 on apart: 4 exchanges after one step each, then after 2, 2, 4, 4."""
-    ours = Reference(world_size)
+    ours = Reference(seen)
     num_variances, anchor, path, path_rate = 0, None, None, 0.0
     for t, (x, y) in enumerate(steps):
         grads = ours.gradients(x, y)

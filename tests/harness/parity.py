@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from harness.adamw import engines_adamw
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -138,11 +139,11 @@ def train_engine(rank: int, world_size: int, case: Case) -> Trajectory:
     return Trajectory(losses, engine.state_dict(), grad_norms, scales)
 
 
-def train_fp32(case: Case) -> Trajectory:
-    """The plain loop: one process, the whole batch at once."""
+def train_fp32(case: Case, *, fused: bool | None = None) -> Trajectory:
+    """The plain loop: one process, the whole batch at once. fused: torch's kernel of AdamW; None: its own choice."""
     model = make_model(case)
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(trained, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
     losses, grad_norms = [], []
     for number, step in enumerate(micro_batches(case)):
         optimizer.param_groups[0]["lr"] = case.learning_rate(number)
@@ -199,7 +200,7 @@ def train_mixed(case: Case, world_size: int, grad_norms: list[float], *, num_in_
     model = make_model(case).to(DTYPES[case.precision])
     trained = [param for param in model.parameters() if param.requires_grad]
     masters = [param.detach().float().clone() for param in trained]
-    optimizer = torch.optim.AdamW(masters, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = engines_adamw(masters, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
     scale = ReferenceScale(case)
     losses, scales, num_taken = [], [], 0
     for number, step in enumerate(micro_batches(case)):

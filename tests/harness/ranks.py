@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks. Processes live as long as the test session: torch is imported once in each.
+"""Run a function on real gloo ranks. Processes live as long as the test session, and torch is imported once for all.
 
 A body that takes longer than its deadline makes every rank dump its stacks, and only that test fails.
 """
@@ -10,14 +10,19 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+
+import pytest
+from harness.ports import free_port
+
+from launcher.base import processes
 
 DEADLINE_S = 120.0
 Body = Callable[..., Any]
@@ -28,8 +33,8 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        context = _context()
+        port = free_port()
         self._stacks = tempfile.NamedTemporaryFile(prefix="stacks-", suffix=".txt")  # noqa: SIM115  # as long as the pool
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(world_size):
@@ -72,6 +77,16 @@ class RankPool:
         return text
 
 
+def _context() -> Any:
+    """Return what starts processes from a server that has imported torch: a rank takes a moment in place of seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # read when torch is loaded
+        forkserver.ensure_running()
+    return context
+
+
 _pools: dict[int, RankPool] = {}
 
 
@@ -88,12 +103,6 @@ def _close_all() -> None:
         pool.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _serve(pipe: Connection, rank: int, world_size: int, port: int, stacks_path: str) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -103,6 +112,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, stacks_path:
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
+    processes.die_with_parent(os.getppid())  # a test run that is killed leaves no rank behind
     stacks = open(stacks_path, "a")  # noqa: SIM115  # faulthandler needs it as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     import torch

@@ -1,7 +1,7 @@
 """A throwaway Slurm on 127.0.0.0/8: one controller and several nodes, each a real slurmd, on this machine.
 
-Also a command, to try things by hand: `python tests/harness/slurm.py FOLDER` prints the path of its slurm.conf
-(export it as SLURM_CONF) and serves until its stdin ends.
+Also a command, to try things by hand: `PYTHONPATH=tests python -m harness.slurm FOLDER` prints the path of its
+slurm.conf (export it as SLURM_CONF) and serves until its stdin ends.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # not when this file runs as a command
-    from harness.nodes import MortalNodes
+from harness.nodes import MortalNodes
+from harness.ports import free_port
 
 NUM_NODES = 3
 GPUS_PER_NODE = 2
@@ -234,7 +233,7 @@ class LoopbackSlurm:
             gpus.append(path)
         host = socket.gethostname().partition(".")[0]
         lines = []
-        controller_port, *ports = _free_ports(1 + NUM_NODES)
+        controller_port, *ports = (free_port() for _ in range(1 + NUM_NODES))
         address, addresses = "127.0.0.1", [f"127.0.0.{11 + i}" for i in range(NUM_NODES)]
         if self._network is not None:
             address, addresses = self._network.address, [node.address for node in self._network.nodes]
@@ -297,18 +296,6 @@ class LoopbackSlurm:
                 )
                 raise RuntimeError(f"no {what} after {_START_TIMEOUT_S} s, ended: {ended}\n{logs}")
             time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return TCP ports that are free on every address now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("0.0.0.0", 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A throwaway sshd on 127.0.0.0/8: every address of that net is a "host" for tests.
 
-Also a command, to try things by hand: `python tests/harness/sshd.py FOLDER` prints the path of its
+Also a command, to try things by hand: `PYTHONPATH=tests python -m harness.sshd FOLDER` prints the path of its
 ssh_config and serves until its stdin ends.
 """
 
@@ -18,6 +18,8 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
+
+from harness.ports import free_port
 
 _SSHD = "/usr/sbin/sshd"
 _START_TIMEOUT_S = 10.0
@@ -50,20 +52,15 @@ def available() -> str | None:
     return None
 
 
-def free_port() -> int:
-    """Return a TCP port that is free on every address now."""
-    with socket.socket() as sock:
-        sock.bind(("0.0.0.0", 0))
-        return int(sock.getsockname()[1])
-
-
 class LoopbackSshd:
     """Serve SSH on 127.0.0.* at one port, with keys of its own; a context manager.
 
     `ssh_config` and `known_hosts` are all that a client needs; `stop` and `change_host_key` play failures.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, settings: str = "") -> None:
+        """settings: lines of sshd_config that win over the usual ones."""
+        self._settings = settings
         self._owns_folder = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="sshd-"))
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -112,9 +109,13 @@ class LoopbackSshd:
         if reason is not None:
             raise RuntimeError(reason)
         config = self.folder / "sshd_config"
-        config.write_text(SETTINGS.format(port=self.port, host_key=self.host_key, folder=self.folder, more_env=""))
+        config.write_text(
+            self._settings + SETTINGS.format(port=self.port, host_key=self.host_key, folder=self.folder, more_env="")
+        )
         self._process = subprocess.Popen(
-            [_SSHD, "-D", "-f", str(config), "-E", str(self.log)], stdin=subprocess.DEVNULL
+            # A test run that is killed leaves no daemon behind.
+            ["setpriv", "--pdeathsig", "TERM", _SSHD, "-D", "-f", str(config), "-E", str(self.log)],
+            stdin=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while True:
@@ -150,15 +151,82 @@ class LoopbackSshd:
 
 
 class StalledServer:
-    """Accept connections at a port of 127.0.0.1 and never say a word; a context manager."""
+    """Accept connections at a port of 127.0.0.* and never say a word; a context manager."""
 
     def __enter__(self) -> StalledServer:
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = socket.create_server(("0.0.0.0", 0), backlog=1024)
         self.port = int(self._socket.getsockname()[1])
         return self
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
+
+
+class MuteServer:
+    """An SSH server on 127.0.0.* that stops answering at one step of a login; a context manager.
+
+    Steps: "login", "session", "command". Where it stops, it waits until the end of the context.
+    """
+
+    def __init__(self, folder: Path, step: str) -> None:
+        """folder: gets the host key, a user key and the ssh_config that reaches the server."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._step, self._over = step, threading.Event()
+        self._host_key, user_key = folder / "host_key", folder / "user_key"
+        make_key(self._host_key)
+        make_key(user_key)
+        self._socket = socket.create_server(("0.0.0.0", 0), backlog=512)
+        port = self._socket.getsockname()[1]
+        known_hosts, self.ssh_config = folder / "known_hosts", folder / "ssh_config"
+        public = Path(f"{self._host_key}.pub").read_text()
+        known_hosts.write_text(f"[127.0.0.*]:{port} {' '.join(public.split()[:2])}\n")
+        self.ssh_config.write_text(
+            f"Host 127.0.0.*\n  Port {port}\n  IdentityFile {user_key}\n  IdentitiesOnly yes\n"
+            f"  UserKnownHostsFile {known_hosts}\n  GlobalKnownHostsFile none\n"
+        )
+
+    def __enter__(self) -> MuteServer:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        import paramiko
+
+        key = paramiko.Ed25519Key.from_private_key_file(str(self._host_key))
+        step, over = self._step, self._over
+
+        class Mute(paramiko.ServerInterface):
+            def get_allowed_auths(self, username: str) -> str:
+                return "publickey"
+
+            def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+                return self._unless("login", paramiko.AUTH_SUCCESSFUL)
+
+            def check_channel_request(self, kind: str, chanid: int) -> int:
+                return self._unless("session", paramiko.OPEN_SUCCEEDED)
+
+            def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+                return bool(self._unless("command", 1))
+
+            def _unless(self, name: str, answer: int) -> int:
+                if name == step:
+                    over.wait()
+                return answer
+
+        self._connections = []
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                return
+            connection = paramiko.Transport(client)
+            connection.add_server_key(key)
+            connection.start_server(event=threading.Event(), server=Mute())
+            self._connections.append(connection)
 
 
 class DroppingServer:

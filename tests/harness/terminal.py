@@ -6,6 +6,8 @@ import fcntl
 import os
 import pty
 import select
+import shlex
+import shutil
 import signal
 import struct
 import sys
@@ -21,20 +23,32 @@ from harness.launching import DEADLINE_S, ROOT
 class TerminalLaunch:
     """A `launch` command whose controlling terminal is ours."""
 
-    def __init__(self, folder: Path, *args: str | Path, size: tuple[int, int] = (100, 30), term: str = "xterm") -> None:
-        """size: columns and rows."""
+    def __init__(
+        self,
+        folder: Path,
+        *args: str | Path,
+        size: tuple[int, int] = (100, 30),
+        term: str = "xterm",
+        shell: str | None = None,
+    ) -> None:
+        """size: columns and rows. shell: one that starts the command, waits for it and has job control."""
         self.raw = b""
         self._screen = pyte.HistoryScreen(*size, history=100_000)
         self._stream = pyte.ByteStream(self._screen)
         command = [sys.executable, "-m", "launcher", *map(str, args)]
+        line = shlex.join(command)
+        if shell is not None:
+            command = [shell, "--norc", "-i"]
         own = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), "TERM": term}
         environment = {**os.environ, **own}
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
             time.sleep(0.1)  # until the window has its size
-            os.execve(sys.executable, command, environment)
+            os.execve(shutil.which(command[0]) or command[0], command, environment)
         self.resize(*size)
+        if shell is not None:
+            self.type(f"{line}\n".encode())
 
     def resize(self, columns: int, rows: int) -> None:
         """Give the window another size."""

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from launcher.agent.wire import Exited
+import pytest
+
+from launcher.agent.wire import Exited, SpawnFailed
 from launcher.cluster.cluster import Host, NodePlacement
 from launcher.job.failures import FailureBook
 from launcher.job.logs import RankLog
@@ -57,13 +59,99 @@ def test_the_earliest_death_is_the_cause(tmp_path: Path) -> None:
     assert rank_of(book) == 0
 
 
-def test_an_error_about_a_lost_peer_is_no_cause_if_there_is_another(tmp_path: Path) -> None:
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
+GLHF = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
+# Type and message as torch 2.13 raises them when the other rank is killed, raises, or is late.
+LOST_PEER = [
+    ("RuntimeError", f"{GLOO}/pair.cc:537] Read error [127.0.0.1]:17816: Connection reset by peer. {GLHF}"),
+    ("RuntimeError", f"{GLOO}/pair.cc:553] Connection closed by peer [127.0.0.1]:20916. {GLHF}"),
+    ("RuntimeError", f"{GLOO}/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"),
+    ("RuntimeError", "NCCL communicator was aborted on rank 1."),
+    ("DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"),
+    ("DistNetworkError", "The client socket has timed out after 3000ms while trying to connect to (127.0.0.1, 29145)."),
+    ("DistStoreError", "Timed out after 4 seconds waiting for clients. 1/2 clients joined."),
+    ("DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:123, remote process exited or there was a network error"),
+]
+# Errors of ranks that failed by themselves, whatever their words and the folders in their tracebacks.
+OWN = [
+    ("ConnectionRefusedError", "[Errno 111] Connection refused"),
+    ("OperationalError", "connection to server at 10.0.0.7, port 5432 failed: Connection refused"),
+    ("BrokenPipeError", "[Errno 32] Broken pipe"),
+    ("TimeoutError", "timed out waiting for the data server: socket timeout"),
+    ("RuntimeError", "DataLoader worker (pid 17) exited unexpectedly: connection reset by peer"),
+    ("RuntimeError", "gloo"),
+    ("ValueError", "expected [/home/x/gloo/train.py:3] to be a number"),
+]
+
+
+def raised(rank: int, time_s: float, kind: str, message: str, cause: str = "") -> Exited:
+    """Return the end of a rank of a project in a folder called gloo. cause: the error that was raised from."""
+    chain = f"{cause}\n\nThe above exception was the direct cause of the following exception:\n\n" if cause else ""
+    module = "torch.distributed." if kind.startswith("Dist") else ""
+    trace = f'{chain}Traceback (most recent call last):\n  File "/x/gloo/train.py", line 3\n{module}{kind}: {message}\n'
+    record = {"time_s": time_s, "type": kind, "message": message, "traceback": trace, "exit_code": 1}
+    return Exited(rank, 1, time_s, record, 0, None)
+
+
+@pytest.mark.parametrize(("kind", "message"), LOST_PEER)
+def test_an_error_about_a_lost_peer_is_no_cause_if_there_is_another(tmp_path: Path, kind: str, message: str) -> None:
     now_s = time.monotonic()
-    lost = "Connection closed by peer [127.0.0.1]:4711"
-    book = book_of(tmp_path, now_s, (node(), exited(0, 1, now_s - 0.01, lost)), (node(), exited(1, -9, now_s)))
+    victim = raised(0, now_s - 0.01, kind, message)
+    assert rank_of(book_of(tmp_path, now_s, (node(), victim), (node(), exited(1, -9, now_s)))) == 1
+    assert rank_of(book_of(tmp_path, now_s, (node(), victim))) == 0
+
+
+def test_an_error_raised_from_one_about_a_lost_peer_is_no_cause_either(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    victim = raised(0, now_s - 0.01, "RuntimeError", "step 7 failed", cause=f"RuntimeError: {LOST_PEER[1][1]}")
+    assert rank_of(book_of(tmp_path, now_s, (node(), victim), (node(), exited(1, 3, now_s)))) == 1
+
+
+@pytest.mark.parametrize(("kind", "message"), OWN)
+def test_words_of_the_network_in_other_errors_and_in_paths_mean_nothing(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    now_s = time.monotonic()
+    first, second = raised(0, now_s - 0.01, kind, message), raised(1, now_s, "KeyError", "'x'")
+    assert rank_of(book_of(tmp_path, now_s, (node(), first), (node(), second))) == 0
+
+
+def test_the_abort_of_nccls_watchdog_is_no_cause_if_there_is_another(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    log = RankLog(tmp_path / "0.log")
+    log.write(b"[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called\n")
+    book = FailureBook(now_s - 10)
+    book.add_exit(node(), exited(0, -6, now_s - 0.1), log)
+    log.close()
+    assert rank_of(book) == 0
+    add(book, node(), exited(1, -11, now_s), tmp_path / "1.log")
     assert rank_of(book) == 1
-    alone = book_of(tmp_path, now_s, (node(), exited(0, 1, now_s, lost)))
-    assert rank_of(alone) == 0
+
+
+@pytest.mark.parametrize("status", [-15, -9, 143, 137])
+def test_ranks_that_we_ended_are_no_cause_even_beside_one_that_lost_its_peer(tmp_path: Path, status: int) -> None:
+    now_s = time.monotonic()
+    book = FailureBook(now_s - 10)
+    add(book, node(), raised(0, now_s - 0.01, *LOST_PEER[0]), tmp_path / "0.log")
+    book.stop_ordered(by_user=False)
+    assert add(book, node(), exited(1, status, time.monotonic() + 0.1), tmp_path / "1.log") is None
+    assert rank_of(book) == 0
+
+
+def test_what_helps_is_said_of_common_errors(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    book = book_of(tmp_path, now_s, (node(), raised(0, now_s, "OutOfMemoryError", "CUDA out of memory.")))
+    assert book.cause is not None
+    assert "micro-batch" in str(book.cause.hint)
+
+
+def test_ranks_that_could_not_be_started_are_no_lost_host(tmp_path: Path) -> None:
+    for is_usage, exit_code in ((False, 1), (True, 2)):
+        book = FailureBook(time.monotonic())
+        book.add_not_started(node(), SpawnFailed("no space", "make room", is_usage))
+        assert book.cause is not None
+        assert book.cause.is_start_failure
+        assert (book.cause.exit_code, book.cause.reason, book.cause.hint) == (exit_code, "no space", "make room")
 
 
 def test_clocks_of_different_hosts_are_compared_on_ours(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from harness import scripts
 from harness.launching import Launch, run_launch, wait_until
 
@@ -87,17 +88,107 @@ def test_programs_survive_the_question_for_their_stacks(tmp_path: Path) -> None:
     assert "(no Python stack)" in result.err
 
 
-def test_the_watch_counts_heartbeats_once_there_are_any() -> None:
-    watch = HangWatch(10.0, range(2), now_s=0.0)
+def test_output_of_any_rank_and_its_end_keep_the_job_alive() -> None:
+    watch = HangWatch(10.0, range(3), now_s=0.0)
     watch.output(0, 8.0)
-    watch.output(1, 8.0)
-    assert not watch.is_expired(17.0)
-    watch.beat(0, 1, 17.0)
-    watch.output(1, 17.5)  # output counts no more
-    watch.beat(1, 0, 17.5)  # a count that stands still is no progress: the rank has told something else
-    assert watch.is_expired(18.5)
-    watch.ended(1)
-    assert not watch.is_expired(18.5)
+    assert watch.hung_ranks(17.9) == []
+    watch.ended(0, 18.0)
+    assert watch.hung_ranks(27.9) == []
+    assert watch.hung_ranks(28.1) == [1, 2]
+
+
+def test_heartbeats_of_rank_0_alone_keep_the_others_alive() -> None:
+    watch = HangWatch(10.0, range(2), now_s=0.0)
+    for second in range(1, 100):
+        watch.beat(0, second, second)
+        assert watch.hung_ranks(second) == []
+    assert watch.hung_ranks(109.1) == [0, 1]
+    assert odd_one_out({0: "", 1: ""}, watch.counts, [0, 1]) is None  # rank 1 makes no heartbeats: it is not behind
+
+
+def test_a_count_that_stands_still_is_no_progress() -> None:
+    watch = HangWatch(10.0, range(1), now_s=0.0)
+    watch.beat(0, 1, 5.0)
+    watch.beat(0, 1, 14.0)
+    assert watch.hung_ranks(15.1) == [0]
+
+
+def test_a_rank_that_falls_silent_while_others_make_heartbeats_hangs() -> None:
+    watch = HangWatch(10.0, range(3), now_s=0.0)
+    for second in range(1, 31):
+        for rank in range(3):
+            if rank != 1 or second <= 15:
+                watch.beat(rank, second, second)
+        if second <= 18:
+            watch.output(1, second)
+        assert watch.hung_ranks(second) == ([1] if second > 28 else [])
+
+
+def test_an_evaluation_that_rank_0_prints_is_no_hang_of_the_ranks_that_wait() -> None:
+    watch = HangWatch(10.0, range(2), now_s=0.0)
+    watch.beat(1, 7, 1.0)
+    watch.beat(0, 7, 3.0)
+    for second in range(4, 100):
+        watch.output(0, second)
+        assert watch.hung_ranks(second) == []
+    assert watch.hung_ranks(110.0) == [0, 1]
+
+
+ONLY_RANK_0 = """
+    import os, time
+    import launcher
+    for step in range(9):
+        time.sleep(0.25)
+        if os.environ["RANK"] == "0":
+            {}
+"""
+
+
+@pytest.mark.parametrize("progress", ["print(step, flush=True)", "launcher.heartbeat(1.0)"])
+def test_progress_of_rank_0_alone_is_enough(tmp_path: Path, progress: str) -> None:
+    script = scripts.write(tmp_path, ONLY_RANK_0.format(progress))
+    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", "1.4", script)
+    assert result.code == 0, result.err
+
+
+def test_an_evaluation_that_prints_for_longer_than_the_timeout_is_healthy(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, time
+        import launcher
+        launcher.heartbeat()
+        for batch in range(9):
+            time.sleep(0.25)
+            if os.environ["RANK"] == "0":
+                print("evaluating", batch, flush=True)
+        """,
+    )
+    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", "1.4", script)
+    assert result.code == 0, result.err
+
+
+def test_a_rank_that_hangs_while_another_makes_heartbeats_is_named(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, time
+        import launcher
+        def read_a_broken_disk():
+            time.sleep(600)
+        for step in range(6000):
+            launcher.heartbeat()
+            if os.environ["RANK"] == "1" and step == 3:
+                read_a_broken_disk()
+            print("step", step, flush=True)
+            time.sleep(0.1)
+        """,
+    )
+    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", "2", script)
+    assert result.code == 124
+    report = result.err[result.err.index("✗ rank 1") :]
+    assert "alike" not in report
+    assert "in read_a_broken_disk" in report
 
 
 def test_launch_stacks_folds_ranks_that_stand_alike(tmp_path: Path) -> None:
@@ -137,8 +228,12 @@ def stack(function: str) -> str:
 
 
 def test_who_is_odd() -> None:
-    assert odd_one_out({0: stack("a"), 1: stack("a"), 2: stack("b")}, {0: 5, 1: 5, 2: 5}) == 2
-    assert odd_one_out({0: stack("a"), 1: stack("a")}, {0: 5, 1: 4}) == 1
-    assert odd_one_out({0: stack("a"), 1: stack("b")}, {0: 5, 1: 5}) is None
-    assert odd_one_out({0: stack("a"), 1: stack("a"), 2: stack("a")}, {0: 5, 1: 5, 2: 5}) is None
-    assert odd_one_out({3: stack("a")}, {3: 1}) == 3
+    assert odd_one_out({0: stack("a"), 1: stack("a"), 2: stack("b")}, {0: 5, 1: 5, 2: 5}, range(3)) == 2
+    assert odd_one_out({0: stack("a"), 1: stack("a")}, {0: 5, 1: 4}, range(2)) == 1
+    assert odd_one_out({0: stack("a"), 1: stack("b")}, {0: 5, 1: 5}, range(2)) is None
+    assert odd_one_out({0: stack("a"), 1: stack("a"), 2: stack("a")}, {0: 5, 1: 5, 2: 5}, range(3)) is None
+    assert odd_one_out({3: stack("a")}, {3: 1}, [3]) == 3
+    every = {0: stack("a"), 1: stack("a"), 2: stack("a")}
+    assert odd_one_out(every, {0: 5, 1: 5, 2: 0}, range(3)) == 2  # it never came to its first heartbeat
+    assert odd_one_out(every, {0: 5, 1: 0, 2: 0}, range(3)) is None  # only rank 0 makes heartbeats
+    assert odd_one_out(every, {0: 3, 1: 5, 2: 4}, [1, 2]) == 2  # rank 0 does not hang

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -10,11 +11,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness import scripts
 from harness.launching import ROOT, Launch, Result, run_launch, wait_until, wait_until_gone
 
+from launcher.agent import scratch
+from launcher.agent.spawn import spawn_failure
+from launcher.agent.wire import Spawn
+from launcher.base.file_limit import num_open
 from launcher.base.processes import descendants
 
 
@@ -139,16 +146,75 @@ def test_a_variable_that_no_process_can_have_is_named_as_the_cause(tmp_path: Pat
     scripts.write(tmp_path, "pass")
     (tmp_path / "job.yaml").write_text('script: script.py\nenvironment: {A: "x\\0y"}\n')
     result = run_launch(tmp_path, tmp_path / "job.yaml")
-    assert result.code == 69
-    assert "embedded null byte" in result.err
+    assert result.code == 1
+    assert "✗ could not start ranks on localhost: embedded null byte" in result.err
     assert "Traceback" not in result.err
 
 
 def test_too_few_descriptors_for_all_ranks_are_the_cause(tmp_path: Path) -> None:
     scripts.write(tmp_path, "import time; time.sleep(60)")
     result = run_in_shell(tmp_path, "ulimit -n 24; LAUNCH --num_gpus 8 script.py")
-    assert result.code == 69
-    assert "no rank could be started: Too many open files" in result.err
+    assert result.code == 1
+    assert "✗ could not start ranks on localhost: 8 ranks need 48 open files" in result.err
+    assert "hard limit there is 24" in result.err
+    assert "ulimit -Hn" in result.err
+
+
+def test_more_ranks_than_the_soft_limit_of_open_files_start_and_get_that_limit_themselves(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "import resource; print('LIMIT', resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
+    result = run_in_shell(tmp_path, "ulimit -Sn 40; LAUNCH --num_gpus 24 --no_python python -S script.py")
+    assert result.code == 0, result.err
+    assert result.out.count("LIMIT 40\n") == 24
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert sum("LIMIT 40" in log.read_text() for log in folder.glob("rank_*.log")) == 24
+
+
+def test_logs_beyond_the_hard_limit_of_open_files_are_opened_for_each_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from launcher.job import logs
+
+    ranks = tuple(range(50))
+    plan: Any = SimpleNamespace(run_folder=tmp_path, saves_pid=False, placement=SimpleNamespace(ranks=ranks))
+    monkeypatch.setattr(logs, "allow_files", lambda num_needed: num_needed - 1)
+    before = num_open()
+    opened = logs.open_logs(plan)
+    for text in (b"first ", b"second"):
+        for log in opened.values():
+            log.write(text)
+    assert num_open() == before
+    assert {path.read_bytes() for path in tmp_path.glob("rank_*.log")} == {b"first second"}
+    (tmp_path / "rank_7.log").unlink()
+    (tmp_path / "rank_7.log").mkdir()
+    opened[7].write(b"x")
+    assert opened[7].write_error is not None
+
+
+def test_a_full_folder_for_temporary_files_is_passed_over_and_named_when_all_are_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    write = os.write
+
+    def write_unless_full(descriptor: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(full)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write_unless_full)
+    monkeypatch.setattr(scratch, "_places", lambda: [str(full), str(tmp_path)])
+    folder = scratch.Scratch("calm-otter-0000")
+    assert Path(folder.path).parent == tmp_path
+    folder.remove()
+    assert list(full.iterdir()) == []
+    monkeypatch.setattr(scratch, "_places", lambda: [str(full)])
+    with pytest.raises(OSError, match="No space left") as caught:
+        scratch.Scratch("calm-otter-0000")
+    spec = Spawn("calm-otter-0000", [], "/", {}, [], None, 1.0)
+    failure = spawn_failure(caught.value, spec)
+    assert failure.reason == f"{full}: No space left on device"
+    assert "TMPDIR" in str(failure.hint)
 
 
 def test_a_hang_up_means_nothing_under_nohup(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import base64
 import dataclasses
 import itertools
 import json
+import tempfile
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +24,9 @@ from launcher.cli.launching import check_config, world_sizes_of
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.job.fit import largest_fit
 from launcher.job.plan import Command, JobPlan
-from launcher.job.report import Failure, RunReport
+from launcher.job.report import Failure, FailureKind, RunReport
 from launcher.job.restart import RestartPolicy, WorldSizes, run_with_restarts
+from launcher.job.signals import SignalQueue
 
 FAILS_TWICE = """
     import os, sys, time
@@ -45,7 +48,7 @@ def test_a_job_that_recovers_ends_well(tmp_path: Path) -> None:
     codes = [
         json.loads((run / name / "report.json").read_text())["exit_code"] for name in ("", "restart_1", "restart_2")
     ]
-    assert codes == [5, 5, 0]
+    assert codes == [0, 5, 0]
     assert "TRY 1" in (run / "restart_1/rank_0.log").read_text()
 
 
@@ -95,7 +98,10 @@ def hosts_of_runs(
         return outcome
 
     first = plan_for(Cluster(tuple(Host(name, (0, 1)) for name in names)))
-    return runs, run_with_restarts(first, policy, run, plan_for, cast(Any, quiet or Quiet()))
+    policy = dataclasses.replace(policy, first_delay_s=0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        first = dataclasses.replace(first, run_folder=Path(folder))
+        return runs, run_with_restarts(first, policy, run, plan_for, cast(Any, quiet or Quiet()), SignalQueue(()))
 
 
 def test_a_failing_rank_restarts_on_the_same_hosts() -> None:
@@ -135,6 +141,40 @@ def test_an_interrupt_is_no_reason_to_start_again() -> None:
     interrupted = dataclasses.replace(report(130, rank=0), interrupted_by="SIGINT")
     runs, _ = hosts_of_runs(RestartPolicy(max_restarts=3), [interrupted])
     assert len(runs) == 1
+
+
+def test_wrong_options_are_no_reason_to_start_again_and_a_full_disk_is_one_for_another_host() -> None:
+    wrong, full = report(2, "a"), report(1, "a")
+    assert wrong.failure is not None
+    assert full.failure is not None
+    wrong = dataclasses.replace(wrong, failure=dataclasses.replace(wrong.failure, kind=FailureKind.NOT_STARTED))
+    full = dataclasses.replace(full, failure=dataclasses.replace(full.failure, kind=FailureKind.NOT_STARTED))
+    policy = RestartPolicy(max_restarts=1, spares=(Host("c", (0, 1)),))
+    assert hosts_of_runs(policy, [wrong])[0] == [["a", "b"]]
+    assert hosts_of_runs(policy, [full, report(0)])[0] == [["a", "b"], ["c", "b"]]
+
+
+def test_the_delay_grows_with_failures_in_a_row_up_to_a_limit() -> None:
+    assert [RestartPolicy().delay_s(number) for number in (1, 2, 3, 7, 1000)] == [0.5, 1.0, 2.0, 30.0, 30.0]
+
+
+def test_the_report_of_the_job_is_the_last_tries_and_lists_them_all(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path, "import os, sys; sys.exit({'0': 5, '1': 6}.get(os.environ['LAUNCH_RESTART_COUNT'], 0))"
+    )
+    start_s = time.monotonic()
+    result = run_launch(tmp_path, "--max-restarts", "3", script)
+    assert result.code == 0
+    assert time.monotonic() - start_s > 1.5  # 0.5 s and 1 s between the tries
+    (folder,) = tmp_path.glob("runs/*-*")
+    last = json.loads((folder / "report.json").read_text())
+    assert (last["exit_code"], last["failure"], last["restart"]) == (0, None, 2)
+    assert [(entry["restart"], entry["exit_code"], entry["reason"]) for entry in last["tries"]] == [
+        (0, 5, "exit code 5"),
+        (1, 6, "exit code 6"),
+        (2, 0, None),
+    ]
+    assert json.loads((folder / "restart_1" / "report.json").read_text())["exit_code"] == 6
 
 
 def test_the_first_start_must_succeed() -> None:

@@ -76,8 +76,10 @@ def test_cores_are_shared_out(tmp_path: Path) -> None:
     for rank, cpu in enumerate(cpus):
         assert f"[{rank}] CPUS [{cpu}] 1" in result.out
     too_many = run_launch(tmp_path, "--num_gpus", "3", "--bind_core_list", str(cpus[0]), script)
-    assert too_many.code == 69
-    assert "1 cores cannot be shared out to 3 ranks" in too_many.err
+    assert too_many.code == 2
+    assert "✗ could not start ranks on localhost: 3 ranks cannot be bound to 1 core" in too_many.err
+    assert "was lost" not in too_many.err
+    assert "next  start fewer ranks on the host" in too_many.err
 
 
 def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
@@ -88,6 +90,7 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
         dist.init_process_group("gloo")
         total = torch.tensor([float(os.environ["RANK"])])
         dist.all_reduce(total)
+        print("RUN", os.environ["TORCHELASTIC_RUN_ID"])
         print("SUM", int(total), os.environ["NODE_RANK"], os.environ["LOCAL_RANK"], os.environ["CROSS_SIZE"])
         dist.barrier()
         dist.destroy_process_group()
@@ -106,6 +109,7 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
     assert [result.code for result in results] == [0, 0], results
     for node, result in enumerate(results):
         for local in range(2):
+            assert f"[{2 * node + local}] RUN 127.0.0.1-{port}\n" in result.out
             assert f"[{2 * node + local}] SUM 6 {node} {local} 2" in result.out
 
 
@@ -119,8 +123,10 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
             "not a host of the hostfile",
         ),
         (("--standalone", "--hostfile", LOOPBACK), "this machine alone"),
-        (("--signals_to_handle", "SIGUSR3"), "no signal that can be handled"),
-        (("--signals_to_handle", "KILL"), "no signal that can be handled"),
+        (("--signals_to_handle", "SIGUSR3"), "there is no signal SIGUSR3"),
+        (("--signals_to_handle", "KILL"), "SIGKILL cannot end a job in order: no program can handle it"),
+        (("--signals_to_handle", "INT,quit"), "SIGQUIT cannot end a job in order: it asks for the stacks"),
+        (("--job_id", "a b"), '"a b" cannot be a job id'),
         (("--bind_core_list", "x"), "no CPU number"),
         (("--env", "NOT_SET_ANYWHERE"), "not set here"),
         (("--min_nodes", "1"), "goes with --max-restarts"),

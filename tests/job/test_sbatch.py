@@ -6,9 +6,11 @@ import itertools
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from harness.launching import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,9 +38,8 @@ def test_the_script_asks_for_what_was_asked_for() -> None:
         "--time=20:00:00",
         "--output=%x-%j.out",
     ]
-    last = shlex.split(text.splitlines()[-1])
-    assert last[0] == "exec"
-    assert last[2:] == ["-m", "launcher", "run", "train.py", "--deepspeed", "ds.json"]
+    command = [sys.executable, str(ROOT / "launcher" / "__main__.py"), "run", "train.py", "--deepspeed", "ds.json"]
+    assert shlex.split(text.splitlines()[-1]) == ["exec", *command]
     assert text.startswith("#!/bin/bash\n")
 
 
@@ -66,7 +67,7 @@ def test_every_option_has_a_line() -> None:
 def test_no_argument_reaches_the_shell(arguments: list[str]) -> None:
     text = render_script(GUIDE, ["run", *arguments])
     command = text[text.index("exec ") :]
-    assert shlex.split(command)[4:] == ["run", *arguments]
+    assert shlex.split(command)[3:] == ["run", *arguments]
 
 
 @given(st.text(max_size=20))
@@ -93,7 +94,7 @@ def test_a_template_of_the_user_s_own_extends_ours(tmp_path: Path) -> None:
     template.write_text('{% extends "plain.sh.j2" %}{% block run %}mine {{ command }} {{ nodes }}\n{% endblock %}')
     text = render_script(GUIDE, ["run", "train.py"], template)
     assert "#SBATCH --gres=gpu:8" in text
-    assert text.rstrip().endswith("-m launcher run train.py 2")
+    assert text.rstrip().endswith("/launcher/__main__.py run train.py 2")
     assert "\nmine " in text
 
 
@@ -192,7 +193,7 @@ def test_every_script_has_a_job_name(script: str, name: str) -> None:
     [
         ((), "exit 75", 75, False),  # ranks that end so by themselves, each time anew
         (("kill -USR1 $$",), "echo started; exit 0", 75, True),  # a notice before anything runs
-        ((), "kill -USR1 $PPID; trap 'exit 75' USR1; while :; do sleep 0.05; done", 75, True),
+        ((), "trap 'exit 75' USR1; while :; do kill -USR1 $PPID; sleep 0.05; done", 75, True),
         ((), "exit 3", 3, False),
     ],
 )
@@ -200,7 +201,7 @@ def test_a_job_is_requeued_after_a_notice_only(
     tmp_path: Path, setup: tuple[str, ...], launch: str, code: int, is_requeued: bool
 ) -> None:
     text = render_script(BatchOptions("train", requeue=True, setup=setup), ["run", "train.py"])
-    (command,) = [line for line in text.splitlines() if line.endswith("-m launcher run train.py &")]
+    (command,) = [line for line in text.splitlines() if line.endswith(" run train.py &")]
     text = text.replace(command, f"bash -c {shlex.quote(launch)} &")
     stub = tmp_path / "scontrol"
     stub.write_text('#!/bin/sh\necho "SCONTROL $*"\n')

@@ -15,7 +15,16 @@ from launcher.job.shellscript import MarkedStream, quote, script_for
 
 SHELLS = [
     [path, *words]
-    for name, *words in (("dash",), ("bash",), ("bash", "--posix"), ("busybox", "sh"), ("mksh",), ("ksh",), ("zsh",))
+    for name, *words in (
+        ("dash",),
+        ("bash",),
+        ("bash", "--posix"),
+        ("busybox", "sh"),
+        ("mksh",),
+        ("ksh",),
+        ("ksh93",),
+        ("zsh",),
+    )
     if (path := shutil.which(name)) is not None
 ]
 ALL_BYTES = os.fsdecode(bytes(range(1, 256)))

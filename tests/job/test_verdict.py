@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from launcher.agent.ports import UNRESOLVED
 from launcher.base.errors import Diagnostic
 from launcher.cluster.cluster import Host
+from launcher.job.check import choose_partners
 from launcher.job.everywhere import HostResult
 from launcher.job.verdict import Finding, blame, judge, judge_error
 
@@ -49,6 +52,7 @@ def test_a_sound_host_has_no_findings() -> None:
         ),
         ({"launch": "0.0.9"}, "launch 0.0.9 differs from node-a's 0.1.0", "install launch-zero 0.1.0 there"),
         ({"devices": 0}, "no GPU is visible, node-a has 8", "see: nvidia-smi, there"),
+        ({"devices": 7}, "7 devices for slots up to 7", "write slots=7 into the hostfile"),
         ({"devices": 4}, "4 devices for slots up to 7", "write slots=4 into the hostfile"),
         (
             {"is_folder": False},
@@ -89,29 +93,62 @@ def test_a_cluster_without_gpus_is_sound() -> None:
 
 
 NAMES = ["node-a", "node-b", "node-c"]
+ALL = [[1, 2], [0, 2], [0, 1]]
 PEERS = [("10.0.0.1", 1001), ("10.0.0.2", 1002), ("10.0.0.3", 1003)]
 
 
 def test_a_host_nobody_reaches_is_at_fault_itself() -> None:
-    ((index, finding),) = blame({(0, 2): "timed out", (1, 2): "timed out"}, NAMES, PEERS)
+    ((index, finding),) = blame({(0, 2): "timed out", (1, 2): "timed out"}, NAMES, PEERS, ALL)
     assert index == 2
     assert finding.message == "no other host can connect to 10.0.0.3 port 1003: timed out"
     assert "firewall" in finding.remedy
 
 
 def test_a_host_that_reaches_nobody_is_said_to() -> None:
-    ((index, finding),) = blame({(0, 1): "refused", (0, 2): "refused"}, NAMES, PEERS)
+    ((index, finding),) = blame({(0, 1): "refused", (0, 2): "refused"}, NAMES, PEERS, ALL)
     assert index == 0
     assert finding.message == "it cannot connect to node-b,node-c: refused"
 
 
+def test_a_name_that_nobody_resolves_is_no_matter_of_firewalls() -> None:
+    ((index, finding),) = blame({(0, 2): UNRESOLVED, (1, 2): UNRESOLVED}, NAMES, PEERS, ALL)
+    assert (index, finding.message) == (2, 'no other host can resolve the name "10.0.0.3"')
+    assert "/etc/hosts" in finding.remedy
+    assert "firewall" not in finding.remedy
+    ((index, finding),) = blame({(0, 2): UNRESOLVED}, NAMES, PEERS, ALL)
+    assert (index, finding.message) == (0, "it cannot connect to node-c: the name cannot be resolved")
+    assert "DNS" in finding.remedy
+
+
+def test_only_connections_that_were_tried_count() -> None:
+    ring = [[1], [2], [0]]
+    ((index, finding),) = blame({(0, 1): "timed out"}, NAMES, PEERS, ring)
+    assert index == 1
+    assert "no other host can connect" in finding.message
+
+
+@pytest.mark.parametrize("num_hosts", [2, 17, 18, 500])
+def test_connections_grow_with_the_hosts_and_not_with_their_square(num_hosts: int) -> None:
+    partners = choose_partners(num_hosts)
+    expected = min(num_hosts - 1, 16)
+    reached: Counter[int] = Counter()
+    for index, others in enumerate(partners):
+        assert len(set(others)) == expected
+        assert index not in others
+        assert (index + 1) % num_hosts in others
+        reached.update(others)
+    assert set(reached.values()) == {expected}
+
+
 def test_when_nothing_failed_nobody_is_blamed() -> None:
-    assert list(blame({}, NAMES, PEERS)) == []
+    assert list(blame({}, NAMES, PEERS, ALL)) == []
 
 
 def test_a_host_without_an_answer_says_why() -> None:
     lost = HostResult(HOST, error=Diagnostic("host key changed\nsecond line", "node-b", "ssh-keygen -R node-b"))
     assert judge_error(lost) == Finding("host key changed", "ssh-keygen -R node-b")
+    refused = HostResult(HOST, error=Diagnostic("the agent ended; its last words:\nno logins today", "node-b"))
+    assert judge_error(refused).message == "the agent ended; its last words: no logins today"
     broken = HostResult(HOST, stderr=bytearray(b"Traceback\nModuleNotFoundError: No module named 'launcher.agent.x'\n"))
     broken.exit_code = 1
     found = judge_error(broken)

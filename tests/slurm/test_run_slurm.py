@@ -30,14 +30,16 @@ def allocation(slurm: LoopbackSlurm) -> Iterator[dict[str, str]]:
 
 
 def relays() -> list[int]:
-    """Return the pids of relays and of the agents they have started."""
+    """Return the pids of relays on our own nodes, and of the agents they have started."""
+    ours = f"XDG_STATE_HOME={os.environ['XDG_STATE_HOME']}".encode()  # slurmd hands it on
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes().split(b"\0")
+            is_ours = ours in (path / "environ").read_bytes().split(b"\0")
         except OSError:  # it has ended
             continue
-        if b"launcher.agent.relay" in words and words[0].endswith(b"python"):
+        if is_ours and b"launcher.agent.relay" in words and words[0].endswith(b"python"):
             found.append(int(path.name))
     return sorted(found)
 

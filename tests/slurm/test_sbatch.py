@@ -112,9 +112,9 @@ def test_ranks_run_in_the_container(slurm: LoopbackSlurm, tmp_path: Path) -> Non
     """A stand-in for apptainer that runs what it is given, and says so."""
     apptainer = tmp_path / "apptainer"
     apptainer.write_text('#!/bin/bash\n[ "$1 $2" = "exec --nv" ] || exit 9\necho "IN $3"\nshift 3\nexec "$@"\n')
-    python = tmp_path / "python3"
-    python.write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
-    for path in (apptainer, python):
+    launch = tmp_path / "launch"
+    launch.write_text(f'#!/bin/bash\nexec {sys.executable} -m launcher "$@"\n')
+    for path in (apptainer, launch):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     scripts.write(tmp_path, scripts.ENVIRONMENT)
     options = [*OPTIONS["container"], "--time", "5", "--setup", f'export PATH={tmp_path}:"$PATH"', "--follow"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.launching import run_launch
 from harness.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port, make_key
 
 from launcher.base.errors import TransportError
@@ -56,7 +57,7 @@ def test_refused(config: Path) -> None:
     port = free_port()
     text = failure(config, port=port)
     assert re.search(rf"connection refused by \w+@127\.0\.0\.1 port {port}", text)
-    assert f"ssh -p {port}" in text
+    assert f"ssh -F {config} -p {port} 127.0.0.1 true" in text
 
 
 def test_stalled(config: Path) -> None:
@@ -73,8 +74,10 @@ def test_unknown_host_key(config: Path, tmp_path: Path, sshd: LoopbackSshd) -> N
     empty.touch()
     text = failure(config, known_hosts=empty)
     assert "is not known" in text
-    assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >> {empty}" in text
-    command = re.findall(r"(ssh-keyscan -p \S+ \S+ >> \S+)", text)[0]
+    assert "--accept_new_host_keys" in text
+    command = re.findall(r"accept the key with: (ssh .+ true);", text)[0]
+    # What a person answers to its question, this option does for a test.
+    command = command.replace("ssh ", "ssh -o StrictHostKeyChecking=accept-new ", 1)
     subprocess.run(["/bin/sh", "-c", command], check=True, capture_output=True)
     assert works(config, known_hosts=empty), "the remedy must help"
     subprocess.run(["ssh-keygen", "-q", "-H", "-f", str(empty)], check=True, capture_output=True)
@@ -195,6 +198,68 @@ def test_proxy_command_and_bad_values_are_refused(config: Path, tmp_path: Path) 
     transport = make_transport(tmp_path / "none")
     with pytest.raises(TransportError, match="not found"):
         transport.open(HOST)
+
+
+def test_no_proxy_command_is_none(config: Path) -> None:
+    config.write_text("Host *\n  ProxyCommand none\n" + config.read_text())
+    assert works(config)
+
+
+def test_a_config_may_be_any_file_that_can_be_read(config: Path, tmp_path: Path) -> None:
+    assert SshTransport(SshOptions(config_file=Path("/dev/null"))).target(HOST).port == 22
+    read, write = os.pipe()
+    os.write(write, config.read_bytes())
+    os.close(write)
+    pipe = Path(f"/dev/fd/{read}")
+    assert works(pipe)
+    assert works(pipe), "a pipe gives its text once, and a command may ask for it twice"
+    os.close(read)
+    transport = make_transport(tmp_path)
+    with pytest.raises(TransportError, match=r"cannot be read: Is a directory; check the path behind -F"):
+        transport.open(HOST)
+
+
+def test_remedies_name_the_host_as_openssh_knows_it(config: Path, tmp_path: Path, sshd: LoopbackSshd) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    text = config.read_text().replace(str(sshd.known_hosts), str(empty)).replace("Host 127.0.0.*", "Host node")
+    config.write_text(f"{text}  HostName 127.0.0.7\n  HostKeyAlias cluster-key\n")
+    refusal = failure(config, Host("node", (0,)))
+    assert f"accept the key with: ssh -F {config} node true" in refusal
+    command = re.findall(r"accept the key with: (ssh .+ true);", refusal)[0]
+    command = command.replace("ssh ", "ssh -o StrictHostKeyChecking=accept-new ", 1)
+    subprocess.run(["/bin/sh", "-c", command], check=True, capture_output=True)
+    assert empty.read_text().startswith("cluster-key ")
+    assert works(config, Host("node", (0,)))
+
+
+def test_a_server_with_one_session_a_connection_serves_all_its_names(tmp_path: Path) -> None:
+    with LoopbackSshd(tmp_path, settings="MaxSessions 1\n") as server:
+        config = tmp_path / "config"
+        text = server.ssh_config.read_text().replace("Host 127.0.0.*", "Host a b c")
+        config.write_text(f"{text}  HostName 127.0.0.1\n")
+        transport = make_transport(config)
+        channels = [transport.open(Host(name, (0,), server.user, server.port)) for name in ("a", "b", "c")]
+        for channel in channels:
+            channel.write(b"exit 5\n")
+        assert [channel.wait(10) for channel in channels] == [5, 5, 5]
+        transport.close()
+
+
+def test_identical_findings_of_hosts_are_told_once(tmp_path: Path, sshd: LoopbackSshd) -> None:
+    hostfile, config = tmp_path / "hosts", tmp_path / "config"
+    hostfile.write_text("127.0.0.[1-8] slots=1\nno-such-[1-2].invalid slots=1\n")
+    config.write_text(sshd.ssh_config.read_text().replace(str(sshd.known_hosts), str(tmp_path / "none")))
+    (tmp_path / "train.py").touch()
+    result = run_launch(tmp_path, "--hostfile", hostfile, "-F", config, "train.py")
+    assert result.code == 69
+    assert f"✗ 127.0.0.[1-8]: host key of {sshd.user}@HOST port {sshd.port} is not known\n" in result.err
+    assert f"with: ssh -F {config} HOST true; or, on a network you trust" in result.err
+    assert '✗ no-such-[1-2].invalid: host name "HOST" cannot be resolved\n' in result.err
+    assert len(result.err.strip().splitlines()) == 4
+    accepted = run_launch(tmp_path, "exec", "-H", hostfile, "-i", "127.0.0.[1-8]", "-F", config,
+                          "--accept_new_host_keys", "true")  # fmt: skip
+    assert accepted.code == 0, accepted.err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody without a name")

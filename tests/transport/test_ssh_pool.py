@@ -16,7 +16,7 @@ from launcher.base.errors import TransportError, UsageError
 from launcher.base.processes import descendants
 from launcher.cluster.cluster import Host
 from launcher.transport.fanout import open_all
-from launcher.transport.sharing import allow_files, num_processes
+from launcher.transport.sharing import allow_connections, num_processes
 from launcher.transport.ssh import SshOptions
 from launcher.transport.ssh_pool import SshPool
 
@@ -58,9 +58,9 @@ def test_open_files_are_allowed_for() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
-        allow_files(8)
+        allow_connections(8, 0)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-        allow_files(100)
+        allow_connections(100, 0)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(656, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -81,7 +81,7 @@ def test_all_failures_are_listed_together(sshd: LoopbackSshd) -> None:
 
 
 @pytest.mark.cluster
-def test_a_lost_helper_is_told_at_every_channel_of_it(sshd: LoopbackSshd) -> None:
+def test_a_lost_helper_is_told_at_every_channel_of_it_and_replaced(sshd: LoopbackSshd) -> None:
     pool = SshPool(SshOptions(config_file=sshd.ssh_config, module="harness.echo_agent", root=TESTS), 2)
     first, second = (pool.open(Host(f"127.0.0.{number}", (0,))) for number in (1, 2))
     try:
@@ -90,8 +90,9 @@ def test_a_lost_helper_is_told_at_every_channel_of_it(sshd: LoopbackSshd) -> Non
         assert first.wait(10) is None
         with pytest.raises(TransportError, match=r"127\.0\.0\.1"):
             first.write(b"x" * (64 << 20))
-        with pytest.raises(TransportError, match="helper process"):
-            pool.open(Host("127.0.0.3", (0,)))
+        third = pool.open(Host("127.0.0.3", (0,)))  # its turn: another process has taken its place
+        third.write(b"exit 6\n")
+        assert third.wait(10) == 6
         second.write(b"exit 5\n")
         assert second.wait(10) == 5
     finally:
@@ -131,6 +132,7 @@ def test_a_megabyte_of_both_streams_arrives_whole(sshd: LoopbackSshd, tmp_path: 
     result = run_launch(tmp_path, "exec", *arguments, "--", *command, env={"LAUNCH_SSH_PROCESSES": "2"})
     up = [str(number) for number in range(1, 200_001)]
     assert result.out.split() == ["127.0.0.[1-2]:", *up]
-    assert result.err.split()[1:200_001] == up[::-1]
+    lines = [line for line in result.err.splitlines() if not line.startswith("waiting for ")]  # on a busy machine
+    assert lines[1:200_001] == up[::-1]
     assert result.code == 4
     assert threading.active_count() < 50

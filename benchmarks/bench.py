@@ -1,0 +1,110 @@
+"""Measure sections of docs/benchmarks.md anew, and put the page together from what was measured.
+
+    python benchmarks/bench.py [SECTION ...]    measure these, or all, then write the page
+    python benchmarks/bench.py --page           only write the page
+
+Each section is a file in benchmarks/results, written by the script that measured it, with date, commit and command.
+The page is header.md and these files in the order of SECTIONS. docs/scale.md is written whole by its own script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import BIN, ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of the page, and what measures it."""
+
+    name: str
+    command: str  # without --output
+    num_ranks: int = 0  # that `launch` starts the script on; 0: it is started by itself
+    page: Path | None = None  # that the section is the whole of
+
+    @property
+    def output(self) -> Path:
+        """Where its text is kept."""
+        return self.page or RESULTS / f"{self.name}.md"
+
+    def measure(self) -> int:
+        """Run its script; return the exit code."""
+        words = [f"benchmarks/{self.command.split()[0]}", *self.command.split()[1:]]
+        words += ["--output", str(self.output.relative_to(ROOT))]
+        environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+        if self.num_ranks:
+            words = [str(BIN / "launch"), "--num_gpus", str(self.num_ranks), *words]
+            environment["OMP_NUM_THREADS"] = "1"
+        else:
+            words = [sys.executable, *words]
+        return subprocess.run(words, cwd=ROOT, env=environment).returncode
+
+
+# In the order of the page. Rounds are chosen so that all of it takes less than 45 minutes on two cores.
+SECTIONS = (
+    Section("startup", "startup.py --ranks 2 4 --rounds 8"),
+    Section("fanout", "fanout.py --rounds 2"),
+    Section("fault_matrix", "fault_matrix.py"),
+    Section("random_kills", "random_kills.py --count 100"),
+    Section("output", "output.py --rounds 3"),
+    Section("step_time_mlp", "step_time.py --models mlp --rounds 8", 2),
+    Section("step_time_gpt", "step_time.py --models gpt --rounds 4", 2),
+    Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 4", 2),
+    Section("offload_time", "offload_time.py --rounds 8", 2),
+    Section("parity_table", "parity_table.py --worst"),
+    Section("fuzz", "fuzz.py"),
+    Section("memory_table", "memory_table.py"),
+    Section("nvme", "nvme.py --seconds 0.5 --rounds 5"),
+    Section("nvme_step", "nvme_step.py --rounds 7"),
+    Section("growth", "growth.py"),
+    Section("cpu_kernels", "cpu_kernels.py --rounds 9"),
+    Section("onebit", "onebit.py", 2),
+    Section("scale", "scale_model.py --rounds 3", page=ROOT / "docs" / "scale.md"),
+)
+
+
+def assemble() -> str:
+    """Return docs/benchmarks.md: the header, and what was measured of each section."""
+    parts = [(ROOT / "benchmarks" / "header.md").read_text()]
+    for section in SECTIONS:
+        if section.page is None:
+            missing = f"## {section.name}\n\nNot measured yet: `make bench SECTION={section.name}`.\n"
+            parts.append(section.output.read_text() if section.output.exists() else missing)
+    return "\n".join(part.strip() + "\n" for part in parts)
+
+
+def main() -> int:
+    """Measure and write; return 1 when a script failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help="; ".join(section.name for section in SECTIONS))
+    parser.add_argument("--page", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    unknown = set(options.sections) - {section.name for section in SECTIONS}
+    if unknown:
+        parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in SECTIONS)}")
+    failed = []
+    for section in SECTIONS:
+        if not options.page and (not options.sections or section.name in options.sections):
+            start_s = time.monotonic()
+            code = section.measure()
+            print(f"{section.name}: exit code {code} after {time.monotonic() - start_s:.0f} s", flush=True)
+            failed += [section.name] * bool(code)
+            PAGE.write_text(assemble())
+    PAGE.write_text(assemble())
+    if failed:
+        print(f"failed, or found something out of bounds: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

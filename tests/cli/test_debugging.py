@@ -1,0 +1,48 @@
+"""What a person asks for who wants to see more, or less: --verbose, --log_level debug, NO_COLOR."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness.launching import run_launch
+from harness.sshd import LoopbackSshd
+from harness.terminal import TerminalLaunch
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_what_ssh_does_is_shown(sshd: LoopbackSshd, tmp_path: Path, processes: str) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
+    words = ("exec", "-H", "hosts", "-F", sshd.ssh_config, "true")
+    environment = {"LAUNCH_SSH_PROCESSES": processes}
+    assert run_launch(tmp_path, *words, env=environment).err == ""
+    shown = run_launch(tmp_path, words[0], "--verbose", *words[1:], env=environment)
+    assert shown.code == 0
+    assert " ssh: Authentication (publickey) successful!" in shown.err
+
+
+@pytest.mark.parametrize(
+    "options", [("run", "--log_level", "debug"), ("run", "-v"), ("exec", "-v"), ("check", "--verbose")]
+)
+def test_an_error_has_its_stack_only_for_who_asks(tmp_path: Path, options: tuple[str, ...]) -> None:
+    words = [*options, "-H", "no-such-file", *(["true"] if options[0] != "check" else [])]
+    result = run_launch(tmp_path, *words)
+    assert result.code == 2
+    assert "Traceback (most recent call last)" in result.err
+    assert result.err.splitlines()[-2].startswith("✗ no-such-file: hostfile cannot be read")
+    plain = run_launch(tmp_path, options[0], *words[len(options) :])
+    assert "Traceback" not in plain.err
+
+
+@pytest.mark.parametrize("words", [("check", "-H", "no-such-file"), ("exec", "false"), ("nosuch.py",)])
+def test_no_color_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = TerminalLaunch(tmp_path, *words)
+    coloured.wait()
+    assert b"\x1b[31m" in coloured.raw
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = TerminalLaunch(tmp_path, *words)
+    plain.wait()
+    assert "✗".encode() in plain.raw
+    assert b"\x1b[3" not in plain.raw

@@ -1,0 +1,155 @@
+"""Hosts that accept a connection and then say nothing, at every step of a login: each wait has an end and a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import scripts
+from harness.launching import Launch, run_launch, wait_until
+from harness.sshd import MuteServer, StalledServer
+
+from launcher.base.errors import LauncherError, TransportError
+from launcher.cluster.cluster import Host
+from launcher.transport import fanout
+from launcher.transport.api import Channel
+from launcher.transport.fanout import Opening, Turns, open_all
+
+STEPS = {
+    "greeting": "no SSH answer within 1 s",
+    "login": "no answer to the login within 1 s",
+    "session": "its server did not open a session within 1 s",
+    "command": "its server did not start a command within 1 s",
+}
+
+
+@contextlib.contextmanager
+def mute_hosts(folder: Path, step: str, timeout_s: int) -> Iterator[list[str]]:
+    """Yield the options that name two hosts which answer up to one step. timeout_s: their ConnectTimeout."""
+    (folder / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    config = folder / "config"
+    own = f"Host *\n  ConnectTimeout {timeout_s}\n"
+    options = ["--hostfile", str(folder / "hosts"), "--ssh_config", str(config)]
+    if step == "greeting":
+        with StalledServer() as stalled:
+            config.write_text(f"Host *\n  Port {stalled.port}\n{own}")
+            yield options
+    else:
+        with MuteServer(folder / "server", step) as mute:
+            config.write_text(mute.ssh_config.read_text() + own)
+            yield options
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_host_that_stops_answering_is_an_error_that_says_at_which_step(tmp_path: Path, step: str) -> None:
+    script = scripts.write(tmp_path, "pass")
+    with mute_hosts(tmp_path, step, 1) as options:
+        start_s = time.monotonic()
+        result = run_launch(tmp_path, *options, script)
+    assert result.code == 69
+    assert result.err.count(STEPS[step]) == 2, result.err
+    assert time.monotonic() - start_s < 15
+
+
+@pytest.mark.parametrize(("step", "number"), [*((step, signal.SIGINT) for step in STEPS), ("command", signal.SIGTERM)])
+def test_a_signal_ends_the_wait_for_a_host_at_once(tmp_path: Path, step: str, number: int) -> None:
+    script = scripts.write(tmp_path, "pass")
+    with mute_hosts(tmp_path, step, 50) as options:
+        job = Launch(tmp_path, *options, script)
+        wait_until(lambda: "waiting for 127.0.0.[1-2] (ssh), 2 of 2" in job.out, "the line about the wait")
+        job.signal(number)
+        start_s = time.monotonic()
+        assert job.wait(20).code == 128 + number
+    assert time.monotonic() - start_s < 3
+    assert "Traceback" not in job.err
+
+
+@pytest.mark.parametrize("command", [("exec",), ("exec", "--supervise"), ("check",)])
+def test_exec_and_check_wait_as_run_does(tmp_path: Path, command: tuple[str, ...]) -> None:
+    words = ["true"] if command[0] == "exec" else []
+    with mute_hosts(tmp_path, "command", 50) as options:
+        job = Launch(tmp_path, command[0], *options, *command[1:], *words)
+        wait_until(lambda: "waiting for 127.0.0.[1-2], 2 of 2" in job.err, "the line about the wait")
+        job.signal(signal.SIGINT)
+        start_s = time.monotonic()
+        assert job.wait(20).code == 130
+    assert time.monotonic() - start_s < 3
+
+
+# ---- the mechanism ----
+
+
+class Sleepy:
+    """Opens nothing, after a while."""
+
+    name = "sleepy"
+
+    def __init__(self, duration_s: float) -> None:
+        self._duration_s = duration_s
+
+    def command_for(self, host: Host) -> str:
+        return ""
+
+    def open(self, host: Host) -> Channel:
+        time.sleep(self._duration_s)
+        raise TransportError("dead", where=host.name)
+
+    def close(self) -> None:
+        return None
+
+
+def test_many_dead_hosts_cost_little_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fanout, "MAX_PARALLEL", 2)
+    monkeypatch.setattr(fanout, "_SLOW_AFTER_S", 0.1)
+    start_s = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        open_all(lambda _: Sleepy(1.5), [Host(f"h{number}", (0,)) for number in range(20)])
+    assert [finding.where for finding in caught.value.diagnostics] == [f"h{number}" for number in range(20)]
+    assert time.monotonic() - start_s < 10, "ten waves of 1.5 s take 15 s"
+
+
+def test_what_looks_up_ends_the_wait_and_its_error_is_raised() -> None:
+    def look_up() -> None:
+        raise LauncherError("enough")
+
+    start_s = time.monotonic()
+    with pytest.raises(LauncherError, match="enough"):
+        open_all(lambda _: Sleepy(30.0), [Host("a", (0,))], look_up)
+    assert time.monotonic() - start_s < 5
+
+
+def test_a_channel_that_opens_after_it_was_given_up_is_closed() -> None:
+    entered, go, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(Sleepy):
+        def open(self, host: Host) -> Channel:
+            entered.set()
+            go.wait()
+
+            class Opened:
+                def close(self) -> None:
+                    closed.set()
+
+            return Opened()  # type: ignore[return-value]
+
+    opening, failures = Opening(Host("a", (0,))), []
+
+    def work() -> None:
+        try:
+            opening.open(lambda _: Late(0.0), Turns(1))
+        except TransportError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert entered.wait(10)
+    assert opening.give_up() is None
+    go.set()
+    thread.join(10)
+    assert failures == ["a: stopped before it was connected"]
+    assert closed.is_set()
