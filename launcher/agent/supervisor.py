@@ -227,7 +227,7 @@ class Supervisor:
         if self._state is AgentState.GONE:
             return
         if isinstance(message, PickPort):
-            self._send(PortPicked(_free_port()))
+            self._send(PortPicked(_free_port(message.port)))
         elif isinstance(message, Spawn):
             self._spawn(message)
         elif isinstance(message, Stop):
@@ -428,7 +428,17 @@ def _cores_of_ranks(spec: Spawn) -> list[list[int]]:
     return shares(spec.bound_cores, len(spec.rank_envs))
 
 
-def _free_port() -> int:
+def _free_port(wanted: int) -> int:
+    """Return `wanted`, or any port when that is 0; 0 when `wanted` is in use."""
+    if wanted:
+        with socket.socket() as probe:
+            # As torch's own listener: connections of a run before may linger.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", wanted))
+            except OSError:
+                return 0
+        return wanted
     for _ in range(_PORT_TRIES):
         port = _FIRST_PORT + int.from_bytes(os.urandom(4), "big") % _NUM_PORTS
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -39,7 +39,9 @@ class Message(Record):
 
 
 class PickPort(Message):
-    """Ask for a TCP port that is free on the agent's node."""
+    """Ask for a TCP port that is free on the agent's node, or whether a certain one is."""
+
+    port: int = 0  # the one that is wanted; 0: any
 
 
 class Spawn(Message):
@@ -117,7 +119,7 @@ class Pong(Message):
 class PortPicked(Message):
     """The answer to PickPort."""
 
-    port: int
+    port: int  # 0: the one that is wanted is in use
 
 
 class Started(Message):

@@ -10,6 +10,7 @@ import click
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
+from launcher.cli.command import Command
 from launcher.cli.hosts import HostOptions, host_options
 from launcher.job.check import Checker, CheckReport, HostCheck
 from launcher.job.verdict import Finding
@@ -26,7 +27,7 @@ exit codes: 0 a job can run · 1 something is wrong on a host · 69 a host could
 _MAX_LINE_CHARS = 110  # a longer remedy stands on a line of its own
 
 
-@click.command("check", epilog=_EPILOG, short_help="Say whether a job could run on the hosts.")
+@click.command("check", cls=Command, epilog=_EPILOG, short_help="Say whether a job could run on the hosts.")
 @host_options
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 @click.pass_context

@@ -11,6 +11,7 @@ import click
 from launcher.base.errors import ConfigError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.suggest import did_you_mean, nearest
+from launcher.cli.numbers import Whole
 
 
 @click.group("config", short_help="Check an engine config, or explain a key.")
@@ -22,33 +23,34 @@ def config_group() -> None:
 @click.argument("file")
 @click.option(
     "--world-size",
-    "--world_size",
-    "world_size",
-    type=click.IntRange(1),
+    type=Whole(1),
     help="Ranks: checks the batch equation too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings as JSON.")
 def check(file: str, world_size: int | None, as_json: bool) -> None:
-    """Say everything that is wrong with FILE, each with its place. Exit code 0 or 2."""
+    """Say everything that is wrong with FILE, each with its place, and what it leaves open. Exit code 0 or 2."""
+    from launcher.config.auto import left_open
     from launcher.config.load import load_config
 
     errors: tuple[Any, ...] = ()
     notices: tuple[Any, ...] = ()
+    unknown: tuple[Any, ...] = ()
     try:
-        notices = load_config(file, world_size=world_size).notices
+        loaded = load_config(file, world_size=world_size)
+        notices, unknown = loaded.notices, left_open(loaded.config)
     except ConfigError as error:
         errors = error.diagnostics
     if as_json:
-        found = {"errors": errors, "notices": notices}
+        found = {"errors": errors, "notices": notices, "left_open": unknown}
         click.echo(json.dumps({kind: [vars(item) for item in items] for kind, items in found.items()}, indent=2))
     else:
-        _show(file, errors, notices)
+        _show(file, errors, notices, unknown)
     if errors:
         sys.exit(ExitCode.USAGE)
 
 
-def _show(file: str, errors: tuple[Any, ...], notices: tuple[Any, ...]) -> None:
-    findings = [*errors, *notices]
+def _show(file: str, errors: tuple[Any, ...], notices: tuple[Any, ...], unknown: tuple[Any, ...]) -> None:
+    findings = [*errors, *notices, *unknown]
     places = max((len(item.where or "") for item in findings), default=0)
     messages = min(60, max((len(item.message) for item in findings), default=0))
     for item in findings:
@@ -58,7 +60,8 @@ def _show(file: str, errors: tuple[Any, ...], notices: tuple[Any, ...]) -> None:
         click.echo(f"{len(errors)} error{'s' if len(errors) > 1 else ''}", err=True)
     else:
         without = f", {len(notices)} without effect" if notices else ""
-        click.echo(f"{file}: ok{without}")
+        to_fill = f", {len(unknown)} for a Trainer to fill in" if unknown else ""
+        click.echo(f"{file}: ok{without}{to_fill}")
 
 
 @config_group.command("elastic")
@@ -100,7 +103,7 @@ def explain(key: str, as_json: bool) -> None:
     keys = all_keys()
     names = {fact: (fact.path, *fact.aliases) for fact in keys}
     found = [fact for fact in keys if key in names[fact]]
-    found = found or [fact for fact in keys if any(n.rpartition(".")[2] == key for n in names[fact])]
+    found = found or [fact for fact in keys if any(f".{name}".endswith(f".{key}") for name in names[fact])]
     if not found:
         choices = {name: name for fact in keys for name in names[fact]}
         choices |= {fact.path.rpartition(".")[2]: fact.path for fact in reversed(keys)}

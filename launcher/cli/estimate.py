@@ -14,7 +14,9 @@ from launcher.base.errors import Diagnostic, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.units import parse_bytes
 from launcher.cli import streams
+from launcher.cli.command import option
 from launcher.cli.completion import files
+from launcher.cli.numbers import Whole
 
 if TYPE_CHECKING:
     from launcher.planner.activations import Workload
@@ -26,9 +28,9 @@ _DEFAULT_LENGTH = 2048
 _PLACES = click.Choice(["none", "cpu", "nvme"])
 _EPILOG = """\b
 examples:
-  launch estimate 7B --num_gpus 8 --gpu-memory 80GB
-  launch estimate ./llama/config.json --num_gpus 8 --batch 4 --seq 4096 --checkpointing
-  launch estimate ./checkpoint --config ds_config.json --num_gpus 8 --num_nodes 2
+  launch estimate 7B --num-gpus 8 --gpu-memory 80GB
+  launch estimate ./llama/config.json --num-gpus 8 --batch 4 --seq 4096 --checkpointing
+  launch estimate ./checkpoint --config ds_config.json --num-gpus 8 --num-nodes 2
   launch estimate my_package.model:build --stage 3 --offload-optimizer cpu
   launch estimate 2783M --largest 65M --deepspeed-tables
 """
@@ -108,7 +110,7 @@ class EstimateOptions:
         if self.deepspeed_tables and extra:
             raise UsageError(
                 f"{extra[0]} and --deepspeed-tables exclude each other",
-                hint="DeepSpeed's tables are about model states, for ranks and nodes: --num_gpus, --num_nodes",
+                hint="DeepSpeed's tables are about model states, for ranks and nodes: --num-gpus, --num-nodes",
             )
 
     @property
@@ -142,29 +144,26 @@ class EstimateOptions:
 
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option(
-        "--num_gpus", "--num-gpus", "--gpus-per-node", "--nproc_per_node", "num_gpus",
-        type=click.IntRange(1, 1024), default=1, help="Ranks on each node. Default: 1.",
+    option(
+        "--num-gpus", also=("--gpus-per-node", "--nproc-per-node"),
+        type=Whole(1, 1024), default=1, help="Ranks on each node. Default: 1.",
     ),
-    click.option(
-        "--num_nodes", "--num-nodes", "--nnodes", "num_nodes", type=click.IntRange(1, 10**5), default=1,
-        help="Default: 1.",
-    ),
+    option("--num-nodes", also=("--nnodes", "--nnode"), type=Whole(1, 10**5), default=1, help="Default: 1."),
     click.option(
         "--config", "--deepspeed", metavar="FILE",
         help="Engine config: stage, precision, offload, optimizer and micro-batch are taken from it.",
     ),
-    click.option("--stage", type=click.IntRange(0, 3), help="Show this ZeRO stage only. Default: all."),
+    click.option("--stage", type=Whole(0, 3), help="Show this ZeRO stage only. Default: all."),
     click.option(
         "--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Default: the config's; without one bf16."
     ),
-    click.option("--offload-optimizer", "--offload_optimizer", type=_PLACES, help="Where the optimizer rests."),
-    click.option("--offload-param", "--offload_param", type=_PLACES, help="Where parameters rest (stage 3)."),
+    click.option("--offload-optimizer", type=_PLACES, help="Where the optimizer rests."),
+    click.option("--offload-param", type=_PLACES, help="Where parameters rest (stage 3)."),
     click.option("--16bit-master", "has_16bit_master", is_flag=True, help="No fp32 master weights and gradients."),
     click.option("--16bit-states", "has_16bit_states", is_flag=True, help="Optimizer states in 16 bit."),
-    click.option("--batch", "--micro-batch", type=click.IntRange(1, 10**6), help="Sequences of a rank. Default: 1."),
+    click.option("--batch", "--micro-batch", type=Whole(1, 10**6), help="Sequences of a rank. Default: 1."),
     click.option(
-        "--seq", type=click.IntRange(1, 10**8), help=f"Tokens of a sequence. Default: {_DEFAULT_LENGTH} or less."
+        "--seq", type=Whole(1, 10**8), help=f"Tokens of a sequence. Default: {_DEFAULT_LENGTH} or less."
     ),
     click.option("--checkpointing", "--activation-checkpointing", is_flag=True, help="Blocks recompute activations."),
     click.option(
@@ -172,16 +171,14 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Whether attention keeps its scores (eager). Default: fused.",
     ),
     click.option("--dropout", is_flag=True, help="Count the masks of dropout."),
-    click.option("--layers", type=click.IntRange(1, 10**5), help="Blocks, where the model does not say."),
-    click.option("--hidden", type=click.IntRange(1, 10**6), help="Hidden size, likewise."),
-    click.option("--heads", type=click.IntRange(1, 10**5), help="Attention heads, likewise."),
-    click.option("--vocab", type=click.IntRange(1, 10**8), help="Vocabulary, likewise."),
+    click.option("--layers", type=Whole(1, 10**5), help="Blocks, where the model does not say."),
+    click.option("--hidden", type=Whole(1, 10**6), help="Hidden size, likewise."),
+    click.option("--heads", type=Whole(1, 10**5), help="Attention heads, likewise."),
+    click.option("--vocab", type=Whole(1, 10**8), help="Vocabulary, likewise."),
     click.option("--largest", callback=_count, metavar="COUNT", help="Of the largest layer, for a plain count."),
-    click.option("--gpu-memory", "--gpu_memory", callback=_size, metavar="SIZE", help="Of one GPU: says what fits."),
-    click.option("--cpu-memory", "--cpu_memory", callback=_size, metavar="SIZE", help="Of one node, likewise."),
-    click.option(
-        "--cuda-context", "--cuda_context", callback=_size, metavar="SIZE", help="CUDA's own share. Default: 600MiB."
-    ),
+    click.option("--gpu-memory", callback=_size, metavar="SIZE", help="Of one GPU: says what fits."),
+    click.option("--cpu-memory", callback=_size, metavar="SIZE", help="Of one node, likewise."),
+    click.option("--cuda-context", callback=_size, metavar="SIZE", help="CUDA's own share. Default: 600MiB."),
     click.option(
         "--deepspeed-tables", is_flag=True, help="Print the tables of DeepSpeed's own estimators instead."
     ),
@@ -190,8 +187,8 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
 
 
 def _with_options(function: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(_OPTIONS):
-        function = option(function)
+    for declare in reversed(_OPTIONS):
+        function = declare(function)
     return function
 
 

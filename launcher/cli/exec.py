@@ -15,6 +15,7 @@ from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
+from launcher.cli.command import Command
 from launcher.cli.completion import files
 from launcher.cli.hosts import HostOptions, host_options
 from launcher.cli.numbers import Seconds
@@ -36,14 +37,13 @@ examples:
 
 @click.command(
     "exec",
+    cls=Command,
     context_settings={"allow_interspersed_args": False},
     epilog=_EPILOG,
     short_help="Run a command on all hosts.",
 )
 @host_options
-@click.option(
-    "--timeout", "timeout_s", type=Seconds(0), metavar="SECONDS", help="Stop what runs longer. Default: none."
-)
+@click.option("--timeout", "timeout_s", type=Seconds(0), help="Stop what runs longer. Default: none.")
 @click.option(
     "--supervise",
     is_flag=True,

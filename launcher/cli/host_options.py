@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.base import env
+from launcher.cli.command import option
+from launcher.cli.numbers import Nodes, Whole
 from launcher.cluster.limits import MAX_EXPANSION
 
 if TYPE_CHECKING:
     from launcher.transport.ssh_config import SshOptions
 
+HOSTS = "Hosts"
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_HOSTFILE_NOTE = f"hosts of {DEFAULT_HOSTFILE}, as DeepSpeed reads it when no --hostfile is given"
 DEBUGGING = "launcher.debugging"  # key of click's `Context.meta`
-
-
-def both(name: str, *more: str) -> tuple[str, ...]:
-    """Return `--a_b`, `--a-b` and the further spellings of one option."""
-    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *more)))
 
 
 def note_debugging(ctx: click.Context, _: click.Parameter, value: Any) -> Any:
@@ -33,54 +31,55 @@ def note_debugging(ctx: click.Context, _: click.Parameter, value: Any) -> Any:
 
 # Which hosts.
 HOST_CHOICE = (
-    click.option(
+    option(
         "-H",
-        *both("hostfile"),
-        "hostfile",
+        "--hostfile",
+        heading=HOSTS,
         type=click.Path(),
         help="File of `host slots=N` lines. Default: the Slurm job, else /job/hostfile, else this machine.",
     ),
-    click.option(
+    option(
         "-i",
-        *both("include"),
-        "include",
+        "--include",
+        heading=HOSTS,
         default="",
         metavar="HOST[:SLOT,..]@..",
         help="Use these hosts and slots only.",
     ),
-    click.option(
+    option(
         "-e",
-        *both("exclude"),
-        "exclude",
+        "--exclude",
+        heading=HOSTS,
         default="",
         metavar="HOST[:SLOT,..]@..",
         help="Leave these hosts or slots out.",
     ),
-    click.option(
-        *both("num_nodes", "--nnodes"),
-        "num_nodes",
-        type=click.IntRange(1, MAX_EXPANSION),
+    option(
+        "--num-nodes",
+        heading=HOSTS,
+        also=("--nnodes", "--nnode"),
+        type=Nodes(1, MAX_EXPANSION),
         help="Use the first N hosts.",
     ),
 )
 # How they are reached.
 REACHING = (
-    click.option(*both("ssh_port"), "ssh_port", type=click.IntRange(1, 65535), help="Default: ~/.ssh/config, 22."),
-    click.option("-F", *both("ssh_config"), "ssh_config", type=click.Path(), help="Instead of ~/.ssh/config."),
-    click.option(*both("remote_python"), "remote_python", help="Python on the other hosts. Default: this one's path."),
-    click.option(*both("force_multi"), "force_multi", is_flag=True, help="Use SSH for this machine's name too."),
-    click.option(
-        *both("accept_new_host_keys"),
-        "accept_new_host_keys",
+    option("--ssh-port", heading=HOSTS, type=Whole(1, 65535), help="Default: ~/.ssh/config, 22."),
+    option("-F", "--ssh-config", heading=HOSTS, type=click.Path(), help="Instead of ~/.ssh/config."),
+    option("--remote-python", heading=HOSTS, help="Python on the other hosts. Default: this one's path."),
+    option("--force-multi", heading=HOSTS, is_flag=True, help="Use SSH for this machine's name too."),
+    option(
+        "--accept-new-host-keys",
+        heading=HOSTS,
         is_flag=True,
         help="Record the SSH keys of hosts never seen before instead of refusing them.",
     ),
-    click.option(*both("setup"), "setup", default="", metavar="CMD", help="Shell text to run on a host first."),
-    click.option(*both("venv_script"), "venv_script", metavar="FILE", help="Source FILE on a host first."),
-    click.option(
+    option("--setup", heading=HOSTS, default="", metavar="CMD", help="Shell text to run on a host first."),
+    option("--venv-script", heading=HOSTS, metavar="FILE", help="Source FILE on a host first."),
+    option(
         "-v",
         "--verbose",
-        "verbose",
+        heading="Output",
         is_flag=True,
         callback=note_debugging,
         help="Show what SSH does, and of an error the stack, on standard error.",

@@ -59,7 +59,7 @@ class HostOptions(Reaching):
             return self._chosen(read_hostfile(path))
         if self.include or self.exclude or self.num_nodes not in (None, 1):
             raise UsageError(
-                "--include, --exclude and --num_nodes choose among the hosts of a hostfile, and there is none",
+                "--include, --exclude and --num-nodes choose among the hosts of a hostfile, and there is none",
                 hint="name one with --hostfile",
             )
         return Cluster((Host("localhost", local_slots(os.environ) or (0,)),))

@@ -65,10 +65,12 @@ def read_job_file(path: Path, command: click.Command) -> dict[str, Any]:
         else:
             problems.append(Diagnostic(f"{section}: expected keys, got {part!r}", str(path)))
     arguments = data.get("args") or []
-    if not isinstance(arguments, list) or any(isinstance(item, list | dict) for item in arguments):
+    if not isinstance(arguments, list) or any(isinstance(item, list | dict | None) for item in arguments):
         problems.append(Diagnostic("args: expected a list of words", str(path), "args: [--lr, 3e-4]"))
     environment = data.get("environment") or {}
-    if not isinstance(environment, Mapping) or any(isinstance(item, list | dict) for item in environment.values()):
+    if not isinstance(environment, Mapping) or any(
+        isinstance(item, list | dict | None) for item in environment.values()
+    ):
         problems.append(Diagnostic("environment: expected KEY: value lines", str(path)))
     if problems:
         raise UsageError.from_diagnostics(problems)
@@ -82,7 +84,9 @@ def _load(path: Path) -> Mapping[str, Any]:
     import yaml  # 15 ms that only this command pays
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        data = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the job file cannot be read: {error}", where=str(path)) from None
     except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError, OverflowError) as error:
@@ -93,6 +97,31 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
         raise UsageError("a job file holds keys", where=str(path), hint="script: train.py")
     return data
+
+
+def _refuse_duplicates(node: Any, path: Path) -> None:
+    """Refuse a key that stands twice in one mapping: YAML takes the last one. Raises: UsageError."""
+    import yaml
+
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if not isinstance(node, yaml.MappingNode):
+            waiting += node.value
+            continue
+        keys: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    line, column = key.start_mark.line + 1, key.start_mark.column + 1
+                    raise UsageError(
+                        f'"{key.value}" stands twice', where=f"{path}:{line}:{column}", hint="keep one of them"
+                    )
+                keys.add(key.value)
+            waiting.append(value)
 
 
 def _num_values(data: Any) -> int:
@@ -116,7 +145,7 @@ def _options(
         spelling.lstrip("-").replace("-", "_"): parameter
         for parameter in command.params
         if isinstance(parameter, click.Option) and parameter.name not in _NOT_IN_A_FILE
-        for spelling in (*parameter.opts, parameter.name or "")
+        for spelling in (*parameter.opts, *getattr(parameter, "also", ()), parameter.name or "")
         if spelling.startswith("--") or spelling == parameter.name
     }
     values: dict[str, Any] = {}
@@ -126,8 +155,13 @@ def _options(
         if parameter is None or parameter.name is None:
             problems.append(Diagnostic(f'{section}: unknown key "{key}"', str(path), did_you_mean(str(key), by_name)))
             continue
+        if value is None:
+            problems.append(Diagnostic(f"{section}.{key}: expected a value", str(path)))
+            continue
         try:
             given = [_word(item) for item in value] if isinstance(value, list) else _word(value)
+            if parameter.multiple and isinstance(given, str):
+                given = [given]
             values[parameter.name] = parameter.type_cast_value(context, given)
         except (click.ClickException, TypeError, ValueError) as error:
             shown = error.format_message() if isinstance(error, click.ClickException) else str(error)

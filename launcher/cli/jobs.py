@@ -21,6 +21,7 @@ from launcher.base.errors import LauncherError, UsageError
 from launcher.base.processes import members_of_job, sweep_job
 from launcher.base.units import format_duration
 from launcher.cli.lines import MixedLines
+from launcher.cli.numbers import Whole
 from launcher.cluster.fold import fold
 from launcher.job.follow import LogReader
 from launcher.job.plan import DEFAULT_LEASE_S
@@ -58,10 +59,10 @@ def _named_job(_ctx: click.Context, _param: click.Parameter, job: str | None) ->
 job_argument = click.argument("job", required=False, metavar="JOB", callback=_named_job, shell_complete=_complete_job)
 
 
-@click.command("ps", short_help="Show jobs that run, or ended today.")
+@click.command("ps", short_help="Show jobs that ended today, or run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
 def ps(as_json: bool) -> None:
-    """Show your running jobs, then those that ended today with their exit codes."""
+    """Show the jobs that ended today with their exit codes, then those that run: they stay on the screen."""
     today = date.today()
     states = [(entry, entry.state) for entry in all_jobs()]
     running = [(entry, state) for entry, state in states if state in ("running", "elsewhere")]
@@ -71,10 +72,10 @@ def ps(as_json: bool) -> None:
         if state in ("ended", "lost") and date.fromtimestamp(entry.ended_s or entry.started_s) == today
     ]
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(entry) | {"state": s} for entry, s in running + over], indent=2))
+        click.echo(json.dumps([dataclasses.asdict(entry) | {"state": s} for entry, s in over + running], indent=2))
         return
     rows: list[tuple[str, ...]] = [("JOB", "STATE", "SINCE", "RANKS", "HOSTS", "COMMAND")]
-    rows += [_row(entry, state) for entry, state in running + over]
+    rows += [_row(entry, state) for entry, state in over + running]
     if len(rows) == 1:
         click.echo("no job is running, and none ended today")
         return
@@ -102,9 +103,9 @@ def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
 
 @click.command("logs", epilog=_LOGS_EPILOG, short_help="Show what the ranks of a job wrote.")
 @job_argument
-@click.option("--rank", type=click.IntRange(0), help="This rank only, as it was written. Default: all, behind [rank].")
+@click.option("--rank", type=Whole(0), help="This rank only, as it was written. Default: all, behind [rank].")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
-@click.option("--tail", "num_lines", type=click.IntRange(0), metavar="N", help="Start with the last N lines of a rank.")
+@click.option("--tail", "num_lines", type=Whole(0), metavar="N", help="Start with the last N lines of a rank.")
 def logs(job: str, rank: int | None, follow: bool, num_lines: int | None) -> None:
     """Show what the ranks of JOB wrote. JOB is an id of `launch ps`, or the beginning of one."""
     entry = find_job(job)

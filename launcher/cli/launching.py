@@ -51,7 +51,10 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
             click.echo("nothing was started (--dry-run)")
         return 0
     console = render.Console(
-        plan, log_level="error" if options.quiet else options.log_level, live=_live_view(options, plan)
+        plan,
+        log_level="warning" if options.quiet else options.log_level,
+        live=_live_view(options, plan),
+        has_prefixes=not options.no_prefix,
     )
     policy = RestartPolicy(
         options.max_restarts, options.min_nodes, chosen.spares, lambda: world_sizes_of(options.script_args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from launcher import __version__
-from launcher.base.errors import LauncherError
+from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import raise_at_interrupt
+from launcher.base.suggest import did_you_mean
 from launcher.cli import streams
+from launcher.cli.command import spelled
 from launcher.cli.host_options import DEBUGGING
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ COMMANDS = {
     "sbatch": _Lazy("launcher.cli.sbatch", "sbatch", "Write, check or submit a batch script for Slurm."),
     "check": _Lazy("launcher.cli.check", "check", "Say whether a job could run on the hosts."),
     "exec": _Lazy("launcher.cli.exec", "exec_command", "Run a command on all hosts."),
-    "ps": _Lazy("launcher.cli.jobs", "ps", "Show jobs that run, or ended today."),
+    "ps": _Lazy("launcher.cli.jobs", "ps", "Show jobs that ended today, or run."),
     "logs": _Lazy("launcher.cli.jobs", "logs", "Show what the ranks of a job wrote."),
     "kill": _Lazy("launcher.cli.jobs", "kill", "End a job on all its hosts."),
     "report": _Lazy("launcher.cli.report", "report", "Show versions, devices, compilers, kernels."),
@@ -46,7 +49,7 @@ COMMANDS = {
 
 _EPILOG = """\
 examples:
-  launch --num_gpus 2 train.py --deepspeed ds_config.json
+  launch --num-gpus 2 train.py --deepspeed ds_config.json
   launch --hostfile hosts --include node-a@node-b:0,2 train.py
   launch --hostfile hosts --dry-run train.py
   launch config check ds_config.json
@@ -58,10 +61,19 @@ exit codes: the first failing rank's own (128 + signal when killed) · 2 wrong o
 """
 
 
+# What click raises for `launch` alone; older versions raise nothing and exit.
+_HELP_INSTEAD: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+
+
+class _ReaderGone(Exception):
+    """The reader of our output has gone (`launch ps | head -1`)."""
+
+
 class LaunchGroup(click.Group):
     """`launch SCRIPT` is `launch run SCRIPT`; a subcommand's name wins over a script of the same name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _refuse_mistyped(args)
         if args and args[0] not in COMMANDS and args[0] not in ("--help", "-h", "--version"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -69,6 +81,8 @@ class LaunchGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise _ReaderGone from None  # click would end with 1
         except LauncherError:
             if DEBUGGING in ctx.meta:
                 import traceback
@@ -117,11 +131,25 @@ class LaunchGroup(click.Group):
 @click.group(
     cls=LaunchGroup,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "token_normalize_func": spelled,
+    },
 )
 @click.version_option(__version__, prog_name="launch", message="%(prog)s %(version)s")
 def cli() -> None:
     """Start PyTorch jobs on one machine or on many."""
+
+
+def _refuse_mistyped(args: list[str]) -> None:
+    """Say which command is meant by a first word that is like one and is no script. Raises: UsageError."""
+    word = args[0] if args else ""
+    if word in COMMANDS or not word.isalpha() or os.path.exists(word):
+        return
+    near = did_you_mean(word, [name for name in COMMANDS if name != "run"])
+    if near is not None:
+        raise UsageError(f"there is no command {word}, and no script of that name", hint=near)
 
 
 def _show_error(error: LauncherError) -> None:
@@ -133,14 +161,23 @@ def _show_error(error: LauncherError) -> None:
 def main() -> None:
     """Run the command line and exit. Every error a user can cause ends here as text, without a traceback."""
     streams.open_missing()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # with PYTHONIOENCODING=latin-1 not every sign has a code
     try:
         # Without colours for whoever does not want them (no-color.org); None: on terminals only.
         color = False if os.environ.get("NO_COLOR") else None
         code = cli.main(prog_name="launch", standalone_mode=False, color=color)
+        sys.stdout.flush()
     except click.exceptions.Exit as error:
         code = error.exit_code
-    except click.ClickException as error:
+    except _HELP_INSTEAD as error:
         error.show()
+        code = error.exit_code
+    except click.ClickException as error:
+        from launcher.cli.usage import as_usage_error
+
+        _show_error(as_usage_error(error))
         code = error.exit_code
     except click.Abort:
         code = ExitCode.INTERRUPTED
@@ -149,8 +186,8 @@ def main() -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         code = ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        streams.silence_all()  # the reader of our output has gone (`launch ... | head`)
+    except (_ReaderGone, BrokenPipeError):
+        streams.silence_all()
         code = 128 + 13
     except OSError as error:
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None

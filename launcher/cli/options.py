@@ -14,9 +14,10 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean
+from launcher.cli.command import option
 from launcher.cli.completion import files
-from launcher.cli.host_options import HOST_CHOICE, REACHING, Reaching, both, note_debugging
-from launcher.cli.numbers import Seconds
+from launcher.cli.host_options import HOST_CHOICE, HOSTS, REACHING, Reaching, note_debugging
+from launcher.cli.numbers import Ranks, Seconds, Whole
 from launcher.cluster.allocation import in_allocation
 from launcher.cluster.limits import MAX_SLOTS
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
@@ -25,135 +26,161 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+_RANKS, _ENVIRONMENT, _FAILURE, _OUTPUT = "Ranks", "Environment", "Failure", "Output"
+_COMPATIBILITY = "Compatibility"
+
 _OPTIONS = (
-    click.option(
-        *both("standalone"), "standalone", is_flag=True, help="This machine only; the default without --hostfile."
-    ),
     *HOST_CHOICE,
-    click.option(
-        *both("num_gpus", "--num_accelerators", "--nproc_per_node", "--nproc-per-node"),
-        "num_gpus",
-        type=click.IntRange(1, MAX_SLOTS),
-        help="Ranks on each host. Default: all slots; without GPUs 1.",
+    *REACHING,
+    option(
+        "--node-rank",
+        heading=HOSTS,
+        type=Whole(0),
+        help="Start this node's ranks only; every node runs a command of its own.",
     ),
-    click.option(*both("master_addr"), "master_addr", help="Address of node 0. Default: the one the hostfile names."),
-    click.option(
-        *both("master_port"),
-        "master_port",
-        type=click.IntRange(1, 65535),
-        help="Default: a free port on node 0.",
+    option(
+        "--job-id",
+        "run_id",
+        heading=HOSTS,
+        metavar="NAME",
+        help="With --node-rank or --no-ssh, the same name on all nodes. Default: from the master's address.",
     ),
-    click.option("-m", *both("module"), "module", is_flag=True, help="SCRIPT is a module, as in python -m."),
-    click.option(*both("no_python"), "no_python", is_flag=True, help="SCRIPT is a program, run as it is."),
-    click.option(
-        *both("pass_local_rank"),
-        "pass_local_rank",
+    option(
+        "--no-ssh",
+        heading=HOSTS,
+        is_flag=True,
+        help="The same, with the number of the node from its name in the hostfile.",
+    ),
+    option(
+        "--num-gpus",
+        heading=_RANKS,
+        also=("--num-accelerators", "--nproc-per-node"),
+        type=Ranks(1, MAX_SLOTS),
+        help="Ranks on each host: a number, or gpu, cpu, auto. Default: all slots; without GPUs 1.",
+    ),
+    option("--master-addr", heading=_RANKS, help="Address of node 0. Default: the one the hostfile names."),
+    option("--master-port", heading=_RANKS, type=Whole(1, 65535), help="Default: a free port on node 0."),
+    option("-m", "--module", heading=_RANKS, is_flag=True, help="SCRIPT is a module, as in python -m."),
+    option("--no-python", heading=_RANKS, is_flag=True, help="SCRIPT is a program, run as it is."),
+    option(
+        "--pass-local-rank",
+        heading=_RANKS,
         is_flag=True,
         help="Pass --local_rank=N to the script. Default: LOCAL_RANK in the environment only.",
     ),
-    click.option(*both("no_local_rank"), "no_local_rank", is_flag=True, help="The default; for old scripts."),
-    *REACHING,
-    click.option(
-        *both("no_ssh"),
-        "no_ssh",
-        is_flag=True,
-        help="Start one node's ranks, here; each node runs its own command. See --node_rank.",
+    option(
+        "--bind-cores-to-rank", "bind_cores", heading=_RANKS, is_flag=True, help="Give each rank CPU cores of its own."
     ),
-    click.option(*both("node_rank"), "node_rank", type=click.IntRange(0), help="Which node this is; implies --no_ssh."),
-    click.option(
-        *both("job_id"),
-        "run_id",
-        metavar="NAME",
-        help="Where each node runs its own command, the same name for all of them. Default: from the master's address.",
+    option(
+        "--bind-core-list",
+        heading=_RANKS,
+        metavar="LIST",
+        help="The cores to share out, such as 0-15,32. Default: all physical cores. Implies --bind-cores-to-rank.",
     ),
-    click.option(
-        *both("log_dir", "--enable_each_rank_log"),
-        "log_dir",
+    option(
+        "--env",
+        heading=_ENVIRONMENT,
+        multiple=True,
+        metavar="KEY[=VALUE]",
+        help="Set a variable for every rank, or pass this shell's own value on. Repeatable.",
+    ),
+    option(
+        "--env-file",
+        "env_files",
+        heading=_ENVIRONMENT,
+        multiple=True,
+        type=click.Path(path_type=Path),
+        help="File of KEY=VALUE lines for every rank. Repeatable. .deepspeed_env and .launch_env are always read.",
+    ),
+    option(
+        "--grace",
+        "grace_s",
+        heading=_FAILURE,
+        also=("--shutdown-timeout",),
+        type=Seconds(0),
+        default=DEFAULT_GRACE_S,
+        help=f"Between SIGTERM and SIGKILL. Default: {DEFAULT_GRACE_S:g}.",
+    ),
+    option(
+        "--lease",
+        "lease_s",
+        heading=_FAILURE,
+        type=Seconds(2),
+        default=DEFAULT_LEASE_S,
+        help=f"Over a network: after a silence of this length the other side is gone. Default: {DEFAULT_LEASE_S:g}.",
+    ),
+    option(
+        "--max-restarts",
+        heading=_FAILURE,
+        type=Whole(0),
+        default=0,
+        help="Start the job again after a failure, up to N times. Default: 0.",
+    ),
+    option(
+        "--min-nodes",
+        heading=_FAILURE,
+        type=Whole(1),
+        help="At a restart go on without lost hosts, with at least N. Default: all are needed.",
+    ),
+    option(
+        "--hang-timeout",
+        "hang_timeout_s",
+        heading=_FAILURE,
+        type=Seconds(0, min_open=True),
+        help="End the job when a rank makes no progress for so long. Default: never.",
+    ),
+    option(
+        "--signals-to-handle",
+        heading=_FAILURE,
+        default="SIGINT,SIGTERM,SIGHUP",
+        metavar="LIST",
+        help="Signals that end the job in order. Default: SIGINT,SIGTERM,SIGHUP.",
+    ),
+    option(
+        "--log-dir",
+        heading=_OUTPUT,
+        also=("--enable-each-rank-log",),
         type=click.Path(file_okay=False, path_type=Path),
         envvar="LAUNCH_LOG_DIR",
         default=Path("runs"),
         help="Where run folders go. Default: runs.",
     ),
-    click.option(
-        "--grace",
-        *both("shutdown_timeout"),
-        "grace_s",
-        type=Seconds(0),
-        default=DEFAULT_GRACE_S,
-        metavar="SECONDS",
-        help=f"Between SIGTERM and SIGKILL. Default: {DEFAULT_GRACE_S:g}.",
+    option(
+        "--no-prefix",
+        heading=_OUTPUT,
+        is_flag=True,
+        help="Show the ranks' lines as they are, without [rank] before them.",
     ),
-    click.option(
-        "--lease",
-        "lease_s",
-        type=Seconds(2),
-        default=DEFAULT_LEASE_S,
-        metavar="SECONDS",
-        help=f"Over a network: after a silence of this length the other side is gone. Default: {DEFAULT_LEASE_S:g}.",
-    ),
-    click.option(
-        *both("max_restarts"),
-        "max_restarts",
-        type=click.IntRange(0),
-        default=0,
-        help="Start the job again after a failure, up to N times. Default: 0.",
-    ),
-    click.option(
-        *both("min_nodes"),
-        "min_nodes",
-        type=click.IntRange(1),
-        help="At a restart go on without lost hosts, with at least N. Default: all are needed.",
-    ),
-    click.option(
-        *both("hang_timeout"),
-        "hang_timeout_s",
-        type=Seconds(0, min_open=True),
-        metavar="SECONDS",
-        help="End the job when a rank makes no progress for so long. Default: never.",
-    ),
-    click.option(
-        *both("env"),
-        "env",
-        multiple=True,
-        metavar="KEY[=VALUE]",
-        help="Set a variable for every rank, or pass this shell's own value on. Repeatable.",
-    ),
-    click.option(
-        *both("env_file"),
-        "env_files",
-        multiple=True,
-        type=click.Path(path_type=Path),
-        help="File of KEY=VALUE lines for every rank. Repeatable. .deepspeed_env and .launch_env are always read.",
-    ),
-    click.option(*both("bind_cores_to_rank"), "bind_cores", is_flag=True, help="Give each rank CPU cores of its own."),
-    click.option(
-        *both("bind_core_list"),
-        "bind_core_list",
-        metavar="LIST",
-        help="The cores to share out, such as 0-15,32. Default: all physical cores. Implies --bind_cores_to_rank.",
-    ),
-    click.option(
-        *both("save_pid"), "save_pid", is_flag=True, help="Write the launcher's pid to launch.pid of the run."
-    ),
-    click.option(
-        *both("signals_to_handle"),
-        "signals_to_handle",
-        default="SIGINT,SIGTERM,SIGHUP",
-        metavar="LIST",
-        help="Signals that end the job in order. Default: SIGINT,SIGTERM,SIGHUP.",
-    ),
-    click.option(
-        *both("log_level"),
-        "log_level",
+    option(
+        "--log-level",
+        heading=_OUTPUT,
         type=click.Choice(LOG_LEVELS),
         default="info",
         callback=note_debugging,
         help="How much of our own to show; debug: the plan, and what --verbose shows. Default: info.",
     ),
-    click.option("-q", "--quiet", is_flag=True, help="Show the ranks' output and errors only: --log_level error."),
-    click.option("--plain", is_flag=True, help="Plain lines on a terminal too, without the panel below them."),
-    click.option("--dry-run", is_flag=True, help="Print what would happen and stop."),
-    click.option("--json", "as_json", is_flag=True, help="With --dry-run: print it as JSON."),
+    option(
+        "-q",
+        "--quiet",
+        heading=_OUTPUT,
+        is_flag=True,
+        help="Of our own show warnings and errors only: --log-level warning.",
+    ),
+    option(
+        "--plain", heading=_OUTPUT, is_flag=True, help="Plain lines on a terminal too, without the panel below them."
+    ),
+    option("--dry-run", heading=_OUTPUT, is_flag=True, help="Print what would happen and stop."),
+    option("--json", "as_json", heading=_OUTPUT, is_flag=True, help="With --dry-run: print it as JSON."),
+    option(
+        "--standalone",
+        heading=_COMPATIBILITY,
+        is_flag=True,
+        help="This machine only, inside a Slurm job too; else the default without --hostfile.",
+    ),
+    option("--no-local-rank", heading=_COMPATIBILITY, is_flag=True, help="The default; for old scripts."),
+    option(
+        "--save-pid", heading=_COMPATIBILITY, is_flag=True, help="Write the launcher's pid to launch.pid of the run."
+    ),
 )
 
 _RESERVED_SIGNALS = {
@@ -195,6 +222,7 @@ class RunOptions(Reaching):
     bind_core_list: str | None
     save_pid: bool
     signals_to_handle: str
+    no_prefix: bool
     log_level: str
     quiet: bool
     plain: bool
@@ -204,14 +232,14 @@ class RunOptions(Reaching):
     def __post_init__(self) -> None:
         if self.run_id is not None and not _RUN_ID.fullmatch(self.run_id):
             raise UsageError(
-                f'"{self.run_id}" cannot be a job id', where="--job_id", hint="use letters, digits and . _ : - only"
+                f'"{self.run_id}" cannot be a job id', where="--job-id", hint="use letters, digits and . _ : - only"
             )
         if self.module and self.no_python:
-            raise UsageError("--module and --no_python exclude each other", hint="give one of them")
+            raise UsageError("--module and --no-python exclude each other", hint="give one of them")
         if self.pass_local_rank and self.no_local_rank:
-            raise UsageError("--pass_local_rank and --no_local_rank exclude each other", hint="give one of them")
+            raise UsageError("--pass-local-rank and --no-local-rank exclude each other", hint="give one of them")
         if self.min_nodes is not None and not self.max_restarts:
-            raise UsageError("--min_nodes goes with --max_restarts", hint="add --max_restarts N")
+            raise UsageError("--min-nodes goes with --max-restarts", hint="add --max-restarts N")
         if self.as_json and not self.dry_run:
             raise UsageError("--json goes with --dry-run", hint="add --dry-run")
         if self.standalone and (self.hostfile is not None or self.is_by_hand):
@@ -219,11 +247,11 @@ class RunOptions(Reaching):
         if self.hostfile is None and not self.in_slurm:
             for name, value in (("--include", self.include), ("--exclude", self.exclude)):
                 if value and self.num_gpus is not None:
-                    raise UsageError(f"{name} and --num_gpus exclude each other", hint="give one of them")
+                    raise UsageError(f"{name} and --num-gpus exclude each other", hint="give one of them")
             if self.num_nodes not in (None, 1) and not self.is_by_hand:
                 raise UsageError(
-                    f"--num_nodes {self.num_nodes} needs a --hostfile",
-                    hint="name one with --hostfile, or run this on every node with --node_rank",
+                    f"--num-nodes {self.num_nodes} needs a --hostfile",
+                    hint="name one with --hostfile, or run this on every node with --node-rank",
                 )
 
     @property
@@ -261,11 +289,11 @@ class RunOptions(Reaching):
             full = name if name.startswith("SIG") else f"SIG{name}"
             if full not in signal.Signals.__members__:
                 hint = did_you_mean(full, signal.Signals.__members__)
-                raise UsageError(f"there is no signal {name}", where="--signals_to_handle", hint=hint)
+                raise UsageError(f"there is no signal {name}", where="--signals-to-handle", hint=hint)
             if full in _RESERVED_SIGNALS:
                 raise UsageError(
                     f"{full} cannot end a job in order: {_RESERVED_SIGNALS[full]}",
-                    where="--signals_to_handle",
+                    where="--signals-to-handle",
                     hint="name others, such as SIGINT,SIGTERM,SIGHUP",
                 )
             numbers.append(int(signal.Signals[full]))
@@ -277,13 +305,32 @@ class RunOptions(Reaching):
         return "module" if self.module else "program" if self.no_python else "script"
 
 
+def num_ranks(wish: int | str | None, *, has_hosts: bool) -> int | None:
+    """Return what `--num-gpus` asks for, None for all slots. torchrun's words mean this machine.
+
+    has_hosts: hosts come from a hostfile or from Slurm, which say themselves what slots they have.
+
+    Raises: UsageError for `gpu` where there is none.
+    """
+    if not isinstance(wish, str):
+        return wish
+    if has_hosts and wish != "cpu":
+        return None
+    from launcher.cluster.devices import local_device_tokens
+
+    num_gpus = len(local_device_tokens(os.environ))
+    if wish == "gpu" and not num_gpus:
+        raise UsageError("this machine has no GPU", where="--num-gpus gpu", hint="write --num-gpus N for N CPU ranks")
+    return num_gpus if wish != "cpu" and num_gpus else os.cpu_count()
+
+
 def run_options(function: _F) -> _F:
     """Add all options and the arguments SCRIPT and ARGS to a click command."""
     decorated: Any = click.argument(
         "script_args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files
     )(function)
     decorated = click.argument("script", shell_complete=files)(decorated)
-    for option in reversed(_OPTIONS):
-        decorated = option(decorated)
+    for declare in reversed(_OPTIONS):
+        decorated = declare(decorated)
     result: _F = decorated
     return result

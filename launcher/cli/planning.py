@@ -33,7 +33,7 @@ class Choice:
     """The hosts and slots to use, and what goes with them."""
 
     cluster: Cluster
-    spares: tuple[Host, ...] = ()  # hosts that --num_nodes leaves out: they may take a lost one's place
+    spares: tuple[Host, ...] = ()  # hosts that --num-nodes leaves out: they may take a lost one's place
     notes: tuple[str, ...] = ()  # what the user should know about the choice
 
 
@@ -60,7 +60,7 @@ def choose_hosts(options: RunOptions) -> Choice:
         if options.include or options.exclude:
             raise HostfileError(
                 "--include and --exclude choose among GPUs or hosts, and there are neither",
-                hint="name the hosts with --hostfile, or give --num_gpus N for N CPU ranks",
+                hint="name the hosts with --hostfile, or give --num-gpus N for N CPU ranks",
             )
         slots = tuple(range(options.num_gpus or 1))
         return Choice(_like_this(slots, options), notes=("no GPU here: the ranks run on the CPU",))
@@ -72,7 +72,7 @@ def choose_hosts(options: RunOptions) -> Choice:
 
 
 def _like_this(slots: tuple[int, ...], options: RunOptions) -> Cluster:
-    """Return this machine, or as many machines like it as `--node_rank` without a hostfile means."""
+    """Return this machine, or as many machines like it as `--node-rank` without a hostfile means."""
     if not options.is_by_hand:
         return Cluster((Host("localhost", slots),))
     return Cluster(tuple(Host(f"node-{number}", slots) for number in range(options.num_nodes or 1)))
@@ -143,10 +143,11 @@ def _run_id(options: RunOptions, placement: Placement) -> str | None:
 
 def _one_node(options: RunOptions, placement: Placement) -> Placement:
     """Return the placement as the one node sees it that this command starts. Raises: UsageError."""
-    missing = [name for name in ("master_addr", "master_port") if getattr(options, name) is None]
+    given = {"--master-addr": options.master_addr, "--master-port": options.master_port}
+    missing = [name for name, value in given.items() if value is None]
     if missing and placement.num_nodes > 1:
         raise UsageError(
-            f"nodes that are started by hand need --{' and --'.join(missing)}",
+            f"nodes that are started by hand need {' and '.join(missing)}",
             hint="give every node the same address and port of node 0",
         )
     node_rank = options.node_rank
@@ -154,11 +155,11 @@ def _one_node(options: RunOptions, placement: Placement) -> Placement:
         own = [node.node_rank for node in placement.nodes if is_local(node.host.name)]
         if len(own) != 1:
             raise UsageError(
-                f"--no_ssh: {os.uname().nodename} is not a host of the hostfile", hint="say which with --node_rank N"
+                f"--no-ssh: {os.uname().nodename} is not a host of the hostfile", hint="say which with --node-rank N"
             )
         node_rank = own[0]
     if node_rank >= placement.num_nodes:
-        raise UsageError(f"--node_rank {node_rank}: there are only {placement.num_nodes} nodes, counted from 0")
+        raise UsageError(f"--node-rank {node_rank}: there are only {placement.num_nodes} nodes, counted from 0")
     return placement.only(node_rank)
 
 
@@ -183,7 +184,7 @@ def _master_addr(options: RunOptions, placement: Placement, kinds: dict[int, Tra
         if first.name == "localhost":
             raise UsageError(
                 "other hosts cannot reach node 0 as localhost",
-                hint="write this machine's own name into the hostfile, or give --master_addr",
+                hint="write this machine's own name into the hostfile, or give --master-addr",
             )
         return first.name
     address = transports.address_of(first)
@@ -191,7 +192,7 @@ def _master_addr(options: RunOptions, placement: Placement, kinds: dict[int, Tra
         raise UsageError(
             f"{address}, the HostName of {first.name} in the SSH config, leads other hosts to themselves",
             where=first.name,
-            hint="give node 0's address in the network of the hosts with --master_addr",
+            hint="give node 0's address in the network of the hosts with --master-addr",
         )
     return address
 

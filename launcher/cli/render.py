@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import time
@@ -17,6 +18,7 @@ from launcher.base.units import format_bytes, format_duration
 from launcher.cli import streams
 from launcher.cli.lines import MixedLines
 from launcher.cli.options import LOG_LEVELS
+from launcher.cli.shown import ShownOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from launcher.job.report import Failure, RunReport
 
 _MAX_STACK_LINES = 200
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _STREAMS: dict[str, Callable[[], BinaryIO]] = {
     "stdout": lambda: sys.stdout.buffer,
     "stderr": lambda: sys.stderr.buffer,
@@ -41,34 +44,40 @@ def show_error(error: LauncherError) -> None:
         diagnostics = tuple(fold_findings(diagnostics))
     for diagnostic in diagnostics:
         where = f"{diagnostic.where}: " if diagnostic.where else ""
-        streams.say(click.style("✗ ", fg="red") + where + diagnostic.message)
+        streams.say(click.style("✗ ", fg="red") + printable(where + diagnostic.message))
         if diagnostic.hint:
-            streams.say(f"  → {diagnostic.hint}")
+            streams.say(f"  → {printable(diagnostic.hint)}")
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters spelled out: what a file or a rank says must not drive the terminal."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def show_plan(plan: JobPlan, *, as_json: bool) -> None:
     """Print what would happen."""
-    if as_json:
-        click.echo(json.dumps(plan.describe(), indent=2))
-        return
-    click.echo(_headline(plan))
+    click.echo(json.dumps(plan.describe(), indent=2) if as_json else "\n".join(_plan_lines(plan)))
+
+
+def _plan_lines(plan: JobPlan) -> list[str]:
+    lines = [_headline(plan)]
     port = plan.master_port if plan.master_port is not None else "a free port"
-    click.echo(f"  rendezvous  {plan.master_addr}, {port}")
-    click.echo(f"  in          {plan.cwd}")
+    lines.append(f"  rendezvous  {plan.master_addr}, {port}")
+    lines.append(f"  in          {plan.cwd}")
     words = [plan.command.target, *mask_arguments(plan.command.arguments)]
-    click.echo(f"  ranks run   {plan.command.kind} {shlex.join(words).replace(shlex.quote(MASK), MASK)}")
+    lines.append(f"  ranks run   {plan.command.kind} {shlex.join(words).replace(shlex.quote(MASK), MASK)}")
     for node in plan.placement.nodes:
         ranks = f"{node.ranks.start}-{node.ranks.stop - 1}" if node.num_ranks > 1 else str(node.ranks.start)
         slots = ",".join(map(str, node.host.slots))
         transport = plan.transports[node.node_rank]
-        click.echo(f"  node {node.node_rank}  {node.host.name}  ranks {ranks}  slots {slots}  by {transport}")
-        click.echo(f"          {plan.agent_commands[node.node_rank]}")
+        lines.append(f"  node {node.node_rank}  {node.host.name}  ranks {ranks}  slots {slots}  by {transport}")
+        lines.append(f"          {plan.agent_commands[node.node_rank]}")
     if plan.given_env:
-        click.echo(f"  environment given (names): {', '.join(sorted(plan.given_env))}")
-    for note in plan.notes:
-        click.echo(f"  {note}")
+        lines.append(f"  environment given (names): {', '.join(sorted(plan.given_env))}")
+    lines += [f"  {note}" for note in plan.notes]
     if "ssh" in plan.transports.values():
-        click.echo(f"  environment passed on (names): {', '.join(sorted(plan.forwarded_env)) or 'none'}")
+        lines.append(f"  environment passed on (names): {', '.join(sorted(plan.forwarded_env)) or 'none'}")
+    return lines
 
 
 def _headline(plan: JobPlan) -> str:
@@ -93,26 +102,33 @@ def _lines_of_streams(*, has_prompts: bool) -> dict[str, MixedLines]:
 
 def _evidence(failure: Failure) -> list[str]:
     """Return the lines that show what happened: the traceback, or else what the rank wrote last."""
-    return failure.traceback.rstrip().splitlines() or list(failure.last_lines)
+    return [printable(line) for line in failure.traceback.rstrip().splitlines() or failure.last_lines]
 
 
 class Console:
     """Shows a run on the terminal or as plain lines; implements the job's `Watcher`."""
 
-    def __init__(self, plan: JobPlan, *, log_level: str, live: LiveView | None = None) -> None:
-        """log_level: one of `LOG_LEVELS`; what is less important is not shown. live: the panel, on a terminal."""
+    def __init__(
+        self, plan: JobPlan, *, log_level: str, live: LiveView | None = None, has_prefixes: bool = True
+    ) -> None:
+        """log_level: one of `LOG_LEVELS`; what is less important is not shown. live: the panel, on a terminal.
+
+        has_prefixes: show `[rank]` before each line of a rank.
+        """
         self._plan = plan
         self._level = LOG_LEVELS.index(log_level)
         # The panel moves the cursor anyway: who debugs a rank turns it off with --plain.
         has_prompts = live is None and plan.placement.world_size == 1 and streams.has_terminal_input()
         self._lines = _lines_of_streams(has_prompts=has_prompts)
         self._live = live
+        self._has_prefixes = has_prefixes
+        self._shown = ShownOutput()
         self._shown_traceback = ""  # of a rank that had failed and did not end
 
     def planned(self, plan: JobPlan) -> None:
         self._plan = plan
         if self._level == LOG_LEVELS.index("debug"):
-            show_plan(plan, as_json=False)
+            self.note("\n".join(_plan_lines(plan)))
         self.note(f"{_headline(plan)} · {plan.master_addr}:{plan.master_port} · logs {plan.run_folder}/")
         if self._live is not None:
             self._live.planned(plan)
@@ -138,6 +154,7 @@ class Console:
     def raised(self, failure: Failure) -> None:
         """Show what a rank has raised that does not end: what it says must not wait for its end."""
         what = f"rank {failure.rank} ({failure.host}, pid {failure.pid}) has failed and does not end: {failure.reason}"
+        what = printable(what)
         lines = [click.style("! ", fg="yellow") + what, "", *(f"  {line}" for line in _evidence(failure)), ""]
         grace = format_duration(self._plan.grace_s)
         lines.append(f"  Its exit handlers and threads have {grace} (--grace) before all ranks are stopped.")
@@ -166,16 +183,20 @@ class Console:
 
     def warning(self, text: str) -> None:
         if self._level <= LOG_LEVELS.index("warning"):
-            self._say(click.style("! ", fg="yellow") + text)
+            self._say(click.style("! ", fg="yellow") + printable(text))
             if self._live is not None:
                 self._live.facts.trouble(text)
 
     def note(self, text: str) -> None:
-        """Print a line of our own."""
+        """Print a line of our own; stdout is the ranks'."""
         if self._level <= LOG_LEVELS.index("info"):
-            self._write(sys.stdout.buffer, (text + "\n").encode("utf-8", "surrogateescape"), is_ours=True)
+            self._say(printable(text))
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
+        self._shown.add(rank, data)
+        if not self._has_prefixes and self._plan.placement.world_size == 1:  # no other's lines to keep apart
+            self._write(_STREAMS[stream](), data)
+            return
         self._write(_STREAMS[stream](), self._lines[stream].feed((rank, stream), self._prefix(rank), data))
 
     def idle(self) -> None:
@@ -195,7 +216,9 @@ class Console:
         self.note(f"continued after {format_duration(away_s)}")
 
     def _prefix(self, rank: int) -> bytes:
-        """Return `[3] `, with the host where there are several: `[3 node-b] `."""
+        """Return `[3] `, with the host where there are several: `[3 node-b] `; nothing for --no-prefix."""
+        if not self._has_prefixes:
+            return b""
         placement = self._plan.placement
         host = f" {placement.node_of(rank).host.name}" if len(placement.nodes) > 1 else ""
         return f"[{rank}{host}] ".encode("utf-8", "replace")
@@ -237,9 +260,12 @@ class Console:
                 f"rank {failure.rank} ({host}, pid {failure.pid}) failed"
                 f" {format_duration(failure.after_s)} after start: {failure.reason}"
             )
-        lines = [click.style(f"✗ {what}", fg="red", bold=True), ""]
-        was_shown = failure.traceback and failure.traceback == self._shown_traceback
-        shown = ["(its traceback is above)"] if was_shown else _evidence(failure)
+        lines = [click.style(f"✗ {printable(what)}", fg="red", bold=True), ""]
+        shown = _evidence(failure)
+        if failure.traceback and failure.traceback == self._shown_traceback:
+            shown = ["(its traceback is above)"]
+        elif not failure.traceback and self._shown.has(failure.rank, "\n".join(failure.last_lines)):
+            shown = ["(its last lines are above)"]
         lines += [f"  {line}" for line in shown]
         lines += [""] if shown else []
         if report.num_stopped:

@@ -12,14 +12,17 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import SRUN, SchedulerRank, scheduler_rank
+from launcher.cli.command import Command
 from launcher.cli.host_options import default_hostfile
-from launcher.cli.options import RunOptions, run_options
+from launcher.cli.options import RunOptions, num_ranks, run_options
 from launcher.cluster.allocation import in_allocation
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
 
 
-@click.command("run", context_settings={"allow_interspersed_args": False}, short_help="Start SCRIPT as ranks.")
+@click.command(
+    "run", cls=Command, context_settings={"allow_interspersed_args": False}, short_help="Start SCRIPT as ranks."
+)
 @run_options
 @click.pass_context
 def run(ctx: click.Context, /, **values: Any) -> None:
@@ -32,7 +35,9 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         from launcher.cli.jobfile import with_job_file
 
         values = with_job_file(ctx, values)
-    options = RunOptions(**_with_default_hostfile(values))
+    values = _with_default_hostfile(values)
+    has_hosts = values["hostfile"] is not None or (in_allocation(os.environ) and not values["standalone"])
+    options = RunOptions(**values | {"num_gpus": num_ranks(values["num_gpus"], has_hosts=has_hosts)})
     started = None if options.is_by_hand or options.standalone else scheduler_rank(os.environ)
     if started is not None and not (options.in_slurm and started.started_by == SRUN):
         raise _started_several_times(started)
@@ -70,5 +75,5 @@ def _started_several_times(started: SchedulerRank) -> UsageError:
         f"{started.started_by} has started this `launch` as process {started.rank} of {started.world_size}, and each"
         " would be a job of its own",
         hint=f"start it once, without {launcher}; or let {launcher} start the ranks: `{launcher} python train.py`;"
-        " or start one on each node with --node_rank",
+        " or start one on each node with --node-rank",
     )

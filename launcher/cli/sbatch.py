@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,18 @@ import click
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
-from launcher.job.sbatch import BatchOptions, render_script
+from launcher.cli.numbers import Whole
+from launcher.job.sbatch import BatchOptions, job_name_of, render_script
 from launcher.job.sbatch_lint import lint_script
 from launcher.transport.slurm_queue import JobState, job_state, submit
 
-_POLL_S = 1.0
+_READ_INTERVAL_S = 1.0  # of the log
 _READ_BYTES = 1 << 16
-_NO_SCRIPT = {"-m", "--module", "--no_python", "--no-python"}  # options of `launch run`: SCRIPT is no file of Python
 _BATCH_OPTIONS = (
     click.option("-J", "--job-name", help="Default: the script's name."),
-    click.option("-N", "--nodes", type=click.IntRange(1), default=1, help="Default: 1."),
+    click.option("-N", "--nodes", type=Whole(1), default=1, help="Default: 1."),
     click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, and so its ranks."),
-    click.option("-c", "--cpus-per-task", type=click.IntRange(1), metavar="N", help="CPUs of each node."),
+    click.option("-c", "--cpus-per-task", type=Whole(1), metavar="N", help="CPUs of each node."),
     click.option("-t", "--time", metavar="D-HH:MM:SS", help="Time limit."),
     click.option("-o", "--output", metavar="FILE", help="Log of the job. Default: %x-%j.out."),
     click.option("-p", "--partition"),
@@ -59,7 +60,7 @@ def _batch_option_decorators(function: Any) -> Any:
 @_batch_option_decorators
 @click.option("--launch-args", default="", metavar="TEXT", help='Options of `launch run`, such as "--grace 30".')
 @click.option("--template", type=click.Path(path_type=Path), metavar="FILE", help="A Jinja2 template of your own.")
-@click.option("--chain", type=click.IntRange(1), default=1, metavar="N", help="Submit N jobs, one after the other.")
+@click.option("--chain", type=Whole(1), default=1, metavar="N", help="Submit N jobs, one after the other.")
 @click.option("--submit", "submits", is_flag=True, help="Submit the script and print the number of the job.")
 @click.option("--follow", is_flag=True, help="Submit, then show the log until the job ends; its exit code is ours.")
 @click.option("--lint", "lint_file", metavar="FILE", help="Explain the mistakes of a batch script and stop.")
@@ -74,7 +75,7 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
     if values["lint_file"] is not None:
         ctx.exit(_lint(values["lint_file"]))
     if values["script"] is None:
-        raise click.UsageError("Missing argument 'SCRIPT'.", ctx)
+        raise UsageError("SCRIPT is missing", hint="launch sbatch [OPTIONS] SCRIPT [ARGS]...")
     follow, chain = values["follow"], values["chain"]
     submits = values["submits"] or follow
     if follow and (chain > 1 or values["array"] is not None):
@@ -87,11 +88,12 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
     except ValueError as error:
         raise UsageError(f"{error}", where="--launch-args", hint="close the quote") from None
     words = ["run", *launch_args, values["script"], *values["script_args"]]
+    run_values = _parsed_run(ctx, words[1:])
     text = render_script(options, words, values["template"])
     if not submits:
         click.echo(text, nl=False)
         return
-    _warn_of_missing(values["script"], launch_args)
+    _refuse_missing(run_values)
     job_id = _submit_chain(text, chain, options)
     if follow:
         ctx.exit(_follow(job_id))
@@ -100,14 +102,33 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
 def _batch_options(values: dict[str, Any]) -> BatchOptions:
     names = BatchOptions.__dataclass_fields__
     chosen = {name: value for name, value in values.items() if name in names}
-    chosen["job_name"] = values["job_name"] or Path(values["script"]).stem or "launch"
+    chosen["job_name"] = values["job_name"] or job_name_of(values["script"])
     return BatchOptions(**chosen)
 
 
-def _warn_of_missing(script: str, launch_args: list[str]) -> None:
-    """Say that the script is not here. The nodes may know better, but rarely do, and the job would wait to fail."""
-    if _NO_SCRIPT.isdisjoint(launch_args) and not Path(script).exists():
-        click.echo(f"! {script} does not exist here, and the job will look for it from this folder", err=True)
+def _parsed_run(ctx: click.Context, words: list[str]) -> dict[str, Any]:
+    """Return the values of the `launch run` line that the job will run. Raises: UsageError."""
+    from launcher.cli.run import run
+    from launcher.cli.usage import as_usage_error
+
+    try:
+        return run.make_context("launch run", words, parent=ctx.parent).params
+    except click.ClickException as error:
+        found = as_usage_error(error).diagnostics[0]
+        raise UsageError(
+            found.message, where=f"--launch-args: {found.where or ''}".rstrip(": "), hint=found.hint
+        ) from None
+
+
+def _refuse_missing(run_values: dict[str, Any]) -> None:
+    """Refuse to submit what would wait in the queue and then fail. Raises: UsageError."""
+    script = run_values["script"]
+    if not (run_values["module"] or run_values["no_python"]) and not Path(script).exists():
+        raise UsageError(
+            f"{script} does not exist here, and the job would look for it from this folder",
+            where=working_folder(),
+            hint="check the path; a script that only the nodes see: without --submit, then `sbatch FILE`",
+        )
 
 
 def _submit_chain(text: str, length: int, options: BatchOptions) -> int:
@@ -125,30 +146,45 @@ def _submit_chain(text: str, length: int, options: BatchOptions) -> int:
 
 def _lint(path: str) -> int:
     try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        text = Path(path).read_bytes().decode("utf-8", "replace")  # line ends as they are
     except OSError as error:
         raise UsageError(f"the script cannot be read: {error.strerror}", where=path) from None
     findings = lint_script(text, path, Path(working_folder()))
     for finding in findings:
-        click.echo(f"{finding.where}: {finding.message}\n  → {finding.hint}", err=True)
-    if not findings:
+        mark = "" if finding.is_error else "! "
+        click.echo(f"{mark}{finding.where}: {finding.message}\n  → {finding.hint}", err=True)
+    has_errors = any(finding.is_error for finding in findings)
+    if not has_errors:
         click.echo(f"{path}: ok")
-    return int(ExitCode.USAGE if findings else ExitCode.OK)
+    return int(ExitCode.USAGE if has_errors else ExitCode.OK)
+
+
+def poll_intervals() -> Iterator[float]:
+    """Yield how long to wait, in seconds, before Slurm's controller is asked the next time: it serves everybody."""
+    interval_s = 1.0
+    while True:
+        yield interval_s
+        interval_s = min(interval_s * 1.5, 30.0)
 
 
 def _follow(job_id: int) -> int:
     """Copy the job's log to stdout until the job is over; returns its exit code. Ctrl-C leaves the job running."""
-    position, state, told = 0, job_state(job_id), "None"
+    position, told = 0, "None"
+    state, polls = job_state(job_id), poll_intervals()
+    ask_at_s = time.monotonic() + next(polls)
     try:
         while True:
-            state = job_state(job_id)
+            if time.monotonic() >= ask_at_s:
+                before, state = state, job_state(job_id)
+                polls = polls if state.state == before.state else poll_intervals()
+                ask_at_s = time.monotonic() + next(polls)
             if state.state == "PENDING" and state.reason != told:
                 told = state.reason
                 click.echo(f"job {job_id} waits in the queue: {told}", err=True)
             position = _copy_new(state, position)
             if state.is_over:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(_READ_INTERVAL_S)
     except KeyboardInterrupt:
         click.echo(f"\njob {job_id} goes on: end it with `scancel {job_id}`", err=True)
         return int(ExitCode.INTERRUPTED)

@@ -14,7 +14,9 @@ from click.core import ParameterSource
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, TransportError, UsageError
+from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import NOTICE_SIGNAL
+from launcher.cli.command import Option
 from launcher.cli.options import RunOptions
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.slurm import SlurmTask, parse_job_detail, read_allocation, read_task
@@ -49,7 +51,7 @@ class AllocationTransports:
     def __init__(self, options: AllocationOptions, cluster: Cluster) -> None:
         if options.shell_setup:
             raise UsageError(
-                "--setup and --venv_script are for hosts reached over SSH; srun passes this environment on",
+                "--setup and --venv-script are for hosts reached over SSH; srun passes this environment on",
                 hint="put the commands into the batch script, before `launch`",
             )
         self._python = options.remote_python
@@ -104,9 +106,11 @@ def run_task(ctx: click.Context, options: RunOptions, task: SlurmTask) -> None:
         value = getattr(options, name)
         is_ours = name in _OPTIONS_OF_A_TASK or ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT
         if value and value != param.default and not is_ours:
+            if task.rank != 0:  # all tasks have the same options, and one of them says so
+                ctx.exit(ExitCode.USAGE)
+            spelling = param.spelling if isinstance(param, Option) else name
             raise UsageError(
-                f"{name} has no meaning here: srun has started {task.world_size} tasks, and each is one rank",
-                where=f"task {task.rank}",
+                f"{spelling} has no meaning here: srun has started {task.world_size} tasks, and each is one rank",
                 hint="run `launch` without srun: it starts the ranks of all nodes of the allocation itself",
             )
     variables = task.variables(options.master_addr, options.master_port)
@@ -115,7 +119,7 @@ def run_task(ctx: click.Context, options: RunOptions, task: SlurmTask) -> None:
         click.echo(json.dumps(variables) if options.as_json else _summary(variables))
         return
     if task.rank == 0 and not options.quiet:
-        click.echo(f"launch · Slurm job {task.job_id}, step {task.step_id} · {_summary(variables)}")
+        click.echo(f"launch · Slurm job {task.job_id}, step {task.step_id} · {_summary(variables)}", err=True)
         if _hides_gpus(task):
             click.echo("! one rank for each task of srun, a task here has several GPUs; see docs/slurm.md", err=True)
     sys.stdout.flush()

@@ -53,7 +53,7 @@ class Placement:
     """Which rank runs on which slot of which host. Ranks are numbered host by host, slot by slot."""
 
     nodes: tuple[NodePlacement, ...]  # those this command starts
-    elsewhere: tuple[NodePlacement, ...] = ()  # those that a `launch` of their own starts (--no_ssh)
+    elsewhere: tuple[NodePlacement, ...] = ()  # those that a `launch` of their own starts (--no-ssh)
 
     @cached_property
     def world_size(self) -> int:

@@ -19,10 +19,10 @@ def parse_core_list(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(f'"{part}" is no CPU number or range', where="--bind_core_list", hint="such as 0,2-5")
+            raise UsageError(f'"{part}" is no CPU number or range', where="--bind-core-list", hint="such as 0,2-5")
         cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     if len(set(cores)) != len(cores):
-        raise UsageError("a CPU is named twice", where="--bind_core_list", hint="name each once")
+        raise UsageError("a CPU is named twice", where="--bind-core-list", hint="name each once")
     return tuple(cores)
 
 
@@ -49,14 +49,14 @@ def shares(bound_cores: Sequence[int], num_ranks: int) -> list[list[int]]:
     if missing:
         raise UsageError(
             f"CPU {missing[0]} does not exist on this host or may not be used",
-            hint=f"--bind_core_list may name CPUs among {_ranges(sorted(allowed))}",
+            hint=f"--bind-core-list may name CPUs among {_ranges(sorted(allowed))}",
         )
     cores = list(bound_cores) or physical_cores(sorted(allowed))
     each = len(cores) // num_ranks
     if each == 0:
         raise UsageError(
             f"{num_ranks} ranks cannot be bound to {len(cores)} core{'s'[: len(cores) > 1]}: each needs one of its own",
-            hint="start fewer ranks on the host, name more cores with --bind_core_list, or do not bind",
+            hint="start fewer ranks on the host, name more cores with --bind-core-list, or do not bind",
         )
     return [cores[index * each : (index + 1) * each] for index in range(num_ranks)]
 

@@ -49,7 +49,7 @@ def select(
         raise UsageError("--include and --exclude cannot be used together", hint="keep one of them")
     if (include or exclude) and (num_nodes is not None or num_gpus is not None):
         option = "--include" if include else "--exclude"
-        other = "--num_nodes" if num_nodes is not None else "--num_gpus"
+        other = "--num-nodes" if num_nodes is not None else "--num-gpus"
         raise UsageError(f"{other} cannot be used together with {option}", hint="keep one of them")
     if include:
         return _keep(cluster, _parse(cluster, include, "--include"))
@@ -63,16 +63,16 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None) -> Clu
     hosts = cluster.hosts
     if num_nodes is not None:
         if num_nodes < 1:
-            raise UsageError(f"--num_nodes is {num_nodes}", hint="give 1 or more")
+            raise UsageError(f"--num-nodes is {num_nodes}", hint="give 1 or more")
         if num_nodes > len(hosts):
             raise UsageError(
-                f"--num_nodes is {num_nodes}, but there are only {len(hosts)} hosts: {_listed(cluster)}",
-                hint="add hosts to the hostfile or lower --num_nodes",
+                f"--num-nodes is {num_nodes}, but there are only {len(hosts)} hosts: {_listed(cluster)}",
+                hint="add hosts to the hostfile or lower --num-nodes",
             )
         hosts = hosts[:num_nodes]
     if num_gpus is not None:
         if num_gpus < 1:
-            raise UsageError(f"--num_gpus is {num_gpus}", hint="give 1 or more")
+            raise UsageError(f"--num-gpus is {num_gpus}", hint="give 1 or more")
         short: dict[int, list[str]] = {}
         for host in hosts:
             if len(host.slots) < num_gpus:
@@ -87,10 +87,10 @@ def _short(num_gpus: int, num_slots: int, names: list[str]) -> Diagnostic:
     """Say that hosts have fewer slots than are asked for."""
     slots = "1 slot" if num_slots == 1 else f"{num_slots} slots"
     subject = "the host has" if len(names) == 1 else "each of these hosts has"
-    hint = "raise slots= in the hostfile if there are more devices, or lower --num_gpus"
+    hint = "raise slots= in the hostfile if there are more devices, or lower --num-gpus"
     if names == ["localhost"]:
-        hint = "lower --num_gpus, or let this process use more devices with CUDA_VISIBLE_DEVICES"
-    return Diagnostic(f"--num_gpus is {num_gpus}, but {subject} only {slots}", fold(names), hint)
+        hint = "lower --num-gpus, or let this process use more devices with CUDA_VISIBLE_DEVICES"
+    return Diagnostic(f"--num-gpus is {num_gpus}, but {subject} only {slots}", fold(names), hint)
 
 
 def _keep(cluster: Cluster, chosen: dict[str, set[int]]) -> Cluster:

@@ -227,7 +227,7 @@ def _tasks(environ: Mapping[str, str], num_nodes: int) -> tuple[int, ...]:
     text = environ.get(name) if env.SLURM_STEP_ID.name not in environ else None
     counts = parse_counts(text, name) if text else (1,) * num_nodes
     if len(counts) != num_nodes or max(counts) > MAX_EXPANSION:
-        raise UsageError(f'"{text}" does not fit {num_nodes} nodes', where=name, hint="give --num_gpus N")
+        raise UsageError(f'"{text}" does not fit {num_nodes} nodes', where=name, hint="give --num-gpus N")
     return counts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.base.errors import ConfigError
+from launcher.base.errors import ConfigError, Diagnostic
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.check import section_of
 from launcher.config.elastic import elastic_batch_of
@@ -78,9 +78,31 @@ def resolve_auto(config: Config, facts: AutoFacts) -> tuple[Config, tuple[AutoCh
     table = _from_facts(facts)
     resolved = _resolve_section(config, "", table, choices, missing)
     if missing:
-        errors = [ConfigError(f'"auto" cannot be resolved here: {key}', hint="give a value") for key in missing]
-        raise ConfigError.from_diagnostics([error.diagnostics[0] for error in errors])
+        hint = "give a value; a Trainer fills it in"
+        raise ConfigError.from_diagnostics(
+            [Diagnostic(f'"auto" cannot be resolved here: {key}', None, hint) for key in missing]
+        )
     return _solve_batch(Config.model_validate(resolved), tuple(choices), facts.world_size)
+
+
+def left_open(config: Config) -> tuple[Diagnostic, ...]:
+    """Return what no run can begin without and the config does not say: its Trainer, or its script, must fill it in."""
+    found: list[Diagnostic] = []
+    sizes: tuple[object, ...] = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
+    if all(size in (None, AUTO) for size in sizes) and config.elasticity.enabled is not True:
+        what = '"auto"' if AUTO in sizes else "not given"
+        found.append(
+            Diagnostic(
+                f"the batch size is {what}: a Trainer must fill it in, initialize() alone refuses to begin",
+                BATCH_KEYS[1],
+                'without a Trainer give it, such as "train_micro_batch_size_per_gpu": 8',
+            )
+        )
+    try:
+        resolve_auto(config, AutoFacts())
+    except ConfigError as error:
+        found += error.diagnostics
+    return tuple(found)
 
 
 def _solve_batch(

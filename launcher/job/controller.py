@@ -31,7 +31,7 @@ from launcher.agent.wire import (
     Started,
     Stop,
 )
-from launcher.base.errors import LauncherError, ProtocolError
+from launcher.base.errors import LauncherError, ProtocolError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.units import format_duration
@@ -117,9 +117,10 @@ class Controller:
             check()
         for node, hello in zip(self._nodes, start.expect(self._nodes, Hello, "the agents to answer"), strict=True):
             node.devices = hello.devices
-        if self._plan.master_port is None:
-            self._nodes[0].send(PickPort())
+        if self._nodes[0].placement.node_rank == 0:  # it chooses the port, or looks whether the given one is free
+            self._nodes[0].send(PickPort(self._plan.master_port or 0))
             (picked,) = start.expect(self._nodes[:1], PortPicked, "a free port")
+            _check_port(picked, self._plan)
             self._plan = dataclasses.replace(self._plan, master_port=picked.port)
 
     def _spawn(self) -> None:
@@ -375,12 +376,12 @@ class Controller:
             node.channel.close()
 
     def _finish(self) -> RunReport:
+        end_s = time.monotonic()
         lost = [node.placement.host for node in self._nodes if not node.said_bye]
         unconfirmed = sweep_lost_hosts(
             lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._signals.asks_to_leave
         )
         self._files.close()
-        now_s = time.monotonic()
         failure, interrupt = self._failures.cause, self._interrupt
         exit_code = failure.exit_code if failure is not None else 0
         if failure is None and interrupt is not None:
@@ -391,11 +392,11 @@ class Controller:
             job_id=self._plan.job_id,
             exit_code=int(exit_code),
             world_size=self._plan.placement.world_size,
-            duration_s=now_s - self._start_s,
+            duration_s=time.monotonic() - self._start_s,
             interrupted_by=signal.Signals(interrupt).name if interrupt is not None else None,
             failure=failure,
             num_stopped=len(self._stopped - {failure.rank if failure is not None else None}),
-            stop_s=now_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
+            stop_s=end_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
             unconfirmed_hosts=unconfirmed,
             swept_hosts=tuple(host.name for host in lost if host.name not in unconfirmed),
             left_pids=tuple((node.name, node.left_pids) for node in self._nodes if node.left_pids),
@@ -408,3 +409,13 @@ class Controller:
         except LauncherError as error:
             self._watcher.warning(f"report.json could not be written: {error.diagnostics[0].message}")
         return report
+
+
+def _check_port(picked: PortPicked, plan: JobPlan) -> None:
+    """Raises: UsageError when node 0 has no port for the ranks to meet at."""
+    if not picked.port:
+        raise UsageError(
+            f"port {plan.master_port} is in use" if plan.master_port else "no TCP port is free",
+            where=plan.placement.nodes[0].host.name,
+            hint="give another --master-port, or leave it out: a free one is chosen" if plan.master_port else None,
+        )

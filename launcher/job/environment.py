@@ -51,7 +51,7 @@ def device_tokens(plan: JobPlan, node: NodePlacement, devices: list[str] | None)
         raise UsageError(
             f"slot {num_wanted - 1} is wanted, but Slurm gave the step fewer GPUs on this node: {','.join(devices)}",
             where=node.host.name,
-            hint="ask for the same number on each node with --gpus-per-node, or lower --num_gpus",
+            hint="ask for the same number on each node with --gpus-per-node, or lower --num-gpus",
         )
     return tuple(devices) or ("",) * num_wanted
 

@@ -41,7 +41,7 @@ class ProtocolCheck:
             self._running.discard(message.rank)
         elif isinstance(message, Output) and message.stream not in _STREAMS:
             return f"output on {message.stream[:20]!r}"
-        elif isinstance(message, PortPicked) and not 0 < message.port <= _MAX_PORT:
+        elif isinstance(message, PortPicked) and not 0 <= message.port <= _MAX_PORT:
             return f"port {message.port}"
         elif isinstance(message, SpawnFailed):
             self._running.clear()

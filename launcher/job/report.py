@@ -60,7 +60,7 @@ class RunReport:
     interrupted_by: str | None  # name of the signal the launcher got
     failure: Failure | None  # the first one; all others followed from it
     num_stopped: int  # ranks that were ended because of it
-    stop_s: float  # how long ending them took
+    stop_s: float  # how long ending them took, without asking lost hosts
     unconfirmed_hosts: tuple[str, ...]  # lost hosts that could not be asked whether anything is left
     swept_hosts: tuple[str, ...] = ()  # lost hosts where no process with the job's id is left
     left_pids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # host, and processes there that could not be killed

@@ -147,6 +147,7 @@ def _next_hosts(
         elif spares:
             spare = spares.pop(0)
             hosts.append(dataclasses.replace(spare, slots=spare.slots[: len(host.slots)]))
+            watcher.warning(f"{host.name} was lost: {spare.name} takes its place")
     min_nodes = len(before) if policy.min_nodes is None else min(policy.min_nodes, len(before))
     if len(hosts) < min_nodes:
         raise LauncherError(f"{', '.join(sorted(lost))} cannot be used, there is no spare host, and too few are left")

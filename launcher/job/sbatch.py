@@ -96,6 +96,11 @@ class BatchOptions:
         return [*lines, *(flag for flag, is_on in flags if is_on)]
 
 
+def job_name_of(script: str) -> str:
+    """Return a name for the job that runs `script`, which a batch script can hold whatever the file is called."""
+    return re.sub(r"[^\w.+@-]+", "-", Path(script).stem).strip("-") or "launch"
+
+
 def render_script(options: BatchOptions, words: list[str], template: Path | None = None) -> str:
     """Return the batch script that runs `launch WORDS`.
 

@@ -7,7 +7,6 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.base.errors import Diagnostic
 from launcher.base.suggest import did_you_mean
 from launcher.job.sbatch import TIME_FORM
 
@@ -39,16 +38,26 @@ _LAUNCHERS = re.compile(r"(?:^|[\s/;&|])(launch|launcher|torchrun|deepspeed|acce
 _PER_TASK = re.compile(r"(?:^|[\s;&|])srun\s[^;&|]*?(?:\blaunch\b|-m launcher)\s")
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong in a batch script."""
+
+    message: str
+    where: str  # "file:line"
+    hint: str
+    is_error: bool = True  # False: may be right where Slurm is newer, or has plugins
+
+
 @dataclass
 class _Script:
     """What a script says, by option; values with the line they stand in."""
 
     path: str
     options: dict[str, tuple[str, int]] = field(default_factory=dict)
-    findings: list[Diagnostic] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
-    def find(self, message: str, line: int, hint: str) -> None:
-        self.findings.append(Diagnostic(message, f"{self.path}:{line}", hint))
+    def find(self, message: str, line: int, hint: str, *, is_error: bool = True) -> None:
+        self.findings.append(Finding(message, f"{self.path}:{line}", hint, is_error))
 
     def number(self, name: str) -> int | None:
         """Return the value of an option as a number: of `4`, of `gpu:a100:4`; None without."""
@@ -56,13 +65,17 @@ class _Script:
         return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def lint_script(text: str, path: str, folder: Path) -> list[Diagnostic]:
+def lint_script(text: str, path: str, folder: Path) -> list[Finding]:
     """Return every mistake found in a batch script, in the order of its lines.
 
     path: its name, for the findings. folder: where it will be submitted; output folders are looked for there.
     """
     script = _Script(path)
-    lines = text.splitlines()
+    if "\r\n" in text:
+        script.find(
+            "lines end as on Windows (CR LF): sbatch refuses the script", 1, f"sed -i 's/\\r$//' {shlex.quote(path)}"
+        )
+    lines = text.replace("\r\n", "\n").splitlines()
     body = _read_directives(script, lines)
     if not lines or not lines[0].startswith("#!"):
         script.find("the first line names no interpreter: sbatch refuses the script", 1, "begin it with #!/bin/bash")
@@ -70,7 +83,7 @@ def lint_script(text: str, path: str, folder: Path) -> list[Diagnostic]:
     _check_tasks(script, command)
     _check_counts(script, command)
     _check_rest(script, folder)
-    return sorted(script.findings, key=lambda finding: int(str(finding.where).rpartition(":")[2]))
+    return sorted(script.findings, key=lambda finding: int(finding.where.rpartition(":")[2]))
 
 
 def _read_directives(script: _Script, lines: list[str]) -> int:
@@ -113,7 +126,8 @@ def _read_options(script: _Script, text: str, number: int) -> None:
             script.find(f'"{word}" is no option', number, 'write options as "--name=value"')
             continue
         if name not in _OPTIONS:
-            script.find(f"sbatch has no option --{name}", number, did_you_mean(name, _OPTIONS) or "see man sbatch")
+            hint = did_you_mean(name, _OPTIONS) or "right where this Slurm or a plugin of it has it: see man sbatch"
+            script.find(f"option --{name} is not known here", number, hint, is_error=False)
         if not has_value and position < len(words) and not words[position].startswith("-"):
             value = words[position]
             position += 1

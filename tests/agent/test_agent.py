@@ -150,6 +150,11 @@ def test_a_picked_port_can_be_bound(agent: Agent) -> None:
     assert isinstance(answer, PortPicked)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", answer.port))
+        probe.listen()
+        agent.send(PickPort(answer.port))
+        assert agent.receive() == PortPicked(0)
+    agent.send(PickPort(answer.port))
+    assert agent.receive() == answer
 
 
 def test_a_picked_port_is_none_that_outgoing_connections_take(agent: Agent) -> None:

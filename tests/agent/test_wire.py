@@ -42,7 +42,7 @@ TEXT = st.text(st.characters(codec=None), max_size=20)
 NAMES = st.dictionaries(TEXT, TEXT, max_size=3)
 INTEGERS = st.integers(-(2**31), 2**31)
 MESSAGES = st.one_of(
-    st.builds(PickPort),
+    st.builds(PickPort, st.integers(0, 65535)),
     st.builds(Ping),
     st.builds(Pong, st.floats(0, 2e9)),
     st.builds(Handled, INTEGERS),

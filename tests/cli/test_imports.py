@@ -68,5 +68,5 @@ def test_help_loads_the_options_of_run_and_no_other_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
     loaded = {name for name in done.stderr.split() if name.startswith("launcher.cli.")}
-    wanted = ("completion", "host_options", "main", "numbers", "options", "run", "streams")
+    wanted = ("command", "completion", "host_options", "main", "numbers", "options", "run", "streams")
     assert loaded == {f"launcher.cli.{name}" for name in wanted}

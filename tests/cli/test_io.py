@@ -50,7 +50,7 @@ def test_json_holds_every_measurement_and_the_choice(tmp_path: Path) -> None:
         ((".", "--size", "1MB"), "'1MB' is no size of at least 64.0 MiB"),
         ((".", "--size", "much"), "'much' is no size"),
         ((".", "--seconds", "0"), "--seconds"),
-        ((), "Missing argument 'DIR'"),
+        ((), "DIR is missing"),
     ],
 )
 def test_wrong_usage_is_one_clear_message(tmp_path: Path, args: tuple[str, ...], message: str) -> None:

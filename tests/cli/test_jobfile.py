@@ -56,6 +56,10 @@ def test_every_section(tmp_path: Path) -> None:
         ("script: t.py\nargs: {a: 1}\n", ["args: expected a list"]),
         ("script: t.py\nenvironment: [A]\n", ["environment: expected"]),
         ("script: [\n", ["no YAML"]),
+        ("script: t.py\nargs: [null]\n", ["args: expected a list of words"]),
+        ("script: t.py\noptions: {hostfile: }\n", ["options.hostfile: expected a value"]),
+        ("script: t.py\nargs: [a]\nscript: u.py\n", ['job.yaml:3:1: "script" stands twice']),
+        ("script: t.py\nresources: {num_gpus: 1, num_gpus: 2}\n", ['job.yaml:2:26: "num_gpus" stands twice']),
         ("- 1\n", ["a job file holds keys"]),
         ("script: t.py\noptions: {dry_run: true}\n", ['unknown key "dry_run"']),
     ],
@@ -65,6 +69,10 @@ def test_mistakes_are_named(tmp_path: Path, text: str, messages: list[str]) -> N
         read(tmp_path, text)
     for message in messages:
         assert message in str(caught.value)
+
+
+def test_one_value_of_a_repeatable_option_needs_no_list(tmp_path: Path) -> None:
+    assert read(tmp_path, "script: t.py\noptions: {env_file: x}\n")["env_files"] == (Path("x"),)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,57 +16,63 @@ from click.testing import CliRunner
 from harness.launching import ROOT, run_here, run_launch
 
 from launcher.base.errors import UsageError
+from launcher.cli import streams
+from launcher.cli.command import Option
 from launcher.cli.lines import LineAssembler
-from launcher.cli.main import COMMANDS, cli
+from launcher.cli.main import COMMANDS, cli, main
 from launcher.cli.run import run
+from launcher.cli.shown import ShownOutput
 
+# Every spelling that works. The first one of two dashes is shown; `_` stands for `-` in all of them.
 SURFACE = {
     "standalone": ("--standalone",),
     "hostfile": ("-H", "--hostfile"),
     "include": ("-i", "--include"),
     "exclude": ("-e", "--exclude"),
-    "num_nodes": ("--num_nodes", "--num-nodes", "--nnodes"),
-    "num_gpus": (
-        "--num_gpus",
-        "--num-gpus",
-        "--num_accelerators",
-        "--nproc_per_node",
-        "--nproc-per-node",
-    ),
-    "master_addr": ("--master_addr", "--master-addr"),
-    "master_port": ("--master_port", "--master-port"),
+    "num_nodes": ("--num-nodes",),
+    "num_gpus": ("--num-gpus",),
+    "master_addr": ("--master-addr",),
+    "master_port": ("--master-port",),
     "module": ("-m", "--module"),
-    "no_python": ("--no_python", "--no-python"),
-    "pass_local_rank": ("--pass_local_rank", "--pass-local-rank"),
-    "no_local_rank": ("--no_local_rank", "--no-local-rank"),
-    "ssh_port": ("--ssh_port", "--ssh-port"),
-    "ssh_config": ("-F", "--ssh_config", "--ssh-config"),
-    "remote_python": ("--remote_python", "--remote-python"),
-    "accept_new_host_keys": ("--accept_new_host_keys", "--accept-new-host-keys"),
+    "no_python": ("--no-python",),
+    "pass_local_rank": ("--pass-local-rank",),
+    "no_local_rank": ("--no-local-rank",),
+    "ssh_port": ("--ssh-port",),
+    "ssh_config": ("-F", "--ssh-config"),
+    "remote_python": ("--remote-python",),
+    "accept_new_host_keys": ("--accept-new-host-keys",),
     "setup": ("--setup",),
-    "venv_script": ("--venv_script", "--venv-script"),
-    "no_ssh": ("--no_ssh", "--no-ssh"),
-    "node_rank": ("--node_rank", "--node-rank"),
-    "run_id": ("--job_id", "--job-id"),
-    "force_multi": ("--force_multi", "--force-multi"),
-    "log_dir": ("--log_dir", "--log-dir", "--enable_each_rank_log"),
-    "grace_s": ("--grace", "--shutdown_timeout", "--shutdown-timeout"),
+    "venv_script": ("--venv-script",),
+    "no_ssh": ("--no-ssh",),
+    "node_rank": ("--node-rank",),
+    "run_id": ("--job-id",),
+    "force_multi": ("--force-multi",),
+    "log_dir": ("--log-dir",),
+    "grace_s": ("--grace",),
     "lease_s": ("--lease",),
-    "max_restarts": ("--max_restarts", "--max-restarts"),
-    "min_nodes": ("--min_nodes", "--min-nodes"),
-    "hang_timeout_s": ("--hang_timeout", "--hang-timeout"),
+    "max_restarts": ("--max-restarts",),
+    "min_nodes": ("--min-nodes",),
+    "hang_timeout_s": ("--hang-timeout",),
     "env": ("--env",),
-    "env_files": ("--env_file", "--env-file"),
-    "bind_cores": ("--bind_cores_to_rank", "--bind-cores-to-rank"),
-    "bind_core_list": ("--bind_core_list", "--bind-core-list"),
-    "save_pid": ("--save_pid", "--save-pid"),
-    "signals_to_handle": ("--signals_to_handle", "--signals-to-handle"),
+    "env_files": ("--env-file",),
+    "bind_cores": ("--bind-cores-to-rank",),
+    "bind_core_list": ("--bind-core-list",),
+    "save_pid": ("--save-pid",),
+    "signals_to_handle": ("--signals-to-handle",),
+    "no_prefix": ("--no-prefix",),
     "verbose": ("-v", "--verbose"),
-    "log_level": ("--log_level", "--log-level"),
+    "log_level": ("--log-level",),
     "quiet": ("-q", "--quiet"),
     "plain": ("--plain",),
     "dry_run": ("--dry-run",),
     "as_json": ("--json",),
+}
+# Spellings that work and that `--help` does not show.
+ALSO = {
+    "num_nodes": ("--nnodes", "--nnode"),
+    "num_gpus": ("--num-accelerators", "--nproc-per-node"),
+    "log_dir": ("--enable-each-rank-log",),
+    "grace_s": ("--shutdown-timeout",),
 }
 
 HOSTS_SURFACE = {
@@ -85,6 +94,27 @@ TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+def usage_error(*words: str) -> str:
+    """Run a line that is wrong in this process; returns what it shows."""
+    stderr = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["launch", *words])
+        patch.setattr(streams, "say", lambda text: stderr.write(click.unstyle(text) + "\n"))
+        with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 2
+    return stderr.getvalue()
+
+
+def plan_here(folder: Path, *words: str) -> dict[str, object]:
+    """Return the plan of a run, made in this process."""
+    (folder / "t.py").write_text("")
+    result = CliRunner().invoke(cli, ["run", "--dry-run", "--json", *words, str(folder / "t.py")])
+    assert result.exit_code == 0, result.output
+    plan: dict[str, object] = json.loads(result.output)
+    return plan
+
+
 def plan_of(folder: Path, *args: str) -> dict[str, object]:
     result = run_here(folder, "--dry-run", "--json", *args)
     assert result.code == 0, result.err
@@ -93,8 +123,90 @@ def plan_of(folder: Path, *args: str) -> dict[str, object]:
 
 
 def test_the_options_are_the_frozen_ones() -> None:
-    found = {p.name: set(p.opts) for p in run.params if isinstance(p, click.Option)}
-    assert found == {name: set(spellings) for name, spellings in SURFACE.items()}
+    options = [p for p in run.params if isinstance(p, Option)]
+    assert {p.name: set(p.opts) for p in options} == {name: set(spellings) for name, spellings in SURFACE.items()}
+    assert {p.name: p.also for p in options if p.also} == ALSO
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--num_gpus", "2"],
+        ["--num_accelerators=2"],
+        ["--nproc_per_node", "2"],
+        ["--nproc-per-node=2"],
+    ],
+)
+def test_other_launchers_spellings_mean_the_same(tmp_path: Path, words: list[str]) -> None:
+    plan = plan_here(tmp_path, *words)
+    assert plan["world_size"] == 2
+
+
+@pytest.mark.parametrize("word", ["--num_nodes", "--nnodes", "--nnode", "--num-nodes"])
+def test_every_spelling_of_the_number_of_nodes(tmp_path: Path, word: str) -> None:
+    (tmp_path / "hosts").write_text("node-[1-3] slots=2\n")
+    assert plan_here(tmp_path, "--hostfile", str(tmp_path / "hosts"), word, "2")["world_size"] == 4
+
+
+def test_torchrun_s_words_for_a_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert plan_here(tmp_path, "--nproc_per_node", "cpu")["world_size"] == os.cpu_count()
+    assert plan_here(tmp_path, "--nproc_per_node", "auto")["world_size"] == os.cpu_count()
+    assert "this machine has no GPU" in usage_error("--nproc_per_node", "gpu", "t.py")
+    (tmp_path / "hosts").write_text("node-[1-3] slots=2\n")
+    hosts = ["--hostfile", str(tmp_path / "hosts")]
+    assert plan_here(tmp_path, *hosts, "--nproc_per_node", "gpu")["world_size"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rdzv_endpoint", "a:1"], "no option --rdzv-endpoint\n  → write --master-addr HOST --master-port PORT"),
+        (["--rdzv-backend=c10d"], "leave it out: nodes meet at the master address"),
+        (["--tee", "3"], "LOG_DIR/JOB/rank_N.log"),
+        (["--redirects", "3"], "LOG_DIR/JOB/rank_N.log"),
+        (["--launcher", "pdsh"], "leave it out: hosts of a hostfile are reached over SSH"),
+        (["--nnodes", "1:4"], "--num-nodes: expected one number, got a range\n  → write --num-nodes 4 --min-nodes 1"),
+        (["--num_gpu", "2"], "there is no option --num-gpu\n  → did you mean --num-gpus?"),
+        (["--num_gpus", "0"], "--num-gpus: expected a whole number from 1 to 1024, got '0'"),
+        (["--num-gpus", "two"], "--num-gpus: expected a whole number from 1 to 1024, got 'two'"),
+        (["--max_restarts", "-1"], "--max-restarts: expected a whole number of at least 0, got '-1'"),
+        (["--grace", "inf"], "--grace: expected seconds, at least 0, got 'inf'"),
+        (["--hang_timeout", "0"], "--hang-timeout: expected seconds, more than 0, got '0'"),
+        (["--log-level", "loud"], "--log-level: 'loud' is not one of 'debug'"),
+        (
+            ["--signals_to_handle", "SIGKILL", "--dry-run", __file__],
+            "SIGKILL cannot end a job in order: no program can handle it",
+        ),
+        (["--plain=1"], "--plain: does not take a value"),
+        (["--hostfile"], "--hostfile: requires an argument"),
+    ],
+)
+def test_mistakes_are_one_line_and_a_remedy(words: list[str], message: str) -> None:
+    shown = usage_error(*words, *(["t.py"] if words != ["--hostfile"] else []))
+    assert message in shown
+    assert "Usage:" not in shown
+    assert "Did you mean" not in shown
+
+
+@pytest.mark.parametrize("word", ["chekc", "exce", "sbacth"])
+def test_a_mistyped_command_is_told(word: str) -> None:
+    assert f"there is no command {word}, and no script of that name\n  → did you mean " in usage_error(word)
+
+
+def test_what_a_file_says_does_not_reach_the_terminal_raw(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node\x1b]0;owned\x07 slots=2\n")
+    shown = usage_error("--hostfile", str(tmp_path / "hosts"), "t.py")
+    assert "\\x1b]0;owned\\x07" in shown
+    assert "\x1b" not in shown
+
+
+def test_help_shows_one_spelling_and_no_limits_under_headings() -> None:
+    text = CliRunner().invoke(cli, ["--help"]).output
+    for heading in ("Hosts:", "Ranks:", "Environment:", "Failure:", "Output:", "Compatibility:"):
+        assert f"\n{heading}\n" in text
+    for unwanted in ("--num_gpus", "--nnodes", "--nproc-per-node", "<=", "RANGE", "--shutdown-timeout"):
+        assert unwanted not in text
 
 
 @pytest.mark.parametrize("name", TOOLS_SURFACE)
@@ -144,7 +256,7 @@ def test_config_check_of_a_file_imports_no_torch() -> None:
 def test_help_names_every_option_and_example() -> None:
     text = CliRunner().invoke(cli, ["--help"]).output
     for spellings in SURFACE.values():
-        assert spellings[-1] in text or spellings[0] in text
+        assert spellings[-1] in text
     assert "exit codes" in text
     assert "launch config check" in text
 
@@ -166,13 +278,11 @@ def test_a_subcommand_and_a_script_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--hostfil", "x", "t.py"], "--hostfil"),
-        (["--num_gpus", "0", "t.py"], "--num_gpus"),
-        (["--num_gpus", "two", "t.py"], "two"),
+        (["--hostfil", "x", "t.py"], "did you mean --hostfile?"),
         (["--master_port", "70000", "t.py"], "70000"),
-        (["--module", "--no_python", "t.py"], "--module and --no_python exclude each other"),
+        (["--module", "--no_python", "t.py"], "--module and --no-python exclude each other"),
         (["--json", "t.py"], "--json goes with --dry-run"),
-        (["--num_nodes", "2", "t.py"], "--num_nodes 2 needs a --hostfile"),
+        (["--num_nodes", "2", "t.py"], "--num-nodes 2 needs a --hostfile"),
         (["missing.py"], "script missing.py does not exist"),
         (["--hostfile", "nowhere", "t.py"], "nowhere"),
         ([], "Usage: launch"),
@@ -276,3 +386,37 @@ def test_one_launch_on_each_node_may_be_started_by_mpirun(tmp_path: Path) -> Non
     here = ["--node_rank", "1", "--num_nodes", "2", "--master_addr", "a", "--master_port", "4000"]
     result = CliRunner().invoke(cli, ["run", "--dry-run", *here, str(tmp_path / "t.py")], env=mpi)
     assert result.exit_code == 0, result.output
+
+
+def test_output_counts_as_shown_until_it_may_have_scrolled_away() -> None:
+    shown = ShownOutput()
+    assert not shown.has(0, "why")
+    shown.add(0, b"first\nwh")
+    shown.add(0, b"y\n")
+    assert shown.has(0, "first\nwhy")
+    assert not shown.has(1, "why")
+    assert not shown.has(0, " ")
+    shown.add(1, b"line\n" * 25)
+    assert shown.has(0, "why\n")
+    shown.add(1, b"line\n" * 25)
+    assert not shown.has(0, "why")
+
+
+def test_a_reader_that_leaves_early_is_no_failure_of_ours(tmp_path: Path) -> None:
+    """With the code of a program that SIGPIPE has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
+    with open(writer, "wb") as stdout:
+        command = [sys.executable, "-m", "launcher", "ps"]
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_encoding_that_lacks_our_signs_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    result = run_launch(tmp_path, "--dry-run", "t.py", env={"PYTHONIOENCODING": "latin-1"})
+    assert result.code == 0, result.err
+    assert "1 host \xd7 1 rank" in result.out.replace("\ufffd", "\xd7")
+    result = run_launch(tmp_path, "--help", env={"PYTHONIOENCODING": "ascii"})
+    assert result.code == 0, result.err

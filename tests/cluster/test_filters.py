@@ -49,8 +49,8 @@ def test_counts_take_the_first() -> None:
     ("options", "kind", "words"),
     [
         ({"include": "a", "exclude": "b"}, UsageError, "cannot be used together"),
-        ({"include": "worker-0", "num_nodes": 1}, UsageError, "--num_nodes cannot"),
-        ({"exclude": "worker-0", "num_gpus": 1}, UsageError, "--num_gpus cannot"),
+        ({"include": "worker-0", "num_nodes": 1}, UsageError, "--num-nodes cannot"),
+        ({"exclude": "worker-0", "num_gpus": 1}, UsageError, "--num-gpus cannot"),
         ({"num_nodes": 4}, UsageError, "only 3 hosts"),
         ({"num_nodes": 0}, UsageError, "1 or more"),
         ({"num_gpus": 3}, UsageError, "::1: .*only 2 slots"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from launcher.cli.config import config_group
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.check import section_of
 from launcher.config.elastic import ElasticRules
@@ -137,3 +140,30 @@ def test_auto_sizes_follow_from_the_batch_equation() -> None:
         "train_batch_size": "the batch equation",
         "gradient_accumulation_steps": "the trainer's accumulation",
     }
+
+
+def test_a_key_is_explained_by_the_end_of_its_path() -> None:
+    found = CliRunner().invoke(config_group, ["explain", "offload_param.device", "--json"])
+    assert [fact["path"] for fact in json.loads(found.output)] == ["zero_optimization.offload_param.device"]
+    several = CliRunner().invoke(config_group, ["explain", "device", "--json"])
+    paths = [fact["path"] for fact in json.loads(several.output)]
+    assert {"zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device"} <= set(paths)
+    assert all(path.endswith(".device") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}', 'the batch size is "auto"'),
+        ("{}", "the batch size is not given"),
+        ('{"train_batch_size": 8}', None),
+        ('{"train_micro_batch_size_per_gpu": 8, "train_batch_size": "auto"}', None),
+        ('{"elasticity": {"enabled": true, "max_train_batch_size": 8, "micro_batch_sizes": [2]}}', None),
+    ],
+)
+def test_check_says_what_a_trainer_must_fill_in(tmp_path: Path, text: str, message: str | None) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    result = CliRunner().invoke(config_group, ["check", str(tmp_path / "ds.json")])
+    assert result.exit_code == 0, result.output
+    assert ("for a Trainer to fill in" in result.output) == (message is not None)
+    assert (message or "ok") in result.output

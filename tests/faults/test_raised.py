@@ -44,7 +44,7 @@ def test_a_thread_that_lives_on_hides_no_traceback(tmp_path: Path) -> None:
     assert result.err.count("ValueError: the data is bad") == 1
     assert "rank 1 (localhost, pid" in result.err
     assert "(its traceback is above)" in result.err
-    assert "rank 1 failed (exit code 1) and does not end" in result.out
+    assert "rank 1 failed (exit code 1) and does not end" in result.err
     assert log.read_text().count("ValueError: the data is bad") == 1
     wait_until_gone(result.job_id)
 
@@ -54,7 +54,8 @@ def test_an_exit_code_outlives_an_exit_handler_that_hangs(tmp_path: Path) -> Non
     result = run_launch(tmp_path, "--num_gpus", "2", "--grace", "1", script, "handler", "exit")
     assert result.code == 7
     assert "✗ rank 1" in result.err
-    assert result.err.count("last words") == 2  # in place of a traceback: at once, and at the end
+    assert result.err.count("last words") == 1  # in place of a traceback: at once; at the end they are still there
+    assert "(its last lines are above)" in result.err
 
 
 def test_a_rank_that_ends_well_after_all_is_no_failure(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class Result:
 
     @property
     def job_id(self) -> str:
-        match = re.search(r"job (\w+-\w+-[0-9a-f]{4})", self.out)
+        match = re.search(r"job (\w+-\w+-[0-9a-f]{4})", self.out + self.err)
         assert match is not None, self.out + self.err
         return match.group(1)
 
@@ -79,8 +79,8 @@ class Launch:
 
     @property
     def job_id(self) -> str:
-        wait_until(lambda: " · job " in self.out, "the start line")
-        return Result(0, self.out, "").job_id
+        wait_until(lambda: " · job " in self.out + self.err, "the start line")
+        return Result(0, self.out, self.err).job_id
 
     def wait(self, timeout_s: float = DEADLINE_S) -> Result:
         """Wait for the end; a command that hangs is killed and fails the test."""

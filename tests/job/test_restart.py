@@ -42,7 +42,7 @@ def test_a_job_that_recovers_ends_well(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "--num_gpus", "2", "--max-restarts", "3", script)
     assert result.code == 0
     assert [f"[0] TRY {count} 3" in result.out for count in range(4)] == [True, True, True, False]
-    assert "restart 2 of 3" in result.out
+    assert "restart 2 of 3" in result.err
     assert result.err.count("✗ rank 1") == 2
     run = next((tmp_path / "runs").iterdir())
     codes = [
@@ -112,8 +112,10 @@ def test_a_failing_rank_restarts_on_the_same_hosts() -> None:
 
 def test_a_spare_takes_the_place_and_rank_of_a_lost_host() -> None:
     policy = RestartPolicy(max_restarts=2, spares=(Host("c", (0, 1, 2)),))
-    runs, _ = hosts_of_runs(policy, [report(69, "a"), report(0)])
+    quiet = Quiet()
+    runs, _ = hosts_of_runs(policy, [report(69, "a"), report(0)], quiet=quiet)
     assert runs == [["a", "b"], ["c", "b"]]
+    assert quiet.warnings == ["a was lost: c takes its place"]
 
 
 def test_fewer_hosts_go_on_when_they_are_enough() -> None:
@@ -198,7 +200,7 @@ def test_hosts_are_left_out_until_the_world_fits_and_are_spare_from_then_on() ->
     policy = RestartPolicy(max_restarts=2, min_nodes=1, world_sizes=fits(2, 4, 8))
     runs, last = hosts_of_runs(policy, [report(69, "a"), report(69, "b"), report(0)], "abcd", quiet)
     assert runs == [["a", "b", "c", "d"], ["b", "c"], ["d", "c"]]
-    assert quiet.warnings == ["left out, so that the world size fits: d"]
+    assert quiet.warnings == ["left out, so that the world size fits: d", "b was lost: d takes its place"]
     assert last.exit_code == 0
 
 

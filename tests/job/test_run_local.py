@@ -118,7 +118,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     job = Launch(tmp_path, "--num_gpus", "2", "--grace", "300", script)
     wait_until(lambda: job.out.count("READY") == 2, "the ranks")
     job.signal(signal.SIGINT)
-    wait_until(lambda: "SIGINT: stopping" in job.out, "the first signal's effect")
+    wait_until(lambda: "SIGINT: stopping" in job.err, "the first signal's effect")
     job.signal(signal.SIGINT)
     assert job.wait(10).code == 130
     wait_until_gone(job.job_id)
@@ -318,3 +318,12 @@ def test_a_record_that_no_worker_wrote_counts_for_nothing(tmp_path: Path, conten
     result = run_launch(tmp_path, script)
     assert result.code == 3, result.err
     assert "exit code 3" in result.err
+
+
+def test_last_lines_that_are_still_on_the_screen_are_not_repeated(tmp_path: Path) -> None:
+    result = run_launch(
+        tmp_path, scripts.write(tmp_path, "import os; print('no such data set', flush=True); os._exit(3)")
+    )
+    assert result.code == 3
+    assert (result.out + result.err).count("no such data set") == 1
+    assert "(its last lines are above)" in result.err

@@ -7,12 +7,16 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from harness import scripts
 from harness.launching import ROOT, Launch, run_here, run_launch, wait_until
 from harness.sshd import LoopbackSshd
+
+from launcher.cli.main import cli
 
 LOOPBACK = str(ROOT / "hostfiles" / "loopback")
 
@@ -112,7 +116,7 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--nnodes", "2", "--node_rank", "0"), "need --master_addr and --master_port"),
+        (("--nnodes", "2", "--node_rank", "0"), "need --master-addr and --master-port"),
         (("--node_rank", "3"), "only 1 nodes"),
         (
             ("--hostfile", LOOPBACK, "--no_ssh", "--master_addr", "x", "--master_port", "1"),
@@ -125,7 +129,7 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
         (("--job_id", "a b"), '"a b" cannot be a job id'),
         (("--bind_core_list", "x"), "no CPU number"),
         (("--env", "NOT_SET_ANYWHERE"), "not set here"),
-        (("--min_nodes", "1"), "goes with --max_restarts"),
+        (("--min_nodes", "1"), "goes with --max-restarts"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
@@ -154,9 +158,18 @@ def test_log_levels(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "print('OUT')")
     quiet, info, debug = (run_launch(tmp_path, "--log_level", level, script) for level in ("error", "info", "debug"))
     assert quiet.out == "[0] OUT\n"
-    assert "job " in info.out
-    assert "launcher.agent" in debug.out
-    assert "launcher.agent" not in info.out
+    assert quiet.err == ""
+    assert "job " in info.err
+    assert "launcher.agent" in debug.err
+    assert "launcher.agent" not in info.err
+    assert info.out == debug.out == quiet.out
+
+
+def test_without_prefixes_stdout_is_what_the_script_wrote(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import sys; sys.stdout.write('{\"a\": 1}\\n\\x1b[1mno end')")
+    assert run_launch(tmp_path, "--num_gpus", "1", "--no-prefix", script).out == '{"a": 1}\n\x1b[1mno end'
+    two = run_launch(tmp_path, "--num_gpus", "2", "--no-prefix", script)
+    assert sorted(two.out.splitlines()) == sorted(['{"a": 1}', "\x1b[1mno end"] * 2)
 
 
 def test_each_rank_log_under_deepspeed_s_name(tmp_path: Path) -> None:
@@ -165,3 +178,32 @@ def test_each_rank_log_under_deepspeed_s_name(tmp_path: Path) -> None:
     (log,) = tmp_path.glob("logs/*/rank_0.log")
     assert log.read_text() == "OUT\n"
     assert json.loads((log.parent / "report.json").read_text())["exit_code"] == 0
+
+
+def test_a_master_port_in_use_ends_before_any_rank_starts(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "open('ran', 'w')")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        result = run_launch(tmp_path, "--num_gpus", "2", "--master_port", port, script)
+    assert result.code == 2
+    assert f"✗ localhost: port {port} is in use\n  → give another --master-port" in result.err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_asking_lost_hosts_is_no_part_of_the_time_ranks_needed_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_sweep(*_: object) -> tuple[str, ...]:
+        time.sleep(1.0)
+        return ()
+
+    monkeypatch.setattr("launcher.job.controller.sweep_lost_hosts", slow_sweep)
+    script = scripts.write(
+        tmp_path, "import os, sys, time; sys.exit(1) if os.environ['RANK'] == '0' else time.sleep(60)"
+    )
+    words = ["run", "--num-gpus", "2", "--log-dir", str(tmp_path / "runs"), str(script)]
+    assert CliRunner().invoke(cli, words).exit_code == 1
+    (found,) = tmp_path.glob("runs/*/report.json")
+    report = json.loads(found.read_text())
+    assert report["num_stopped"] == 1
+    assert report["stop_s"] + 1.0 <= report["duration_s"]

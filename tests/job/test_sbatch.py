@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.base.errors import UsageError
-from launcher.job.sbatch import BatchOptions, render_script
+from launcher.job.sbatch import BatchOptions, job_name_of, render_script
 from launcher.job.sbatch_lint import lint_script
 
 GUIDE = BatchOptions(
@@ -143,7 +146,7 @@ def test_a_good_script_has_no_findings(tmp_path: Path) -> None:
         ("#SBATCH --gres", "# SBATCH --gres", 5, "is a comment for Slurm"),
         ("module load", "#SBATCH --mem=0\nmodule load", 9, None),
         ("module load cuda\n", "module load cuda\n#SBATCH --mem=0\n", 9, "no #SBATCH line after the first command"),
-        ("--job-name", "--jobname", 2, "sbatch has no option --jobname"),
+        ("--job-name", "--jobname", 2, "option --jobname is not known here"),
         ("%x-%j.out", "logs/%x.out", 7, "there is no folder logs"),
         ("--job-name=train", "--signal=USR1@60", 2, "reaches the tasks of srun"),
         ("launch --num_gpus 8", "srun launch", 9, "one rank for 8 GPUs"),
@@ -162,6 +165,61 @@ def test_mistakes_are_found_with_their_line(
     found = next(finding for finding in findings if message in finding.message)
     assert found.where == f"job.sh:{place}"
     assert found.hint
+
+
+def test_windows_line_ends_are_found(tmp_path: Path) -> None:
+    (found,) = lint_script(GOOD.replace("\n", "\r\n"), "a job.sh", tmp_path)
+    assert found.message == "lines end as on Windows (CR LF): sbatch refuses the script"
+    assert found.hint == "sed -i 's/\\r$//' 'a job.sh'"
+
+
+def test_an_option_that_is_not_known_is_no_error(tmp_path: Path) -> None:
+    """A newer Slurm, or a plugin, may well have it."""
+    text = GOOD.replace("--job-name=train", "--spank-thing=1")
+    assert [found.is_error for found in lint_script(text, "job.sh", tmp_path)] == [False]
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("train.py", "train"), ('we"ird.py', "we-ird"), ("a b\n.py", "a-b"), ('"".py', "launch"), ("größe.py", "größe")],
+)
+def test_every_script_has_a_job_name(script: str, name: str) -> None:
+    assert job_name_of(script) == name
+    assert f"--job-name={name}" in render_script(BatchOptions(job_name_of(script)), ["run", script]).replace('"', "")
+
+
+@pytest.mark.parametrize(
+    ("setup", "launch", "code", "is_requeued"),
+    [
+        ((), "exit 75", 75, False),  # ranks that end so by themselves, each time anew
+        (("kill -USR1 $$",), "echo started; exit 0", 75, True),  # a notice before anything runs
+        ((), "trap 'exit 75' USR1; while :; do kill -USR1 $PPID; sleep 0.05; done", 75, True),
+        ((), "exit 3", 3, False),
+    ],
+)
+def test_a_job_is_requeued_after_a_notice_only(
+    tmp_path: Path, setup: tuple[str, ...], launch: str, code: int, is_requeued: bool
+) -> None:
+    text = render_script(BatchOptions("train", requeue=True, setup=setup), ["run", "train.py"])
+    (command,) = [line for line in text.splitlines() if line.endswith(" run train.py &")]
+    text = text.replace(command, f"bash -c {shlex.quote(launch)} &")
+    stub = tmp_path / "scontrol"
+    stub.write_text('#!/bin/sh\necho "SCONTROL $*"\n')
+    stub.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == code, done.stderr
+    assert ("SCONTROL requeue 7" in done.stdout) == is_requeued
+    assert "started" not in done.stdout
+
+
+def test_the_controller_of_slurm_is_asked_less_and_less_often() -> None:
+    from launcher.cli.sbatch import poll_intervals
+
+    intervals = list(itertools.islice(poll_intervals(), 20))
+    assert intervals[0] == 1.0
+    assert intervals == sorted(intervals)
+    assert intervals[-1] == 30.0
 
 
 @given(st.text(alphabet="#SBATCH -=\n'\"ntasks1:gpu launch%/", max_size=120))

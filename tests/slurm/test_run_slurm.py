@@ -68,7 +68,7 @@ def test_ranks_are_numbered_over_the_nodes_of_the_allocation(allocation: dict[st
     script = scripts.write(tmp_path, scripts.ENVIRONMENT)
     result = run_launch(tmp_path, script, "it's; $HOME", env=allocation)
     assert result.code == 0, result.err
-    assert "3 hosts × 2 ranks = world 6" in result.out
+    assert "3 hosts × 2 ranks = world 6" in result.err
     found = environments(result.out)
     assert [environment["RANK"] for environment in found] == list("012345")
     assert [environment["NODE_RANK"] for environment in found] == list("001122")

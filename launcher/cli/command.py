@@ -1,0 +1,64 @@
+"""How the options of our commands are declared, spelled and listed.
+
+An option has one spelling that is shown, in kebab-case. `_` stands for `-` in whatever a user types (`spelled`), which
+is DeepSpeed's way; other launchers' names for it are accepted, and shown nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_OTHERS = "Options"
+
+
+def spelled(name: str) -> str:
+    """Return the name of an option as it is declared: for click's `token_normalize_func`."""
+    return name.replace("_", "-")
+
+
+class Option(click.Option):
+    """An option that `--help` lists under a heading, and that other names may stand for."""
+
+    def __init__(self, *args: Any, heading: str = _OTHERS, also: Sequence[str] = (), **attributes: Any) -> None:
+        """also: spellings that are accepted and not shown."""
+        super().__init__(*args, **attributes)
+        self.heading = heading
+        self.also = tuple(also)
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        shown = self.opts
+        self.opts = [*shown, *self.also]  # click asks for them here, and shows them elsewhere
+        try:
+            super().add_to_parser(parser, ctx)
+        finally:
+            self.opts = shown
+
+    @property
+    def spelling(self) -> str:
+        """The one name that messages use: the longest, so not that of one letter."""
+        return max(self.opts, key=len)
+
+
+def option(
+    *declarations: str, heading: str = _OTHERS, also: Sequence[str] = (), **attributes: Any
+) -> Callable[[_F], _F]:
+    """Declare an `Option` as `click.option` does."""
+    return click.option(*declarations, cls=Option, heading=heading, also=also, **attributes)
+
+
+class Command(click.Command):
+    """A command whose options are listed under their headings, in the order of declaration."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                rows.setdefault(getattr(parameter, "heading", _OTHERS), []).append(record)
+        for heading, records in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
