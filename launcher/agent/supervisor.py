@@ -337,7 +337,7 @@ class Supervisor:
         if left and now_s < self._leftovers_until_s:
             return
         if left:
-            self._send(LeftBehind([(pid, name_of(pid)) for pid in left]))
+            self._send(LeftBehind(left, [name_of(pid) for pid in left]))
         self._stop(_LEFTOVER_GRACE_S)
 
     def _report_if_over(self, rank: Rank) -> None:

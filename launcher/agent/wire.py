@@ -187,7 +187,8 @@ class Exited(Message):
 class LeftBehind(Message):
     """Every rank has ended well, and left processes running that the agent ends now."""
 
-    processes: list[tuple[int, str]]  # pid and name, as a list of two in JSON
+    pids: list[int]
+    names: list[str]  # of their programs, in the order of `pids`
 
 
 class Bye(Message):

@@ -96,8 +96,9 @@ class Node:
 
 def describe_leftovers(node: Node, message: LeftBehind) -> str:
     """Say what the ranks of a node have left running, that it is ended now, and what helps."""
-    shown = [f"{name} (pid {pid})" for pid, name in message.processes[:_MAX_NAMED]]
-    more = len(message.processes) - len(shown)
+    pairs = list(zip(message.pids, message.names, strict=False))
+    shown = [f"{name} (pid {pid})" for pid, name in pairs[:_MAX_NAMED]]
+    more = len(pairs) - len(shown)
     what = ", ".join(shown) + (f" and {more} more" if more else "")
     return (
         f"ranks on {node.name} have ended and left processes running, which end with the job: {what};"
