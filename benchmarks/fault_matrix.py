@@ -112,7 +112,7 @@ FAULTS = (
         "rank raises",
         LAST_WORDS + "if odd: raise ValueError('bad data')" + VICTIMS,
         code=1,
-        names="(?s)" + _ODD + r'File "script.py", line \d+.*ValueError: bad data',
+        names="(?s)" + _ODD + r'File "[^"]*script.py", line \d+.*ValueError: bad data',
     ),
     Fault(
         "import error on one rank",

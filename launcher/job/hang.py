@@ -16,9 +16,9 @@ class HangWatch:
     """Knows when each rank last made progress, by heartbeats and output. Times are the monotonic clock.
 
     A job hangs when no rank has made a heartbeat or written anything for the timeout. One rank hangs when it has made
-    heartbeats before, and for the timeout it has neither made one nor written anything while another rank's
-    heartbeats continued. Output of the others alone is no proof against a silent rank: during an evaluation on rank 0
-    the other ranks wait for it, and a rank without heartbeats may be silent for ever where only rank 0 prints.
+    heartbeats before, or most ranks have, and for the timeout it has neither made one nor written anything while
+    another rank's heartbeats continued. Output of the others alone is no proof against a silent rank: during an
+    evaluation on rank 0 the other ranks wait for it, and where only rank 0 prints the others are always silent.
     """
 
     def __init__(self, timeout_s: float, ranks: Iterable[int], now_s: float) -> None:
@@ -64,7 +64,9 @@ class HangWatch:
             return sorted(self._last_s)
         if self._last_beat_s <= self._no_hang_until_s:  # asked after every event: not to look at all ranks each time
             return []
-        since_s = {rank: last_s for rank, last_s in self._last_s.items() if self._counts[rank]}
+        # Where most ranks make heartbeats, one that never did hangs at its start; else they are some ranks' affair.
+        is_usual = 2 * sum(map(bool, self._counts.values())) > len(self._counts)
+        since_s = {rank: last_s for rank, last_s in self._last_s.items() if is_usual or self._counts[rank]}
         self._no_hang_until_s = min(since_s.values(), default=now_s) + self._timeout_s
         return sorted(rank for rank, last_s in since_s.items() if self._last_beat_s - last_s > self._timeout_s)
 

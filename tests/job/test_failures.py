@@ -44,7 +44,7 @@ def book_of(tmp_path: Path, now_s: float, *exits: tuple[Node, Exited]) -> Failur
     for number, (where, message) in enumerate(exits):
         if number == 1:
             book.stop_ordered(by_user=False)
-        add(book, where, message, tmp_path / f"{number}.log")
+        add(book, where, message, tmp_path / f"{len(list(tmp_path.iterdir()))}.log")
     return book
 
 

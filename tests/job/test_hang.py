@@ -124,6 +124,14 @@ def test_a_rank_that_falls_silent_while_others_make_heartbeats_hangs() -> None:
         assert watch.hung_ranks(second) == ([1] if second > 28 else [])
 
 
+def test_a_rank_that_never_came_to_a_heartbeat_hangs_where_most_ranks_make_them() -> None:
+    watch = HangWatch(10.0, range(3), now_s=0.0)
+    for second in range(1, 21):
+        watch.beat(0, second, second)
+        watch.beat(1, second, second)
+        assert watch.hung_ranks(second) == ([2] if second > 10 else [])
+
+
 def test_an_evaluation_that_rank_0_prints_is_no_hang_of_the_ranks_that_wait() -> None:
     watch = HangWatch(10.0, range(2), now_s=0.0)
     watch.beat(1, 7, 1.0)
