@@ -24,7 +24,8 @@ from launcher.job.bare import BareSession
 from launcher.job.everywhere import Everywhere, Held, HostResult, Listener, Task
 from launcher.job.plan import new_job_id
 
-_GATHER_S = 2.0  # hosts that end within so long of each other are shown together
+_QUIET_S = 2.0  # hosts are shown together until none has ended for so long,
+_MAX_GATHER_S = 10.0  # or the first of them has waited for so long
 _NOT_FOUND = 127
 _OF_SHELLS = frozenset(" ;|&<>$*`")  # in a program's name they mean that a shell was meant
 _EPILOG = """\b
@@ -65,7 +66,7 @@ def exec_command(
 ) -> None:
     """Run COMMAND on all hosts at once, in this folder, and show equal output once.
 
-    A host is shown when it has ended, together with those that end within two seconds. The words reach COMMAND as
+    A host is shown when it has ended, together with those that end about then. The words reach COMMAND as
     they are: for pipes and variables give `sh -c '...'`. The exit code is the largest of all hosts'; 69 when a host
     could not be reached. The hosts need a POSIX shell and nothing else. Ctrl-C and --timeout end COMMAND and its
     process group; what it leaves running at its own end goes on, unless --supervise is given.
@@ -117,15 +118,17 @@ class Display(Listener):
         self._hint = not_found_hint
         self._waiting: dict[str, HostResult] = {}
         self._shown: set[str] = set()
-        self._since_s = 0.0
+        self._first_s = self._last_s = 0.0  # monotonic, when hosts ended that wait to be shown
 
     def ended(self, result: HostResult) -> None:
+        self._last_s = time.monotonic()
         if not self._waiting:
-            self._since_s = time.monotonic()
+            self._first_s = self._last_s
         self._waiting[result.host.name] = result
 
     def turn(self) -> None:
-        if self._waiting and time.monotonic() - self._since_s > _GATHER_S:
+        now_s = time.monotonic()
+        if self._waiting and (now_s - self._last_s > _QUIET_S or now_s - self._first_s > _MAX_GATHER_S):
             self._show()
 
     def finish(self, results: Sequence[HostResult]) -> None:
