@@ -30,6 +30,7 @@ from launcher.base.processes import members_of_job
 NUM_LINES = 100_000  # of each of two ranks, at least
 CONNECT_TIMEOUT_S = 10
 AT_ONCE_S = 2.0  # on a machine that is busy with other work, too
+START_S = 5.0  # for what is no wait: interpreters, key exchanges
 
 
 @dataclass
@@ -166,7 +167,7 @@ def hosts_hang(setting: Setting, step: str, num_hosts: int) -> list[Outcome]:
         interrupt_s = time.monotonic() - start_s
     num_named = sum(line.startswith("✗ 127.0.0.") for line in result.err.splitlines())
     # A host gives its turn to the next after a second, 32 at a time; the login before the exec request takes its time.
-    limit_s = (num_hosts // 32 + 1) * 1.0 + (1 if step == "accept" else 2) * CONNECT_TIMEOUT_S
+    limit_s = num_hosts // 32 + (1 if step == "accept" else 2) * CONNECT_TIMEOUT_S + START_S
     return [
         Outcome(
             f"{num_hosts} hosts hang {what}",
