@@ -61,7 +61,7 @@ def test_a_signal_ends_the_wait_for_a_host_at_once(tmp_path: Path, step: str, nu
     script = scripts.write(tmp_path, "pass")
     with mute_hosts(tmp_path, step, 50) as options:
         job = Launch(tmp_path, *options, script)
-        wait_until(lambda: "waiting for 127.0.0.[1-2] (ssh), 2 of 2" in job.out, "the line about the wait")
+        wait_until(lambda: "waiting for 127.0.0.[1-2] (ssh), 2 of 2" in job.err, "the line about the wait")
         job.signal(number)
         start_s = time.monotonic()
         assert job.wait(20).code == 128 + number

@@ -148,7 +148,7 @@ def test_a_disk_that_never_answers_again_is_given_up(tmp_path: Path, job_id: str
     result = job.wait(30)
     assert result.code == 0
     assert whole_lines(result.out.encode(), "[0] ") == 5000
-    assert f"waiting for the disk of runs/{job_id}" in result.out
+    assert f"waiting for the disk of runs/{job_id}" in result.err
     assert f"! runs/{job_id}: its disk does not answer; the logs are incomplete" in result.err
     assert "! report.json could not be written: the disk does not answer" in result.err
     log.close()
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_the_wait_for_a_disk_and_keeps_the_exit_code(tmp_path: Path,
     log.open()
     (tmp_path / "enough").touch()
     job = driven(tmp_path, job_id, 600.0, scripts.write(tmp_path, LOUD), "5000")
-    wait_until(lambda: "waiting for the disk of" in job.out, "the line about the wait")
+    wait_until(lambda: "waiting for the disk of" in job.err, "the line about the wait")
     job.signal(signal.SIGINT)
     start_s = time.monotonic()
     assert job.wait(20).code == 0
@@ -170,7 +170,7 @@ def test_ctrl_c_ends_the_wait_for_a_disk_and_keeps_the_exit_code(tmp_path: Path,
 def test_ctrl_c_ends_the_wait_for_a_run_folder_that_does_not_answer(tmp_path: Path, job_id: str) -> None:
     StalledLog(tmp_path / "runs", job_id)  # nobody opens it: opening it stalls, before any rank is started
     job = driven(tmp_path, job_id, 600.0, scripts.write(tmp_path, "print('RAN')"))
-    wait_until(lambda: "waiting for the disk of" in job.out, "the line about the wait")
+    wait_until(lambda: "waiting for the disk of" in job.err, "the line about the wait")
     job.signal(signal.SIGINT)
     result = job.wait(10)
     assert result.code == 130
@@ -198,11 +198,11 @@ def test_ctrl_z_for_longer_than_the_lease_ends_nothing(ssh: list[str], tmp_path:
     wait_until(lambda: job.out.count("READY") == 2, "the ranks")
     job.signal(signal.SIGTSTP)
     wait_until(lambda: state_of(job.process.pid) == "T", "the suspension")
-    assert "suspended: the ranks run on" in job.out
+    assert "suspended: the ranks run on" in job.err
     time.sleep(3 * LEASE_S)
     assert len(members_of_job(job.job_id)) == 2
     job.signal(signal.SIGCONT)
-    wait_until(lambda: "continued after " in job.out, "the end of the suspension")
+    wait_until(lambda: "continued after " in job.err, "the end of the suspension")
     time.sleep(2 * LEASE_S)  # heartbeats keep the old lease again
     (tmp_path / "enough").touch()
     assert job.wait().code == 0, job.err
@@ -256,7 +256,7 @@ def test_a_signal_between_two_runs_is_handled_as_during_one(tmp_path: Path, numb
 
 def test_a_storm_of_requests_for_stacks_ends_no_job(tmp_path: Path) -> None:
     job = Launch(tmp_path, "--max-restarts", "20", "--no_python", "sh", "-c", "exit 5")
-    wait_until(lambda: " · job " in job.out, "the start")
+    wait_until(lambda: " · job " in job.err, "the start")
     over = threading.Event()
 
     def storm() -> None:
@@ -266,7 +266,7 @@ def test_a_storm_of_requests_for_stacks_ends_no_job(tmp_path: Path) -> None:
     thread = threading.Thread(target=storm)
     thread.start()
     try:
-        wait_until(lambda: job.process.poll() is not None or "restart 20 of 20" in job.out, "the last run", 60.0)
+        wait_until(lambda: job.process.poll() is not None or "restart 20 of 20" in job.err, "the last run", 60.0)
     finally:
         over.set()
         thread.join()
@@ -278,10 +278,10 @@ def test_a_second_ctrl_c_is_announced_and_told(tmp_path: Path) -> None:
     wait_until(lambda: "READY" in job.out, "the rank")
     job.signal(signal.SIGINT)
     announced = "SIGINT: stopping all ranks\nwaiting for the ranks to end, at most 30.0 s; a second SIGINT kills them\n"
-    wait_until(lambda: announced in job.out, "the first")
+    wait_until(lambda: announced in job.err, "the first")
     job.signal(signal.SIGINT)
     assert job.wait(15).code == 130
-    assert "SIGINT again: killing all ranks\n" in job.out
+    assert "SIGINT again: killing all ranks\n" in job.err
 
 
 # In place of a package that the command imports: Ctrl-C arrives where Python can raise no exception.
