@@ -16,7 +16,7 @@ from pathlib import Path
 from launcher.base.processes import members_of_job
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0  # on a machine with other work, a start of torch alone may take half a minute
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def nap(duration: str) -> str:
     return f"{duration}{os.getpid():07d}"
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Wait for a condition with a deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
