@@ -42,6 +42,7 @@ compat: $(VENV)/.installed-dev ## run a short list of tests on the oldest torch,
 
 soak: $(VENV)/.installed-dev ## the long forms of the tests that draw at random: kills, hostile input, every fault
 	@.ci/system-packages
+	$(BIN)/python -m pytest -m soak
 	$(BIN)/python benchmarks/random_kills.py --count 500
 	$(BIN)/python benchmarks/fuzz.py --count 1000000
 	PYTHONPATH=tests $(BIN)/python benchmarks/fault_matrix.py
