@@ -42,6 +42,7 @@ compat: $(VENV)/.installed-dev ## run a short list of tests on the oldest torch,
 
 soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, every fault on every transport, stalls of minutes
 	@.ci/system-packages
+	$(BIN)/python -m pytest -m soak
 	$(BIN)/python benchmarks/random_kills.py --count 500
 	$(BIN)/python benchmarks/fuzz.py --count 1000000
 	PYTHONPATH=tests $(BIN)/python benchmarks/fault_matrix.py

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +39,7 @@ class Pending:
 
     def __post_init__(self) -> None:
         if self.works:
-            _on_their_way.add(self)
+            _on_their_way[self] = None
 
     def advance(self) -> Pending:
         """Block until this phase has ended; return the next one, or a finished collective."""
@@ -51,9 +50,8 @@ class Pending:
             return self._complete()
 
     def _complete(self) -> Pending:
-        for work in self.works:
+        for work in self._take_works():
             work.wait()
-        self.works = []
         finish, self.finish = self.finish, None
         following = finish() if finish is not None else None
         if following is None:
@@ -67,20 +65,33 @@ class Pending:
         while phase.works or phase.finish is not None:
             phase = phase.advance()
 
+    def _take_works(self) -> list[dist.Work]:
+        """Return the works for their one wait: gloo never answers a second one."""
+        works, self.works = self.works, []
+        _on_their_way.pop(self, None)
+        return works
 
-_on_their_way: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+# Held until they have been waited for, also when their engine has gone: gloo forgets a transfer whose handle is freed,
+# and the peer's half of it would meet the next transfer between the two. The garbage collector frees at another moment
+# on every rank.
+_on_their_way: dict[Pending, None] = {}
 
 
-def settle(timeout: datetime.timedelta) -> None:
-    """Wait for every collective that nobody has waited for yet, at most `timeout` each; failures do not matter.
+def settle(timeout: datetime.timedelta | None = None) -> None:
+    """Wait for every collective under way, at most `timeout` each (None: that of the group); failures do not matter.
 
-    For the end of a process: gloo aborts one that leaves with transfers under way, such as the last step's gathers.
+    For the end of a process, because gloo aborts one that leaves with transfers under way, such as the last step's
+    gathers; and for the start of an engine, because these hold the buffers of engines that have gone. Every rank has
+    begun what is waited for here, so it waits for no call of another rank that is yet to come.
     """
     for pending in list(_on_their_way):
-        for work in pending.works:
+        for work in pending._take_works():
             with contextlib.suppress(RuntimeError):  # the peer has gone
-                work.wait(timeout)
-        pending.works = []
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
 
 
 def _has_own(group: DataParallelGroup) -> bool:
@@ -257,7 +268,8 @@ def _all_reduce(group: DataParallelGroup, flat: Tensor, sent: Tensor, scale: flo
             add()
         return _all_gather(group, flat)
 
-    return Pending(scattered.works, gather)
+    scattered.finish = gather
+    return scattered
 
 
 def sum_scalars(group: DataParallelGroup, values: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def _check_typed_params(data: Mapping[str, Any], types: _Types, errors: list[Fin
     type_name = canonical_type(str(part["type"]), {**types.known, **types.refused})
     params = part.get("params") or {}
     if type_name is None:
-        hint = did_you_mean(str(part["type"]), types.known) or f"one of {', '.join(working)}"
+        hint = did_you_mean(str(part["type"]), working) or f"one of {', '.join(working)}"
         errors.append(Finding((name, "type"), f'unknown {name} type "{part["type"]}"', hint))
         return
     if type_name in types.refused:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.config.check import section_of
-from launcher.config.fields import Section, Support, aliases_of, shown, status_of
+from launcher.config.fields import Section, Support, aliases_of, shown, status_of, unsupported
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
-from launcher.config.schema_schedules import SCHEDULER_PARAMS
+from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS
+from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS
 
 _TYPES = {"bool": "true or false", "int": "integer", "float": "number", "str": "string", "dict": "object"}
 
@@ -31,9 +32,14 @@ class KeyFacts:
 def all_keys() -> list[KeyFacts]:
     """Return every key of the vocabulary, sections before their keys, parameters of types last."""
     keys = list(_keys_of(Config, ""))
-    for name, known in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", SCHEDULER_PARAMS)):
+    typed = (("optimizer", OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS), ("scheduler", SCHEDULER_PARAMS, REFUSED_SCHEDULERS))
+    for name, known, refused in typed:
         for type_name, section in known.items():
-            keys += _keys_of(section, f"{name}.params[{type_name}].")
+            found = _keys_of(section, f"{name}.params[{type_name}].")
+            if type_name in refused:
+                status = str(unsupported(f"{type_name} is refused; {refused[type_name]}"))
+                found = (dataclasses.replace(fact, status=status) for fact in found)
+            keys += found
     return keys
 
 
@@ -94,7 +100,7 @@ def markdown() -> str:
         f"* **{Support.WITH_NVME.value}**: {counts[Support.WITH_NVME]} keys; setting one without is reported at start;",
         f"* **{Support.INERT.value}**: {counts[Support.INERT]} keys; setting one is reported at start;",
         f"* **{Support.UNSUPPORTED.value}**: {counts[Support.UNSUPPORTED]} keys; setting one to anything but its"
-        " default is an error that says what to use instead.",
+        " default is an error that says what to use instead, and so is naming a type that is refused.",
         "",
         "Any other key, at any depth, is an error with the nearest known name. Plain keys also accept the value",
         '`"auto"`; what it became is printed at start. `launch config check FILE` checks a file, and',

@@ -66,7 +66,7 @@ class OffloadOptimizer(Section):
     super_offload: Flag = key(
         False, "offload for tightly coupled CPU and GPU", unsupported("transfers overlap anyway; remove the key")
     )
-    cpuadam_cores_perc: Fraction = key(0.8, "part of a rank's cores that update states; left out: all")
+    cpuadam_cores_perc: Fraction = key(1.0, "part of a rank's cores that update states")
     delayed_update: Flag = key(False, "update beside the next forward and backward, whose weights are one step behind")
     delayed_update_warmup_steps: Count = key(40, "first steps that are not delayed")
 

@@ -89,6 +89,7 @@ def initialize(
         raise EngineError("mpu and mesh_param are not supported by this release", hint="use data parallelism alone")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     leave_in_order()
+    collectives.settle()
     group = data_parallel_group()
     loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
     facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))

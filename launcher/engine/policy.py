@@ -77,7 +77,6 @@ def _offload(settings: Config) -> OffloadPolicy:
     zero = settings.zero_optimization
     optimizer, params = zero.offload_optimizer, zero.offload_param
     pins = zero.cpu_offload_use_pin_memory
-    is_fraction_given = "cpuadam_cores_perc" in optimizer.model_fields_set
     return OffloadPolicy(
         optimizer=Place.HOST if zero.cpu_offload else Place(optimizer.device),
         params=Place.HOST if zero.cpu_offload_param else Place(params.device),
@@ -89,7 +88,7 @@ def _offload(settings: Config) -> OffloadPolicy:
         max_host_params=int(params.max_in_cpu),
         is_delayed=optimizer.delayed_update,
         num_steps_in_order=int(optimizer.delayed_update_warmup_steps),
-        cores_fraction=float(optimizer.cpuadam_cores_perc) if is_fraction_given else 1.0,
+        cores_fraction=float(optimizer.cpuadam_cores_perc),
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import gc
+import uuid
 from typing import Any
 
 import pytest
@@ -118,6 +121,45 @@ def test_several_at_once_do_not_mix() -> None:
             expected = expected + contribution(rank + 10 * number, 4, torch.float32)
         for found in results:
             assert torch.equal(found[number], expected)
+
+
+def _settle_what_nobody_holds(rank: int, world_size: int, key: str) -> torch.Tensor:
+    """Begin a gather, forget it and settle. Rank 1 begins its half only when rank 0 is about to settle."""
+    flat = torch.full((world_size * CHUNK,), -1.0)
+    flat.chunk(world_size)[rank].fill_(float(rank))
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait([key])
+    collectives.all_gather(data_parallel_group(), flat)
+    gc.collect()
+    if rank == 0:
+        store.set(key, "about to settle")
+    collectives.settle(datetime.timedelta(seconds=60))
+    return flat
+
+
+def test_what_nobody_waits_for_is_settled() -> None:
+    expected = torch.arange(2, dtype=torch.float32).repeat_interleave(CHUNK)
+    for found in run_on_ranks(2, _settle_what_nobody_holds, uuid.uuid4().hex):
+        assert torch.equal(found, expected)
+
+
+def _held_after(rank: int, world_size: int) -> int:
+    group = data_parallel_group()
+    collectives.settle()
+    for dtype in (torch.float32, torch.bfloat16):
+        flat = torch.zeros(world_size * CHUNK)
+        collectives.all_reduce(group, flat, sent=contribution(rank, world_size, dtype)).wait()
+        collectives.reduce_scatter(group, flat, torch.empty(CHUNK)).wait()
+        collectives.all_gather(group, flat).wait()
+    held = len(collectives._on_their_way)
+    collectives.settle()  # waits for nothing a second time
+    return held
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_has_been_waited_for_is_not_held(world_size: int) -> None:
+    assert run_on_ranks(world_size, _held_after) == [0] * world_size
 
 
 def _scalars(rank: int, world_size: int) -> tuple[list[float], list[float]]:

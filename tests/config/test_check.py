@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from launcher.base.errors import ConfigError
 from launcher.config.fields import AUTO, Auto
 from launcher.config.load import load_config
-from launcher.config.schema_optimizers import WORKING_OPTIMIZERS
+from launcher.config.schema_optimizers import REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 
 GOOD: dict[str, Any] = {
     "train_batch_size": 32,
@@ -163,6 +164,7 @@ def test_fp16_together_with_bf16_is_named() -> None:
         ((3, None, None), 4, "train_batch_size 3 is not divisible by 1 (accumulation) × 4 (ranks) = 4"),
         ((None, None, 4), 4, "neither train_batch_size nor train_micro_batch_size_per_gpu is given"),
         ((100, 8, 4), None, "train_batch_size 100 is no multiple of 8 (micro) × 4 (accumulation)"),
+        ((32, 8, 8), None, "train_batch_size 32 is no multiple of 8 (micro) × 8 (accumulation)"),
     ],
 )
 def test_a_broken_batch_equation_is_printed(
@@ -179,6 +181,33 @@ def test_keys_without_effect_are_reported_and_only_those() -> None:
     (notice,) = load_config(text).notices
     assert notice.where == "config:2:2"
     assert "contiguous_gradients false has no effect" in notice.message
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_key_that_tunes_stage_3_is_reported_at_another_stage(stage: int) -> None:
+    (notice,) = load_config({"zero_optimization": {"stage": stage, "stage3_max_live_parameters": 5}}).notices
+    expected = "zero_optimization.stage3_max_live_parameters 5 has no effect: it tunes stage 3"
+    assert notice.message == expected
+    assert load_config({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 5}}).notices == ()
+
+
+def test_auto_on_a_key_without_effect_is_not_reported() -> None:
+    zero = {"stage": 2, "contiguous_gradients": "auto", "stage3_max_live_parameters": "auto"}
+    assert load_config({"zero_optimization": zero}).notices == ()
+
+
+def test_of_several_errors_of_a_key_its_type_is_said() -> None:
+    """A key that is not supported and has a value of the wrong type: two errors at one place."""
+    assert findings('{"zero_optimization": {"stage": 2, "legacy_stage1": 3}}') == [
+        "1:53: legacy_stage1: expected true or false, got 3"
+    ]
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIMIZERS)
+def test_a_refused_type_is_never_proposed(name: str) -> None:
+    for wrong in (f"{name}X", f"Fused{name}", name[:-1]):
+        (found,) = findings(json.dumps({"optimizer": {"type": wrong}}))
+        assert name not in re.findall(r'did you mean "(.*)"', found)
 
 
 def test_a_section_that_is_off_may_hold_anything_known() -> None:

@@ -38,7 +38,6 @@ ENGINE_SOURCES = "".join(
 COMET_NAMES = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 # Keys that act without the engine reading them by name.
 READ_ELSEWHERE = {
-    "data_types.grad_accum_dtype": "checked: fp32 is what is done",
     "optimizer.type": "build._optimizer_plan reads section.type",
     "optimizer.params": "and section.params",
     **{f"comet.{name}": "monitor.curves passes it to comet_ml by name" for name in COMET_NAMES},
@@ -59,6 +58,14 @@ def test_every_key_has_a_meaning_and_a_status() -> None:
     for fact in all_keys():
         assert fact.doc, fact.path
         assert fact.status.startswith(tuple(support.value for support in Support)), fact.path
+
+
+def test_keys_of_a_refused_type_do_not_work() -> None:
+    keys = [fact for fact in all_keys() if fact.path.startswith("optimizer.params[Mu") and "[Muon]" not in fact.path]
+    assert len(keys) > 20
+    for fact in keys:
+        assert fact.status.startswith("not supported: Mu")
+        assert fact.status.endswith("is refused; pass the mup package's optimizer as an object")
 
 
 def _working(section: type[Section], prefix: str) -> list[str]:

@@ -61,6 +61,28 @@ def test_bf16_equals_the_mixed_precision_loop(stage: int, accumulation: int, wor
     assert_same_bits(found, expected)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_thirty_steps_of_three_ranks_whose_shares_are_uneven(stage: int) -> None:
+    """Neither parameters nor units divide by three, and the mean over three ranks rounds."""
+    case = Case(stage, precision="fp32", accumulation=1, num_steps=30, batch=6, unit_numel=700)
+    found, expected = train(3, case), train_fp32(case)
+    assert worst_relative(found.losses, expected.losses) <= 1e-6
+    assert weight_distance(found.weights, expected.weights) <= 1e-6
+    short = Case(stage, precision="bf16", accumulation=2, num_steps=6, batch=6, unused=True)
+    found = train(3, short)
+    assert_same_bits(found, train_mixed(short, 3, found.grad_norms))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_only_makes_gradients_smaller(stage: int) -> None:
+    case = Case(stage, precision="fp32", accumulation=1, clipping=9.0)
+    found, expected = train(2, case), train_fp32(case)
+    assert min(expected.grad_norms) < 0.9 * case.clipping
+    assert max(expected.grad_norms) > 1.1 * case.clipping
+    assert worst_relative(found.losses, expected.losses) <= 1e-6
+    assert weight_distance(found.weights, expected.weights) <= 1e-6
+
+
 FP16 = {
     "restless": RESTLESS_SCALE,
     "no hysteresis": {**RESTLESS_SCALE, "hysteresis": 1},

@@ -15,7 +15,6 @@ from harness.adamw import engines_adamw
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BATCH = 8  # samples of one micro-step over all ranks
 VOCABULARY, WIDTH, LENGTH = 37, 24, 6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # A scale that overflows at the first steps, and again whenever three steps went well.
@@ -55,6 +54,7 @@ class Case:
     precision: str
     accumulation: int
     num_steps: int = 12
+    batch: int = 8  # samples of one micro-step over all ranks
     clipping: float = 0.5
     unit_numel: int = 500_000_000
     overlap: bool = True
@@ -66,7 +66,7 @@ class Case:
     def config(self, world_size: int) -> dict[str, Any]:
         """Return the engine config of this run."""
         return {
-            "train_micro_batch_size_per_gpu": BATCH // world_size,
+            "train_micro_batch_size_per_gpu": self.batch // world_size,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "steps_per_print": 0,
@@ -105,9 +105,9 @@ def make_model(case: Case) -> TinyLM:
 
 
 def micro_batches(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return the global micro-batches of every step: [step][micro] -> tokens, targets [BATCH, LENGTH]."""
+    """Return the global micro-batches of every step: [step][micro] -> tokens, targets [batch, LENGTH]."""
     generator = torch.Generator().manual_seed(5)
-    shape = (case.num_steps, case.accumulation, BATCH, LENGTH)
+    shape = (case.num_steps, case.accumulation, case.batch, LENGTH)
     tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
     targets = (tokens * 3 + 1) % VOCABULARY
     return [
@@ -123,7 +123,7 @@ def train_engine(rank: int, world_size: int, case: Case) -> Trajectory:
     import launcher
 
     engine, _, _, _ = launcher.initialize(model=make_model(case), config=case.config(world_size))
-    part = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
+    part = slice(rank * case.batch // world_size, (rank + 1) * case.batch // world_size)
     losses, grad_norms, scales = [], [], []
     for step in micro_batches(case):
         total = torch.zeros((), dtype=torch.float64)

@@ -202,6 +202,16 @@ class ReentrantTied(Tied):
         return F.linear(x, weight)
 
 
+class ReentrantOutside(Plain):
+    """A weight that is read first outside of the recomputed segment that uses it again, by what hands a gradient on."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = F.linear(self.blocks[0](x), self.blocks[2].up.weight[:WIDTH])
+        for block in self.blocks[1:]:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
 class ReentrantLoss(Plain):
     """A loss that is recomputed part by part, from parameters whose module is not called."""
 
@@ -291,6 +301,7 @@ MODELS: dict[str, type[nn.Module]] = {
         RecomputedReentrant,
         ReentrantRepeated,
         ReentrantTied,
+        ReentrantOutside,
         ReentrantLoss,
         Mixture,
         Containers,

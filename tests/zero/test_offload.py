@@ -209,6 +209,30 @@ def test_what_scripts_read_and_write_between_steps(stage: int, offload: dict[str
             assert value is other is None or torch.equal(value, other), f"value {number}"  # type: ignore[arg-type]
 
 
+def _writes_what_is_unused(rank: int, world_size: int, stage: int, offload: dict[str, Any]) -> list[Tensor]:
+    """Load weights, then write one; step after each. Return the parameter that no rank uses after each of the steps."""
+    with late_link():
+        engine = start(world_size, stage, offload, "SomeUnused", bf16={"enabled": True})
+        unused, seen = engine.module.blocks[2].extra, []
+        part = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
+        for number, (x, y) in enumerate(batches(3)):
+            if number == 1:
+                engine.load_state_dict({name: 2 * value for name, value in engine.state_dict().items()})
+            if number == 2:
+                with GatheredParameters([unused], 0):
+                    unused.data.fill_(5.0 + rank)
+            engine.backward(engine(x[part].bfloat16(), y[part].bfloat16()).float())
+            engine.step()
+            seen.append(engine.state_dict()["blocks.2.extra"])
+        return seen
+
+
+@named
+def test_what_is_written_stays_where_a_step_leaves_it_out(stage: int, offload: dict[str, Any]) -> None:
+    for seen in run_on_ranks(2, _writes_what_is_unused, stage, offload):
+        assert [value.unique().tolist() for value in seen] == [[1.0], [2.0], [5.0]]
+
+
 def _moves(rank: int, world_size: int, stage: int, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Tensor]:
     """Take two steps one way and two the other."""
     with late_link():

@@ -52,8 +52,21 @@ def train(rank: int, world_size: int, name: str, zero: dict[str, Any]) -> tuple[
     return losses, engine.state_dict()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", MODELS)
+HARDEST = "sharded after each use"
+# Models that use a unit more than once, or not at all, under the settings that keep and fetch ahead.
+SHORT = {(name, HARDEST) for name in MODELS} | {
+    (name, setting) for name in ("Repeated", "AlternatingPath", "PartlyFrozen") for setting in SETTINGS
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        pytest.param(name, setting, marks=[] if (name, setting) in SHORT else pytest.mark.soak)
+        for name in MODELS
+        for setting in SETTINGS
+    ],
+)
 def test_every_model_trains_as_plain_torch_does(name: str, setting: str) -> None:
     zero = dict(SETTINGS[setting])
     if name == "Mixture":
@@ -197,6 +210,24 @@ def test_no_more_is_whole_than_what_is_used_and_what_is_next() -> None:
         assert len(set(blocks)) == 1
         assert first <= blocks[0]
         assert blocks[0] < later <= 2 * blocks[0] + head
+
+
+def _keep(rank: int, world_size: int, max_live: int) -> tuple[int, list[int]]:
+    """Train with units that are all used again soon; return the live elements at the peak, and the units' sizes."""
+    near = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 10**9}
+    engine = engine_of("Plain", {**near, "stage3_max_live_parameters": max_live})
+    for x, y in batches(3):
+        engine.backward(engine(my_part(rank, x), my_part(rank, y)))
+        engine.step()
+    return engine._sharded.schedule.peak_live_numel, [unit.numel for unit in engine._sharded.units]
+
+
+def test_units_are_kept_up_to_the_live_parameters_allowed() -> None:
+    for max_live, num_kept in ((1, 0), (2500, 2), (10**9, 4)):
+        for peak, (*blocks, head) in run_on_ranks(2, _keep, max_live):
+            assert len(set(blocks)) == 1
+            assert peak <= max(max_live, 0) + blocks[0] or num_kept == 4
+            assert num_kept * blocks[0] <= peak <= (num_kept + 1) * blocks[0] + head
 
 
 def _change_path(rank: int, world_size: int) -> list[int]:
