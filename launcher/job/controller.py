@@ -383,14 +383,9 @@ class Controller:
         )
         self._files.close()
         failure, interrupt = self._failures.cause, self._interrupt
-        exit_code = failure.exit_code if failure is not None else 0
-        if failure is None and interrupt is not None:
-            exit_code = 128 + interrupt
-        elif failure is None and self._failures.wants_requeue:
-            exit_code = ExitCode.REQUEUE
         report = RunReport(
             job_id=self._plan.job_id,
-            exit_code=int(exit_code),
+            exit_code=_exit_code(self._failures, interrupt),
             world_size=self._plan.placement.world_size,
             duration_s=time.monotonic() - self._start_s,
             interrupted_by=signal.Signals(interrupt).name if interrupt is not None else None,
@@ -409,6 +404,15 @@ class Controller:
         except LauncherError as error:
             self._watcher.warning(f"report.json could not be written: {error.diagnostics[0].message}")
         return report
+
+
+def _exit_code(failures: FailureBook, interrupt: int | None) -> int:
+    """Return what `launch` exits with. interrupt: the signal that stopped the ranks."""
+    if failures.cause is not None:
+        return failures.cause.exit_code
+    if interrupt is not None:
+        return 128 + interrupt
+    return int(ExitCode.REQUEUE if failures.wants_requeue else ExitCode.OK)
 
 
 def _check_port(picked: PortPicked, plan: JobPlan) -> None:

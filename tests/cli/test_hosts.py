@@ -78,6 +78,6 @@ def test_node_0_is_named_as_the_other_hosts_can_reach_it(folder: Path) -> None:
     with pytest.raises(LauncherError) as caught:
         address(*tunnel)
     assert "leads other hosts to themselves" in str(caught.value)
-    assert "--master_addr" in str(caught.value)
-    assert address(*tunnel, "--master_addr", "10.0.0.5") == "10.0.0.5"
+    assert "--master-addr" in str(caught.value)
+    assert address(*tunnel, "--master-addr", "10.0.0.5") == "10.0.0.5"
     assert address(*tunnel, "--num_nodes", "1") == "127.0.0.1", "one host reaches itself"

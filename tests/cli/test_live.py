@@ -179,13 +179,9 @@ def test_without_a_terminal_the_bytes_are_the_plain_ones(tmp_path: Path) -> None
     result = run_launch(tmp_path, "--num_gpus", "1", scripts.write(tmp_path, script))
     assert result.code == 3
     out, err = (tmp_path / "launch.out").read_bytes(), (tmp_path / "launch.err").read_bytes()
-    start, _, rest = out.partition(b"[0] ")
-    assert start.splitlines()[-1].startswith(b"launch ")
-    output = b"[0] \x1b[31mred\n[0] 5%\r[0] last\n"
-    # The end of the script may be found before the end of its last line is.
-    stopping = b"rank 0 failed (exit code 3)\n"
-    assert (b"[0] " + rest).replace(stopping, b"") == output
-    assert err.startswith("✗ rank 0 (localhost, pid ".encode())
+    assert out == b"[0] \x1b[31mred\n[0] 5%\r[0] last\n"
+    assert b"\nlaunch " in err
+    assert "✗ rank 0 (localhost, pid ".encode() in err
     assert b"\x1b" not in err
 
 
