@@ -1,6 +1,6 @@
 """Readers, disks and hosts that stall for minutes: no job may be lost, and every wait must end when it should.
 
-    PYTHONPATH=tests python benchmarks/stalls.py [--pause 120] [--disk 60] [--hosts 64] [--lease 30] > section.md
+    PYTHONPATH=tests python benchmarks/stalls.py [--pause 120] [--disk 60] [--hosts 64] [--lease 30] [--output FILE]
 
 The pause of the reader is longer than the lease of the hosts. Prints a section of docs/benchmarks.md; exit code 1 when
 any line of it went wrong. Most of the time it waits.
@@ -8,7 +8,6 @@ any line of it went wrong. Most of the time it waits.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -19,13 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import machine_line, table
+from common import Section, argument_parser, table
 from harness import scripts
 from harness.launching import Launch, wait_until
 from harness.sshd import LoopbackSshd, MuteServer, StalledServer
 from harness.stalls import DRIVER, LOUD, StalledLog, UnreadPipe
 
 from launcher.base.processes import members_of_job
+from launcher.cluster.nodeset import expand
 
 NUM_LINES = 100_000  # of each of two ranks, at least
 CONNECT_TIMEOUT_S = 10
@@ -165,7 +165,8 @@ def hosts_hang(setting: Setting, step: str, num_hosts: int) -> list[Outcome]:
         job.signal(signal.SIGINT)
         code = job.wait(600).code
         interrupt_s = time.monotonic() - start_s
-    num_named = sum(line.startswith("✗ 127.0.0.") for line in result.err.splitlines())
+    found = (line.removeprefix("✗ ").partition(": ")[0] for line in result.err.splitlines() if line.startswith("✗ 127"))
+    num_named = sum(len(expand(names)) for names in found)
     # A host gives its turn to the next after a second, 32 at a time; the login before the exec request takes its time.
     limit_s = num_hosts // 32 + (1 if step == "accept" else 2) * CONNECT_TIMEOUT_S + START_S
     return [
@@ -186,12 +187,13 @@ def hosts_hang(setting: Setting, step: str, num_hosts: int) -> list[Outcome]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--pause", type=float, default=120.0, help="seconds that nobody reads, or that Ctrl-Z lasts")
     parser.add_argument("--disk", type=float, default=60.0, help="seconds that the disk of the logs stalls")
     parser.add_argument("--hosts", type=int, default=64, help="hosts that hang after TCP accept; a quarter in exec")
     parser.add_argument("--lease", type=float, default=30.0, help="the lease of the hosts, in seconds")
     options = parser.parse_args()
+    page = Section("Stalls", "paramiko")
     outcomes: list[Outcome] = []
     with LoopbackSshd() as sshd:
         cases: list[Callable[[Setting], Outcome | list[Outcome]]] = [
@@ -209,14 +211,9 @@ def main() -> None:
                 found = case(Setting(folder, ssh))
             outcomes += found if isinstance(found, list) else [found]
     rows = [[o.what, o.expected, o.found, "yes" if o.is_ok else "**no**"] for o in outcomes]
-    print("## Stalls\n")
-    print(machine_line("paramiko"))
-    print(
-        f"Two hosts over SSH with a lease of {options.lease:g} s, and hosts that hang with a connect timeout of"
-        f" {CONNECT_TIMEOUT_S} s; `python benchmarks/stalls.py`.\n"
-    )
-    print(table(["", "expected", "found", "as expected"], rows))
-    print()
+    setting = f"Hosts over SSH with a lease of {options.lease:g} s and a connect timeout of {CONNECT_TIMEOUT_S} s."
+    text = f"{setting}\n\n{table(['', 'expected', 'found', 'as expected'], rows)}"
+    page.write("One run of each line", text, options.output)
     sys.exit(0 if all(outcome.is_ok for outcome in outcomes) else 1)
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 # Runs the command line with a job id that is known before, so that a test can put something in the run folder's place.
 # Also shortens the wait for a disk at the end of a run.
 DRIVER = """
-import sys
+import os, sys
 job_id, limit_s = sys.argv[1], float(sys.argv[2])
 del sys.argv[1:3]
 from launcher.cli import launching
 from launcher.job import logs
 launching.new_job_id = lambda: job_id
 logs.STALL_LIMIT_S = limit_s
+logs.create_private = lambda path: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)  # a pipe that is there will do
 from launcher.__main__ import main
 main()
 """
