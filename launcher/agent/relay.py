@@ -18,11 +18,11 @@ import threading
 
 from launcher.agent.main import main as agent_main
 from launcher.base import env
+from launcher.base.timeouts import timeouts
 from launcher.transport.lines import BEAT, DATA, END, LineReader, encode_lines
 
 BEAT_INTERVAL_S = 5.0
 _READ_BYTES = 1 << 16
-_FAREWELL_S = 30.0  # how long to wait for the launcher to have read everything
 
 
 class Relay:
@@ -54,7 +54,7 @@ class Relay:
             _write_all(1, encode_lines(self._node, END, str(status).encode()))
         except BrokenPipeError:
             return
-        self._dismissed.wait(_FAREWELL_S)
+        self._dismissed.wait(timeouts().srun_farewell_s)
 
     def _turn(self) -> bool:
         """Wait for something and pass it on; False when the agent's output has ended."""

@@ -53,6 +53,7 @@ from launcher.base.errors import LauncherError, ProtocolError
 from launcher.base.processes import descendants, name_of, send, sweep_job
 from launcher.base.progress import read_counter
 from launcher.base.signals import NOTICE_SIGNAL, STACKS_SIGNAL
+from launcher.base.timeouts import timeouts
 from launcher.cluster.devices import given_devices
 
 _READ_BYTES = 1 << 16
@@ -62,7 +63,6 @@ _STOP_POLL_S = 0.05
 _PROGRESS_INTERVAL_S = 1.0
 _STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machine a little later
 _DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may go on writing
-_KILL_RETRY_S = 10.0  # a process in an uninterruptible wait cannot be killed: leave it to the kernel
 _LEFTOVER_WAIT_S = 0.5  # for children to end by themselves, after ranks which ended well
 _LEFTOVER_GRACE_S = 2.0  # for children that outlive ranks which ended well
 # The lease of an agent that has no ranks yet: the controller waits for all hosts before any is told to start.
@@ -412,7 +412,7 @@ class Supervisor:
         left = descendants(os.getpid())
         if left and self._kill_at_s is not None and now_s >= self._kill_at_s:
             send(left, signal.SIGKILL)
-            self._give_up_at_s = self._give_up_at_s or now_s + _KILL_RETRY_S
+            self._give_up_at_s = self._give_up_at_s or now_s + timeouts().kill_s
         gave_up = self._give_up_at_s is not None and now_s > self._give_up_at_s
         if (not left and not self._ranks) or gave_up:
             self._state = move(self._state, AgentState.GONE)

@@ -59,6 +59,11 @@ LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./r
 SSH_PROCESSES = EnvVar(
     "LAUNCH_SSH_PROCESSES", "helper processes that hold SSH connections, 0 for none; default by hosts and cores", "read"
 )
+TIMEOUT_SCALE = EnvVar(
+    "LAUNCH_TIMEOUT_SCALE",
+    "multiplies how long `launch` waits where no option says it (`launcher/base/timeouts.py`); default 1",
+    "read",
+)
 CPU_KERNEL = EnvVar(
     "LAUNCH_CPU_KERNEL",
     "C++ optimizer kernels: `AVX-512`, `AVX2`, `SSE2`, `NEON`, or `off`; default the best of this CPU",

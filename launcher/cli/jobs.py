@@ -19,6 +19,7 @@ from click.shell_completion import CompletionItem
 
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.processes import members_of_job, sweep_job
+from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cli.lines import MixedLines
 from launcher.cli.numbers import Whole
@@ -30,7 +31,6 @@ from launcher.job.registry import JobEntry, all_jobs, find_job, process_identity
 _POLL_S = 0.1
 _TELL_AFTER_S = 2.0
 _REPEAT_S = 0.5  # two signals that come at once count as one
-_END_MARGIN_S = 30.0  # what a launcher may need beyond its grace: agents to say goodbye, lost hosts to be asked
 _MAX_COMMAND_CHARS = 60
 
 _LOGS_EPILOG = """\b
@@ -164,7 +164,7 @@ def _wait_until_gone(entry: JobEntry, now: bool, start_s: float) -> None:
     """Wait for the launcher's end; with `now` it is reminded until it kills, and at last killed itself."""
     repeat_at_s = start_s + _REPEAT_S
     tell_at_s = start_s + _TELL_AFTER_S
-    give_up_at_s = start_s + _END_MARGIN_S + (0.0 if now else entry.grace_s)
+    give_up_at_s = start_s + timeouts().kill_command_s + (0.0 if now else entry.grace_s)
     while process_identity(entry.pid) == entry.process:
         now_s = time.monotonic()
         if now_s > give_up_at_s:

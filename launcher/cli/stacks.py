@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from launcher.base.errors import LauncherError, UsageError
+from launcher.base.timeouts import timeouts
 from launcher.cli.jobs import job_argument
 from launcher.job.hang import group_by_stack
 from launcher.job.registry import find_job, send_signal
 from launcher.job.signals import STACKS_SIGNAL
 
-_TIMEOUT_S = 15.0
 _POLL_S = 0.05
 
 _EPILOG = """\b
@@ -64,12 +64,14 @@ def _versions(folder: Path) -> dict[Path, tuple[int, int]]:
 
 def _wait_for_stacks(folder: Path, before: dict[Path, tuple[int, int]]) -> str:
     """Return what the launcher writes now."""
-    deadline = time.monotonic() + _TIMEOUT_S
+    deadline = time.monotonic() + timeouts().stacks_command_s
     while time.monotonic() < deadline:
         for path, version in _versions(folder).items():
             if before.get(path) != version:
                 return path.read_text()
         time.sleep(_POLL_S)
     raise LauncherError(
-        f"no stacks after {_TIMEOUT_S:g} s", where=str(folder), hint="is its disk full? see the launcher's own output"
+        f"no stacks after {timeouts().stacks_command_s:g} s",
+        where=str(folder),
+        hint="is its disk full? see the launcher's own output",
     )

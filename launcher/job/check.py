@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.base.errors import LauncherError
+from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Cluster, Host
 from launcher.job.everywhere import Everywhere, HostResult, Task
 from launcher.job.plan import new_job_id
 from launcher.job.verdict import Finding, blame, judge, judge_error
 from launcher.transport.api import Transport
 
-_TIMEOUT_S = 120.0  # of each round; python may have to be read from a cold network disk
 MAX_PARTNERS = 16  # that each host connects to; in a cluster of up to so many others these are all of them
 _ANYWHERE = "/"  # a folder that every host has
 
@@ -194,7 +194,7 @@ class Checker:
     ) -> list[HostResult]:
         self._reach.prepare([task.host for task in tasks])
         run = Everywhere(tasks, self._reach.for_host, new_job_id(), self._on_waiting)
-        results = run.run(_TIMEOUT_S, is_enough)
+        results = run.run(timeouts().check_round_s, is_enough)
         self._report.interrupted_by = self._report.interrupted_by or run.interrupted_by
         return results
 

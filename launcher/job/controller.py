@@ -34,6 +34,7 @@ from launcher.agent.wire import (
 from launcher.base.errors import LauncherError, ProtocolError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import NOTICE_SIGNAL
+from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
 from launcher.job.display import Display
@@ -51,8 +52,6 @@ from launcher.job.starting import Start, spawn_message
 from launcher.job.sweep import sweep_lost_hosts
 from launcher.transport.api import Transport
 
-# What agents get beyond the grace to end their ranks and say goodbye.
-_BYE_MARGIN_S = 15.0
 _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events come in
 _BLOCKED_S = 1.0  # a write that takes longer holds the ranks up
 _LOGS, _DISPLAY = 0, 1  # the ways of output
@@ -307,7 +306,7 @@ class Controller:
         if any(node.running for node in self._nodes) and (by_user or self._stop_started_s is None):
             self._watcher.stopping(why)
         self._stop_started_s = self._stop_started_s or now_s
-        self._stop_deadline_s = min(self._stop_deadline_s or math.inf, now_s + grace_s + _BYE_MARGIN_S)
+        self._stop_deadline_s = min(self._stop_deadline_s or math.inf, now_s + grace_s + timeouts().goodbye_s)
         for node in self._nodes:
             if not node.ended:
                 node.send(Stop(grace_s))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from launcher.base import env
 from launcher.base.errors import Diagnostic, LauncherError, TransportError
+from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.job.plan import DEFAULT_LEASE_S
 from launcher.job.signals import SignalQueue
@@ -27,8 +28,6 @@ from launcher.transport.fanout import NEVER_CONNECTED, TELL_AFTER_S, Opening, Tu
 MAX_OUTPUT_BYTES = 64 << 20  # of one host; what follows is dropped, and the result says so
 MAX_HELD_BYTES = 512 << 20  # of all hosts together, as long as nobody has taken it
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-_STOP_MARGIN_S = 5.0  # what agents get beyond the grace to say goodbye
-_ANSWER_TIMEOUT_S = 30.0
 READ_BYTES = 1 << 18
 FOLDER_HINT = "run this from a folder that every host has, such as /"
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -269,7 +268,7 @@ class Everywhere:
         if self._grace_s is not None and grace_s >= self._grace_s:
             return
         self._grace_s = grace_s
-        self._give_up_at_s = time.monotonic() + grace_s + _STOP_MARGIN_S
+        self._give_up_at_s = time.monotonic() + grace_s + timeouts().exec_goodbye_s
         for session in running:
             if why is not None:
                 session.fail(TransportError(why))
@@ -287,8 +286,8 @@ class Everywhere:
         for session in running:
             if session.channel is None:
                 continue
-            if not session.has_answered and now_s - session.opening.opened_s > _ANSWER_TIMEOUT_S:
-                session.fail(TransportError(f"no answer within {_ANSWER_TIMEOUT_S:.0f} s"))
+            if not session.has_answered and now_s - session.opening.opened_s > timeouts().answer_s:
+                session.fail(TransportError(f"no answer within {timeouts().answer_s:g} s"))
                 session.channel.close()
             since_s = session.silent_since_s
             if since_s is not None and now_s - since_s > DEFAULT_LEASE_S:

@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeVar
 from launcher.base.errors import LauncherError
 from launcher.base.file_limit import allow_files, num_open
 from launcher.base.private_files import create_private, make_private_folder, write_private
+from launcher.base.timeouts import timeouts
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
 from launcher.job.plan import JobPlan
@@ -24,7 +25,6 @@ _T = TypeVar("_T")
 
 _TAIL_BYTES = 4096
 _TELL_AFTER_S = 5.0  # a disk that takes so long for one write is told
-STALL_LIMIT_S = 30.0  # a disk that takes longer than this is not waited for at the end of a run
 _SPARE_FILES = 64  # for whatever else this process opens during a run
 
 
@@ -166,7 +166,7 @@ class RunFolder:
     def _wait(self, done: threading.Event) -> bool:
         """Wait for the disk; it is given up once."""
         if not self._is_given_up:
-            self._is_given_up = not self._lane.wait(done, self._is_to_leave, self._say_waiting, STALL_LIMIT_S)
+            self._is_given_up = not self._lane.wait(done, self._is_to_leave, self._say_waiting, timeouts().disk_stall_s)
         return not self._is_given_up
 
     def _say_waiting(self) -> None:

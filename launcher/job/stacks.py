@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 from launcher.agent.wire import DumpStacks
 from launcher.base.private_files import write_private
+from launcher.base.timeouts import timeouts
 from launcher.job.events import Watcher
 from launcher.job.hang import format_stacks
 from launcher.job.node import Node
 from launcher.job.plan import JobPlan
-
-_WAIT_S = 5.0  # for the agents' answers
 
 
 class StackCollector:
@@ -28,7 +27,7 @@ class StackCollector:
 
     def ask(self, nodes: Sequence[Node]) -> None:
         """Let every rank that runs write its stacks."""
-        self._found, self._deadline_s = {}, time.monotonic() + _WAIT_S
+        self._found, self._deadline_s = {}, time.monotonic() + timeouts().stacks_s
         for node in nodes:
             if node.running:
                 node.send(DumpStacks())

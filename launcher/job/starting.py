@@ -10,6 +10,7 @@ from typing import Any
 from launcher.agent.wire import Hello, Message, Spawn, check_version
 from launcher.base.errors import LauncherError, TransportError
 from launcher.base.file_limit import original_limit
+from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.job.environment import device_tokens, job_variables, rank_variables
 from launcher.job.node import ChannelEnded, Inbox, Node
@@ -18,7 +19,6 @@ from launcher.transport.api import Transport
 from launcher.transport.diagnose import start_failure
 from launcher.transport.fanout import TELL_AFTER_S, open_all
 
-_ANSWER_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 
 
@@ -46,7 +46,7 @@ class Start:
         """Wait for one message of `kind` from each node. Raises: LauncherError with every node that failed."""
         answers: dict[int, Message] = {}
         failures: list[LauncherError] = []
-        deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S
+        deadline_s = time.monotonic() + timeouts().answer_s
         tell_at_s = time.monotonic() + TELL_AFTER_S
         while len(answers) + len(failures) < len(nodes):
             self._look_up()
@@ -55,7 +55,7 @@ class Start:
             missing = [node.name for node in nodes if node.placement.node_rank not in answers]
             if now_s > deadline_s:
                 raise TransportError(
-                    f"no answer after {_ANSWER_TIMEOUT_S:.0f} s while waiting for {what}",
+                    f"no answer after {timeouts().answer_s:g} s while waiting for {what}",
                     where=", ".join(missing),
                 )
             if now_s > tell_at_s:

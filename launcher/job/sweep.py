@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 from launcher.agent.wire import Bye, Decoder, Message, Sweep, encode
 from launcher.base.errors import LauncherError
+from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.transport.api import Transport
 
 _READ_BYTES = 1 << 16
-_TIMEOUT_S = 15.0  # for all hosts together: most that are lost are dead, and each would take its connect timeout
 _TELL_AFTER_S = 2.0
 _POLL_S = 0.1
 _MAX_PARALLEL = 32
@@ -50,7 +50,7 @@ def sweep_lost_hosts(
     start_s, has_told = time.monotonic(), False
     while any(thread.is_alive() for thread in threads) and not is_to_leave():
         elapsed_s = time.monotonic() - start_s
-        if elapsed_s > _TIMEOUT_S:
+        if elapsed_s > timeouts().sweep_s:
             break
         if elapsed_s > _TELL_AFTER_S and not has_told:
             missing = [host.name for host in hosts if host.name not in clean]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from launcher.base.errors import TransportError
+from launcher.base.timeouts import timeouts
 from launcher.transport.api import Channel
 from launcher.transport.command import SETUP_FAILED
 
-_WAIT_S = 2.0
 _COMMAND_NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
 _MAX_WORDS_CHARS = 2000
@@ -21,7 +21,7 @@ def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") ->
     where = channel.host_name
     if reason is not None:
         return TransportError(reason, where=where, hint="are both sides the same version of launch-zero?")
-    status = channel.wait(_WAIT_S)
+    status = channel.wait(timeouts().last_words_s)
     stderr = channel.stderr_tail()
     last = stderr.splitlines()[-1] if stderr else "no message"
     if SETUP_FAILED in stderr:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.errors import TransportError, UsageError
+from launcher.base.timeouts import timeouts
 
-_TIMEOUT_S = 60.0  # a busy controller answers late, but it answers
 _LIVE_STATES = {
     "CONFIGURING", "COMPLETING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESIZING",
     "RESV_DEL_HOLD", "RUNNING", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED",
@@ -78,7 +78,7 @@ def _run(command: Sequence[str], text: str | None = None) -> str:
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",
-            timeout=_TIMEOUT_S,
+            timeout=timeouts().slurm_query_s,
         )
     except FileNotFoundError:
         raise TransportError(

@@ -24,15 +24,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launcher.base.errors import ProtocolError, TransportError
+from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.transport.command import NEUTRAL_FOLDER, agent_argv, is_relative
 from launcher.transport.lines import DATA, END, PIECE_BYTES, LineReader, encode_lines
 from launcher.transport.tail import StderrTail
 
 RELAY_MODULE = "launcher.agent.relay"
-SILENCE_S = 30.0  # a relay says something every 5 s; a node that is silent for so long is lost
 _ABSENCE_S = 3.0  # the thread that listens never pauses for so long by itself
-_SWEEP_SILENCE_S = 10.0  # a node that was lost is asked once more, and may well be dead
 _READ_BYTES = 1 << 18
 # srun keeps what it has received and not yet printed in 1024 buffers of at most 1024 bytes (a line of ours each), for
 # all nodes together. As long as all are taken, each that gets free goes to the node that comes first in its list, and
@@ -94,9 +93,9 @@ class SrunTransport:
     def open(self, host: Host) -> SrunChannel:
         with self._lock:
             if self._unclaimed is None:
-                self._unclaimed = dict(self._start(self._hosts, SILENCE_S).channels)
+                self._unclaimed = dict(self._start(self._hosts, timeouts().srun_silence_s).channels)
             channel = self._unclaimed.pop(host.name, None)
-            return channel or self._start((host,), _SWEEP_SILENCE_S).channels[host.name]
+            return channel or self._start((host,), timeouts().srun_sweep_silence_s).channels[host.name]
 
     def close(self) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ import pytest
 from harness.launching import Launch, run_launch, wait_until
 from harness.sshd import LoopbackSshd, StalledServer
 
+from launcher.base.timeouts import Timeouts
 from launcher.cli.check import exit_code_of
 from launcher.cli.hosts import HostOptions
 from launcher.cli.reach import Transports
@@ -134,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
 def test_a_host_that_hangs_is_given_up_in_time(
     sshd: LoopbackSshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(check, "timeouts", lambda: Timeouts(check_round_s=1.0))
     with StalledServer() as stalled:
         cluster = Cluster((Host("127.0.0.1", (0,)), Host("127.0.0.1", (0,), port=stalled.port)))
         report = run_checker(cluster, sshd, None, tmp_path)

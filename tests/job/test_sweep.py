@@ -10,6 +10,7 @@ import pytest
 
 from launcher.agent.wire import MAGIC, Bye, encode
 from launcher.base.errors import TransportError
+from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Host
 from launcher.job import sweep
 from launcher.job.sweep import sweep_lost_hosts
@@ -51,7 +52,7 @@ def test_dead_hosts_are_waited_for_all_at_once() -> None:
 
 
 def test_a_host_that_never_answers_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sweep, "timeouts", lambda: Timeouts(sweep_s=0.5))
     monkeypatch.setattr(sweep, "_TELL_AFTER_S", 0.2)
     told: list[str] = []
     hosts = Hosts()

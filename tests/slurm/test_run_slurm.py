@@ -16,6 +16,7 @@ from harness.launching import ROOT, Launch, run_launch, wait_until, wait_until_g
 from harness.slurm import LoopbackSlurm
 
 from launcher.base.processes import members_of_job
+from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Host
 from launcher.transport import srun
 
@@ -179,7 +180,7 @@ def test_a_silent_node_is_lost(allocation: dict[str, str], tmp_path: Path, monke
     """A stopped relay says nothing; its channel ends, the other node's goes on."""
     for name, value in allocation.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(srun, "SILENCE_S", 7.0)
+    monkeypatch.setattr(srun, "timeouts", lambda: Timeouts(srun_silence_s=7.0))
     hosts = [Host(name, (0,)) for name in ("n1", "n2")]
     transport = srun.SrunTransport(hosts, root=ROOT)
     first, second = (transport.open(host) for host in hosts)

@@ -1,0 +1,56 @@
+"""How long `launch` and its agents wait where no option says it: one value, so that one variable can scale it.
+
+`LAUNCH_TIMEOUT_SCALE` multiplies every field: above 1 for machines that are slow or overloaded, below 1 in tests of
+what happens when a wait is over. Times that the user chooses (`--lease`, `--grace`, `--hang-timeout`) and intervals of
+heartbeats are not scaled.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from launcher.base import env
+from launcher.base.errors import UsageError
+from launcher.base.record import Record
+
+
+class Timeouts(Record):
+    """Seconds."""
+
+    answer_s: float = 30.0  # an agent's first words, after its process was started
+    goodbye_s: float = 15.0  # of a job's agents, beyond the grace of their ranks
+    exec_goodbye_s: float = 5.0  # the same for `launch exec` and `launch check`
+    sweep_s: float = 15.0  # lost hosts, all together: most are dead, and each would take its connect timeout
+    stacks_s: float = 5.0  # agents' answers to a request for stack traces
+    stacks_command_s: float = 15.0  # `launch stacks`: the launcher of the job, and its agents
+    kill_command_s: float = 30.0  # `launch kill`: beyond the grace, for a launcher that still sweeps lost hosts
+    check_round_s: float = 120.0  # each round of `launch check`: Python may come from a cold network disk
+    disk_stall_s: float = 30.0  # one write to the run folder, at the end of a run
+    last_words_s: float = 2.0  # the exit status of an agent that could not start
+    kill_s: float = 10.0  # a killed process in an uninterruptible wait, before it is left to the kernel
+    srun_silence_s: float = 30.0  # of a node; its relay sends something every 5 s
+    srun_sweep_silence_s: float = 10.0  # of a lost node that is asked once more
+    srun_farewell_s: float = 30.0  # of the launcher, which reads what a relay has left
+    slurm_query_s: float = 60.0  # scontrol and squeue: a busy controller answers late
+
+    def scaled(self, factor: float) -> Timeouts:
+        """Return all of them times `factor`."""
+        return Timeouts(**{name: value * factor for name, value in self.as_dict().items()})
+
+
+@functools.cache
+def timeouts() -> Timeouts:
+    """Return the values in force in this process. Raises: UsageError for a scale that is not a usable number."""
+    text = os.environ.get(env.TIMEOUT_SCALE.name, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0.001 <= factor <= 1000:
+        raise UsageError(
+            f"{text!r} is not a number from 0.001 to 1000",
+            where=env.TIMEOUT_SCALE.name,
+            hint="it multiplies how long launch waits, such as 2 on a slow machine; unset it for the defaults",
+        )
+    return Timeouts().scaled(factor)
