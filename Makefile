@@ -45,8 +45,8 @@ soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, e
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/python benchmarks/random_kills.py --count 500
 	$(BIN)/python benchmarks/fuzz.py --count 1000000
-	PYTHONPATH=tests $(BIN)/python benchmarks/fault_matrix.py
-	PYTHONPATH=tests $(BIN)/python benchmarks/stalls.py
+	$(BIN)/python benchmarks/fault_matrix.py
+	$(BIN)/python benchmarks/stalls.py
 
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md

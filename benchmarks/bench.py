@@ -56,6 +56,7 @@ SECTIONS = (
     Section("fanout", "fanout.py --rounds 2"),
     Section("fault_matrix", "fault_matrix.py"),
     Section("random_kills", "random_kills.py --count 100"),
+    Section("stalls", "stalls.py --pause 45 --disk 30 --lease 15"),
     Section("output", "output.py --rounds 3"),
     Section("step_time_mlp", "step_time.py --models mlp --rounds 8", 2),
     Section("step_time_gpt", "step_time.py --models gpt --rounds 4", 2),

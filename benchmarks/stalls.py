@@ -1,8 +1,8 @@
 """Readers, disks and hosts that stall for minutes: no job may be lost, and every wait must end when it should.
 
-    PYTHONPATH=tests python benchmarks/stalls.py [--pause 120] [--disk 60] [--hosts 64] [--lease 30] [--output FILE]
+    python benchmarks/stalls.py [--pause 120] [--disk 60] [--hosts 64] [--lease 30] [--cases reader disk] [--output F]
 
-The pause of the reader is longer than the lease of the hosts. Prints a section of docs/benchmarks.md; exit code 1 when
+The pause of the reader is longer than the lease of the hosts. Writes a section of docs/benchmarks.md; exit code 1 when
 any line of it went wrong. Most of the time it waits.
 """
 
@@ -31,6 +31,9 @@ NUM_LINES = 100_000  # of each of two ranks, at least
 CONNECT_TIMEOUT_S = 10
 AT_ONCE_S = 2.0  # on a machine that is busy with other work, too
 START_S = 5.0  # for what is no wait: interpreters, key exchanges
+
+
+CASES = ("reader", "disk", "suspended", "accept", "exec")
 
 
 @dataclass
@@ -186,24 +189,25 @@ def hosts_hang(setting: Setting, step: str, num_hosts: int) -> list[Outcome]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and write."""
     parser = argument_parser(__doc__)
     parser.add_argument("--pause", type=float, default=120.0, help="seconds that nobody reads, or that Ctrl-Z lasts")
     parser.add_argument("--disk", type=float, default=60.0, help="seconds that the disk of the logs stalls")
     parser.add_argument("--hosts", type=int, default=64, help="hosts that hang after TCP accept; a quarter in exec")
     parser.add_argument("--lease", type=float, default=30.0, help="the lease of the hosts, in seconds")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default: all")
     options = parser.parse_args()
     page = Section("Stalls", "paramiko")
     outcomes: list[Outcome] = []
+    cases: dict[str, Callable[[Setting], Outcome | list[Outcome]]] = {
+        "reader": lambda setting: reader_pauses(setting, options.pause),
+        "disk": lambda setting: disk_stalls(setting, options.disk),
+        "suspended": lambda setting: is_suspended(setting, options.pause),
+        "accept": lambda setting: hosts_hang(setting, "accept", options.hosts),
+        "exec": lambda setting: hosts_hang(setting, "command", max(1, options.hosts // 4)),
+    }
     with LoopbackSshd() as sshd:
-        cases: list[Callable[[Setting], Outcome | list[Outcome]]] = [
-            lambda setting: reader_pauses(setting, options.pause),
-            lambda setting: disk_stalls(setting, options.disk),
-            lambda setting: is_suspended(setting, options.pause),
-            lambda setting: hosts_hang(setting, "accept", options.hosts),
-            lambda setting: hosts_hang(setting, "command", max(1, options.hosts // 4)),
-        ]
-        for case in cases:
+        for case in (cases[name] for name in options.cases):
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 (folder / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")

@@ -27,6 +27,7 @@ SHORT = {
     "fanout": ("--hosts 2 --rounds 1", 0),
     "fault_matrix": ("--transports local --only exits", 0),
     "random_kills": ("--count 1", 0),
+    "stalls": ("--pause 4 --lease 3 --cases suspended", 0),
     "output": ("--lines 50 --ranks 1 --rounds 1", 0),
     "step_time": ("--models tiny --rounds 1", 1),
     "offload_time": ("--model tiny --rounds 1", 1),
@@ -40,7 +41,12 @@ SHORT = {
     "onebit": ("--width 64 --steps 2 --training_steps 8", 2),
     "scale_model": ("--many 26 --rounds 1", 0),
 }
-NEEDS = {"fanout": sshd.available, "scale_model": sshd.available, "fault_matrix": nodes.available}
+NEEDS = {
+    "fanout": sshd.available,
+    "stalls": sshd.available,
+    "scale_model": sshd.available,
+    "fault_matrix": nodes.available,
+}
 
 
 @pytest.mark.parametrize("script", SHORT)
