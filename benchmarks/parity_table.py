@@ -88,7 +88,7 @@ def cases(stages: list[int], num_steps: int) -> Iterator[Case]:
     choices = itertools.product(PRECISIONS, stages, (1, 3), (0.5, 0.0), MODELS)
     for precision, stage, accumulation, clipping, unused in choices:
         fp16 = RESTLESS_SCALE if precision == "fp16" else {}
-        yield Case(stage, precision, accumulation, num_steps, clipping, unused=unused, fp16=fp16)
+        yield Case(stage, precision, accumulation, num_steps, clipping=clipping, unused=unused, fp16=fp16)
 
 
 def compare(case: Case, world_size: int) -> Row:
@@ -117,7 +117,7 @@ def worst_of(rows: list[Row]) -> Row:
 
 def distance_of_plain_loops(num_steps: int) -> float:
     """Return how far two plain loops are apart that differ in torch's kernel of AdamW alone: what rounding does."""
-    case = Case(0, "fp32", 1, num_steps, 0.5)
+    case = Case(0, "fp32", 1, num_steps, clipping=0.5)
     loop, fused = train_fp32(case, fused=False), train_fp32(case, fused=True)
     return max(worst_relative(loop.losses, fused.losses), weight_distance(loop.weights, fused.weights))
 

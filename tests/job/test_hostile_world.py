@@ -50,7 +50,7 @@ def test_no_stream_of_the_launcher_ends_the_job(tmp_path: Path, streams: str) ->
 
 
 def test_a_full_disk_below_standard_output_is_told(tmp_path: Path) -> None:
-    scripts.write(tmp_path, "pass")
+    scripts.write(tmp_path, "print('a line')")
     assert "No space left on device" in run_in_shell(tmp_path, "LAUNCH script.py >/dev/full").err
     plan = run_in_shell(tmp_path, "LAUNCH --dry-run script.py >/dev/full")
     assert (plan.code, plan.err) == (1, "✗ No space left on device\n")

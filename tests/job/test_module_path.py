@@ -35,8 +35,11 @@ def shadowed(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """The package as pip installs it, in a site-packages folder."""
-    site = tmp_path / "site-packages"
+    """The package as pip installs it, in an environment of its own that has what it needs."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    # As paths alone: hooks of the environment that the tests run in, such as that of an editable install, stay out.
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     shutil.copytree(ROOT / "launcher", site / "launcher", ignore=shutil.ignore_patterns("__pycache__", "*.so", "csrc"))
     return site
 
@@ -45,8 +48,9 @@ def test_an_installed_launch_runs_nothing_of_the_working_folder(shadowed: Path, 
     (shadowed / "sub").mkdir()
     text = "import json, launcher\nprint(json.dumps('fine'), launcher.__file__)\n"
     script = scripts.write(shadowed / "sub", text)
-    command = [sys.executable, str(installed / "launcher" / "__main__.py"), "--num_gpus", "2", str(script)]
-    environ = {**os.environ, "PYTHONPATH": str(installed), "XDG_STATE_HOME": str(shadowed / "state")}
+    python = installed.parents[2] / "bin" / "python"
+    command = [str(python), str(installed / "launcher" / "__main__.py"), "--num_gpus", "2", str(script)]
+    environ = {**os.environ, "PYTHONPATH": "", "XDG_STATE_HOME": str(shadowed / "state")}
     done = subprocess.run(command, cwd=shadowed, env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):

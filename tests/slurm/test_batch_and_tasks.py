@@ -78,7 +78,7 @@ def test_one_task_of_srun_is_one_rank(slurm: LoopbackSlurm, tmp_path: Path) -> N
     assert {environment["MASTER_ADDR"] for environment in found} == {"n1"}
     assert len({environment["MASTER_PORT"] for environment in found}) == 1
     assert result.stdout.count('ARGV ["a b"]') == 6
-    assert result.stdout.count("rank 0 of 6 (one for each task of srun)") == 1
+    assert result.stderr.count("rank 0 of 6 (one for each task of srun)") == 1
 
 
 def test_a_task_shows_its_traceback_and_srun_its_code(slurm: LoopbackSlurm, tmp_path: Path) -> None:
