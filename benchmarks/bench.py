@@ -50,18 +50,18 @@ class Section:
         return subprocess.run(words, cwd=ROOT, env=environment).returncode
 
 
-# In the order of the page. Rounds are chosen so that all of it takes less than 45 minutes on two cores.
+# In the order of the page. Rounds are chosen so that all of it takes about an hour on two cores, a third of it waiting.
 SECTIONS = (
-    Section("startup", "startup.py --ranks 2 4 --rounds 8"),
+    Section("startup", "startup.py --ranks 2 4 --rounds 4"),
     Section("fanout", "fanout.py --rounds 2"),
     Section("fault_matrix", "fault_matrix.py"),
     Section("random_kills", "random_kills.py --count 100"),
     Section("stalls", "stalls.py --pause 45 --disk 30 --lease 15"),
     Section("output", "output.py --rounds 3"),
-    Section("step_time_mlp", "step_time.py --models mlp --rounds 8", 2),
-    Section("step_time_gpt", "step_time.py --models gpt --rounds 4", 2),
-    Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 4", 2),
-    Section("offload_time", "offload_time.py --rounds 8", 2),
+    Section("step_time_mlp", "step_time.py --models mlp --rounds 6", 2),
+    Section("step_time_gpt", "step_time.py --models gpt --rounds 3", 2),
+    Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),
+    Section("offload_time", "offload_time.py --rounds 6", 2),
     Section("parity_table", "parity_table.py --worst"),
     Section("fuzz", "fuzz.py"),
     Section("memory_table", "memory_table.py"),

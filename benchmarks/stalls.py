@@ -127,7 +127,7 @@ def is_suspended(setting: Setting, pause_s: float) -> Outcome:
     time.sleep(pause_s)
     num_alive = len(members_of_job(job.job_id))
     job.signal(signal.SIGCONT)
-    wait_until(lambda: "continued after " in job.out, "the end of the suspension")
+    wait_until(lambda: "continued after " in job.err, "the end of the suspension")
     (setting.folder / "enough").touch()
     code = job.wait().code
     return Outcome(
@@ -163,7 +163,7 @@ def hosts_hang(setting: Setting, step: str, num_hosts: int) -> list[Outcome]:
         result = Launch(setting.folder, *options, script).wait(600)
         all_s = time.monotonic() - start_s
         job = Launch(setting.folder, *options, script)
-        wait_until(lambda: "waiting for " in job.out, "the line about the wait")
+        wait_until(lambda: "waiting for " in job.err, "the line about the wait")
         start_s = time.monotonic()
         job.signal(signal.SIGINT)
         code = job.wait(600).code
