@@ -13,7 +13,7 @@ WORKERS ?= $(shell expr $$(nproc) + 2)
 # Built by the installation.
 KERNELS := $(wildcard launcher/kernels/csrc/*.cpp launcher/kernels/csrc/*.h) launcher/kernels/csrc/CMakeLists.txt
 
-.PHONY: help install demo test lint types compat soak docs bench bench-page clean
+.PHONY: help install demo test lint types compat soak soak-short docs bench bench-page clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,6 +47,13 @@ soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, e
 	$(BIN)/python benchmarks/fuzz.py --count 1000000
 	$(BIN)/python benchmarks/fault_matrix.py
 	$(BIN)/python benchmarks/stalls.py
+
+soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
+	@.ci/system-packages
+	$(BIN)/python -m pytest -q -m soak tests/test_benchmarks.py
+	$(BIN)/python benchmarks/random_kills.py --count 20
+	$(BIN)/python benchmarks/fuzz.py --count 5000
+	PYTHONPATH=tests $(BIN)/python benchmarks/stalls.py --pause 6 --disk 6 --lease 3 --hosts 8
 
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md

@@ -41,6 +41,8 @@ SHORT = {
     "onebit": ("--width 64 --steps 2 --training_steps 8", 2),
     "scale_model": ("--many 26 --rounds 1", 0),
 }
+# These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
+SLOW = {"onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"}
 NEEDS = {
     "fanout": sshd.available,
     "stalls": sshd.available,
@@ -49,7 +51,9 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("script", SHORT)
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in SHORT]
+)
 def test_every_benchmark_writes_a_section_with_its_provenance(script: str, tmp_path: Path) -> None:
     reason = NEEDS[script]() if script in NEEDS else None
     if reason is not None:

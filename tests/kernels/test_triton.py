@@ -20,11 +20,11 @@ NEEDS_TRITON = pytest.mark.skipif(
 )
 
 
-def run_pytest(name: str, cache: Path, **environment: str) -> None:
+def run_pytest(name: str, cache: Path, *options: str, **environment: str) -> None:
     """Run the tests of another file of this folder, which must all pass."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name), *options],
         env={**inherited, "TRITON_CACHE_DIR": str(cache), **environment},
         cwd=HERE.parent.parent,
         capture_output=True,
@@ -38,10 +38,16 @@ def test_parity_interpreted(tmp_path: Path) -> None:
     run_pytest("triton_parity.py", tmp_path, TRITON_INTERPRET="1")
 
 
+@pytest.mark.soak
+@NEEDS_TRITON
+def test_parity_interpreted_in_all_cases(tmp_path: Path) -> None:
+    run_pytest("triton_parity.py", tmp_path, "-m", "soak", TRITON_INTERPRET="1")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_parity_on_the_gpu(tmp_path: Path) -> None:
-    run_pytest("triton_parity.py", tmp_path)
+    run_pytest("triton_parity.py", tmp_path, "-m", "soak or not soak")
 
 
 @NEEDS_TRITON

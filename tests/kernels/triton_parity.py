@@ -25,6 +25,7 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 BLOCK_NUMEL = 128
 # 1,000 in all. LAMB has two passes and takes the interpreter three times as long.
 NUM_CASES = {kind: 100 if kind is Lamb else 225 for kind in RULES}
+NUM_QUICK_CASES = 50  # of these; the others only in a soak
 ADAM = Adam(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3)
 LAMB = Lamb(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1, step=3)
 SGD = Sgd(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, is_nesterov=False, is_first=False)
@@ -67,9 +68,10 @@ def adam_shard(lengths: list[int], rules: list[Rule] | None = None) -> Shard:
 # ---- parity ----
 
 
+@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["quick", "rest"])
 @pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
-def test_random_shards(kernel: TritonKernel, kind: type[Rule]) -> None:
-    for seed in range(NUM_CASES[kind]):
+def test_random_shards(kernel: TritonKernel, kind: type[Rule], is_quick: bool) -> None:
+    for seed in range(NUM_QUICK_CASES) if is_quick else range(NUM_QUICK_CASES, NUM_CASES[kind]):
         try:
             check_update(kernel, random_shard(kind, seed, BLOCK_NUMEL), DEVICE, grad_scale=[1.0, 0.25, 1 / 3][seed % 3])
         except AssertionError as error:
@@ -129,7 +131,7 @@ def test_a_weight_that_is_not_finite_stays_out_of_the_moments(kernel: TritonKern
 # ---- norms ----
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_sum_of_squares(kernel: TritonKernel, seed: int) -> None:
     grads = [span.grad for number in (seed, seed + 100) for span in random_shard(Lion, number, BLOCK_NUMEL).spans()]
     total = kernel.sum_of_squares([grad.to(DEVICE) for grad in grads])

@@ -1,6 +1,6 @@
 """Optimizers and engines compute the same with the other instruction sets of this CPU, torch's and the kernels'.
 
-A test whose result hangs on the last bits of sums passes on the machine it was written on and fails on another.
+A test whose result depends on the last bits of sums passes on the machine it was written on and fails on another.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ CHOSEN = "papers and 2 or random_work or every_length or fp32 and -1-2 or restle
 
 
 @pytest.mark.skipif(not OTHERS, reason="the CPU has one instruction set that torch knows")
-@pytest.mark.parametrize("name", OTHERS)
-def test_numbers_do_not_hang_on_the_processor(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name != OTHERS[0] else []) for name in OTHERS]
+)
+def test_numbers_do_not_depend_on_the_processor(name: str) -> None:
     kernels = [kernel.name.removeprefix("C++ ") for kernel in all_cpu_kernels()]
     variables = {"ATEN_CPU_CAPABILITY": name, CPU_KERNEL.name: SETS[name]}
     assert SETS[name] in kernels
