@@ -30,7 +30,7 @@ from launcher.cluster.nodeset import expand
 NUM_LINES = 100_000  # of each of two ranks, at least
 CONNECT_TIMEOUT_S = 10
 AT_ONCE_S = 2.0  # on a machine that is busy with other work, too
-START_S = 5.0  # for what is no wait: interpreters, key exchanges
+START_S = 5.0  # for work beside the waits: interpreters start, keys are exchanged
 
 
 CASES = ("reader", "disk", "suspended", "accept", "exec")
@@ -59,7 +59,7 @@ class Setting:
 
 
 def reader_pauses(setting: Setting, pause_s: float) -> Outcome:
-    """Two hosts print without end, and nobody reads what the launcher prints."""
+    """Two hosts print without end, and the reader of the launcher's output pauses."""
     pipe = UnreadPipe()
     job = Launch(setting.folder, *setting.ssh, setting.script(LOUD), str(NUM_LINES), stdout=pipe.write_end)
     pipe.started()
@@ -99,7 +99,7 @@ def disk_stalls(setting: Setting, stall_s: float) -> Outcome:
     driver = scripts.write(setting.folder, DRIVER, "driver.py")
     words = (job_id, "600", *setting.ssh, setting.script(LOUD), "20000")
     job = Launch(setting.folder, *words, program=(driver,))
-    wait_until(lambda: "[0 127.0.0.1] line 15000 " in job.out, "the display, which goes on without the disk")
+    wait_until(lambda: "[0 127.0.0.1] line 15000 " in job.out, "the display, which does not wait for the disk")
     time.sleep(stall_s)
     num_alive = len(members_of_job(job_id))
     (setting.folder / "enough").touch()
@@ -111,7 +111,7 @@ def disk_stalls(setting: Setting, stall_s: float) -> Outcome:
     is_same = b"".join(shown) == written
     return Outcome(
         f"the disk of the logs stalls for {stall_s:g} s",
-        "the display goes on, 2 ranks live, the log is whole, exit 0",
+        "the display continues, 2 ranks live, the log is whole, exit 0",
         f"{num_alive} ranks live, the log is {'whole' if is_same else 'not whole'}, exit {code}"
         f" {time.monotonic() - start_s:.1f} s later",
         (num_alive, is_same, code) == (2, True, 0),
@@ -191,7 +191,7 @@ def hosts_hang(setting: Setting, step: str, num_hosts: int) -> list[Outcome]:
 def main() -> None:
     """Measure and write."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--pause", type=float, default=120.0, help="seconds that nobody reads, or that Ctrl-Z lasts")
+    parser.add_argument("--pause", type=float, default=120.0, help="seconds that the reader, or launch itself, pauses")
     parser.add_argument("--disk", type=float, default=60.0, help="seconds that the disk of the logs stalls")
     parser.add_argument("--hosts", type=int, default=64, help="hosts that hang after TCP accept; a quarter in exec")
     parser.add_argument("--lease", type=float, default=30.0, help="the lease of the hosts, in seconds")
