@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.base.processes import members_of_job
+from launcher.base.processes import die_with_parent, members_of_job
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0  # on a machine with other work, a start of torch alone may take half a minute
@@ -57,6 +57,13 @@ class Launch:
         self.folder = folder
         self._out, self._err = folder / "launch.out", folder / "launch.err"
         command = [sys.executable, *map(str, program), *map(str, args)]
+        our_pid = os.getpid()
+
+        def prepare() -> None:
+            die_with_parent(our_pid)  # a test that fails half-way leaves no job behind
+            if in_our_session:
+                os.setpgrp()
+
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 command,
@@ -66,7 +73,7 @@ class Launch:
                 stderr=err,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), **(env or {})},
                 start_new_session=not in_our_session,
-                preexec_fn=os.setpgrp if in_our_session else None,
+                preexec_fn=prepare,
             )
 
     @property

@@ -235,7 +235,7 @@ def test_ctrl_c_while_the_command_loads_shows_no_traceback(tmp_path: Path) -> No
 def test_a_suspended_agent_does_not_keep_the_launcher_from_ending(tmp_path: Path) -> None:
     """Every further Ctrl-C used to begin the wait anew."""
     script = scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)")
-    job = Launch(tmp_path, "--grace", "0", script)
+    job = Launch(tmp_path, "--grace", "0", script, env={"LAUNCH_TIMEOUT_SCALE": "0.3"})
     wait_until(lambda: "READY" in job.out, "the rank")
     parents = descendants(job.process.pid)
     (agent,) = [pid for pid in parents if descendants(pid)]

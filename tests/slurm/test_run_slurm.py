@@ -164,7 +164,7 @@ def test_a_killed_agent_is_a_lost_node(allocation: dict[str, str], tmp_path: Pat
 
 def test_a_dead_node_ends_the_job(slurm: LoopbackSlurm, allocation: dict[str, str], tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)")
-    job = Launch(tmp_path, "--grace", "0.5", script, env=allocation)
+    job = Launch(tmp_path, "--grace", "0.5", "--lease", "8", script, env=allocation)
     wait_until(lambda: job.out.count("READY") == 6, "the ranks")
     try:
         slurm.stop_node("n3")
