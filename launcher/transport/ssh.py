@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from launcher.base.errors import HostfileError, TransportError
+from launcher.base.errors import Diagnostic, HostfileError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
 from launcher.transport import ssh_library
@@ -45,6 +46,7 @@ class SshTransport:
         self._config: paramiko.SSHConfig | None = None
         self._connections: dict[tuple[str, ...], paramiko.Transport] = {}
         self._locks: dict[tuple[str, ...], threading.Lock] = {}
+        self._failures: dict[tuple[str, ...], tuple[float, TransportError]] = {}  # the last of each way, and when
         self._closed = False
         self._numbers = itertools.count(2)
 
@@ -135,15 +137,28 @@ class SshTransport:
                 key = (*key, label)
             with self._lock:
                 lock = self._locks.setdefault(key, threading.Lock())
+            asked_s = time.monotonic()
             with lock:  # never two at once: no lock is held while another is taken, but for the short self._lock
                 known = self._connections.get(key)
                 if known is None or not known.is_active():
+                    self._raise_failure_since(asked_s, key, target)
                     way = partial(open_jump, connection, route[index - 1], target) if connection else None
-                    known = self._keep(key, connect(target, way), target)
+                    try:
+                        known = self._keep(key, connect(target, way), target)
+                    except TransportError as error:
+                        self._failures[key] = time.monotonic(), error
+                        raise
                 connection = known
         if connection is None:
             raise ValueError("a route has at least one target")
         return connection
+
+    def _raise_failure_since(self, asked_s: float, key: tuple[str, ...], target: SshTarget) -> None:
+        """Raise what another name of this server was answered while this one waited: it would be answered the same."""
+        failed_s, error = self._failures.get(key, (-math.inf, None))
+        if error is not None and failed_s > asked_s:
+            found = [Diagnostic(d.message, target.name, d.hint, d.shared) for d in error.diagnostics]
+            raise type(error).from_diagnostics(found)
 
     def _keep(self, key: tuple[str, ...], connection: paramiko.Transport, target: SshTarget) -> paramiko.Transport:
         with self._lock:

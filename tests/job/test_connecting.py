@@ -57,6 +57,21 @@ def test_a_host_that_stops_answering_is_an_error_that_says_at_which_step(tmp_pat
     assert time.monotonic() - start_s < 15
 
 
+def test_names_of_one_server_that_does_not_answer_wait_together(tmp_path: Path) -> None:
+    names = [f"name{number}" for number in range(8)]
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
+    with StalledServer() as stalled:
+        config = scripts.write(
+            tmp_path, f"Host *\n HostName 127.0.0.1\n Port {stalled.port}\n ConnectTimeout 2\n", "config"
+        )
+        options = ("--hostfile", "hosts", "--ssh_config", str(config), "--master_addr", "127.0.0.1")
+        start_s = time.monotonic()
+        result = run_launch(tmp_path, *options, scripts.write(tmp_path, "pass"))
+    assert result.code == 69
+    assert "name[0-7]" in result.err
+    assert time.monotonic() - start_s < 2 * len(names)
+
+
 @pytest.mark.parametrize(("step", "number"), [*((step, signal.SIGINT) for step in STEPS), ("command", signal.SIGTERM)])
 def test_a_signal_ends_the_wait_for_a_host_at_once(tmp_path: Path, step: str, number: int) -> None:
     script = scripts.write(tmp_path, "pass")
