@@ -57,6 +57,7 @@ SECTIONS = (
     Section("fault_matrix", "fault_matrix.py"),
     Section("random_kills", "random_kills.py --count 100"),
     Section("stalls", "stalls.py --pause 45 --disk 30 --lease 15"),
+    Section("many_ranks", "many_ranks.py"),
     Section("output", "output.py --rounds 3"),
     Section("step_time_mlp", "step_time.py --models mlp --rounds 6", 2),
     Section("step_time_gpt", "step_time.py --models gpt --rounds 3", 2),

@@ -28,6 +28,7 @@ SHORT = {
     "fault_matrix": ("--transports local --only exits", 0),
     "random_kills": ("--count 1", 0),
     "stalls": ("--pause 4 --lease 3 --cases suspended", 0),
+    "many_ranks": ("--ranks 4 --hosts 2", 0),
     "output": ("--lines 50 --ranks 1 --rounds 1", 0),
     "step_time": ("--models tiny --rounds 1", 1),
     "offload_time": ("--model tiny --rounds 1", 1),
@@ -46,6 +47,7 @@ SLOW = {"onebit", "step_time", "offload_time", "scale_model", "startup", "growth
 NEEDS = {
     "fanout": sshd.available,
     "stalls": sshd.available,
+    "many_ranks": sshd.available,
     "scale_model": sshd.available,
     "fault_matrix": nodes.available,
 }
