@@ -16,7 +16,7 @@ from pathlib import Path
 from launcher.base.processes import die_with_parent, members_of_job
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 120.0  # on a machine with other work, a start of torch alone may take half a minute
+DEADLINE_S = 240.0  # on a machine with other work, a start of torch alone may take half a minute
 
 
 @dataclass(frozen=True)
