@@ -38,7 +38,7 @@ from launcher.cluster.nodeset import expand
 from launcher.cluster.slurm import parse_job_detail, parse_nodelist, read_allocation, read_task
 from launcher.job.envfile import parse_env_file
 from launcher.job.sbatch_lint import lint_script
-from launcher.transport.command import agent_shell_command
+from launcher.transport.command import AGENT_MODULE, agent_shell_command
 from launcher.transport.lines import DATA, LineReader, encode_lines
 from launcher.transport.ssh_config import SshOptions, load_config, resolve
 
@@ -348,7 +348,7 @@ def agent_in_a_shell(folder: str) -> str:
     """Let a real shell run the command that starts agents, with a hostile folder. Returns what went wrong."""
     command = agent_shell_command(python="echo", root=Path("/", folder))
     done = subprocess.run(["sh", "-c", command], capture_output=True, stdin=subprocess.DEVNULL)
-    expected = b" " + os.fsencode(str(Path("/", folder))) + b" launcher.agent\n"
+    expected = b" " + os.fsencode(str(Path("/", folder))) + b" " + AGENT_MODULE.encode() + b"\n"
     return "" if done.stdout.endswith(expected) else f"sh changed {folder!r}: {done.stdout!r} {done.stderr!r}"
 
 

@@ -156,7 +156,7 @@ def test_kill_ends_a_job_on_all_hosts(sshd: LoopbackSshd, tmp_path: Path) -> Non
     assert "127.0.0.[1-2]" in launch(tmp_path, "ps").out
     result = launch(tmp_path, "kill", "--now", job.job_id)
     assert result.code == 0, result.err
-    assert job.wait().code == 143
+    assert job.wait().code in (143, -signal.SIGTERM)  # `kill --now` repeats SIGTERM, perhaps when all is over
     assert not members_of_job(job.job_id)
 
 
