@@ -2,7 +2,7 @@
 
     python -m launcher.agent.ports '{"index": 0, "token": "...", "port": 4711, "peers": {"1": ["node-b", 4712]}}'
 
-listens on its own port, connects to its peers, prints what failed as one line of JSON, and goes on answering until
+listens on its own port, connects to its peers, prints what failed as one line of JSON, and answers until
 it is ended. Who answers says token and index: a wrong address may well lead to a host that listens too.
 """
 

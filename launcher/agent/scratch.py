@@ -67,7 +67,7 @@ def _make_lock(folder: str) -> int:
     """Lock the folder as long as the returned descriptor is open. Raises: OSError when the disk is full."""
     descriptor = os.open(os.path.join(folder, _LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: nobody can find the folder unused
+        with contextlib.suppress(OSError):  # a file system without locks: no other agent takes the folder for unused
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.write(descriptor, bytes(_ROOM_BYTES)) < _ROOM_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

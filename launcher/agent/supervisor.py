@@ -65,7 +65,7 @@ _STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machi
 _DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may go on writing
 _LEFTOVER_WAIT_S = 0.5  # for children to end by themselves, after ranks which ended well
 _LEFTOVER_GRACE_S = 2.0  # for children that outlive ranks which ended well
-# The lease of an agent that has no ranks yet: the controller waits for all hosts before any is told to start.
+# The lease of an agent that has no ranks yet: the controller waits for all hosts before it starts any rank.
 _WAITING_LEASE_S = 600.0
 # Below the range from which Linux takes ports for outgoing connections: ranks bind the port only seconds later, after
 # `import torch`, and no connection may hold it by chance then.

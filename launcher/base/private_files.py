@@ -1,4 +1,4 @@
-"""Files and folders that nobody else may read, and that nobody else can lead astray.
+"""Private files and folders: other users can neither read nor redirect them.
 
 A run folder may lie in a folder that others can write to: what they put in place of a file or folder of ours, a link
 above all, must not decide what is written where. Standard library only: every rank imports this.

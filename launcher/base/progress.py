@@ -38,7 +38,7 @@ def heartbeat(loss: float | None = None) -> None:
     """Say that this rank has made progress. Cheap (no system call); does nothing without `launch`.
 
     loss: shown on the terminal until the next one; a number that is there anyway, not worth a wait for the device.
-    Raises: TypeError for what is no number; nothing is counted then.
+    Raises: TypeError for a value that is not a number; nothing is counted then.
     """
     global _count
     number = None if loss is None else _number(loss)
