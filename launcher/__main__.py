@@ -15,7 +15,7 @@ if not __package__:
 
 
 def main() -> None:
-    """Load and run the command line; Ctrl-C while it loads is no error to be shown, and a notice then is kept."""
+    """Load and run the command line; Ctrl-C while it loads is not an error to be shown, and a notice then is kept."""
     try:
         from launcher.base.signals import hold_notices, leave_at_interrupt
 

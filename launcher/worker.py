@@ -273,7 +273,7 @@ def _lacks_input(error: BaseException) -> bool:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException:  # noqa: BLE001  # a message that cannot be made is no reason to lose the record
+    except BaseException:  # noqa: BLE001  # without the message the record is still wanted
         return f"<the message of {type(error).__name__} cannot be shown>"
 
 

@@ -13,7 +13,7 @@ from harness import nodes, sshd
 from harness.launching import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import bench  # benchmarks are no package
+import bench  # benchmarks are not a package
 
 # What a section must say of itself: date, commit, hardware and versions, samples, command.
 PROVENANCE = re.compile(

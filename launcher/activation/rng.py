@@ -31,7 +31,7 @@ def _set_state(state: Tensor) -> None:
 
 
 class CudaRNGStatesTracker:
-    """Random states by name, each of which goes on where its last use left it."""
+    """Random states by name, each of which continues where its last use left it."""
 
     def __init__(self) -> None:
         self.reset()

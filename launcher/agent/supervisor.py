@@ -62,7 +62,7 @@ _IDLE_WAIT_S = 1.0  # the longest sleep; deadlines shorten it
 _STOP_POLL_S = 0.05
 _PROGRESS_INTERVAL_S = 1.0
 _STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machine a little later
-_DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may go on writing
+_DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may keep writing
 _LEFTOVER_WAIT_S = 0.5  # for children to end by themselves, after ranks which ended well
 _LEFTOVER_GRACE_S = 2.0  # for children that outlive ranks which ended well
 # The lease of an agent that has no ranks yet: the controller waits for all hosts before it starts any rank.

@@ -163,7 +163,7 @@ class Stacks(Message):
     """The answer to DumpStacks, one for each rank that runs."""
 
     rank: int
-    text: str  # "" for a rank that is no Python script
+    text: str  # "" for a rank that is not a Python script
 
 
 class Raised(Message):
@@ -229,7 +229,7 @@ def encode(message: Message) -> bytes:
     """Return the frame of one message. Raises: ProtocolError when it is too large for the other side."""
     fields = message.as_dict()
     payload: bytes = fields.pop("data", b"")
-    # Surrogates stand for bytes that are no UTF-8 (file names, arguments); JSON's ASCII escapes keep them.
+    # Surrogates stand for bytes that are not UTF-8 (file names, arguments); JSON's ASCII escapes keep them.
     header = json.dumps({"type": type(message).__name__, **fields}).encode("ascii")
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(
@@ -252,7 +252,7 @@ class Decoder:
         return bytes(self._buffer) if self._in_banner else b""
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that `data` completes. Raises: ProtocolError for bytes that are no frame."""
+        """Yield the messages that `data` completes. Raises: ProtocolError for bytes that are not a frame."""
         self._buffer += data
         if self._in_banner and not self._skip_banner():
             return

@@ -192,7 +192,7 @@ def _number(environ: Mapping[str, str], variable: env.EnvVar) -> int:
     text = environ.get(variable.name, "")
     if not _is_number(text):
         raise UsageError(
-            f'"{text[:80]}" is no number' if text else "the variable is not set",
+            f'"{text[:80]}" is not a number' if text else "the variable is not set",
             where=variable.name,
             hint="start the script by one launcher, without changing its variables",
         )

@@ -9,7 +9,7 @@ from launcher.base.exit_codes import ExitCode
 
 # The job will soon be taken off its nodes, see `preemption`.
 NOTICE_SIGNAL = signal.SIGUSR1
-# Asks a rank for its stacks. The default action of this signal is to be ignored, so a rank that is no Python script,
+# Asks a rank for its stacks. The default action of this signal is to be ignored, so a rank that is not a Python script,
 # or not yet one, is not hurt.
 STACKS_SIGNAL = signal.SIGURG
 

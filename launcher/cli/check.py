@@ -35,7 +35,7 @@ def check(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
     """Look at all hosts at once: SSH, versions, devices, memory, disk, clock, this folder, TCP between all pairs.
 
     ✗ keeps a job from running there, ! is worth knowing. Nothing is changed on the hosts; for the moment of the check a
-    small file stands in this folder, to see whether all hosts share it.
+    small file is in this folder, to see whether all hosts share it.
     """
     options = HostOptions(**values)
     cluster = options.cluster()

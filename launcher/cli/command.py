@@ -7,9 +7,12 @@ is DeepSpeed's way; other launchers' names for it are accepted, and shown nowher
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OTHERS = "Options"
@@ -52,6 +55,15 @@ def option(
 
 class Command(click.Command):
     """A command whose options are listed under their headings, in the order of declaration."""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete an option in the spelling that was begun: with `_`, or with `-`."""
+        is_option = incomplete.startswith("--")
+        found = super().shell_complete(ctx, spelled(incomplete) if is_option else incomplete)
+        if is_option and "_" in incomplete:
+            for item in found:
+                item.value = "--" + item.value.removeprefix("--").replace("-", "_")
+        return found
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows: dict[str, list[tuple[str, str]]] = {}

@@ -40,7 +40,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
     """Read a size of memory: 80GB, 80GiB."""
     found = None if value is None else parse_bytes(value)
     if value is not None and (found is None or not 2**20 <= found <= 2**60):
-        raise click.BadParameter(f"{value!r} is no size of a memory; write 80GB or 80GiB.")
+        raise click.BadParameter(f"{value!r} is not a size of a memory; write 80GB or 80GiB.")
     return found
 
 
@@ -50,7 +50,7 @@ def _count(_ctx: click.Context, _param: click.Parameter, value: str | None) -> i
 
     found = None if value is None else parse_count(value)
     if value is not None and found is None:
-        raise click.BadParameter(f"{value!r} is no number of parameters; write 65M or 65_000_000.")
+        raise click.BadParameter(f"{value!r} is not a number of parameters; write 65M or 65_000_000.")
     return found
 
 
@@ -157,7 +157,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Default: the config's; without one bf16."
     ),
-    click.option("--offload-optimizer", type=_PLACES, help="Where the optimizer rests."),
+    click.option("--offload-optimizer", type=_PLACES, help="Where the optimizer is kept."),
     click.option("--offload-param", type=_PLACES, help="Where parameters rest (stage 3)."),
     click.option("--16bit-master", "has_16bit_master", is_flag=True, help="No fp32 master weights and gradients."),
     click.option("--16bit-states", "has_16bit_states", is_flag=True, help="Optimizer states in 16 bit."),

@@ -70,7 +70,7 @@ def _headline(found: Estimate) -> list[str]:
     bytes_each = (
         f"{precision.name}: {precision.param_bytes} bytes a parameter, {precision.master_bytes} master, "
         f"{precision.grad_bytes} gradient, {precision.state_bytes} optimizer states"
-        + (f", {beside} where it is no hidden matrix" if beside is not None else "")
+        + (f", {beside} where it is not a hidden matrix" if beside is not None else "")
     )
     lines = [f"{model.name} · {size} · {model.source}", f"{world} = world {machines.world_size} · {bytes_each}"]
     if work is None:

@@ -69,7 +69,7 @@ def exec_command(
     A host is shown when it has ended, together with those that end about then. The words reach COMMAND as
     they are: for pipes and variables give `sh -c '...'`. The exit code is the largest of all hosts'; 69 when a host
     could not be reached. The hosts need a POSIX shell and nothing else. Ctrl-C and --timeout end COMMAND and its
-    process group; what it leaves running at its own end goes on, unless --supervise is given.
+    process group; what it leaves running at its own end continues, unless --supervise is given.
     """
     options = HostOptions(**values)
     is_bare = not (supervise or options.in_slurm)

@@ -29,7 +29,9 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     """Read a size of a file: 1GiB, 500MB."""
     found = parse_bytes(value)
     if found is None or found < _LEAST_BYTES:
-        raise click.BadParameter(f"{value!r} is no size of at least {format_bytes(_LEAST_BYTES)}; write 1GiB or 500MB.")
+        raise click.BadParameter(
+            f"{value!r} is not a size of at least {format_bytes(_LEAST_BYTES)}; write 1GiB or 500MB."
+        )
     return found
 
 

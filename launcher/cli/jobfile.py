@@ -91,7 +91,7 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise UsageError(f"the job file cannot be read: {error}", where=str(path)) from None
     except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError, OverflowError) as error:
         # PyYAML lets through what its tags stumble over: `!!bool x` is a KeyError, `!!timestamp x` an AttributeError.
-        raise UsageError(f"the job file is no YAML: {' '.join(str(error).split())}", where=str(path)) from None
+        raise UsageError(f"the job file is not YAML: {' '.join(str(error).split())}", where=str(path)) from None
     if _num_values(data) > _MAX_VALUES:
         raise UsageError(f"the job file holds more than {_MAX_VALUES} values", where=str(path))
     if not isinstance(data, Mapping):

@@ -143,7 +143,7 @@ def cli() -> None:
 
 
 def _refuse_mistyped(args: list[str]) -> None:
-    """Say which command is meant by a first word that is like one and is no script. Raises: UsageError."""
+    """Say which command is meant by a first word that is like one and is not a script. Raises: UsageError."""
     word = args[0] if args else ""
     if word in COMMANDS or not word.isalpha() or os.path.exists(word):
         return

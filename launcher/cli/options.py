@@ -120,7 +120,7 @@ _OPTIONS = (
         "--min-nodes",
         heading=_FAILURE,
         type=Whole(1),
-        help="At a restart go on without lost hosts, with at least N. Default: all are needed.",
+        help="At a restart continue without lost hosts, with at least N. Default: all are needed.",
     ),
     option(
         "--hang-timeout",

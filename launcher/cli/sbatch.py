@@ -186,7 +186,7 @@ def _follow(job_id: int) -> int:
                 break
             time.sleep(_READ_INTERVAL_S)
     except KeyboardInterrupt:
-        click.echo(f"\njob {job_id} goes on: end it with `scancel {job_id}`", err=True)
+        click.echo(f"\njob {job_id} continues: end it with `scancel {job_id}`", err=True)
         return int(ExitCode.INTERRUPTED)
     if state.state == "COMPLETED":
         return 0

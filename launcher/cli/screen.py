@@ -1,6 +1,6 @@
 """A few lines that stay at the bottom of a terminal, while everything else scrolls above them, byte for byte.
 
-The cursor rests at the start of those lines. So "erase everything from here" takes them away whatever the width of the
+The cursor stays at the start of those lines. So "erase everything from here" takes them away whatever the width of the
 window has become, and can never take away a line of output.
 """
 
@@ -25,7 +25,7 @@ _MOVE = re.compile(rb"\x1b(\[[0-9;]*[ABEFHSTdfsu]|\[\?1049h|[78DEMc])")
 
 
 class _Trail:
-    """What the output has left behind at the place where it goes on."""
+    """What the output has left behind at the place where it continues."""
 
     def __init__(self) -> None:
         self.is_open = False  # a line that ended with a carriage return: the next one overwrites it

@@ -28,7 +28,7 @@ examples:
 @job_argument
 @click.option("--all", "shows_all", is_flag=True, help="Every rank's stacks. Default: ranks that stand alike once.")
 def stacks(job: str, shows_all: bool) -> None:
-    """Show the Python stacks of all ranks of JOB; the job goes on. JOB is an id of `launch ps`, or its beginning."""
+    """Show the Python stacks of all ranks of JOB; the job continues. JOB is an id of `launch ps`, or its beginning."""
     entry = find_job(job)
     if entry.state == "elsewhere":
         raise UsageError(

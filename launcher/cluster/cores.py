@@ -19,7 +19,7 @@ def parse_core_list(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(f'"{part}" is no CPU number or range', where="--bind-core-list", hint="such as 0,2-5")
+            raise UsageError(f'"{part}" is not a CPU number or range', where="--bind-core-list", hint="such as 0,2-5")
         cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     if len(set(cores)) != len(cores):
         raise UsageError("a CPU is named twice", where="--bind-core-list", hint="name each once")

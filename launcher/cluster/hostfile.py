@@ -17,7 +17,7 @@ from launcher.cluster.hostname import Address, parse_address, parse_port
 from launcher.cluster.limits import MAX_EXPANSION, MAX_SLOTS
 
 MAX_HOSTFILE_BYTES = 16 * 1024 * 1024  # of a whole file, which is read into memory at once
-_MAX_DIAGNOSTICS = 50  # a file that is no hostfile at all must not print a line for each of its lines
+_MAX_DIAGNOSTICS = 50  # a file that is not a hostfile at all must not print a line for each of its lines
 _EXAMPLE = 'expected "host slots=N", for example "node-a slots=8"'
 _KEYS = ("slots", "port")
 # One word, or `key = value` with optional blanks around "=". A value stops at a blank, "=" or "#".

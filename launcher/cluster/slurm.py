@@ -142,7 +142,7 @@ def refuse_heterogeneous(environ: Mapping[str, str]) -> None:
 
 
 def parse_nodelist(text: str) -> tuple[str, ...]:
-    """Expand `gpu[01-03,7],login2`. Raises: HostfileError for what is no list of different node names."""
+    """Expand `gpu[01-03,7],login2`. Raises: HostfileError for what is not a list of different node names."""
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text):
         names.extend(expand(part.strip()))
@@ -150,7 +150,7 @@ def parse_nodelist(text: str) -> tuple[str, ...]:
             raise HostfileError(f"more than {MAX_EXPANSION} nodes", where=env.SLURM_JOB_NODELIST.name)
     wrong = next((name for name in names if not _NAME.fullmatch(name)), None)
     if not names or wrong is not None:
-        what = f'"{wrong}" is no node name' if names else "the list of nodes is empty"
+        what = f'"{wrong}" is not a node name' if names else "the list of nodes is empty"
         raise HostfileError(what, where=env.SLURM_JOB_NODELIST.name, hint='expected for example "node[01-04],gpu7"')
     if len(set(names)) != len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
@@ -165,7 +165,9 @@ def parse_counts(text: str, name: str) -> tuple[int, ...]:
         match = _COUNT.fullmatch(part)
         repeat = int(match[2] or 1) if match else 0
         if match is None or repeat + len(counts) > MAX_EXPANSION:
-            raise UsageError(f'"{text[:80]}" is no list of counts', where=name, hint='expected for example "2(x3),1"')
+            raise UsageError(
+                f'"{text[:80]}" is not a list of counts', where=name, hint='expected for example "2(x3),1"'
+            )
         counts += [int(match[1])] * repeat
     return tuple(counts)
 
@@ -176,7 +178,7 @@ def parse_gpus(text: str, name: str) -> int:
     for part in text.split(","):
         number = part.rpartition(":")[2]
         if not _NUMBER.fullmatch(number):
-            raise UsageError(f'"{text[:80]}" is no number of GPUs', where=name, hint='expected "4" or "a100:4"')
+            raise UsageError(f'"{text[:80]}" is not a number of GPUs', where=name, hint='expected "4" or "a100:4"')
         total += int(number)
     return total
 
@@ -235,7 +237,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not _NUMBER.fullmatch(text):
         raise UsageError(
-            f'"{text[:80]}" is no number' if text else "the variable is not set",
+            f'"{text[:80]}" is not a number' if text else "the variable is not set",
             where=name,
             hint="Slurm sets it: start `launch` in a batch script, in salloc, or by srun",
         )

@@ -60,7 +60,7 @@ class Pending:
         return following
 
     def wait(self) -> None:
-        """Block until the result stands in its buffer."""
+        """Block until the result is in its buffer."""
         phase = self
         while phase.works or phase.finish is not None:
             phase = phase.advance()

@@ -7,7 +7,7 @@ before the next signs are taken.
 
 A sign stands for the root mean square of its block of 1,024 elements, so that signs have the norm of what they stand
 for. (The mean magnitude, which leaves out less at once, is worse in the long run: of 4,096 normal elements, the same in
-each of 1,024 calls, it leaves an error of 32 times their norm that goes on growing; the root mean square one of 4 that
+each of 1,024 calls, it leaves an error of 32 times their norm that keeps growing; the root mean square one of 4 that
 does not.) One scale for a whole tensor, as papers have it, would drown small parameters.
 """
 

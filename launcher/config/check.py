@@ -129,7 +129,7 @@ def _from_pydantic(item: Any) -> Finding:
 
 
 def unknown_key(path: Path) -> Finding:
-    """Say that the last part of `path` is no key of its section, with the nearest that is."""
+    """Say that the last part of `path` is not a key of its section, with the nearest that is."""
     section: type[Section] = Config
     for part in path[:-1]:
         inner = section_of(section, str(part))
@@ -312,6 +312,6 @@ def _batch_findings(config: Config, world_size: int | None) -> list[Finding]:
             problem = error.diagnostics[0]
             return [Finding(path, problem.message, problem.hint)]
     elif train and micro and steps and train % (micro * steps):
-        message = f"train_batch_size {train} is no multiple of {micro} (micro) × {steps} (accumulation)"
+        message = f"train_batch_size {train} is not a multiple of {micro} (micro) × {steps} (accumulation)"
         return [Finding(path, message, "no number of ranks makes them equal")]
     return []

@@ -106,7 +106,7 @@ def elastic_batch(rules: ElasticRules) -> ElasticBatch:
 def _check_rules(rules: ElasticRules) -> None:
     """Check what holds between the rules, before any search."""
     if rules.version not in VERSIONS:
-        raise _broken("version", f"{rules.version:g} is no known version", "use 0.2, or 0.1")
+        raise _broken("version", f"{rules.version:g} is not a known version", "use 0.2, or 0.1")
     if not rules.micro_batch_sizes:
         raise _broken("micro_batch_sizes", "no micro-batch to choose from", "such as [2, 4, 6]")
     if rules.min_gpus > rules.max_gpus:
@@ -118,7 +118,7 @@ def _check_rules(rules: ElasticRules) -> None:
     if rules.num_gpus_per_node % rules.model_parallel_size:
         raise _broken(
             "num_gpus_per_node",
-            f"{rules.num_gpus_per_node} is no multiple of model_parallel_size {rules.model_parallel_size}",
+            f"{rules.num_gpus_per_node} is not a multiple of model_parallel_size {rules.model_parallel_size}",
             "a copy of the model lives inside one node",
         )
 

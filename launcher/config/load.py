@@ -59,7 +59,7 @@ def load_config(source: Source, *, world_size: int | None = None, for_planning: 
 def read_raw(source: Source) -> dict[str, Any]:
     """Return a config's data as it stands, unchecked: for what must be known before the rest is decided.
 
-    Raises: ConfigError when it cannot be read or is no object.
+    Raises: ConfigError when it cannot be read or is not an object.
     """
     name, located = _read(source)
     if not isinstance(located.value, Mapping):
@@ -105,7 +105,7 @@ def _read_file(path: Path) -> Located:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ConfigError("the config is no UTF-8 text", where=shown) from None
+        raise ConfigError("the config is not UTF-8 text", where=shown) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a file name"
         raise ConfigError(f"the config cannot be read: {reason}", where=shown, hint="check the path") from None

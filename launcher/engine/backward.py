@@ -15,7 +15,7 @@ from launcher.zero.schedule import ParameterSchedule
 
 
 def check_loss(loss: Tensor) -> None:
-    """Raise EngineError for a loss that is no scalar or has no graph."""
+    """Raise EngineError for a loss that is not a scalar or has no graph."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise EngineError(f"engine.backward() needs a scalar loss, got {got}", hint="reduce it with loss.mean()")

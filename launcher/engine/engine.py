@@ -156,7 +156,7 @@ class Engine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of an optimizer step from the next one on, by the accumulation steps.
 
-        Raises: ConfigError when it is no multiple of micro-batch times ranks.
+        Raises: ConfigError when it is not a multiple of micro-batch times ranks.
         """
         self._set_batch(solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.world_size))
 
@@ -189,7 +189,7 @@ class Engine(nn.Module):
 
         loss: scalar, the mean over this rank's micro-batch. With `scale_wrt_gas` it is divided by the
         accumulation steps, so that the step sees the mean over the whole batch. Returns the loss used.
-        Raises: EngineError for a loss that is no scalar or has no graph.
+        Raises: EngineError for a loss that is not a scalar or has no graph.
         """
         optimizer = self._trained()
         check_loss(loss)
@@ -341,7 +341,7 @@ class Engine(nn.Module):
         """Say whether `condition` holds on any rank. Collective.
 
         For loops whose length differs between ranks, such as generation at stage 3 (every forward needs all ranks):
-        `while engine.any_rank(not done): ...` goes on, on finished ranks too, until the last one has finished.
+        `while engine.any_rank(not done): ...` continues, on finished ranks too, until the last one has finished.
         """
         return any(collectives.gather_scalars(self._parts.group, float(condition)))
 

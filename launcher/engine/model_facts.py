@@ -56,7 +56,7 @@ def from_function(target: str) -> nn.Module:
                 built = built()
     except LauncherError:
         raise
-    except BaseException as error:  # whatever the user's code raises is told to the user
+    except BaseException as error:  # whatever the user's code raises is shown to the user
         raise UsageError(_said(error), where=_place(error) or target, hint=_hint(error)) from error
     if not isinstance(built, nn.Module):
         hint = "the function has to return a torch.nn.Module"

@@ -1,6 +1,6 @@
 """One command on one host under a plain shell: no Python, nothing installed on the far side.
 
-`launch exec` runs commands so. What the shell guarantees, and how, stands in `job.shellscript`.
+`launch exec` runs commands so. What the shell guarantees, and how, is in `job.shellscript`.
 """
 
 from __future__ import annotations

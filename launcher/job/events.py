@@ -55,7 +55,7 @@ class Watcher(Protocol):
         ...
 
     def warning(self, text: str) -> None:
-        """Something is not as it should be; the run goes on."""
+        """Something is not as it should be; the run continues."""
         ...
 
     def suspending(self) -> None:

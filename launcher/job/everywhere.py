@@ -83,7 +83,7 @@ class Held:
 
 
 class Listener:
-    """Hears of a run while it goes on, on the thread of `Everywhere.run`; this one does nothing."""
+    """Called during a run, on the thread of `Everywhere.run`; this one does nothing."""
 
     def ended(self, result: HostResult) -> None:
         """Take the result of a host, which is complete."""

@@ -133,7 +133,7 @@ class FailureBook:
         self._failures.setdefault(f"host {node.name}", (False, now_s, failure))
 
     def add_hang(self, node: Node, rank: int, reason: str, stack: str, log: RankLog) -> None:
-        """Keep a rank that makes no progress; its stack stands in for a traceback."""
+        """Keep a rank that makes no progress; its stack is shown in place of a traceback."""
         now_s = time.monotonic()
         failure = Failure(
             host=node.name,

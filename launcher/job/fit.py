@@ -1,4 +1,4 @@
-"""Which hosts a job goes on with when only some world sizes fit its config. Pure."""
+"""Which hosts a job continues with when only some world sizes fit its config. Pure."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class HangWatch:
 
     A job hangs when no rank has made a heartbeat or written anything for the timeout. One rank hangs when it has made
     heartbeats before, or most ranks have, and for the timeout it has neither made one nor written anything while
-    another rank's heartbeats continued. Output of the others alone is no proof against a silent rank: during an
+    another rank's heartbeats continued. Output of the others alone proves nothing about a silent rank: during an
     evaluation on rank 0 the other ranks wait for it, and where only rank 0 prints the others are always silent.
     """
 
@@ -35,7 +35,7 @@ class HangWatch:
         return {rank: self._counts[rank] for rank in self._last_s}
 
     def beat(self, rank: int, count: int, now_s: float) -> None:
-        """Note the heartbeats of a rank; a number that stands still is no progress."""
+        """Note the heartbeats of a rank; a number that stands still is not progress."""
         if count == self._counts[rank]:
             return
         self._counts[rank] = count

@@ -177,7 +177,7 @@ class RunFolder:
         had_error = log.write_error is not None
         log.write(data)
         if log.write_error is not None and not had_error:
-            self._watcher.warning(f"{log.path}: {log.write_error.strerror}; the log is incomplete, the job goes on")
+            self._watcher.warning(f"{log.path}: {log.write_error.strerror}; the log is incomplete, the job continues")
         then()
 
     def _close(self) -> None:

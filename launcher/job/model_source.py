@@ -56,8 +56,8 @@ def _from_path(path: Path, waiting: _Waiting) -> ModelFacts:
         return _from_config(path, waiting)
     if path.suffix == ".py":
         hint = f"name the function that builds it: {path}:build_model"
-        raise UsageError("a script is no model", where=str(path), hint=hint)
-    raise UsageError("this is no kind of file that describes a model", where=str(path), hint=f"give {FORMS}")
+        raise UsageError("a script is not a model", where=str(path), hint=hint)
+    raise UsageError("a file of this kind does not describe a model", where=str(path), hint=f"give {FORMS}")
 
 
 def _shown(text: str) -> str:

@@ -70,7 +70,7 @@ class Registration:
 def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registration]:
     """Keep the entry of a job while its block runs; at the end it says when, and with which exit code.
 
-    A folder that cannot be written is no reason to fail a job: `warn` is told.
+    A folder that cannot be written does not fail the job: `warn` gets the reason.
     """
     registration = Registration()
     entry = JobEntry(
@@ -117,7 +117,7 @@ def jobs_folder() -> Path:
 
 
 def all_jobs() -> list[JobEntry]:
-    """Return every entry, the one that started last comes last; files that are no entry are left out."""
+    """Return every entry, the one that started last comes last; files that are not entries are left out."""
     try:
         paths = list(jobs_folder().glob("*.json"))
     except OSError:

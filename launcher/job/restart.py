@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from launcher.base.errors import ConfigError, LauncherError, TransportError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Cluster, Host
 from launcher.job.events import Watcher
+from launcher.job.lane import Lane
 from launcher.job.plan import JobPlan
 from launcher.job.report import RunReport
 from launcher.job.signals import SignalQueue
@@ -32,7 +34,7 @@ class RestartPolicy:
     """When to start again, and on what."""
 
     max_restarts: int = 0
-    min_nodes: int | None = None  # go on with fewer hosts, but not with fewer than these; None: all are needed
+    min_nodes: int | None = None  # continue with fewer hosts, but not with fewer than these; None: all are needed
     spares: tuple[Host, ...] = ()  # take the place of lost hosts, in this order
     world_sizes: WorldSizes = lambda: None  # asked before each start on other hosts
     first_delay_s: float = 0.5  # before the first restart, see `delay_s`
@@ -79,7 +81,7 @@ def run_with_restarts(
                 _pause(policy.delay_s(num_quick), signals, watcher)
             if signals.first_stop is not None:
                 report = dataclasses.replace(report, interrupted_by=signal.Signals(signals.first_stop).name)
-                return _saved(first, [*reports[:-1], report], watcher)
+                return _saved(first, [*reports[:-1], report], watcher, signals)
             try:
                 reports.append(run(plan))
                 break
@@ -89,17 +91,26 @@ def run_with_restarts(
                     raise
                 watcher.warning(str(error))
                 lost = unreachable
-        _saved(first, reports, watcher)
+        _saved(first, reports, watcher, signals)
     return reports[-1]
 
 
-def _saved(first: JobPlan, reports: Sequence[RunReport], watcher: Watcher) -> RunReport:
-    """Write the report of the whole job, and return the last try's."""
+def _saved(first: JobPlan, reports: Sequence[RunReport], watcher: Watcher, signals: SignalQueue) -> RunReport:
+    """Write the report of the whole job, and return the last try's. A disk that stalls is waited for, not for ever."""
+    last, earlier = reports[-1], reports[:-1]
+    lane = Lane("report")
+    answer = lane.request(lambda: last.save(first.run_folder, earlier))
+    lane.close()
+    what, problem = f"the disk of {first.run_folder} (Ctrl-C: do not wait)", "its disk does not answer"
+    is_done = lane.wait(answer.done, signals.asks_to_leave, lambda: watcher.waiting(what), timeouts().disk_stall_s)
     try:
-        reports[-1].save(first.run_folder, reports[:-1])
+        if is_done:
+            answer.get()
+            return last
     except OSError as error:
-        watcher.warning(f"{first.run_folder}/report.json could not be written: {error.strerror}")
-    return reports[-1]
+        problem = str(error.strerror)
+    watcher.warning(f"{first.run_folder}/report.json could not be written: {problem}")
+    return last
 
 
 def _pause(delay_s: float, signals: SignalQueue, watcher: Watcher) -> None:

@@ -47,10 +47,12 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         if self.time is not None and not TIME_FORM.fullmatch(self.time):
-            raise UsageError(f'"{self.time}" is no time', where="--time", hint='expected "20:00:00" or "2-12:00:00"')
+            raise UsageError(f'"{self.time}" is not a time', where="--time", hint='expected "20:00:00" or "2-12:00:00"')
         if self.gpus_per_node is not None and not _GPUS_FORM.fullmatch(self.gpus_per_node):
             raise UsageError(
-                f'"{self.gpus_per_node}" is no number of GPUs', where="--gpus-per-node", hint='expected "8" or "a100:8"'
+                f'"{self.gpus_per_node}" is not a number of GPUs',
+                where="--gpus-per-node",
+                hint='expected "8" or "a100:8"',
             )
         if self.requeue and self.container_image is not None:
             raise UsageError(

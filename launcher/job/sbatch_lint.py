@@ -123,7 +123,7 @@ def _read_options(script: _Script, text: str, number: int) -> None:
         elif word.startswith("-") and word[1:2] in _SHORT:
             name, has_value, value = _SHORT[word[1]], word[2:], word[2:].removeprefix("=")
         else:
-            script.find(f'"{word}" is no option', number, 'write options as "--name=value"')
+            script.find(f'"{word}" is not an option', number, 'write options as "--name=value"')
             continue
         if name not in _OPTIONS:
             hint = did_you_mean(name, _OPTIONS) or "right where this Slurm or a plugin of it has it: see man sbatch"
@@ -206,7 +206,7 @@ def _check_rest(script: _Script, folder: Path) -> None:
     if "time" not in script.options:
         script.find("no --time: the partition's default holds, which may be minutes", 1, "add #SBATCH --time=20:00:00")
     elif not TIME_FORM.fullmatch(time):
-        script.find(f'--time "{time}" is no time', line, 'write "20:00:00" or "2-12:00:00"')
+        script.find(f'--time "{time}" is not a time', line, 'write "20:00:00" or "2-12:00:00"')
     for name in ("output", "error"):
         text, line = script.options.get(name, ("", 0))
         parent = Path(text).parent

@@ -8,7 +8,7 @@ it, beside a watcher that waits for our end of stdin:
 * a line asks the watcher to end the group (TERM, then KILL after the grace); a second line to kill it at once;
 * the end of stdin means that we are gone: TERM, then KILL after the grace.
 
-A normal end ends the watcher first, so that what the command left running on purpose goes on. A mark that nobody can
+A normal end ends the watcher first, so that what the command left running on purpose continues. A mark that nobody can
 guess stands before and after the command's bytes on both streams: what login scripts print does not count, and no
 process that still holds a stream open is waited for.
 """

@@ -11,7 +11,7 @@ from types import FrameType
 
 from launcher.base.signals import NOTICE_SIGNAL, take_held
 
-STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show where every rank stands, and go on
+STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show where every rank stands, and continue
 SUSPEND_SIGNAL = signal.SIGTSTP  # Ctrl-Z
 
 
@@ -81,5 +81,5 @@ class SignalQueue:
 
 
 def wall_s() -> float:
-    """Return a clock in seconds that nobody sets and that goes on while the machine sleeps."""
+    """Return a clock in seconds that nobody sets and that continues while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

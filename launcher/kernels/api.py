@@ -65,7 +65,7 @@ class Sgd:
     dampening: float
     weight_decay: float
     is_nesterov: bool
-    is_first: bool  # the momentum buffer becomes the gradient, whatever stands in it
+    is_first: bool  # the momentum buffer becomes the gradient, whatever is in it
 
 
 @dataclass(frozen=True)

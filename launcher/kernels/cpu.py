@@ -159,7 +159,7 @@ def _spans(spans: Sequence[Span]) -> bytes:
 
 
 def _array(tensor: Tensor, numel: int) -> tuple[int, int]:
-    """Return address and type of a tensor. Raises: ValueError for one whose memory is no run of `numel` elements."""
+    """Return address and type of a tensor. Raises: ValueError unless it is contiguous with `numel` elements."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None or tensor.device.type != "cpu" or tensor.numel() != numel or not tensor.is_contiguous():
         found = f"{tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"

@@ -1,6 +1,6 @@
 """Where training curves go: TensorBoard, CSV files, W&B, Comet, each through its own library.
 
-Event names, folders and the x axis (samples) are DeepSpeed's, so that dashboards built for it go on working.
+Event names, folders and the x axis (samples) are DeepSpeed's, so that dashboards built for it keep working.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CsvWriter:
         if name not in self._files:
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
             file = path.open("a", newline="")
-            if file.tell() == 0:  # a restarted job goes on in its file
+            if file.tell() == 0:  # a restarted job continues in its file
                 csv.writer(file).writerow(["step", name.rpartition("/")[2]])
             self._files[name] = file
         return self._files[name]

@@ -3,7 +3,7 @@
 It is started with the arguments KERNEL_PID ARGS...
 
 A kernel that is restarted is killed. Its `launch` leads a session of its own, so that an interrupt reaches it once
-and not twice, and would go on with nobody to read its output.
+and not twice, and would continue with nobody to read its output.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _run(arguments: Sequence[str]) -> None:
         raise JobError(
             f"launch ended with exit code {code}",
             exit_code=code,
-            hint="its own message stands in the output above",
+            hint="its own message is in the output above",
         )
 
 

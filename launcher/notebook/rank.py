@@ -21,7 +21,7 @@ ERROR_FILE = "error_{}"
 
 
 def main(folder: str) -> None:
-    """Run the call in `folder` as this rank. What the function raises goes on to the worker, which reports it."""
+    """Run the call in `folder` as this rank. What the function raises reaches the worker, which reports it."""
     rank = os.environ[env.RANK.name]
     with open(os.path.join(folder, CALL_FILE), "rb") as file:
         search_path, sources = pickle.load(file)

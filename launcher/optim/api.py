@@ -36,7 +36,7 @@ class FlatShard:
     # 1-D, updated in place; fp32 unless masters are kept in 16 bits; a whole parameter in its own shape for optimizers
     # that need shapes.
     master: Tensor
-    grad: Tensor  # same shape, fp32 unless sums are kept in 16 bits; what stands in it after the step is undefined
+    grad: Tensor  # same shape, fp32 unless sums are kept in 16 bits; what is in it after the step is undefined
     group: int
     unit: int = 0  # index of the unit it is part of
     start: int = 0  # of its first element, within the owned range of that unit

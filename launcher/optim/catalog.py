@@ -78,7 +78,7 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 def construct(
     kind: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Build an optimizer of a known class over `groups` of shards, fused where torch has a kernel and nobody chose."""
+    """Build an optimizer of a known class over `groups` of shards, fused by default where torch has a kernel."""
     for group in groups:
         wants_other = group.get("foreach") or group.get("differentiable") or group.get("capturable")
         if kind in FUSED and group.get("fused") is None and not wants_other:

@@ -166,7 +166,7 @@ def plan_from_client(
 ) -> OptimizerPlan:
     """Take over a torch optimizer, or what a function from parameters to one builds.
 
-    Its `param_groups` stay the live ones, so that a schedule built on it goes on working.
+    Its `param_groups` stay the live ones, so that a schedule built on it keeps working.
     Raises: EngineError for one that cannot be sharded or may not be (`zero_allow_untested_optimizer`), or that has
     taken steps.
     """

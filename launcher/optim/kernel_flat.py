@@ -253,5 +253,5 @@ class KernelFlat:
 
 
 def _place(shard: FlatShard) -> slice:
-    """Return where a shard stands in the owned range of its unit."""
+    """Return where a shard is in the owned range of its unit."""
     return slice(shard.start, shard.start + shard.master.numel())

@@ -28,7 +28,7 @@ class Runs(Generic[R]):
     """The runs of one shard, in element order; together they cover it."""
 
     def __init__(self, whole: R, split: Callable[[R, int], tuple[R, R]]) -> None:
-        """split: makes two runs of one, which go on in its place, cut at an element of the shard."""
+        """split: makes two runs of one, which replace it, cut at an element of the shard."""
         self._runs = [whole]
         self._split = split
 

@@ -44,14 +44,14 @@ class ArchitectureConfig:
         return str(self.data.get("model_type", ""))
 
     def number(self, meaning: str, default: int | None = None) -> int:
-        """Return a size. Raises: UsageError when it is not there and has no default, or is no positive number."""
+        """Return a size. Raises: UsageError when it is not there and has no default, or is not a positive number."""
         for name in _SPELLINGS.get(meaning, (meaning,)):
             value = self.data.get(name)
             if value is None:
                 continue
             most = _MAX_LAYERS if "layer" in name else _MAX_SIZE
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-                message = f"{name} {str(value)[:50]!r} is no number from 1 to {most:,}"
+                message = f"{name} {str(value)[:50]!r} is not a number from 1 to {most:,}"
                 raise UsageError(message, where=self._where, hint="copy the model's own config.json again")
             return value
         if default is None:

@@ -35,7 +35,7 @@ class Precision:
     master_bytes: int  # 0: the parameters are their own master
     grad_bytes: int  # of the sum over micro-batches and ranks
     state_bytes: float  # all states of the optimizer together
-    state_bytes_beside_matrices: int | None = None  # of what is no hidden matrix, where an optimizer tells them apart
+    state_bytes_beside_matrices: int | None = None  # of parameters other than hidden matrices, where it differs
 
     @classmethod
     def of(
@@ -204,7 +204,7 @@ def _gathered_numel(units: list[int], setting: Setting) -> int:
 def _optimizer_bytes(precision: Precision, place: str, *, is_beside_param: bool) -> float:
     """Return what one element takes where it is updated, which is `place`.
 
-    is_beside_param: its parameter rests there too, and is free while it is updated.
+    is_beside_param: its parameter is kept there too, and is free while it is updated.
     """
     kept = precision.master_bytes + precision.state_bytes
     # Without a master of its own a parameter is that where it is updated; beside one, the host has a 16-bit copy that

@@ -14,7 +14,7 @@ _STEPS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _MAX_COUNT = 10**15
 # The first number in a dotted name is the place in a list of modules, which the engine makes a unit of.
 _BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)\.")
-# Names of what Muon leaves to AdamW: what reads or writes tokens, and what is no matrix.
+# Names of what Muon leaves to AdamW: what reads or writes tokens, and what is not a matrix.
 _BESIDE_MATRICES = re.compile(r"embed|lm_head|\bw[tp]e\b|norm|\bln_|bias$", re.IGNORECASE)
 _TYPICAL_VOCABULARY = 50_257
 # Layers, hidden size, heads of models of this many parameters; 125M to 175B from Brown et al. 2020, table 2.1.
@@ -136,9 +136,9 @@ class ModelFacts:
 
 
 def parse_count(text: str) -> int | None:
-    """Return the number of parameters that `7B`, `350M`, `1.3b` or `6_700_000_000` means; None when it is no number.
+    """Return the number of parameters that `7B`, `350M`, `1.3b` or `6_700_000_000` means; None when it is not a number.
 
-    Raises: UsageError for a number that is no count of parameters.
+    Raises: UsageError for a number that is not a count of parameters.
     """
     match = _COUNT.fullmatch(text.strip())
     if match is None:
@@ -146,7 +146,7 @@ def parse_count(text: str) -> int | None:
     count = float(match[1].replace("_", "").replace(",", "")) * _STEPS[match[2].lower()]
     if not 1 <= count <= _MAX_COUNT or count != round(count):
         hint = "a whole number up to 1e15, such as 7B, 350M or 6_700_000_000"
-        raise UsageError(f"{text[:50]} is no number of parameters", hint=hint)
+        raise UsageError(f"{text[:50]} is not a number of parameters", hint=hint)
     return round(count)
 
 

@@ -84,7 +84,7 @@ def _read_header(path: Path) -> list[Parameter]:
         header = json.loads(text)
         shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
         if not all(isinstance(size, int) and size >= 0 for shape in shapes.values() for size in shape):
-            raise ValueError("a shape is no list of sizes")
+            raise ValueError("a shape is not a list of sizes")
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path), hint="check the path") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -5,8 +5,8 @@ In none of them is the working folder, or the home folder of another machine, on
 machine `launcher/start.py` sees to that. Where the package lies on another machine is not known, so a fixed `-c`
 program does it there, behind a `cd /`: Python 3.13 imports a module before it runs the first statement of `-c`.
 
-From a source checkout (the package's folder is no site-packages) the checkout's path is appended to the search path, so
-that the same path on the other machine (a shared file system) works and PYTHONPATH is never needed. An installed
+From a source checkout (the package's folder is not site-packages) the checkout's path is appended to the search path:
+the same path on the other machine (a shared file system) works and PYTHONPATH is never needed. An installed
 package on the other machine still wins, because the path is appended.
 """
 

@@ -131,7 +131,10 @@ class LocalChannel:
             raise ValueError("the process needs pipes on stdin, stdout and stderr")
         self._host_name = host_name
         self._process = process
-        self._stdin, self._stdout = process.stdin, process.stdout
+        self._stdin = process.stdin
+        # A bare descriptor: a file object could be collected, and closed, before this one.
+        self._stdout = os.dup(process.stdout.fileno())
+        process.stdout.close()
         # Readable once close() has run: it frees a reader or writer that waits on a pipe, because closing
         # a descriptor that another thread waits on would hand that thread somebody else's file.
         self._wake_read, self._wake_write = os.pipe()
@@ -155,9 +158,9 @@ class LocalChannel:
         return self._process.pid
 
     def read(self, max_bytes: int) -> bytes:
-        if not self._wait_for(self._stdout.fileno(), select.POLLIN):
+        if not self._wait_for(self._stdout, select.POLLIN):
             return b""
-        return os.read(self._stdout.fileno(), max_bytes)
+        return os.read(self._stdout, max_bytes)
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -204,11 +207,9 @@ class LocalChannel:
 
     def __del__(self) -> None:
         # stdout and the wake pipe live as long as any thread may still poll them: as long as this object.
-        if hasattr(self, "_stdout"):
-            self._stdout.close()
-        for descriptor in (getattr(self, "_wake_read", -1), getattr(self, "_wake_write", -1)):
-            if descriptor >= 0:
-                os.close(descriptor)
+        for name in ("_stdout", "_wake_read", "_wake_write"):
+            if hasattr(self, name):
+                os.close(getattr(self, name))
 
     def _wait_for(self, descriptor: int, event: int) -> bool:
         """Wait until `descriptor` has `event`; False when the channel was closed instead."""

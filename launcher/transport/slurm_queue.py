@@ -40,7 +40,7 @@ def submit(script: str, options: Sequence[str] = ()) -> int:
     output = _run(["sbatch", "--parsable", *options], script)
     match = re.match(r"(\d+)", output.strip().splitlines()[-1] if output.strip() else "")
     if match is None:
-        raise TransportError(f'sbatch answered "{output.strip()}", which is no job number')
+        raise TransportError(f'sbatch answered "{output.strip()}", which is not a job number')
     return int(match[1])
 
 

@@ -265,7 +265,7 @@ class SrunChannel:
         self._step = step
         self._name = name
         self._changed = threading.Condition()
-        self._unread = bytearray()  # no more than the window, and what is no output
+        self._unread = bytearray()  # no more than the window, and what is not output
         self._ended = False
         self._closed = False
         self._status: int | None = None

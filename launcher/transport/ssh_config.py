@@ -251,7 +251,7 @@ def _named_config(path: Path) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _read_once(path: Path) -> str:
-    """Read what is no regular file: a pipe (`-F <(...)`) gives its text only once. Raises: OSError."""
+    """Read what is not a regular file: a pipe (`-F <(...)`) gives its text only once. Raises: OSError."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 

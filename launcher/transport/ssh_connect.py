@@ -102,7 +102,7 @@ class EagerSocket(socket.socket):
     """A socket whose `recv` takes what has arrived all at once, and gives it out piece by piece.
 
     paramiko reads each packet in two steps. Every step that asks the system lets go of the interpreter lock, and then
-    stands in line for it behind the threads of all other connections.
+    waits in line for it behind the threads of all other connections.
     """
 
     _ahead = b""

@@ -144,7 +144,7 @@ def _load_key(path: Path, _changed_ns: int) -> paramiko.PKey:
 
 
 def _public_blob(path: Path) -> bytes | None:
-    """Return the key that a public key file holds, None when it is no such file."""
+    """Return the key that a public key file holds, None when it is not such a file."""
     try:
         words = _text(path).split()
         return base64.b64decode(words[1]) if words[0].startswith(_PUBLIC_TYPES) else None

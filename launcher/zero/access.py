@@ -180,7 +180,7 @@ def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
 
 
 def _part(unit: FlatUnit, slot: ParamSlot) -> tuple[slice, slice]:
-    """Return where the rank's part of a parameter stands in its owned range, and in the parameter."""
+    """Return where the rank's part of a parameter is in its owned range, and in the parameter."""
     start, end = max(slot.offset, unit.owned.start), min(slot.end, unit.owned.stop)
     end = max(start, end)
     first = min(start - unit.owned.start, len(unit.owned))

@@ -54,7 +54,7 @@ class Disk:
         self._writing.append(swapped)
 
     def settle(self, *, max_writes: int) -> None:
-        """Wait until no more than so many writes go on in the background, and take their memory back."""
+        """Wait until at most so many writes are in flight, and take their memory back."""
         while len(self._writing) > max_writes:
             self._writing.popleft().settle()
 
@@ -106,7 +106,7 @@ class Swapped:
     def send_out(self, *, max_writes: int = MAX_WRITES) -> None:
         """Start writing the values to disk; the memory goes back once they are there.
 
-        max_writes: how many writes of this disk may go on when this returns.
+        max_writes: how many writes of this disk may still be in flight when this returns.
         """
         self._transfer = self._disk.store.write(self._extent, self._memory())
         self.state = SwapState.WRITING

@@ -282,7 +282,7 @@ class UnitGradients:
             self._give_local_back()
 
     def settle(self) -> None:
-        """Wait until `owned_grad` can be read and written by the host, wherever it rests."""
+        """Wait until `owned_grad` can be read and written by the host, wherever it is kept."""
         self.finish_reduction()
         self._link.synchronize()
 

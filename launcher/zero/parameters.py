@@ -54,8 +54,8 @@ class Residence:
 
     dtype: torch.dtype
     owned: range  # elements this rank updates
-    is_sharded: bool  # the owned range alone rests, the whole is gathered around its use
-    home: Home = HERE  # where the owned range of a sharded unit rests
+    is_sharded: bool  # only the owned range is kept, the whole is gathered around its use
+    home: Home = HERE  # where the owned range of a sharded unit is kept
 
 
 class UnitParameters:
@@ -94,7 +94,7 @@ class UnitParameters:
         self._adopt()
         # 1-D [owned], model precision; a view of `flat` unless sharded.
         self.shard = self._own_flat
-        self.home = residence.home if is_sharded else HERE  # where the shard rests
+        self.home = residence.home if is_sharded else HERE  # where the shard is kept
         if is_sharded:
             self.shard = self.home.empty(len(owned), dtype, group).copy_(self._own_flat)
         self._swap = self.home.swapped(self.shard)
@@ -197,7 +197,7 @@ class UnitParameters:
 
     @contextlib.contextmanager
     def shard_in_memory(self, *, reads: bool = True, writes: bool = False) -> Iterator[None]:
-        """Have the shard in memory, wherever it rests; reads, writes: whether the disk's values are, or are changed."""
+        """Have the shard in memory; reads, writes: whether the disk's values are read, or changed."""
         if self._swap is None:
             yield
             return
@@ -211,7 +211,7 @@ class UnitParameters:
                 self._swap.drop()
 
     def start_reading(self) -> None:
-        """Start reading a shard that rests on disk: the unit will be gathered soon."""
+        """Start reading a shard that is kept on disk: the unit will be gathered soon."""
         if self._swap is not None and self.state is ParameterState.SHARDED:
             self._swap.start_reading()
 

@@ -17,7 +17,7 @@ class Stage:
     number: int
     shards_optimizer: bool  # optimizer states and fp32 master weights; gradients are reduced to their owner
     shards_gradients: bool  # each micro-batch is reduced during backward, only the owner keeps the sum
-    shards_parameters: bool  # parameters rest as shards and are gathered around their use
+    shards_parameters: bool  # parameters are kept as shards and are gathered around their use
 
 
 STAGES = {
@@ -91,7 +91,7 @@ class ParameterPolicy:
 
 
 class Place(Enum):
-    """Where something rests between its uses."""
+    """Where something is kept between its uses."""
 
     DEVICE = "none"  # the values are those of the config's `device` keys
     HOST = "cpu"
@@ -112,7 +112,7 @@ class OffloadPolicy:
     num_steps_in_order: int = 0  # ... after so many that do not
     reads_ahead: bool = False  # of the disk: the next unit's states while one is updated
     resident_states: frozenset[str] = frozenset()  # names of optimizer states that stay in memory beside the disk
-    max_host_params: int = 0  # elements of shards that rest in host memory beside the disk
+    max_host_params: int = 0  # elements of shards that are kept in host memory beside the disk
 
     @property
     def is_any(self) -> bool:
@@ -156,14 +156,14 @@ class ParameterState(Enum):
 
     SHARDED = auto()  # only this rank's chunk; the parameters are empty
     GATHERING = auto()  # the whole buffer belongs to a collective
-    WHOLE = auto()  # every element stands in the buffer, the parameters are views of it
+    WHOLE = auto()  # every element is in the buffer, the parameters are views of it
 
 
 class UnitState(Enum):
     """Where a unit is within an optimizer step.
 
     IDLE -> ACCUMULATING (first gradient) -> REDUCING (last gradient) -> REDUCED -> IDLE (step)
-    At a micro-batch that is no boundary a whole gradient stays ACCUMULATING, a sharded one becomes REDUCED and
+    At a micro-batch that is not a boundary a whole gradient stays ACCUMULATING, a sharded one becomes REDUCED and
     goes back to ACCUMULATING with the next micro-batch.
     """
 

@@ -44,7 +44,7 @@ class FlatUnit:
         group: DataParallelGroup,
         homes: Homes,
     ) -> None:
-        """homes: asked where the unit rests."""
+        """homes: asked where the unit is kept."""
         self.members = members
         self.layout = layout
         self.index = -1  # position among the engine's units
@@ -83,7 +83,7 @@ class FlatUnit:
 
     @property
     def is_sharded(self) -> bool:
-        """Say whether the parameters rest as shards."""
+        """Say whether the parameters are kept as shards."""
         return self.params.is_sharded
 
     @contextlib.contextmanager

@@ -84,7 +84,7 @@ def test_processes_find_each_other_and_the_one_that_is_missing() -> None:
         for process in processes:
             assert process.stdout is not None
             assert json.loads(process.stdout.readline()) == {"failed": {"2": "connection refused"}}
-            assert process.poll() is None  # it goes on answering until it is ended
+            assert process.poll() is None  # it keeps answering until it is ended
     finally:
         for process in processes:
             process.kill()

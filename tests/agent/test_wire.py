@@ -37,7 +37,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.errors import ProtocolError
 
-# Arguments and file names may hold any bytes; Python shows those that are no UTF-8 as lone surrogates.
+# Arguments and file names may hold any bytes; Python shows those that are not UTF-8 as lone surrogates.
 TEXT = st.text(st.characters(codec=None), max_size=20)
 NAMES = st.dictionaries(TEXT, TEXT, max_size=3)
 INTEGERS = st.integers(-(2**31), 2**31)

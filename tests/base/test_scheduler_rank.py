@@ -109,7 +109,7 @@ def test_one_process_is_no_rank_of_a_scheduler(environ: dict[str, str]) -> None:
     [
         ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, "not how many there are"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "rank 4 of 4"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "four"}, '"four" is no number'),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "four"}, '"four" is not a number'),
         ({name: SLURM[name] for name in SLURM if name != "SLURM_PROCID"}, "SLURM_PROCID: the variable is not set"),
     ],
 )

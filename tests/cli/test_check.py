@@ -29,7 +29,7 @@ def hosts(sshd: LoopbackSshd, folder: Path, *lines: str) -> list[str]:
 
 
 def run_checker(cluster: Cluster, sshd: LoopbackSshd, address: str | None, folder: Path) -> CheckReport:
-    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)))
+    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config), connect_timeout_s=60.0))
     if address is not None:
         transports.address_of = lambda _: address  # type: ignore[method-assign]
     try:

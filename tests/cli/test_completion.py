@@ -27,6 +27,8 @@ def complete(folder: Path, line: str) -> list[str]:
     [
         ("launch ex", ["plain,exec", "file,ex"]),
         ("launch --hostf", ["plain,--hostfile"]),
+        ("launch --num_g", ["plain,--num_gpus"]),
+        ("launch exec --ssh_p", ["plain,--ssh_port"]),
         ("launch --num_gpus 2 --log-d", ["plain,--log-dir"]),
         ("launch --num_gpus 2 tr", ["file,tr"]),
         ("launch train.py --deepspeed ds", ["file,ds"]),

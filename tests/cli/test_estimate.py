@@ -298,7 +298,7 @@ def test_the_tables_of_the_guides(tmp_path: Path) -> None:
         (["broken.safetensors"], "broken.safetensors: no safetensors file"),
         (["ds.json"], "ds.json: no model_type"),
         (["unheard.json"], "unheard"),
-        (["notes.txt"], "no kind of file that describes a model"),
+        (["notes.txt"], "a file of this kind does not describe a model"),
         (["7B", "--stage", "4"], "--stage: expected a whole number from 0 to 3"),
         (["7B", "--stage", "2", "--offload-param", "cpu"], "parameters are offloaded at stage 3 only"),
         (["7B", "--stage", "0", "--offload-optimizer", "cpu"], "stages 1, 2 and 3 only"),

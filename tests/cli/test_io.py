@@ -47,8 +47,8 @@ def test_json_holds_every_measurement_and_the_choice(tmp_path: Path) -> None:
     [
         (("nowhere",), "'nowhere' does not exist"),
         (("file",), "'file' is a file"),
-        ((".", "--size", "1MB"), "'1MB' is no size of at least 64.0 MiB"),
-        ((".", "--size", "much"), "'much' is no size"),
+        ((".", "--size", "1MB"), "'1MB' is not a size of at least 64.0 MiB"),
+        ((".", "--size", "much"), "'much' is not a size"),
         ((".", "--seconds", "0"), "--seconds"),
         ((), "DIR is missing"),
     ],

@@ -80,8 +80,8 @@ def test_one_value_of_a_repeatable_option_needs_no_list(tmp_path: Path) -> None:
     [
         ('script: s.py\noptions: {log_dir: "a\\0b"}\n', "options.log_dir: embedded null byte"),
         ("script: s.py\nargs: &a [*a]\n", "holds more than"),
-        ("script: s.py\nargs: [!!bool x]\n", "is no YAML"),
-        ("script: s.py\nargs: [!!timestamp x]\n", "is no YAML"),
+        ("script: s.py\nargs: [!!bool x]\n", "is not YAML"),
+        ("script: s.py\nargs: [!!timestamp x]\n", "is not YAML"),
         (f"script: s.py\nargs: [0x{'f' * 9999}]\n", "cannot be written down"),
         ("script: s.py\nconfig: {a: 2001-01-01}\n", "config: Object of type date is not JSON serializable"),
         (

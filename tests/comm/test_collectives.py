@@ -34,7 +34,7 @@ def sum_in_rank_order(world_size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _mean_of_large_halves(rank: int, world_size: int) -> float:
-    """The sum of what the ranks hold is no number of fp16, its mean is."""
+    """The sum of what the ranks hold overflows fp16, its mean does not."""
     flat = torch.full((world_size * CHUNK,), 60000.0, dtype=torch.float16)
     output = torch.empty(CHUNK, dtype=torch.float16)
     collectives.reduce_scatter(data_parallel_group(), flat, output, 1.0 / world_size).wait()

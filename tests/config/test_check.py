@@ -163,8 +163,8 @@ def test_fp16_together_with_bf16_is_named() -> None:
         ((100, 8, None), 4, "train_batch_size 100 is not divisible by 8 (micro) × 4 (ranks) = 32"),
         ((3, None, None), 4, "train_batch_size 3 is not divisible by 1 (accumulation) × 4 (ranks) = 4"),
         ((None, None, 4), 4, "neither train_batch_size nor train_micro_batch_size_per_gpu is given"),
-        ((100, 8, 4), None, "train_batch_size 100 is no multiple of 8 (micro) × 4 (accumulation)"),
-        ((32, 8, 8), None, "train_batch_size 32 is no multiple of 8 (micro) × 8 (accumulation)"),
+        ((100, 8, 4), None, "train_batch_size 100 is not a multiple of 8 (micro) × 4 (accumulation)"),
+        ((32, 8, 8), None, "train_batch_size 32 is not a multiple of 8 (micro) × 8 (accumulation)"),
     ],
 )
 def test_a_broken_batch_equation_is_printed(

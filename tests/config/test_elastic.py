@@ -191,9 +191,12 @@ def test_equal_candidates_are_told_apart_by_preference() -> None:
         (ElasticRules(40, ()), "no micro-batch to choose from; such as"),
         (ElasticRules(40, (2,), min_gpus=9, max_gpus=8), "elasticity.min_gpus: 9 is over max_gpus 8; lower it"),
         (ElasticRules(40, (2,), max_gpus=10**6), "elasticity.max_gpus: more than 100000 ranks"),
-        (ElasticRules(40, (2,), version=0.3), "elasticity.version: 0.3 is no known version; use 0.2"),
+        (ElasticRules(40, (2,), version=0.3), "elasticity.version: 0.3 is not a known version; use 0.2"),
         (ElasticRules(40, (2,), version=0.1, model_parallel_size=2), "more than 1 needs version 0.2"),
-        (ElasticRules(40, (2,), num_gpus_per_node=3, model_parallel_size=2), "3 is no multiple of model_parallel_size"),
+        (
+            ElasticRules(40, (2,), num_gpus_per_node=3, model_parallel_size=2),
+            "3 is not a multiple of model_parallel_size",
+        ),
         (ElasticRules(40, (2,), min_gpus=21), "no world of 21 to 10000 ranks fits a batch of at most 40; raise"),
         (ElasticRules(400, (2,), min_gpus=1, max_gpus=3, num_gpus_per_node=4), "ranks in whole nodes of 4 fits"),
     ],
@@ -263,7 +266,7 @@ def test_a_section_that_is_off_leaves_the_batch_keys_alone() -> None:
     ("more", "world_size", "expected"),
     [
         ({}, 5, "world size 5 does not fit the elastic batch 12; the nearest that fit: 4 and 6"),
-        ({"version": 3}, None, "elasticity.version: 3 is no known version; use 0.2, or 0.1"),
+        ({"version": 3}, None, "elasticity.version: 3 is not a known version; use 0.2, or 0.1"),
         ({"micro_batch_sizes": []}, None, "elasticity.micro_batch_sizes: no micro-batch to choose from"),
         ({"model_parallel_size": 2}, None, "elasticity.model_parallel_size 2 is not supported; only data"),
         ({"max_train_batch_size": 10**300}, 17, "world size 17 does not fit the elastic batch 4324320"),

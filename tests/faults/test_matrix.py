@@ -14,7 +14,7 @@ from harness.launching import ROOT
 from harness.needs import need
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from fault_matrix import FAULTS, Fault, Places, run_fault  # benchmarks are no package
+from fault_matrix import FAULTS, Fault, Places, run_fault  # benchmarks are not a package
 
 NEEDS = {
     "local": lambda: None if os.geteuid() == 0 else "control groups and mounts need root",

@@ -106,7 +106,7 @@ ELASTIC = {
 
 @pytest.mark.cluster
 def test_after_a_crash_hosts_are_left_out_until_the_elastic_batch_fits(tmp_path: Path) -> None:
-    """Four nodes of a rank each; one crashes. Three are no world for this batch: two train on, with the same batch."""
+    """Four nodes of a rank each; one crashes. Three cannot share this batch: two train on, with the same batch."""
     need(available())
     script = scripts.write(
         tmp_path,

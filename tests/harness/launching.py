@@ -61,6 +61,7 @@ class Launch:
 
         def prepare() -> None:
             die_with_parent(our_pid)  # a test that fails half-way leaves no job behind
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
             if in_our_session:
                 os.setpgrp()
 

@@ -51,7 +51,8 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+# The parts of a heterogeneous job are only started by the backfill scheduler, by default every 30 s.
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=2,bf_interval=1
 ReturnToService=2
 KillWait=5
 MinJobAge=60

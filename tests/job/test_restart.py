@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +21,10 @@ from hypothesis import strategies as st
 
 from launcher.base.errors import ConfigError, TransportError
 from launcher.base.processes import members_of_job
+from launcher.base.timeouts import Timeouts
 from launcher.cli.launching import check_config, world_sizes_of
 from launcher.cluster.cluster import Cluster, Host, place
+from launcher.job import restart
 from launcher.job.fit import largest_fit
 from launcher.job.plan import Command, JobPlan
 from launcher.job.report import Failure, FailureKind, RunReport
@@ -67,6 +70,8 @@ class Quiet:
         self.warnings: list[str] = []
 
     def restarting(self, plan: JobPlan, report: RunReport) -> None: ...
+
+    def waiting(self, what: str) -> None: ...
 
     def warning(self, text: str) -> None:
         self.warnings.append(text)
@@ -175,6 +180,17 @@ def test_the_report_of_the_job_is_the_last_tries_and_lists_them_all(tmp_path: Pa
         (2, 0, None),
     ]
     assert json.loads((folder / "restart_1" / "report.json").read_text())["exit_code"] == 6
+
+
+def test_a_disk_that_stalls_between_two_runs_does_not_keep_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, quiet = threading.Event(), Quiet()
+    monkeypatch.setattr(RunReport, "save", lambda *_: answers.wait())
+    monkeypatch.setattr(restart, "timeouts", lambda: Timeouts(disk_stall_s=0.2))
+    runs, last = hosts_of_runs(RestartPolicy(max_restarts=2), [report(1, rank=0), report(0)], quiet=quiet)
+    answers.set()
+    assert (len(runs), last.exit_code) == (2, 0)
+    (warning,) = quiet.warnings
+    assert warning.endswith("/report.json could not be written: its disk does not answer")
 
 
 def test_the_first_start_must_succeed() -> None:

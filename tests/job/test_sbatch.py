@@ -139,7 +139,7 @@ def test_a_good_script_has_no_findings(tmp_path: Path) -> None:
         ("--ntasks-per-node=1", "--ntasks-per-node=8", 4, "--ntasks-per-node is 8"),
         ("--ntasks-per-node=1", "--ntasks=16", 4, "--ntasks is 16 for 2 nodes"),
         ("#SBATCH --time=20:00:00\n", "", 1, "no --time"),
-        ("--time=20:00:00", "--time=20h", 6, "is no time"),
+        ("--time=20:00:00", "--time=20h", 6, "is not a time"),
         ("--num_gpus 8", "--num_gpus 4", 9, "--num_gpus 4, but the job asks for 8 GPUs on a node"),
         ("--num_gpus 8", "--nnodes=4", 9, "--nnodes=4, but the job asks for 2 nodes"),
         ("#SBATCH --gres=gpu:8   # all of them\n", "", 8, "the job asks for none"),
@@ -151,7 +151,7 @@ def test_a_good_script_has_no_findings(tmp_path: Path) -> None:
         ("--job-name=train", "--signal=USR1@60", 2, "reaches the tasks of srun"),
         ("launch --num_gpus 8", "srun launch", 9, "one rank for 8 GPUs"),
         ("--job-name=train", "--job-name='train", 2, "a quote is not closed"),
-        ("--job-name=train", "train", 2, '"train" is no option'),
+        ("--job-name=train", "train", 2, '"train" is not an option'),
     ],
 )
 def test_mistakes_are_found_with_their_line(

@@ -128,7 +128,7 @@ def test_a_disk_that_stalls_for_longer_than_the_lease_ends_nothing(ssh: list[str
     log = StalledLog(tmp_path / "runs", job_id)
     log.open()
     job = driven(tmp_path, job_id, 60.0, *ssh, scripts.write(tmp_path, LOUD), "20000")
-    # 20,000 lines are 1.8 MB: more than the pipe takes, and less than the display goes on without the disk for.
+    # 20,000 lines are 1.8 MB: more than the pipe takes, and less than the display shows without the disk.
     wait_until(lambda: all(f"[{n} 127.0.0.{n + 1}] line 15000 " in job.out for n in range(2)), "the display")
     time.sleep(3.5 * LEASE_S)
     assert len(members_of_job(job_id)) == 2

@@ -40,6 +40,6 @@ def test_each_window_starts_anew() -> None:
     clock = FakeClock()
     timer = ThroughputTimer(10, 2, clock=clock)
     run(timer, clock, micro_steps=3, accumulation=1, seconds=10.0)
-    clock.now_s += 500.0  # an evaluation between windows is no training time
+    clock.now_s += 500.0  # an evaluation between windows is not training time
     run(timer, clock, micro_steps=2, accumulation=1, seconds=1.0)
     assert timer.samples_per_s == 10.0

@@ -212,7 +212,7 @@ def test_some_optimizers_run_at_no_stage(kind: Any) -> None:
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adagrad(model.parameters())
-    plan_from_client(optimizer, model, None, ZeroRules(0))  # its first sums are no step
+    plan_from_client(optimizer, model, None, ZeroRules(0))  # the initial sums of Adagrad do not count as a step
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with pytest.raises(EngineError, match="holds state already"):

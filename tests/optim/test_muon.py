@@ -391,7 +391,7 @@ def test_rates(params: dict[str, float], rates: list[float]) -> None:
 def test_what_is_no_matrix_is_refused() -> None:
     model = make_net()
     model.norm.weight.use_muon = True  # type: ignore[assignment]
-    with pytest.raises(EngineError, match=r"uses Muon for a parameter of shape \(20,\), which is no matrix"):
+    with pytest.raises(EngineError, match=r"uses Muon for a parameter of shape \(20,\), which is not a matrix"):
         start(0, 1, 1, model=model)
     with pytest.raises(EngineError, match="does not say whether Muon updates it"):
         Muon([{"params": list(model.parameters())}])

@@ -124,9 +124,9 @@ def test_the_shape_is_read_under_every_name() -> None:
     ("change", "expected"),
     [
         ({"hidden_size": None}, "no hidden_size or n_embd"),
-        ({"hidden_size": "4096x"}, "hidden_size '4096x' is no number from 1 to 1,000,000,000"),
-        ({"num_attention_heads": 0}, "num_attention_heads '0' is no number"),
-        ({"num_hidden_layers": 10**9}, "is no number from 1 to 10,000"),
+        ({"hidden_size": "4096x"}, "hidden_size '4096x' is not a number from 1 to 1,000,000,000"),
+        ({"num_attention_heads": 0}, "num_attention_heads '0' is not a number"),
+        ({"num_hidden_layers": 10**9}, "is not a number from 1 to 10,000"),
         ({"vocab_size": True}, "vocab_size 'True'"),
     ],
 )

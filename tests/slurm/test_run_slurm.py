@@ -177,7 +177,7 @@ def test_a_dead_node_ends_the_job(slurm: LoopbackSlurm, allocation: dict[str, st
 
 
 def test_a_silent_node_is_lost(allocation: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped relay says nothing; its channel ends, the other node's goes on."""
+    """A stopped relay says nothing; its channel ends, the other node's continues."""
     for name, value in allocation.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(srun, "timeouts", lambda: Timeouts(srun_silence_s=7.0))
@@ -199,7 +199,7 @@ def test_a_silent_node_is_lost(allocation: dict[str, str], tmp_path: Path, monke
 
 
 def test_every_byte_of_all_ranks_arrives(allocation: dict[str, str], tmp_path: Path) -> None:
-    """All nodes write at once, as fast as they can, bytes that are no text; the last ones just before they end."""
+    """All nodes write at once, as fast as they can, bytes that are not text; the last ones just before they end."""
     script = scripts.write(
         tmp_path,
         """

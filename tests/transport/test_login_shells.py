@@ -47,7 +47,7 @@ def test_words_reach_the_program_as_they_are(shell: str, tmp_path: Path) -> None
     ("login_shell", "runs_it"), [("/bin/bash", "bash"), ("/usr/bin/tcsh", "sh"), ("/x/fish", "sh")]
 )
 def test_a_setup_is_run_by_the_login_shell_where_that_is_a_posix_shell(login_shell: str, runs_it: str) -> None:
-    # bash stands in for each of them: the text is the same in all languages.
+    # bash is shown in place of each of them: the text is the same in all languages.
     command = with_setup("A=${BASH_VERSION:+bash}; export A", SHOW)
     shell = shutil.which("bash")
     if shell is None or os.path.samefile("/bin/sh", shell):

@@ -37,7 +37,7 @@ const int at_fork = pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
 // Run `function(k)` for k in [0, count). Each thread gets one run of neighbours, the same in every call, so that memory
 // stays with the NUMA node that touched it first.
 //
-// A fork takes none of the threads of its parent along, but libgomp's main thread goes on waiting for them (a torch
+// A fork takes none of the threads of its parent along, but libgomp's main thread keeps waiting for them (a torch
 // operation hangs there as well). A thread that is new in the child has a team of its own.
 template <class Function>
 void for_each(int64_t count, int64_t num_threads, const Function& function) {

@@ -37,7 +37,7 @@ class Matrices:
         """
         self._shards = shards
         self._groups = groups
-        self._device = None if ranks is None else ranks.device  # which is quicker than the place masters rest in
+        self._device = None if ranks is None else ranks.device  # which is quicker than the place masters are kept in
         self._ranks = None if ranks is None or ranks.process_group is None else ranks
         self._wholes = {
             number: shard.whole

@@ -1,4 +1,4 @@
-"""Muon in plain torch, with AdamW for what is no matrix; and its step as rules that kernels take.
+"""Muon in plain torch, with AdamW for what is not a matrix; and its step as rules that kernels take.
 
 Jordan et al., https://kellerjordan.github.io/posts/muon/; options and defaults are DeepSpeed's.
 """
@@ -84,7 +84,7 @@ def _check(number: int, group: Mapping[str, Any]) -> None:
     flat = [shape_of(param) for param in group["params"] if len(shape_of(param)) < 2]
     if group["use_muon"] and flat:
         raise EngineError(
-            f"optimizer group {number} uses Muon for a parameter of shape {tuple(flat[0])}, which is no matrix",
+            f"optimizer group {number} uses Muon for a parameter of shape {tuple(flat[0])}, which is not a matrix",
             hint='move it to a group with "use_muon": False',
         )
     if group.get("ns_method", NS_METHODS[0]) not in NS_METHODS:

@@ -12,7 +12,7 @@ from launcher.config.schema_optimizers import MuonParams
 from launcher.optim.factory import OptimizerPlan, as_groups, build_of_kind
 from launcher.optim.muon.muon import Muon, shape_of, uses_muon
 
-# In the names of matrices that AdamW updates, as DeepSpeed has it: what reads or writes tokens is no hidden layer.
+# In the names of matrices that AdamW updates, as DeepSpeed has it: what reads or writes tokens is not a hidden layer.
 _OUTER_NAMES = ("embed", "lm_head")
 
 
@@ -22,7 +22,7 @@ def muon_plan(params: Mapping[str, Any], model: nn.Module, model_parameters: Ite
     model_parameters: parameters or groups of them; None: all trainable parameters of `model`. A group that sets
     `use_muon` is Muon's or AdamW's as a whole; others are split by `use_muon` of each parameter, which is what the
     parameter's attribute of that name says, else whether it is a hidden matrix.
-    Raises: EngineError for Muon over a parameter that is no matrix.
+    Raises: EngineError for Muon over a parameter that is not a matrix.
     """
     options = dict(MuonParams.model_validate(dict(params)))
     options["betas"] = tuple(options["betas"])

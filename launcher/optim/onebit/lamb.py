@@ -11,7 +11,7 @@ from launcher.optim.onebit.flat import OneBitFlat, ParamState, add_square, denom
 class OneBitLamb(OneBitFlat):
     """LAMB for `freeze_step` steps; then variances and mean trust ratios stay, and momenta are exchanged.
 
-    What a frozen trust ratio misses is how the variance goes on. It is followed by the gradient that two momenta
+    What a frozen trust ratio misses is how the variance changes later. It is followed by the gradient that two momenta
     imply, and the ratio is multiplied by the largest ratio of a frozen to a fresh root of the variance, within
     `factor_min` and `factor_max` and within `factor_threshold` of the factor before. Where weights decay, the factor
     counts for the share of the update that is not decay.
