@@ -194,7 +194,7 @@ FAULTS = (
         + "odd and sys.exit(3)"
         + WAIT,
         code=3,
-        names="(?s)rank_1.log: No space left on device; the log is incomplete, the job goes on.*" + _ODD,
+        names="(?s)rank_1.log: No space left on device; the log is incomplete, the job continues.*" + _ODD,
         kind="disk",
         known_after_s=1.0,
     ),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import functools
 import sys
+import time
+from pathlib import Path
 
 import torch.distributed as dist
 
 from launcher.comm import collectives
 
 _TIMEOUT = datetime.timedelta(seconds=5)
+_GLOO_THREAD = "pt_gloo_runloop"
+_POLL_S = 0.001
 
 
 @functools.cache
@@ -30,3 +35,20 @@ def _leave() -> None:
         return
     collectives.settle(_TIMEOUT)
     dist.destroy_process_group()
+    deadline_s = time.monotonic() + _TIMEOUT.total_seconds()
+    while _is_gloo_busy() and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+
+
+def _is_gloo_busy() -> bool:
+    """Say whether a thread of gloo still runs.
+
+    A collective is done before its thread has released the tensors. To release one that Python has dropped, the thread
+    needs the interpreter; if that is being finalized, the process is aborted.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if name.startswith(_GLOO_THREAD) and rest.split()[0] != "S":
+                return True
+    return False

@@ -77,7 +77,9 @@ def key(default: Any, doc: str, status: Status | None = None, *, alias: tuple[st
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are never converted by guesswork."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True, defer_build=True
+    )
 
     status: ClassVar[Status] = WORKS  # of every key that does not state its own
     switch: ClassVar[tuple[str, Any] | None] = None  # key and value that turn the whole section off

@@ -13,7 +13,7 @@ from launcher.config.auto import AutoChoice
 from launcher.engine.dump import state_text
 from launcher.engine.engine import EngineParts
 from launcher.engine.policy import precision_notice
-from launcher.kernels.select import describe_kernels
+from launcher.kernels.select import describe_kernel
 from launcher.optim.factory import OptimizerPlan
 from launcher.zero.home import Disks
 
@@ -65,4 +65,4 @@ def _kernel_text(plan: OptimizerPlan, device_type: str) -> str:
     """Say what updates the shards, and why it is that."""
     if plan.why_torch is not None:
         return f"torch's own ({plan.why_torch})"
-    return describe_kernels().get(device_type, f"torch (there is none for {device_type})")
+    return describe_kernel(device_type)

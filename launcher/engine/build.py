@@ -21,6 +21,7 @@ from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
 from launcher.engine.casting import Casting, keep_autocast_to, set_tf32
 from launcher.engine.data import DistributedLoader, build_loader
+from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts, ShardedModel
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import DTYPES, loss_scale_rules, swap_space, zero_policy
@@ -56,6 +57,7 @@ from launcher.zero.stages import Place, Precision, ZeroPolicy
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
+@without_dynamo()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

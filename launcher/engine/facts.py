@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.comm.buffers import BufferPool
-from launcher.kernels.select import describe_kernels, kernel_for
+from launcher.kernels.select import describe_kernel, kernel_for
 from launcher.optim.api import FlatShard
 from launcher.optim.factory import SUPPORTED_TYPES, Means, plan_from_config
 
@@ -32,7 +32,7 @@ def torch_facts() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "devices": [_device(index) for index in range(torch.cuda.device_count())] if has_cuda else [],
         "optimizers": {kind: {name: _kernel(name, kind) for name in SUPPORTED_TYPES} for kind in kinds},
-        "kernels": describe_kernels(),
+        "kernels": {kind: describe_kernel(kind) for kind in ("cpu", "cuda")},
     }
 
 

@@ -13,10 +13,12 @@ def kernel_for(device_type: str) -> Kernel | None:
     return loads[device_type]() if device_type in loads else None
 
 
-def describe_kernels() -> dict[str, str]:
-    """Return, by kind of device, the kernel's name and why it is this one; for `launch report`."""
-    cpu, gpu = cpu_kernel_status(), load_triton_kernel()
-    return {
-        "cpu": f"{cpu.kernel.name if cpu.kernel else 'torch'} ({cpu.reason})",
-        "cuda": f"torch ({triton_problem()})" if gpu is None else gpu.name,
-    }
+def describe_kernel(device_type: str) -> str:
+    """Return the name of the kernel for a kind of device, and why it is this one."""
+    if device_type == "cpu":
+        cpu = cpu_kernel_status()
+        return f"{cpu.kernel.name if cpu.kernel else 'torch'} ({cpu.reason})"
+    if device_type == "cuda":
+        gpu = load_triton_kernel()
+        return f"torch ({triton_problem()})" if gpu is None else gpu.name
+    return f"torch (there is none for {device_type})"

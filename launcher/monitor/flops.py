@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+if TYPE_CHECKING:  # it imports triton: 0.15 s that only those pay who count
+    from torch.utils.flop_counter import FlopCounterMode
 
 # Dense peak of 16-bit matrix products, FLOP/s, from the vendors' data sheets; the first name that is part of the
 # device's counts.
@@ -66,6 +68,8 @@ class FlopCounter:
 
     def start(self) -> None:
         """Count from here on."""
+        from torch.utils.flop_counter import FlopCounterMode
+
         self._mode = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
         self._mode.__enter__()
 
@@ -97,6 +101,7 @@ class FlopCounter:
 
 def _cpu_attention() -> dict[Any, Any]:
     """Return formulas for the CPU's attention kernel, which torch's registry leaves out; they are the GPU's."""
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
     def forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return int(sdpa_flop_count(query, key, value))

@@ -29,7 +29,9 @@ def hosts(sshd: LoopbackSshd, folder: Path, *lines: str) -> list[str]:
 
 
 def run_checker(cluster: Cluster, sshd: LoopbackSshd, address: str | None, folder: Path) -> CheckReport:
-    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config), connect_timeout_s=60.0))
+    config = folder / "ssh_config"  # what is tested is the limit of the check
+    config.write_text(f"ConnectTimeout 60\n{sshd.ssh_config.read_text()}")
+    transports = Transports(HostOptions(ssh_config=str(config)))
     if address is not None:
         transports.address_of = lambda _: address  # type: ignore[method-assign]
     try:

@@ -291,7 +291,7 @@ def test_the_tables_of_the_guides(tmp_path: Path) -> None:
         (["nothing"], "there is no model nothing"),
         ([""], "there is no model"),
         (["meta-llama/Llama-2-7b"], "nothing is downloaded: fetch it first"),
-        (["0"], "no number of parameters"),
+        (["0"], "not a number of parameters"),
         (["empty"], "empty: no model in this folder"),
         (["models.py"], "models.py:build_model"),
         (["broken.json"], "broken.json: no JSON"),

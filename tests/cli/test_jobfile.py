@@ -55,7 +55,7 @@ def test_every_section(tmp_path: Path) -> None:
         ("script: t.py\nresources: {num_gpus: two}\n", ["resources.num_gpus", "two"]),
         ("script: t.py\nargs: {a: 1}\n", ["args: expected a list"]),
         ("script: t.py\nenvironment: [A]\n", ["environment: expected"]),
-        ("script: [\n", ["no YAML"]),
+        ("script: [\n", ["not YAML"]),
         ("script: t.py\nargs: [null]\n", ["args: expected a list of words"]),
         ("script: t.py\noptions: {hostfile: }\n", ["options.hostfile: expected a value"]),
         ("script: t.py\nargs: [a]\nscript: u.py\n", ['job.yaml:3:1: "script" stands twice']),

@@ -260,7 +260,7 @@ def test_comments_tabs_and_windows_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read"), (b"", "is empty"), (b"\xff\xfe\x00", "no UTF-8"), (b"[1]", "an object with keys")],
+    [(None, "cannot be read"), (b"", "is empty"), (b"\xff\xfe\x00", "not UTF-8"), (b"[1]", "an object with keys")],
 )
 def test_files_that_hold_no_config(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "c.json"

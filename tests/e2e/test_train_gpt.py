@@ -12,7 +12,7 @@ from harness.sshd import LoopbackSshd
 pytestmark = pytest.mark.cluster
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 CONFIG = ROOT / "examples/configs/zero2.json"
-SHORT = ("--steps", "6", "--print_every", "1", "--evaluate_every", "3", "--sample_bytes", "4", "--context", "64")
+SHORT = ("--steps", "6", "--print_every", "1", "--evaluate_every", "3", "--sample_bytes", "4", "--context", "16")
 
 
 def train(folder: Path, *options: str, config: Path = CONFIG) -> Result:

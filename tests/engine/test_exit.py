@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pytest
 from harness import scripts
 from harness.launching import run_launch
 
@@ -48,3 +52,26 @@ def test_an_exception_waits_for_nobody(tmp_path: Path) -> None:
     assert result.code == 1
     assert "ValueError: bad" in result.err
     assert time.monotonic() - start_s < 40
+
+
+# Threads of gloo that get a processor only when nobody else wants one: they release a collective long after it is done.
+SLOW_THREADS = """
+    from pathlib import Path
+    for task in Path("/proc/self/task").iterdir():
+        if "gloo" in (task / "comm").read_text():
+            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+"""
+
+
+@pytest.mark.soak
+def test_python_ends_after_the_threads_of_gloo_have_released_everything(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, TRAIN.format(before=SLOW_THREADS.strip(), after=""))
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        for _ in range(15):
+            result = run_launch(tmp_path, "--num_gpus", "2", script, env={"OMP_NUM_THREADS": "1"})
+            assert result.code == 0, result.err
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()

@@ -78,9 +78,12 @@ class RankPool:
 
 
 def _context() -> Any:
-    """Return what starts processes from a server that has imported torch: a rank takes a moment in place of seconds."""
+    """Return what starts processes from a server that has imported torch: a rank takes a moment in place of seconds.
+
+    torch._dynamo: whoever makes a torch optimizer of their own loads it.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "launcher.engine.build"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # read when torch is loaded
         forkserver.ensure_running()

@@ -127,7 +127,7 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
         (("--signals_to_handle", "KILL"), "SIGKILL cannot end a job in order: no program can handle it"),
         (("--signals_to_handle", "INT,quit"), "SIGQUIT cannot end a job in order: it asks for the stacks"),
         (("--job_id", "a b"), '"a b" cannot be a job id'),
-        (("--bind_core_list", "x"), "no CPU number"),
+        (("--bind_core_list", "x"), "not a CPU number"),
         (("--env", "NOT_SET_ANYWHERE"), "not set here"),
         (("--min_nodes", "1"), "goes with --max-restarts"),
     ],

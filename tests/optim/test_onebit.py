@@ -169,15 +169,13 @@ def _curve(rank: int, world_size: int, name: str, params: dict[str, Any]) -> lis
     return run(engine, rank, world_size, data(200))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 @TYPES
-def test_a_model_trains_as_well_as_without_compression(name: str, world_size: int) -> None:
+def test_a_model_trains_as_well_as_without_compression(name: str) -> None:
     late = {"OneBitAdam": {"freeze_step": 40}, "OneBitLamb": {"freeze_step": 40}}.get(
         name, {"var_update_scaler": 8, "var_freeze_step": 80, "local_step_scaler": 40, "local_step_clipper": 4}
     )
     curves = [
-        torch.tensor(run_on_ranks(world_size, _curve, name, {"lr": 5e-3, **params})).mean(0)
-        for params in (late, NEVER[name])
+        torch.tensor(run_on_ranks(2, _curve, name, {"lr": 5e-3, **params})).mean(0) for params in (late, NEVER[name])
     ]
     compressed, plain = (curve[-40:].mean().item() for curve in curves)
     assert compressed < 0.2 * curves[0][:5].mean()

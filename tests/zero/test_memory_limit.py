@@ -10,8 +10,8 @@ from harness.control_groups import memory_groups
 from harness.launching import Launch
 from harness.needs import need
 
-WIDTH, LAYERS, NUM_RANKS = 1024, 128, 4
-PARAM_BYTES = LAYERS * WIDTH * WIDTH * 4  # 537 MB
+WIDTH, LAYERS, NUM_RANKS = 1024, 64, 4
+PARAM_BYTES = LAYERS * WIDTH * WIDTH * 4  # 268 MB
 
 SCRIPT = """
     import os, sys
@@ -53,7 +53,7 @@ SCRIPT = """
         model = Model()
     engine = launcher.initialize(model=model, config=config)[0]
     x, losses = torch.ones(1, WIDTH), []
-    for _ in range(3):
+    for _ in range(2):
         loss = engine(x)
         engine.backward(loss)
         engine.step()
