@@ -43,7 +43,10 @@ SHORT = {
     "scale_model": ("--many 26 --rounds 1", 0),
 }
 # These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
-SLOW = {"onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"}
+SLOW = {
+    *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
+    *("parity_table", "fault_matrix", "memory_table"),
+}
 NEEDS = {
     "fanout": sshd.available,
     "stalls": sshd.available,

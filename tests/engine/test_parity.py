@@ -42,7 +42,7 @@ def assert_same_bits(found: Trajectory, expected: Trajectory) -> None:
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_equals_the_plain_loop(stage: int, accumulation: int, world_size: int) -> None:
-    case = Case(stage, precision="fp32", accumulation=accumulation)
+    case = Case(stage, precision="fp32", accumulation=accumulation, num_steps=8)
     found, expected = train(world_size, case), train_fp32(case)
     assert worst_relative(found.losses, expected.losses) <= 1e-6
     assert weight_distance(found.weights, expected.weights) <= 1e-6
@@ -54,7 +54,7 @@ def test_fp32_equals_the_plain_loop(stage: int, accumulation: int, world_size: i
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_equals_the_mixed_precision_loop(stage: int, accumulation: int, world_size: int) -> None:
-    case = Case(stage, precision="bf16", accumulation=accumulation)
+    case = Case(stage, precision="bf16", accumulation=accumulation, num_steps=8)
     found = train(world_size, case)
     expected = train_mixed(case, world_size, found.grad_norms)
     assert found.weights["embedding.weight"].dtype == torch.bfloat16

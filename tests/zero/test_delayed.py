@@ -66,7 +66,8 @@ def test_the_same_bits_as_a_loop_one_step_behind(
     stage: int, more: dict[str, Any], precision: str, accumulation: int
 ) -> None:
     zero = {**SHARDED, "offload_optimizer": DELAYED, **more}
-    _check(Case(stage, precision, accumulation, unit_numel=2500, clipping=0.0, zero=zero, unused=True), world_size=2)
+    case = Case(stage, precision, accumulation, 8, unit_numel=2500, clipping=0.0, zero=zero, unused=True)
+    _check(case, world_size=2)
 
 
 @settings

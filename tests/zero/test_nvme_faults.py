@@ -193,7 +193,7 @@ LARGE_SCRIPT = """
         model = Model()
     engine = launcher.initialize(model=model, config=config)[0]
     x, losses = torch.ones(1, width, dtype=torch.bfloat16), []
-    for _ in range(3):
+    for _ in range(2):
         loss = engine(x)
         engine.backward(loss)
         engine.step()
