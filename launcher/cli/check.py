@@ -1,8 +1,9 @@
-"""`launch check`: could a job run on these hosts? One line a host, with a remedy for what is wrong."""
+"""`launch check`: could a job run on these hosts? One line a host, and a remedy for what is wrong."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -12,6 +13,7 @@ from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
 from launcher.cli.command import Command
 from launcher.cli.hosts import HostOptions, host_options
+from launcher.cluster.fold import fold
 from launcher.job.check import Checker, CheckReport, HostCheck
 from launcher.job.verdict import Finding
 
@@ -62,20 +64,35 @@ def exit_code_of(report: CheckReport) -> int:
 
 def _show(report: CheckReport) -> None:
     width = max(len(check.host.name) for check in report.hosts)
+    shared = _shared_findings(report.hosts)
     for check in report.hosts:
-        errors = [finding for finding in check.findings if finding.is_error]
-        mark = click.style("✗ ", fg="red") if errors else click.style("ok", fg="green")
-        first = _facts_text(check) if check.facts is not None else ""
-        findings = list(check.findings)
-        if not first and findings:
-            first = _finding_text(findings.pop(0))
+        findings = [finding for finding in check.findings if finding.for_many not in shared]
+        if check.facts is None and not findings:  # all there is to say is said below, for several hosts at once
+            continue
+        mark = click.style("ok", fg="green") if check.is_ok else click.style("✗ ", fg="red")
+        first = _facts_text(check) if check.facts is not None else _finding_text(findings.pop(0))
         click.echo(f"{check.host.name:<{width}}  {mark}  {first}")
         for finding in findings:
-            sign = click.style("✗", fg="red") if finding.is_error else click.style("!", fg="yellow")
-            click.echo(f"{'':<{width}}  {sign}   {_finding_text(finding)}")
+            click.echo(f"{'':<{width}}  {_sign(finding)}   {_finding_text(finding)}")
+    for finding, names in shared.values():
+        click.echo(f"{fold(names):<{width}}  {_sign(finding)}   {_finding_text(finding)}")
     for note in report.notes:
         click.echo(click.style("! ", fg="yellow") + note)
     click.echo(_summary(report))
+
+
+def _shared_findings(checks: Sequence[HostCheck]) -> dict[tuple[str, str], tuple[Finding, list[str]]]:
+    """Return what holds for several hosts, with their names, by message and remedy."""
+    found: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
+    for check in checks:
+        for finding in check.findings:
+            common = Finding(*finding.for_many, finding.is_error)
+            found.setdefault(finding.for_many, (common, []))[1].append(check.host.name)
+    return {key: (finding, names) for key, (finding, names) in found.items() if len(names) > 1}
+
+
+def _sign(finding: Finding) -> str:
+    return click.style("✗", fg="red") if finding.is_error else click.style("!", fg="yellow")
 
 
 def _finding_text(finding: Finding) -> str:
@@ -123,7 +140,10 @@ def _plain(report: CheckReport) -> dict[str, Any]:
                 "connect_s": check.connect_s,
                 "clock_skew_s": check.skew_s,
                 "facts": None if check.facts is None else {k: v for k, v in check.facts.items() if k != "token"},
-                "findings": [vars(finding) for finding in check.findings],
+                "findings": [
+                    {"message": finding.message, "remedy": finding.remedy, "is_error": finding.is_error}
+                    for finding in check.findings
+                ],
             }
             for check in report.hosts
         ],

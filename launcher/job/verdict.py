@@ -23,6 +23,12 @@ class Finding:
     message: str
     remedy: str
     is_error: bool = True  # False: a job can run all the same
+    shared: tuple[str, str] | None = None  # message and remedy for several hosts at once, where they name this one
+
+    @property
+    def for_many(self) -> tuple[str, str]:
+        """Message and remedy that several hosts may have in common."""
+        return self.shared or (self.message, self.remedy)
 
 
 def judge_error(result: HostResult) -> Finding:
@@ -30,7 +36,9 @@ def judge_error(result: HostResult) -> Finding:
     if result.error is not None:
         lines = result.error.message.splitlines()
         first = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
-        return Finding(first, result.error.hint or "see what a plain command does: launch exec -- true")
+        plain = "see what a plain command does: launch exec -- true"
+        shared = result.error.shared
+        return Finding(first, result.error.hint or plain, shared=shared and (shared[0], shared[1] or plain))
     last = "".join(bytes(result.stderr).decode(errors="replace").strip().splitlines()[-1:])
     remedy = "see what a plain command does: launch exec -- true"
     if "No module named" in last:

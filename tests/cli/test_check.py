@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import socket
 from importlib import metadata
 from pathlib import Path
@@ -89,6 +90,17 @@ def test_a_host_that_is_down_has_a_line_and_the_others_theirs(sshd: LoopbackSshd
     assert marks == ["ok", "✗", "ok"]
     assert "→" in result.out
     assert "3 hosts: 2 ok, 1 ✗ · TCP: 2 of 2 connections between hosts" in result.out
+
+
+@pytest.mark.cluster
+def test_what_is_wrong_with_several_hosts_is_said_once(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    lines = ("127.0.0.1 slots=1", "127.0.0.2:1 slots=1", "127.0.0.3:1 slots=1", "127.0.0.4:1 slots=1")
+    result = run_launch(tmp_path, "check", *hosts(sshd, tmp_path, *lines))
+    assert result.code == 69
+    first, second, *_ = result.out.splitlines()
+    assert first.startswith("127.0.0.1")
+    assert re.match(r"127\.0\.0\.\[2-4\] +✗   .*refused", second), result.out
+    assert "4 hosts: 1 ok, 3 ✗" in result.out
 
 
 @pytest.mark.cluster
