@@ -107,9 +107,9 @@ def _exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tens
         to = (group.rank + distance) % group.world_size
         source = (group.rank - distance) % group.world_size
         if sends[to].numel():
-            operations.append(dist.P2POp(dist.isend, sends[to], to, group.process_group))
+            operations.append(dist.P2POp(dist.isend, sends[to], group=group.process_group, group_peer=to))
         if receives[source].numel():
-            operations.append(dist.P2POp(dist.irecv, receives[source], source, group.process_group))
+            operations.append(dist.P2POp(dist.irecv, receives[source], group=group.process_group, group_peer=source))
     return list(dist.batch_isend_irecv(operations)) if operations else []
 
 
@@ -304,7 +304,7 @@ def broadcast(group: DataParallelGroup, tensors: list[Tensor], source: int = 0) 
     begun_s = observe.begin(group)
     if group.rank == source:
         observe.note_sent(sum(tensor.nbytes for tensor in tensors) * (group.world_size - 1))
-    works = [dist.broadcast(t, src=source, group=group.process_group, async_op=True) for t in tensors]
+    works = [dist.broadcast(t, group=group.process_group, group_src=source, async_op=True) for t in tensors]
     for work in works:
         work.wait()
     if begun_s is not None:

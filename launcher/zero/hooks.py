@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterable, ValuesView
 from typing import Any
 
 import torch
@@ -98,14 +98,21 @@ def _idle_reader() -> _Reader:
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's `_parameters` that sees to it that what a running forward asks for is there.
+    """A module's `_parameters` that sees to it that what is asked for is there.
 
-    Code such as `F.linear(x, self.embedding.weight)` reads a parameter without calling its module.
+    A forward such as `F.linear(x, self.embedding.weight)` reads a parameter without calling its module. `state_dict()`,
+    `parameters()` and copies list all parameters, right after a step too, when updates are still being gathered.
     """
 
-    def __init__(self, params: dict[str, nn.Parameter | None], on_access: Callable[[nn.Parameter], None]) -> None:
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter | None],
+        on_access: Callable[[nn.Parameter], None],
+        on_listing: Callable[[Iterable[nn.Parameter | None]], None],
+    ) -> None:
         super().__init__(params)
         self._on_access = on_access
+        self._on_listing = on_listing
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
@@ -113,8 +120,16 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
             self._on_access(param)
         return param
 
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]  # dict_values is no public class
+        self._on_listing(super().values())
+        return super().values()
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        self._on_listing(super().values())
+        return super().items()
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (dict(self),))  # a copy of the model belongs to no engine
+        return (dict, (dict(self.items()),))  # a copy of the model belongs to no engine
 
 
 def _watch_accesses(
@@ -128,6 +143,12 @@ def _watch_accesses(
         if unit is not None and schedule.on_access(unit) and unit not in read_by_root:
             read_by_root.append(unit)
 
+    def on_listing(params: Iterable[nn.Parameter | None]) -> None:
+        # Whole parameters only: reading shards is a collective, and this rank may be the only one that lists.
+        for unit in {unit_of[param] for param in params if param in unit_of}:
+            if not unit.is_sharded:
+                unit.params.wait()
+
     for module in model.modules():
         if any(param in unit_of for param in module._parameters.values() if param is not None):
-            module._parameters = _WatchedParameters(module._parameters, on_access)
+            module._parameters = _WatchedParameters(module._parameters, on_access, on_listing)

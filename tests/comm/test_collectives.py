@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness.ranks import run_on_ranks
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
-from launcher.comm.groups import data_parallel_group, init_distributed
+from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -206,3 +207,41 @@ def test_a_plain_python_process_is_a_world_of_its_own(monkeypatch: pytest.Monkey
     init_distributed()
     group = data_parallel_group()
     assert (group.rank, group.world_size, group.process_group) == (0, 1, None)
+
+
+# ---- a group that is not the whole world ----
+
+
+def _among_the_last_two(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Every collective between global ranks 1 and 2, whose ranks in their group are 0 and 1."""
+    process_group = dist.new_group([1, 2])
+    if rank == 0:
+        return {}
+    group = DataParallelGroup(rank - 1, 2, torch.device("cpu"), process_group)
+    found = {"reduce_scatter": torch.empty(CHUNK, dtype=torch.bfloat16), "all_gather": torch.zeros(2 * CHUNK)}
+    flat = contribution(rank, 2, torch.bfloat16)
+    collectives.reduce_scatter(group, flat, found["reduce_scatter"]).wait()
+    found["all_gather"].chunk(2)[group.rank].fill_(float(rank))
+    collectives.all_gather(group, found["all_gather"]).wait()
+    found["all_reduce"] = torch.zeros(2 * CHUNK)
+    collectives.all_reduce(group, found["all_reduce"], sent=flat).wait()
+    found["all_to_all"] = torch.empty(2 * CHUNK)
+    collectives.all_to_all(group, torch.full((2 * CHUNK,), float(rank)), found["all_to_all"]).wait()
+    found["broadcast"] = torch.full((4,), float(rank))
+    collectives.broadcast(group, [found["broadcast"]], source=1)
+    found["scalars"] = torch.tensor(collectives.gather_scalars(group, float(rank)))
+    return found
+
+
+def test_collectives_of_a_part_of_the_world_know_their_peers() -> None:
+    nothing, *found = run_on_ranks(3, _among_the_last_two)
+    assert nothing == {}
+    total = contribution(1, 2, torch.bfloat16).float() + contribution(2, 2, torch.bfloat16).float()
+    one_then_two = torch.cat([torch.full((CHUNK,), 1.0), torch.full((CHUNK,), 2.0)])
+    for position, values in enumerate(found):
+        assert torch.equal(values["reduce_scatter"], total.to(torch.bfloat16).chunk(2)[position])
+        assert torch.equal(values["all_reduce"], total)
+        assert torch.equal(values["all_gather"], one_then_two)
+        assert torch.equal(values["all_to_all"], one_then_two)
+        assert torch.equal(values["broadcast"], torch.full((4,), 2.0))
+        assert values["scalars"].tolist() == [1.0, 2.0]
