@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import ParameterPolicy
@@ -69,6 +70,7 @@ class _Reader:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_idle_reader, ())  # a copy of the model belongs to no engine
 
+    @outside_graphs
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._schedule.before_forward(self._units)
         frozen = [unit for unit in self._units if unit.is_sharded and unit.grads is None]
@@ -77,6 +79,7 @@ class _Reader:
             if inputs:  # no gradient arrives in a frozen unit: those of the module's inputs say that it is done
                 register_multi_grad_hook(inputs, lambda _grads: self._after_backward(frozen))
 
+    @outside_graphs
     def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         read = [unit for unit in self._schedule.after_forward(self._units) if unit.is_sharded]
         if not read or not torch.is_grad_enabled():
@@ -85,6 +88,7 @@ class _Reader:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _grad: self._schedule.before_backward(read))
 
+    @outside_graphs
     def _after_backward(self, frozen: list[FlatUnit]) -> None:
         for unit in frozen:
             self._schedule.after_gradients(unit)
