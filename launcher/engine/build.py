@@ -19,10 +19,11 @@ from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import load_config
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
-from launcher.engine.casting import Casting, keep_autocast_to, set_tf32
+from launcher.engine.casting import Casting, buffer_dtype, buffers_kept, keep_autocast_to, set_tf32
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts, ShardedModel
+from launcher.engine.model_check import check_model
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import DTYPES, loss_scale_rules, swap_space, zero_policy
 from launcher.engine.shards import let_units_find_states, owned_shards, reserve_states
@@ -89,6 +90,7 @@ def initialize(
         raise EngineError("initialize() needs a model", hint="initialize(model=model, config=...)")
     if mpu is not None or mesh_param is not None:
         raise EngineError("mpu and mesh_param are not supported by this release", hint="use data parallelism alone")
+    check_model(model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     leave_in_order()
     collectives.settle()
@@ -193,21 +195,14 @@ def _place_model(model: nn.Module, settings: Config, policy: ZeroPolicy, group: 
     """
     leaves = settings.zero_optimization.leaf_module
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
-    buffer_dtype = settings.data_types.buffer_dtype
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer_dtype is not None and buffer is not None and buffer.is_floating_point()
-    ]
+    named = DTYPES[settings.data_types.buffer_dtype] if settings.data_types.buffer_dtype is not None else None
+    param_dtype = policy.precision.param_dtype
     stays = policy.offload.params is not Place.DEVICE
-    model.to(device=None if stays else group.device, dtype=policy.precision.param_dtype)
-    for buffer in model.buffers() if stays else ():
-        buffer.data = buffer.data.to(group.device)
-    for module, name, buffer in buffers:
-        module._buffers[name] = buffer.to(device=group.device, dtype=DTYPES[buffer_dtype or "fp32"])
+    with buffers_kept(model, group.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)):
+        model.to(device=None if stays else group.device, dtype=param_dtype)
     whole = [param for param in model.parameters() if home_of(param) is None]  # `zero.Init` has sharded the others
-    collectives.broadcast(group, [tensor.data for tensor in (*(() if stays else whole), *model.buffers())])
+    tensors = [tensor.data for tensor in (*(() if stays else whole), *model.buffers())]
+    collectives.broadcast(group, [torch.view_as_real(t) if t.is_complex() else t for t in tensors])
     for param in whole if stays else ():
         on_device = param.data.to(group.device)
         collectives.broadcast(group, [on_device])

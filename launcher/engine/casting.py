@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,41 @@ class Casting:
     def inputs(self, value: Any) -> Any:
         """Return what a forward is given, cast."""
         return value if self.input_dtype is None else cast_floats(value, self.input_dtype)
+
+
+def buffer_dtype(own: torch.dtype, param_dtype: torch.dtype, named: torch.dtype | None) -> torch.dtype:
+    """Return what a buffer of type `own` becomes. named: the config's `data_types.buffer_dtype`.
+
+    A 16-bit model has 16-bit buffers. One in fp32 leaves them as they are, float64 for example. Integers and complex
+    numbers, such as rotary frequencies, are never cast.
+    """
+    if not own.is_floating_point:
+        return own
+    return named or (own if param_dtype == torch.float32 else param_dtype)
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module, device: torch.device, dtype_of: Callable[[Tensor], torch.dtype]) -> Iterator[None]:
+    """Take the buffers out of the model, and put them back on `device` and in the type that `dtype_of` says.
+
+    What several modules share they share afterwards, too.
+    """
+    found = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    for module, name, _ in found:
+        module._buffers[name] = None
+    try:
+        yield
+    finally:
+        moved: dict[Tensor, Tensor] = {}
+        for module, name, buffer in found:
+            if buffer not in moved:
+                moved[buffer] = buffer.to(device=device, dtype=dtype_of(buffer))
+            module._buffers[name] = moved[buffer]
 
 
 def set_tf32(allowed: bool | None) -> None:

@@ -210,6 +210,64 @@ def test_buffers_are_of_the_type_asked_for(given: str | None, expected: torch.dt
     assert model.num_batches_tracked.dtype == torch.int64  # type: ignore[union-attr]
 
 
+class Rotary(nn.Module):
+    """Turns pairs of features by complex numbers, as Llama's reference code does; two modules share the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.register_buffer("steps", torch.full((), 1 / 3, dtype=torch.float64))
+        self.last.register_buffer("turns", self.turns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(self.first(x).float().unflatten(-1, (4, 2))) * self.turns
+        out = self.last(torch.view_as_real(turned * self.last.turns).flatten(-2).to(x.dtype))
+        return (out * self.steps.to(x.dtype)).square().mean()
+
+
+def _rotary(rank: int, world_size: int, stage: int, dtype: str) -> tuple[list[float], list[torch.dtype], bool]:
+    torch.manual_seed(3)
+    model = Rotary()
+    if rank:
+        model.turns.mul_(2.0)  # type: ignore[operator]  # rank 0's values count
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = launcher.initialize(model=model, config=config)[0]
+    losses = []
+    for _ in range(3):
+        loss = engine(torch.ones(2, 8, dtype=next(model.parameters()).dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, [buffer.dtype for buffer in model.buffers()], model.turns is model.last.turns
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_complex_and_float64_buffers_stay_what_they_are(stage: int) -> None:
+    torch.manual_seed(3)
+    model = Rotary()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 8))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses, dtypes, is_shared in run_on_ranks(2, _rotary, stage, "fp32"):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert (dtypes, is_shared) == ([torch.complex64, torch.float64], True)
+    for losses, dtypes, _ in run_on_ranks(2, _rotary, stage, "bf16"):
+        assert losses == pytest.approx(expected, rel=0.05)
+        assert dtypes == [torch.complex64, torch.bfloat16]
+
+
 # ---- what is sent ----
 
 
