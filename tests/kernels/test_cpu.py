@@ -21,7 +21,7 @@ from launcher.kernels.api import Adagrad, Adam, Lion, Rule, Sgd, Span
 from launcher.kernels.cpu import CpuKernel, all_cpu_kernels, cpu_kernel_status, load_cpu_kernel
 from launcher.kernels.reference import ReferenceKernel
 
-CASES, CASES_A_TEST = 1000, 100
+CASES, QUICK_CASES, CASES_A_TEST = 1000, 300, 100  # those beyond the quick ones only in a soak
 REFERENCE = ReferenceKernel()
 ADAM = Adam(1e-2, 0.9, 0.99, 1e-8, 0.1, step=3)
 LARGE_NUMEL = 200_000  # several chunks
@@ -50,7 +50,13 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("first", range(0, CASES, CASES_A_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.soak] if first >= QUICK_CASES else [])
+        for first in range(0, CASES, CASES_A_TEST)
+    ],
+)
 def test_random_work_agrees_with_the_reference_and_between_instruction_sets(first: int) -> None:
     for seed in range(first, first + CASES_A_TEST):
         spans, grad_scale = random_spans(seed)
