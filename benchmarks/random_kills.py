@@ -10,6 +10,7 @@ docs/benchmarks.md; exit code 1 when any round went wrong.
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import random
 import signal
@@ -69,6 +70,7 @@ def one_round(folder: Path, chance: random.Random) -> tuple[str, float, str]:
             stdout=file,
             stderr=file,
             start_new_session=True,
+            preexec_fn=functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # nohup may have started us
         )
     deadline = time.monotonic() + HANG_S
     while out.read_text().count("READY") < RANKS and time.monotonic() < deadline:
