@@ -21,6 +21,7 @@ from launcher.config.schema import Config
 from launcher.engine.backward import BackwardPass, check_loss, scaled_up
 from launcher.engine.casting import Casting
 from launcher.engine.data import DistributedLoader
+from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.overflow import reason
 from launcher.engine.watch import StepFacts, Watch
@@ -94,6 +95,7 @@ class Engine(nn.Module):
         self._loss_teller = LossTeller(is_wanted=self.global_rank == 0)
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
         self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.compute_dtype)
+        self._model_facts = ModelFacts(model)
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
 
     # ---- facts ----
@@ -259,6 +261,7 @@ class Engine(nn.Module):
         self._backward_done = False
         self.micro_steps += 1
         if boundary:
+            self._model_facts.check()
             with self._watch.phase("step"):
                 self._take_step()
         self._timer.stop(boundary)

@@ -24,5 +24,28 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+class ModelFacts:
+    """What `initialize()` relied on. Changed afterwards, parameters would go untrained, or apart from their units."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dtypes = [(name, param, param.dtype) for name, param in model.named_parameters()]
+        self._frozen = [(name, param) for name, param, _ in self._dtypes if not param.requires_grad]
+
+    def check(self) -> None:
+        """Raise EngineError for a parameter that was unfrozen, or cast."""
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise EngineError(
+                    f"the parameter {name} was unfrozen after initialize(), which would not train it",
+                    hint="unfreeze it before, and give it a learning rate of 0 as long as it is to stay",
+                )
+        for name, param, dtype in self._dtypes:
+            if param.dtype != dtype:
+                raise EngineError(
+                    f"the parameter {name} became {param.dtype} after initialize(), which made it {dtype}",
+                    hint='set "fp16" or "bf16" in the config in place of model.half() or model.to(dtype)',
+                )
+
+
 def _shown(name: str) -> str:
     return f"the module {name}" if name else "the model"

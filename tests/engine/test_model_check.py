@@ -26,3 +26,28 @@ def test_a_scripted_module_is_named() -> None:
     for model, name in ((nn.Sequential(scripted), "the module 0"), (scripted, "the model")):
         with pytest.raises(EngineError, match=rf"{name} is a scripted module .*the module it was made from"):
             launcher.initialize(model=model, config=CONFIG)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_is_unfrozen_later_is_named(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    engine = launcher.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": stage}})[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+    model[0].requires_grad_(True)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    with pytest.raises(EngineError, match=r"the parameter 0\.weight was unfrozen after initialize\(\)"):
+        engine.step()
+
+
+def test_a_model_that_is_cast_later_is_named() -> None:
+    model = nn.Linear(2, 1)
+    engine = launcher.initialize(model=model, config=CONFIG)[0]
+    model.bfloat16()
+    engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+    with pytest.raises(
+        EngineError, match=r"weight became torch.bfloat16 after initialize\(\), which made it .*float32"
+    ):
+        engine.step()
