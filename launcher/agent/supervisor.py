@@ -268,6 +268,10 @@ class Supervisor:
                 for descriptor in rank.streams:
                     self._set_watched(descriptor, selectors.EVENT_READ, self._reads_ranks, rank)
                 self._send(Started(rank.number, rank.pid))
+                self._write()  # to the launcher, silence would mean that this host is lost
+                if self._state is not AgentState.RUNNING:
+                    break
+            self._last_message_s = time.monotonic()  # nobody has listened meanwhile
         except (OSError, ValueError, LauncherError) as error:  # ValueError: what no argument or variable may hold
             self._forget_ranks()  # they are ended like all descendants, and are not to be taken for the cause
             self._send(spawn_failure(error, spec))

@@ -51,7 +51,7 @@ def test_an_exception_waits_for_nobody(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, TRAIN.format(before="", after=after)))
     assert result.code == 1
     assert "ValueError: bad" in result.err
-    assert time.monotonic() - start_s < 40
+    assert time.monotonic() - start_s < 120  # the process group would wait for 30 min
 
 
 # Threads of gloo that get a processor only when nobody else wants one: they release a collective long after it is done.
