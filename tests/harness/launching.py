@@ -61,7 +61,8 @@ class Launch:
 
         def prepare() -> None:
             die_with_parent(our_pid)  # a test that fails half-way leaves no job behind
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup, or in the background of a script
             if in_our_session:
                 os.setpgrp()
 
