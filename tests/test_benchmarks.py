@@ -45,7 +45,7 @@ SHORT = {
 # These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
 SLOW = {
     *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
-    *("parity_table", "fault_matrix", "memory_table"),
+    *("parity_table", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
 }
 NEEDS = {
     "fanout": sshd.available,

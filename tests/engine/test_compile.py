@@ -51,7 +51,7 @@ def _train(rank: int, world_size: int, stage: int, what: str, reads_outside: boo
 
 @pytest.mark.parametrize(
     ("stage", "what", "reads_outside"),
-    [(2, "model", False), (3, "model", False), (3, "blocks", False), (3, "model", True)],
+    [(2, "model", False), (3, "blocks", False), (3, "model", True)],
 )
 def test_a_compiled_model_trains_as_it_would_otherwise(stage: int, what: str, reads_outside: bool) -> None:
     plain, compiled = (run_on_ranks(2, _train, stage, how, reads_outside) for how in ("nothing", what))
