@@ -19,7 +19,7 @@ SUM_OF_RANKS = """
     total = torch.tensor([torch.distributed.get_rank() + 1 if torch.distributed.is_initialized() else 1])
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(total)
-    print("TOTAL", int(total))
+    sys.stdout.write(f"TOTAL {int(total)}\\n")  # in one write: mpirun mixes those of its ranks
 """
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAUNCH_JOB_ID")
 
