@@ -274,27 +274,27 @@ def _all_reduce(group: DataParallelGroup, flat: Tensor, sent: Tensor, scale: flo
 
 def sum_scalars(group: DataParallelGroup, values: Tensor) -> Tensor:
     """Return the sum of a small float64 tensor over all ranks, added in rank order on each of them."""
+    return gather_rows(group, values).sum(dim=0)
+
+
+def gather_rows(group: DataParallelGroup, values: Tensor) -> Tensor:
+    """Return every rank's small tensor, [world size, *shape] in rank order. Every rank must call it."""
     if group.process_group is None:
-        return values
-    return torch.stack(_gather_small(group, values)).sum(dim=0)
-
-
-def _gather_small(group: DataParallelGroup, own: Tensor) -> list[Tensor]:
+        return values.unsqueeze(0)
     begun_s = observe.begin(group)
-    observe.note_sent(own.nbytes * (group.world_size - 1))
-    parts = [torch.empty_like(own) for _ in range(group.world_size)]
-    dist.all_gather(parts, own, group=group.process_group)
+    observe.note_sent(values.nbytes * (group.world_size - 1))
+    rows = values.new_empty(group.world_size * values.numel())
+    _all_gather_single(rows, values.reshape(-1), group=group.process_group)
     if begun_s is not None:
-        observe.end(begun_s, "all_gather", group, parts)
-    return parts
+        observe.end(begun_s, "all_gather", group, [rows])
+    return rows.view(group.world_size, *values.shape)
 
 
 def gather_scalars(group: DataParallelGroup, value: float) -> list[float]:
     """Return every rank's value, in rank order. Every rank must call it."""
-    if group.process_group is None:
-        return [value]
     own = torch.tensor([value], dtype=torch.float64, device=group.device)
-    return [part.item() for part in _gather_small(group, own)]
+    found: list[float] = gather_rows(group, own).reshape(-1).tolist()
+    return found
 
 
 def broadcast(group: DataParallelGroup, tensors: list[Tensor], source: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
 from dataclasses import dataclass, field
@@ -28,12 +29,22 @@ class DataParallelGroup:
     world_size: int
     device: torch.device
     process_group: dist.ProcessGroup | None  # None: a single process, no communication
+    reduce_process_group: dist.ProcessGroup | None = None  # of the same ranks; None: reductions have no own one
     buffers: BufferPool = field(init=False, compare=False, repr=False)  # memory of everything in flight
     link: HostLink = field(init=False, compare=False, repr=False)  # to and from host memory
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buffers", BufferPool(self.device))
         object.__setattr__(self, "link", HostLink(self.device))
+
+    @property
+    def reductions(self) -> DataParallelGroup:
+        """The same ranks, for reductions: collectives of the two are not ordered among each other."""
+        if self.reduce_process_group is None:
+            return self
+        group = copy.copy(self)
+        object.__setattr__(group, "process_group", self.reduce_process_group)
+        return group
 
 
 def local_device() -> torch.device:
@@ -136,10 +147,29 @@ def _incomplete(missing: list[str]) -> EngineError:
     )
 
 
-def data_parallel_group() -> DataParallelGroup:
-    """Return the group of all ranks, or of this process alone when none was started."""
+def data_parallel_group(*, has_reductions: bool = False) -> DataParallelGroup:
+    """Return the group of all ranks, or of this process alone when none was started.
+
+    has_reductions: with a communicator of its own for reductions; then every rank must call it.
+    """
     device = local_device()
     if not dist.is_initialized():
         return DataParallelGroup(0, 1, device, None)
-    process_group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    return DataParallelGroup(dist.get_rank(), dist.get_world_size(), device, process_group)
+    if dist.get_world_size() == 1:
+        return DataParallelGroup(0, 1, device, None)
+    world = dist.group.WORLD
+    assert world is not None
+    own = _group_of_reductions(world, device) if has_reductions else None
+    return DataParallelGroup(dist.get_rank(), dist.get_world_size(), device, world, own)
+
+
+_reduce_groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # at most one: all ranks, and their second group
+
+
+def _group_of_reductions(world: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return a second process group of all ranks, the same one as long as the first one lasts."""
+    if not _reduce_groups or _reduce_groups[0][0] is not world:
+        options = world._get_backend(device).options  # a new group would not take the timeout over
+        group = dist.new_group(timeout=options._timeout, group_desc="reductions")
+        _reduce_groups[:] = [(world, group)]
+    return _reduce_groups[0][1]

@@ -40,6 +40,7 @@ class BackwardPass:
         self._watch = watch
         self._stack = contextlib.ExitStack()
         self._is_open = False
+        self._is_broken = False  # an exception ended it: units may still be gathered, or on their way
 
     @contextlib.contextmanager
     def running(self, *, is_boundary: bool) -> Iterator[None]:
@@ -50,6 +51,8 @@ class BackwardPass:
             yield
         except BaseException as error:
             self._abort(error)
+            if isinstance(error, RuntimeError) and "returned an invalid gradient" in str(error):
+                raise _sharded_error() from error
             raise
         self._end()
 
@@ -68,9 +71,12 @@ class BackwardPass:
         return loss
 
     def recover(self) -> None:
-        """Close a pass that an exception ended within autograd, of which nobody told us."""
-        if self._is_open:
+        """Clean up after a pass that an exception ended, before the next one begins."""
+        if self._is_open:  # it was within an autograd call of the user's
             self._abort(None)
+        if self._is_broken:
+            self._is_broken = False
+            self._schedule.reset()
 
     def _begin(self, *, is_boundary: bool) -> None:
         self._is_open = True
@@ -85,7 +91,18 @@ class BackwardPass:
         self._stack.close()
 
     def _abort(self, error: BaseException | None) -> None:
+        """Leave the pass without waiting for anything: the peers may be gone, and the error must be seen."""
         self._is_open = False
+        self._is_broken = True
         self._reducer.abort_backward()
-        self._schedule.end_backward()
+        self._schedule.abort_backward()
         self._stack.__exit__(type(error) if error is not None else None, error, None)
+
+
+def _sharded_error() -> EngineError:
+    return EngineError(
+        "autograd found another shape of a parameter in backward than in forward: at stage 3 it was read while it was"
+        " sharded",
+        hint="read it as an attribute of its module within the model's forward, such as self.weight (self.parameters()"
+        " does not gather), or use stage 2; weight decay is the optimizer's",
+    )

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from launcher.activation.settings import use_section
 from launcher.base.errors import ConfigError, EngineError
+from launcher.base.log import get_logger
 from launcher.comm import collectives
 from launcher.comm.exit import leave_in_order
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
@@ -22,10 +23,11 @@ from launcher.engine.announce import announce, announce_disks
 from launcher.engine.casting import Casting, buffer_dtype, buffers_kept, keep_autocast_to, set_tf32
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.dynamo import without_dynamo
-from launcher.engine.engine import Engine, EngineParts, ShardedModel
-from launcher.engine.model_check import check_model
+from launcher.engine.engine import Engine, EngineParts
+from launcher.engine.model_check import check_for_ranks, check_model
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import DTYPES, loss_scale_rules, swap_space, zero_policy
+from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.shards import let_units_find_states, owned_shards, reserve_states
 from launcher.engine.tiling import tile_to_fit
 from launcher.kernels.reference import ReferenceKernel
@@ -49,6 +51,7 @@ from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.home import Disks
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
+from launcher.zero.order import CollectiveOrder
 from launcher.zero.parameters import home_of
 from launcher.zero.partition import build_units
 from launcher.zero.reducer import GradientReducer
@@ -81,7 +84,8 @@ def initialize(
     engine is for inference: its parameters are sharded at stage 3, and `backward` is refused.
     lr_scheduler: an object with `step()`, or a function from the optimizer to one; else the config names it.
     The model's parameters move to this rank's device and the configured precision, rank 0's values go to all
-    ranks, and their storage becomes part of flat buffers; the parameter objects stay the same.
+    ranks, and their storage becomes part of flat buffers; the parameter objects stay the same. An engine that the model
+    belongs to ends: see `Engine.destroy`.
 
     Returns (engine, optimizer or None, training loader or None, scheduler or None).
     Raises: ConfigError, EngineError.
@@ -94,7 +98,12 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     leave_in_order()
     collectives.settle()
-    group = data_parallel_group()
+    group = data_parallel_group(has_reductions=True)
+    check_for_ranks(model, group.world_size)
+    if end_engine_of(model) and group.rank == 0:
+        get_logger().warning(
+            "initialize() was called again on this model: its first engine has ended, and its optimizer states with it"
+        )
     loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
     facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
@@ -228,11 +237,12 @@ def _shard(
 ) -> ShardedModel:
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
     units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, group, disks)
-    reducer = GradientReducer([unit.grads for unit in units if unit.grads is not None], policy, group)
-    schedule = ParameterSchedule(units, policy.parameters)
-    install_hooks(model, units, reducer, schedule)
+    order = CollectiveOrder([unit.label for unit in units])
+    reducer = GradientReducer(units, policy, group, order)
+    schedule = ParameterSchedule(units, policy.parameters, order)
+    hooks = install_hooks(model, units, reducer, schedule)
     if plan is None:
-        return ShardedModel(units, reducer, schedule, None)
+        return ShardedModel(model, units, reducer, schedule, hooks)
     shards = owned_shards(units, whole_parameters=plan.whole_parameters, by_parameter=plan.by_parameter)
     is_split = policy.stage.shards_optimizer and group.process_group is not None
     # Torch's optimizers update everything at once, which from a disk would have to be in memory together, and with the
@@ -257,7 +267,8 @@ def _shard(
     delayed = None
     if policy.offload.is_delayed and isinstance(flat_optimizer, KernelFlat):
         delayed = DelayedUpdate(units, flat_optimizer, policy, group)
-    return ShardedModel(units, reducer, schedule, ZeroOptimizer(flat_optimizer, plan, scaler, units), delayed)
+    optimizer = ZeroOptimizer(flat_optimizer, plan, scaler, units)
+    return ShardedModel(model, units, reducer, schedule, hooks, optimizer, delayed)
 
 
 def _optimizer_plan(

@@ -24,28 +24,14 @@ from launcher.engine.data import DistributedLoader
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.overflow import reason
+from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.loss import LossTeller
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.optim.torch_schedules import steps_by_itself
-from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gathered import GatheredParameters
-from launcher.zero.reducer import GradientReducer
-from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units
-from launcher.zero.unit import FlatUnit
-
-
-@dataclass(frozen=True)
-class ShardedModel:
-    """A model laid out in units, with what moves them."""
-
-    units: list[FlatUnit]
-    reducer: GradientReducer
-    schedule: ParameterSchedule
-    optimizer: ZeroOptimizer | None  # None: inference only
-    delayed: DelayedUpdate | None = None  # None: a step has ended when `step()` returns
 
 
 @dataclass(frozen=True)
@@ -174,9 +160,18 @@ class Engine(nn.Module):
 
     # ---- one micro-batch ----
 
+    def _begin(self) -> None:
+        """Clean up after an exception. Raises: EngineError for an engine that has ended."""
+        if self._sharded.has_ended:
+            raise EngineError(
+                "this engine has ended: destroy() was called, or initialize() again on its model",
+                hint="use the engine that the last initialize() returned",
+            )
+        self._pass.recover()
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; its parameters are waited for unit by unit."""
-        self._pass.recover()
+        self._begin()
         casting = self._parts.casting
         inputs, kwargs = casting.inputs(inputs), casting.inputs(kwargs)
         if not self.training:
@@ -195,6 +190,7 @@ class Engine(nn.Module):
         """
         optimizer = self._trained()
         check_loss(loss)
+        self._begin()
         self._losses.append(loss.detach())
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
@@ -211,7 +207,7 @@ class Engine(nn.Module):
         """
         optimizer = self._trained()
         check_loss(loss)
-        self._pass.recover()
+        self._begin()
         self._losses.append(loss.detach())
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
 
@@ -251,7 +247,7 @@ class Engine(nn.Module):
 
         Raises: EngineError when no backward has run since the last call, or within `no_sync()`.
         """
-        self._pass.recover()
+        self._begin()
         if not self._backward_done:
             raise EngineError("engine.step() was called without a backward", hint="call engine.backward(loss) first")
         if self._is_in_no_sync:
@@ -278,10 +274,10 @@ class Engine(nn.Module):
 
     def _take_step(self) -> None:
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
-        sharded.reducer.complete()
-        sharded.reducer.wait()
         scale, delayed = optimizer.loss_scale, sharded.delayed
-        norm = step_units(sharded.units, optimizer.optimizer, parts.policy, parts.group, scale, delayed)
+        norm = step_units(
+            sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.group, scale, delayed
+        )
         self._grad_norm = norm
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
@@ -339,6 +335,15 @@ class Engine(nn.Module):
         )
 
     # ---- the model inside ----
+
+    def destroy(self) -> None:
+        """End this engine and give the model back, without hooks. Every rank must call it; once is enough.
+
+        Parameters keep the values of the last step. Those that are sharded at stage 3 stay so: `GatheredParameters` and
+        another `initialize()` make them whole. Optimizer states are freed with the last reference to the engine.
+        """
+        self._sharded.end()
+        self._watch.stop()
 
     def any_rank(self, condition: bool) -> bool:
         """Say whether `condition` holds on any rank. Collective.

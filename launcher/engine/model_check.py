@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from launcher.base.errors import EngineError
+from launcher.base.log import get_logger
 
 
 def check_model(model: nn.Module) -> None:
@@ -24,15 +25,28 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def check_for_ranks(model: nn.Module, world_size: int) -> None:
+    """Raise EngineError for a model that would become another one on each of several ranks."""
+    for name, module in model.named_modules() if world_size > 1 else ():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise EngineError(
+                f"{_shown(name)} has max_norm={module.max_norm}, which changes rows of the weight in forward: each rank"
+                " would change those that its own data use",
+                hint="leave max_norm out, and shorten the rows of all ranks alike after engine.step()",
+            )
+
+
 class ModelFacts:
     """What `initialize()` relied on. Changed afterwards, parameters would go untrained, or apart from their units."""
 
     def __init__(self, model: nn.Module) -> None:
         self._dtypes = [(name, param, param.dtype) for name, param in model.named_parameters()]
         self._frozen = [(name, param) for name, param, _ in self._dtypes if not param.requires_grad]
+        self._has_checked_hooks = False
 
     def check(self) -> None:
-        """Raise EngineError for a parameter that was unfrozen, or cast."""
+        """Raise EngineError for a parameter that was unfrozen, or cast. Warn once of hooks that see no gradient."""
+        self._check_hooks()
         for name, param in self._frozen:
             if param.requires_grad:
                 raise EngineError(
@@ -45,6 +59,19 @@ class ModelFacts:
                     f"the parameter {name} became {param.dtype} after initialize(), which made it {dtype}",
                     hint='set "fp16" or "bf16" in the config in place of model.half() or model.to(dtype)',
                 )
+
+    def _check_hooks(self) -> None:
+        if self._has_checked_hooks:
+            return
+        self._has_checked_hooks = True
+        for name, param, _ in self._dtypes:
+            if len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 1 and param.requires_grad:
+                get_logger().warning(
+                    "the post-accumulate-grad hook of %s was registered after initialize(), and sees no gradient: the"
+                    " engine has taken it over; register it before, or use launcher.zero.safe_get_full_grad",
+                    name,
+                )
+                return
 
 
 def _shown(name: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from launcher.base.log import get_logger
 from launcher.comm import observe
 from launcher.comm.groups import DataParallelGroup
-from launcher.comm.log import LogRules, start_log
+from launcher.comm.log import LogRules, start_log, stop_log
 from launcher.config.schema import Config
 from launcher.monitor.curves import open_curves
 from launcher.monitor.flops import FlopCounter, ProfileForm, ProfileTimes, peak_flops, profile_text
@@ -47,15 +47,22 @@ class Watch:
         self._curves = open_curves(settings, group.rank)
         reports = group.rank == 0
         self._timer = PhaseTimer(group.device) if reports and settings.wall_clock_breakdown else None
-        if self._timer is not None:
-            observe.set_wait_span(self._wait_span)
+        observe.set_wait_span(self._wait_span if self._timer is not None else None)
         self._memory: dict[str, MemoryUse] | None = {} if reports and settings.memory_breakdown else None
         profiles = reports and settings.flops_profiler.enabled
         self._profile = _Profile(settings, group.device, model, dtype) if profiles else None
         logger = settings.comms_logger
+        stop_log()  # that of an engine before this one
         if logger.enabled:
             start_log(LogRules(logger.verbose, logger.prof_all, logger.debug, logger.prof_ops))
         self._is_idle = self._timer is None and self._memory is None and self._profile is None
+
+    def stop(self) -> None:
+        """Follow no more: collectives are neither measured nor logged."""
+        if self._timer is not None:
+            observe.set_wait_span(None)
+        if self._settings.comms_logger.enabled:
+            stop_log()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return the context of `forward`, `backward` or `step`."""

@@ -23,12 +23,13 @@ _lock = threading.Lock()
 def load() -> None:
     """Import paramiko; afterwards `import paramiko` costs nothing. Safe from several threads."""
     with _lock:
-        if "paramiko" in sys.modules:
-            return
-        with _without_invoke():
-            importlib.import_module("paramiko")
-        # Without a handler logging's last resort prints paramiko's own tracebacks to the user's terminal.
-        logging.getLogger("paramiko").addHandler(logging.NullHandler())
+        if "paramiko" not in sys.modules:
+            with _without_invoke():
+                importlib.import_module("paramiko")
+        logger = logging.getLogger("paramiko")  # also where a script has imported it before
+        if not logger.handlers:
+            # Without a handler logging's last resort prints paramiko's own tracebacks to the user's terminal.
+            logger.addHandler(logging.NullHandler())
 
 
 def log_to_stderr() -> None:

@@ -32,6 +32,9 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
     Collective. Call it between `engine.backward` of the last micro-batch and `engine.step`.
     """
+    found = _find(param)
+    if found is not None:
+        _sum_late_gradients(found[0])
     return _full(param, _owned_grad)
 
 
@@ -54,7 +57,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite the gradient the next step will see. `value` must be the same on every rank."""
+    """Overwrite the gradient the next step will see. `value` must be the same on every rank. Collective."""
+    _sum_late_gradients(_trained(param)[0])
     _set_grad(param, value, _write)
 
 
@@ -139,6 +143,14 @@ def _owned_grad(unit: FlatUnit) -> Tensor | None:
         return None
     unit.grads.settle()
     return unit.grads.owned_grad if unit.grads.state is UnitState.REDUCED else None
+
+
+def _sum_late_gradients(unit: FlatUnit) -> None:
+    """Add gradients that came after the unit's sum was begun, which `engine.step()` would do. Collective."""
+    assert unit.grads is not None
+    if any(collectives.gather_scalars(unit.group, float(unit.grads.has_late))):
+        unit.grads.finish_reduction()
+        unit.grads.reduce_late()
 
 
 def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:

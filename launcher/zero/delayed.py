@@ -77,7 +77,13 @@ class DelayedUpdate:
         if not self._is_published:
             self._is_published = True
             for unit in self._units:
-                unit.params.wait()  # nobody may have used it since the update before was sent
                 unit.params.publish_update(is_written=True)
                 if not self._policy.overlap_comm:
                     unit.params.wait()
+
+    def end(self) -> None:
+        """Publish the last update and end the thread. Collective."""
+        self.publish()
+        self._thread.shutdown()
+        for unit in self._units:
+            unit.params.pending = None

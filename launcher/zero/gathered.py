@@ -54,5 +54,6 @@ class GatheredParameters:
             for home, params in self._homes.items():
                 home.broadcast(params, self._modifier_rank)
         for home in self._fetched:
+            home.note_versions()  # without a modifier rank changes are forgotten, which is the caller's choice
             home.release()
         self._fetched.clear()

@@ -47,6 +47,8 @@ class UnitGradients:
         self._params = params
         self._layout = layout
         self._group = group
+        self._reductions = group.reductions
+        self._scale = policy.reduction.factor(group.world_size)
         self._owned = owned
         self.state = UnitState.IDLE
         self._is_whole = len(owned) == layout.padded_numel
@@ -82,7 +84,6 @@ class UnitGradients:
         self._arrived = [False] * len(layout.slots)  # has a gradient of the current backward
         self._num_arrived = 0
         self._is_sent = False  # the sum of the current backward was begun
-        self._graph_task, self._num_in_task = -1, 0  # autograd's current graph, and how many gradients came from it
         self.used = [False] * len(layout.slots)  # had a gradient on this rank since the last step
         self._num_backwards = 0  # since the local buffer was last empty
         self._owned_holds_sum = False  # an earlier micro-batch is in `owned_grad`
@@ -98,7 +99,7 @@ class UnitGradients:
         It saves a pass over the buffer. A power of two is exact in fp32 and bf16; fp16 would underflow.
         """
         precision = self._policy.precision
-        factor = self._policy.reduction.factor(self._group.world_size)
+        factor = self._scale
         is_exact = math.frexp(factor)[0] == 0.5
         is_wide = precision.grad_dtype == torch.float32 and self._wire_dtype != torch.float16
         return factor if is_exact and is_wide and self._policy.reduction.predivide == 1.0 else 1.0
@@ -115,13 +116,13 @@ class UnitGradients:
         self._num_arrived = 0
         self._num_backwards += 1
         self._square = None
-        if self._is_sent:
-            self._drop_late()
         self._is_sent = False
 
-    def _drop_late(self) -> None:
-        for param in self._params:  # there are some only after a pass that an exception ended
-            param.grad = None
+    def drop_late(self) -> None:
+        """Forget gradients that came after the sum was begun."""
+        if self._is_sent:
+            for param in self._params:
+                param.grad = None
 
     @property
     def is_complete(self) -> bool:
@@ -129,19 +130,9 @@ class UnitGradients:
         return self._num_arrived == len(self._arrived)
 
     @property
-    def is_done_in_graph(self) -> bool:
-        """Say whether the graph autograd runs now has delivered every parameter's gradient: it reads none any more."""
-        return self._num_in_task == len(self._arrived)
-
-    @property
     def has_late(self) -> bool:
-        """Say whether gradients came after the sum was begun. They wait in `param.grad`."""
+        """Whether gradients came after the sum was begun. They wait in `param.grad`, where later ones are added."""
         return self._is_sent and any(param.grad is not None for param in self._params)
-
-    def note_arrival(self, graph_task: int) -> None:
-        """Count a gradient that the graph `graph_task` has delivered."""
-        self._num_in_task = self._num_in_task + 1 if graph_task == self._graph_task else 1
-        self._graph_task = graph_task
 
     def take(self, index: int) -> None:
         """Move the gradient autograd left on parameter `index` into the buffer.
@@ -170,13 +161,17 @@ class UnitGradients:
             self._arrived[index] = True
             self._num_arrived += 1
 
+    def drop(self, index: int) -> None:
+        """Forget the gradient autograd left on parameter `index`."""
+        self._params[index].grad = None
+
     def _buffer(self) -> Tensor:
         if self._local is None:
             self._local = self._group.buffers.borrow(self._layout.padded_numel, self._wire_dtype)
         return self._local
 
-    def start_reduction(self, scale: float, *, stays_local: bool = False) -> None:
-        """Start summing the gradients over the ranks, times `scale`. Every rank must call it in the same order.
+    def start_reduction(self, *, stays_local: bool = False) -> None:
+        """Start summing, or averaging, the gradients over the ranks. Every rank must call it in the same order.
 
         stays_local: send nothing; every rank's own gradient becomes what has the same mean over the ranks as the sum.
         """
@@ -188,7 +183,7 @@ class UnitGradients:
             if not filled:  # unused on this rank: other ranks may have used it, so its place is sent as zeros
                 local[slot.offset : slot.end].zero_()
         local[self._layout.numel :].zero_()
-        rest = scale / self._early_scale
+        rest = self._scale / self._early_scale
         self._factor = rest
         self._is_local = stays_local
         if stays_local:
@@ -202,17 +197,17 @@ class UnitGradients:
             rest *= reduction.predivide
         sent = self._sent(local)
         if self._is_kept_whole and (self._is_whole or not reduction.scatters):
-            self._reduction = collectives.all_reduce(self._group, local, rest, sent=sent)
+            self._reduction = collectives.all_reduce(self._reductions, local, rest, sent=sent)
         elif not reduction.scatters:
             self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
-            self._reduction = collectives.all_reduce(self._group, self._arriving, rest, sent=sent)
+            self._reduction = collectives.all_reduce(self._reductions, self._arriving, rest, sent=sent)
         else:
             output = self.owned_grad
             if self._owned_holds_sum or self._leaves:
                 self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
-            self._reduction = collectives.reduce_scatter(self._group, sent, output, rest)
+            self._reduction = collectives.reduce_scatter(self._reductions, sent, output, rest)
 
-    def reduce_late(self, scale: float) -> None:
+    def reduce_late(self) -> None:
         """Start adding the gradients that came too late to the sum, which must have ended.
 
         Every rank must call it in the same order, also one that has no such gradients.
@@ -223,7 +218,7 @@ class UnitGradients:
         self._is_sent = False
         for index in range(len(self._params)):
             self.take(index)
-        self.start_reduction(scale)
+        self.start_reduction()
 
     def _sent(self, local: Tensor) -> Tensor:
         """Return what travels: `local`, or a copy of it in the wire's dtype."""
@@ -362,4 +357,6 @@ class UnitGradients:
         self._num_backwards = 0
         self._owned_holds_sum = False
         self._square = None
+        self.drop_late()
+        self._is_sent = False
         self.state = check_transition(self.state, UnitState.IDLE)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Sequence, ValuesView
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from launcher.zero.compiled import outside_graphs
@@ -17,45 +18,63 @@ from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import ParameterPolicy
 from launcher.zero.tensors import tensors_in
 from launcher.zero.unit import FlatUnit
+from launcher.zero.uses import Use
+
+
+class InstalledHooks:
+    """Everything that ties units to one model."""
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+        self.watched: list[weakref.ref[nn.Module]] = []  # modules whose `_parameters` are watched
+
+    def remove(self) -> None:
+        """Leave the model as if there had been no units; parameters are as they are."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for reference in self.watched:
+            module = reference()
+            if module is not None and isinstance(module._parameters, _WatchedParameters):
+                module._parameters = dict(dict.items(module._parameters))
+        self.watched.clear()
 
 
 def install_hooks(
     model: nn.Module, units: list[FlatUnit], reducer: GradientReducer | None, schedule: ParameterSchedule
-) -> list[RemovableHandle]:
+) -> InstalledHooks:
     """Let gradients flow into the units, and let the modules that read a unit's parameters find them there.
 
-    reducer: None for a model that is not trained. Returns handles that undo the hooks of modules and gradients.
+    reducer: None for a model that is not trained.
     """
-    handles: list[RemovableHandle] = []
+    installed = InstalledHooks()
+    handles = installed.handles
     readers: dict[nn.Module, list[FlatUnit]] = {model: []}
+    if any(unit.is_sharded for unit in units):  # each may read parameters of others
+        readers.update((module, []) for module in model.modules() if any(True for _ in module.children()))
     for unit in units:
         for anchor in unit.members.anchors:
             readers.setdefault(anchor, []).append(unit)
         if unit.grads is not None and reducer is not None:
             for index, param in enumerate(unit.members.params):
-                hook = _gradient_hook(reducer, schedule, unit, index)
+                hook = _gradient_hook(reducer, unit, index)
                 handles.append(param.register_post_accumulate_grad_hook(hook))
     for module, read in readers.items():
-        reader = _Reader(schedule, read)
+        reader = _Reader(schedule, reducer, read)
         handles.append(module.register_forward_pre_hook(reader.before_forward, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(reader.after_forward, always_call=True))
-    _watch_accesses(model, units, schedule, readers[model])
-    return handles
+    installed.watched = _watch_accesses(model, units, schedule)
+    return installed
 
 
-def _gradient_hook(
-    reducer: GradientReducer, schedule: ParameterSchedule, unit: FlatUnit, index: int
-) -> Callable[[Tensor], None]:
+def _gradient_hook(reducer: GradientReducer, unit: FlatUnit, index: int) -> Callable[[Tensor], None]:
     # Python's garbage collector does not look into a tensor's hooks: an engine held from there would stay for ever.
-    find_reducer, find_schedule, find_unit = weakref.ref(reducer), weakref.ref(schedule), weakref.ref(unit)
+    find_reducer, find_unit = weakref.ref(reducer), weakref.ref(unit)
 
     def on_gradient(_param: Tensor) -> None:
-        reducer, schedule, unit = find_reducer(), find_schedule(), find_unit()
-        if reducer is None or schedule is None or unit is None or unit.grads is None:
-            return  # the engine has gone, the model is its user's
-        reducer.take_gradient(unit.grads, index)
-        if unit.grads.is_done_in_graph:
-            schedule.after_gradients(unit)
+        reducer, unit = find_reducer(), find_unit()
+        if reducer is not None and unit is not None and unit.grads is not None:  # else the model is its user's again
+            reducer.take_gradient(unit.grads, index)
 
     return on_gradient
 
@@ -63,39 +82,94 @@ def _gradient_hook(
 class _Reader:
     """The hooks of one module whose forward reads units."""
 
-    def __init__(self, schedule: ParameterSchedule, units: list[FlatUnit]) -> None:
+    def __init__(self, schedule: ParameterSchedule, reducer: GradientReducer | None, units: list[FlatUnit]) -> None:
         self._schedule = schedule
+        self._reducer = reducer
         self._units = units
+        self._running: list[Use | None] = []  # of the forwards that run now, the innermost last
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_idle_reader, ())  # a copy of the model belongs to no engine
 
     @outside_graphs
-    def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._schedule.before_forward(self._units)
-        frozen = [unit for unit in self._units if unit.is_sharded and unit.grads is None]
-        if frozen and torch.is_grad_enabled():
-            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            if inputs:  # no gradient arrives in a frozen unit: those of the module's inputs say that it is done
-                register_multi_grad_hook(inputs, lambda _grads: self._after_backward(frozen))
+        sharded = [unit for unit in self._units if unit.is_sharded]
+        use = self._schedule.open_use(sharded, self) if sharded else None
+        self._running.append(use)
+        return None if use is None else self._hook_inputs(use, args, kwargs)
+
+    def _hook_inputs(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Have a use end with the backward of its module; return the inputs, of which some are replaced by views.
+
+        [Note: when the backward of a module has passed] Of the nodes that are ready autograd runs the one that was
+        created last. All nodes of a module are created after those of its inputs. So when the node of any input runs,
+        everything in the module that could run has run, whatever parameters got a gradient. Modules that share an input
+        get a view each, whose node is their own.
+        """
+        views: dict[int, Tensor] = {}
+
+        def viewed(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.requires_grad and value.layout == torch.strided:
+                return views.setdefault(id(value), value.view_as(value))
+            return tuple(map(viewed, value)) if type(value) is tuple else value
+
+        recorded = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
+        args, kwargs = viewed(args), {name: viewed(value) for name, value in kwargs.items()}
+        if not views and not recorded:
+            self._schedule.keep_open(use)
+        # The inputs themselves, too: a view that the module writes into is not in the graph.
+        for tensor in (*views.values(), *recorded):
+            tensor.register_hook(lambda _grad: self._after_backward(use))
+        return args, kwargs
 
     @outside_graphs
-    def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        read = [unit for unit in self._schedule.after_forward(self._units) if unit.is_sharded]
-        if not read or not torch.is_grad_enabled():
-            return
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _grad: self._schedule.before_backward(read))
+    def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        use = self._running.pop() if self._running else None
+        read = [unit for unit in self._units if unit.is_sharded]
+        if output is None and sys.exc_info()[0] is not None:  # torch calls this within its `except` block
+            self._schedule.abort_forward()
+            return None
+        returned = _returned(read, output)
+        is_outermost = self._schedule.after_forward(keeps=returned)
+        if returned and is_outermost:  # the memory goes: the caller gets a copy
+            output = tree_map_only(
+                Tensor, lambda tensor: tensor.clone() if _reads(tensor, returned) else tensor, output
+            )
+        if read and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    # After the hooks of the tensor itself, which release the module that reads it.
+                    tensor.grad_fn.register_prehook(lambda _grads: self._schedule.before_backward(read, use))
+        if returned and is_outermost:
+            self._schedule.release(returned)
+        return output
 
     @outside_graphs
-    def _after_backward(self, frozen: list[FlatUnit]) -> None:
-        for unit in frozen:
-            self._schedule.after_gradients(unit)
+    def _after_backward(self, use: Use) -> None:
+        for unit in self._schedule.after_backward(use):
+            if unit.grads is not None and self._reducer is not None:
+                self._reducer.after_backward(unit.grads)
+
+
+def _returned(units: Sequence[FlatUnit], output: Any) -> list[FlatUnit]:
+    """Return the units of which a module's output is a parameter, or a view of one."""
+    if not units:
+        return []
+    tensors = list(tensors_in(output))
+    return [unit for unit in units if any(_reads(tensor, [unit]) for tensor in tensors)]
+
+
+def _reads(tensor: Tensor, units: Sequence[FlatUnit]) -> bool:
+    """Whether a tensor is a view of the memory of a unit that is whole."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return False
+    address = tensor.untyped_storage().data_ptr()
+    return address != 0 and any(address == unit.params.flat.untyped_storage().data_ptr() for unit in units)
 
 
 def _idle_reader() -> _Reader:
-    return _Reader(ParameterSchedule([], ParameterPolicy()), [])
+    return _Reader(ParameterSchedule([], ParameterPolicy()), None, [])
 
 
 # ---- parameters read outside of their modules' forward ----
@@ -137,22 +211,26 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
 
 def _watch_accesses(
-    model: nn.Module, units: list[FlatUnit], schedule: ParameterSchedule, read_by_root: list[FlatUnit]
-) -> None:
+    model: nn.Module, units: list[FlatUnit], schedule: ParameterSchedule
+) -> list[weakref.ref[nn.Module]]:
     unit_of = {param: unit for unit in units for param in unit.members.params}
 
     def on_access(param: nn.Parameter) -> None:
         unit = unit_of.get(param)
-        # From the next pass on the whole model's forward holds what was read outside of its module.
-        if unit is not None and schedule.on_access(unit) and unit not in read_by_root:
-            read_by_root.append(unit)
+        if unit is not None:
+            schedule.on_access(unit)
 
     def on_listing(params: Iterable[nn.Parameter | None]) -> None:
         # Whole parameters only: reading shards is a collective, and this rank may be the only one that lists.
         for unit in {unit_of[param] for param in params if param in unit_of}:
             if not unit.is_sharded:
-                unit.params.wait()
+                schedule.on_access(unit)
 
-    for module in model.modules():
-        if any(param in unit_of for param in module._parameters.values() if param is not None):
-            module._parameters = _WatchedParameters(module._parameters, on_access, on_listing)
+    watched = [
+        module
+        for module in model.modules()
+        if any(param in unit_of for param in module._parameters.values() if param is not None)
+    ]
+    for module in watched:
+        module._parameters = _WatchedParameters(module._parameters, on_access, on_listing)
+    return [weakref.ref(module) for module in watched]

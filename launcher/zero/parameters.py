@@ -104,6 +104,8 @@ class UnitParameters:
         self._master_swap: Swapped | None = None
         self.pending: PendingUpdate | None = None  # None: updates end before a step does
         self.copy: Tensor | None = None  # 1-D [owned], 16-bit, beside the master: what an optimizer may write for us
+        self.may_be_edited = False  # somebody outside of forward and backward has got hold of the parameters
+        self.note_versions()
 
     def _view_of(self, index: int) -> Tensor:
         slot = self._layout.slots[index]
@@ -120,6 +122,12 @@ class UnitParameters:
         """Have `home_of` find this unit for its parameters."""
         for param in self._params:
             setattr(param, _HOME, self)
+
+    def unclaim(self) -> None:
+        """Have `home_of` find nothing for its parameters: they are ordinary ones."""
+        for param in self._params:
+            if home_of(param) is self:
+                delattr(param, _HOME)
 
     def describe(self) -> None:
         """Give parameters the attributes scripts for DeepSpeed read at stage 3: `ds_id`, `ds_shape`, ..."""
@@ -205,6 +213,7 @@ class UnitParameters:
         try:
             yield
         finally:
+            self._group.link.synchronize()  # a copy may still read or write memory that others get from here on
             if writes:
                 self._swap.send_out()
             else:
@@ -263,6 +272,8 @@ class UnitParameters:
 
         is_written: the optimizer has done the first part.
         """
+        if not self.is_sharded:
+            self.wait()  # for the update before this one, where no forward has used the unit since
         source = self.copy if is_written and self.copy is not None else self.master
         if source is not self.shard:
             with self.shard_in_memory(reads=False, writes=True):
@@ -273,6 +284,7 @@ class UnitParameters:
 
     def refresh(self) -> None:
         """Take the values of the whole parameters, which were written from elsewhere, as the new ones."""
+        self.note_versions()
         if self.is_sharded:
             with self.shard_in_memory(reads=False, writes=True):
                 self.shard.copy_(self._own_flat)
@@ -283,6 +295,29 @@ class UnitParameters:
             self.renew_copy()
             if self._master_swap is not None:
                 self._master_swap.send_out()
+
+    def take_edits(self) -> None:
+        """Take values that were written into the whole parameters since the last step over into the master.
+
+        The others keep the master's bits that 16 bits cannot hold. The master must be in memory.
+        """
+        self.may_be_edited = False
+        own = self._own_flat.to(self.master.device)
+        is_edited = own != self.master.to(own.dtype)
+        if is_edited.any():
+            self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
+            self.renew_copy()
+
+    def note_versions(self) -> None:
+        """Take note of what autograd has counted of writes into the parameters."""
+        self._versions = [param._version for param in self._params]
+
+    def first_written(self) -> int | None:
+        """Return the slot of the first parameter that was written in place since the versions were noted, or None."""
+        for slot, (param, version) in enumerate(zip(self._params, self._versions, strict=True)):
+            if param._version != version:
+                return slot
+        return None
 
     def renew_copy(self) -> None:
         """Take over that the master was written from elsewhere: what sits a step out is sent from the copy too."""

@@ -1,12 +1,17 @@
-"""Gradients on their way from autograd to their owner.
+"""Gradients on their way from autograd to their owner, in one order on every rank.
 
-Collectives must be issued in one order on every rank. Units are therefore reduced strictly from the last to the
+Below stage 3 reductions are the only collectives of a backward pass. Units are reduced strictly from the last to the
 first, which is about the order in which backward completes them; a unit that is complete early waits for its turn.
+
+At stage 3 units are gathered in the same pass, and a rank that waits for a reduction must not keep back a gather that
+another rank waits for. There a unit is reduced where its modules' backward has passed: see the note in `uses`. What is
+left is reduced at the end of the pass, from the last unit to the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,29 +19,36 @@ from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.zero.gradients import UnitGradients
+from launcher.zero.order import Collective, CollectiveOrder
 from launcher.zero.stages import ZeroPolicy
+from launcher.zero.unit import FlatUnit
 
 # Reductions in flight at once. Each holds a whole gradient buffer, which stage 2 exists to avoid; two keep the
 # network busy while the sum of the one before is taken.
 MAX_IN_FLIGHT = 2
 
+_running_passes: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # of all engines of this process
+
 
 class GradientReducer:
     """Starts reductions as units complete and bounds how many are on their way."""
 
-    def __init__(self, gradients: list[UnitGradients], policy: ZeroPolicy, group: DataParallelGroup) -> None:
-        """gradients: those of all units that have any, in forward order."""
-        self._gradients = gradients
+    def __init__(
+        self, units: Sequence[FlatUnit], policy: ZeroPolicy, group: DataParallelGroup, order: CollectiveOrder
+    ) -> None:
+        """units: all, in forward order. order: notes what is issued here."""
+        self._index_of = {unit.grads: unit.index for unit in units if unit.grads is not None}
+        self._gradients = list(self._index_of)
+        self.order = order
         self._policy = policy
         self._group = group
-        self._scale = policy.reduction.factor(group.world_size)
-        self._graph_tasks: set[int] = set()  # autograd's graphs that have delivered gradients in this backward
+        self._follows_modules = policy.stage.shards_parameters
         # Asked at each reduction, alike on every rank: is the next step to get each rank's own gradients? Stage 0 only.
         self.keeps_local: Callable[[], bool] = lambda: False
         self._in_backward = False
         self._reduces = False
         self._is_boundary = False
-        self._next = -1  # the next unit to reduce, counting down
+        self._unsent: dict[UnitGradients, None] = {}  # not reduced yet in this pass, from the last to the first
         self._in_flight: list[UnitGradients] = []
         self._advanced: list[UnitGradients] = []  # in the last phase of their reduction
 
@@ -44,65 +56,85 @@ class GradientReducer:
         """Prepare for one backward pass; `is_boundary` says that a step follows it."""
         self.wait()  # sums of the micro-batch before may have been on their way through this forward
         self._in_backward = True
+        _running_passes.add(self)
         self._is_boundary = is_boundary
         self._reduces = is_boundary or self._policy.stage.shards_gradients
-        self._next = len(self._gradients) - 1
-        self._graph_tasks.clear()
+        self._unsent = dict.fromkeys(reversed(self._gradients))
         for gradients in self._gradients:
             gradients.begin_backward()
 
     def take_gradient(self, gradients: UnitGradients, index: int) -> None:
         """Take the gradient of one parameter over from autograd."""
         if not self._in_backward:
+            self._drop_foreign(gradients, index)
+            return
+        gradients.take(index)
+        if self._reduces and self._policy.overlap_comm and not self._follows_modules:
+            while self._unsent and (following := next(iter(self._unsent))).is_complete:
+                self._reduce(following)
+
+    def _drop_foreign(self, gradients: UnitGradients, index: int) -> None:
+        """Drop a gradient that the backward pass of another engine has left on this one's parameter.
+
+        A generator's loss goes back through the discriminator, whose gradients of it nobody wants: a plain loop calls
+        `zero_grad()` before the discriminator's own backward. Raises: EngineError when no engine runs the pass.
+        """
+        if not _running_passes:
             raise EngineError(
                 "a backward pass ran outside of engine.backward(loss)",
                 hint="call engine.backward(loss), or engine.scale(loss).backward(), instead of loss.backward()",
             )
-        graph_task = torch._C._current_graph_task_id()
-        self._graph_tasks.add(graph_task)
-        gradients.note_arrival(graph_task)
-        gradients.take(index)
-        if self._reduces and self._policy.overlap_comm:
-            while self._next >= 0 and self._gradients[self._next].is_complete:
-                self._reduce_next()
+        gradients.drop(index)
+
+    def after_backward(self, gradients: UnitGradients) -> None:
+        """Reduce a sharded unit: the backward of every module that reads it has passed."""
+        if self._in_backward and self._reduces and self._policy.overlap_comm and gradients in self._unsent:
+            self._reduce(gradients)
 
     def end_backward(self) -> None:
         """Reduce what is left: units with unused parameters, or everything without overlap."""
         self._in_backward = False
-        while self._reduces and self._next >= 0:
-            self._reduce_next()
-        if self._reduces and self._policy.overlap_comm and len(self._graph_tasks) > 1:
-            self._reduce_late()
+        _running_passes.discard(self)
+        while self._reduces and self._unsent:
+            self._reduce(next(iter(self._unsent)))
 
-    def _reduce_late(self) -> None:
-        """Sum what came after its unit's sum was begun.
+    @property
+    def num_late(self) -> int:
+        """The units of this rank that got gradients after their sum was begun.
 
         Reentrant checkpointing runs backward passes within the backward pass. Each of them delivers the gradients of
-        what it has used, so what several of them use gets several gradients. Which units had late ones may differ
-        between ranks whose models use different parameters: all ranks sum what any of them has.
+        what it has used, so what several of them use gets several gradients. Which units these are, and whether there
+        are any, may differ between ranks: they are counted with the norm, and all ranks call `reduce_late` together.
         """
+        return sum(gradients.has_late for gradients in self._gradients)
+
+    def reduce_late(self) -> None:
+        """Add the late gradients of all ranks to the sums. Collective; for a step that knows that there are some."""
         has_late = [float(gradients.has_late) for gradients in self._gradients]
         num_ranks = collectives.sum_scalars(
             self._group, torch.tensor(has_late, dtype=torch.float64, device=self._group.device)
         )
-        late = [gradients for gradients, num in zip(self._gradients, num_ranks.tolist(), strict=True) if num]
-        if late:
-            self.wait()
-        for gradients in reversed(late):
-            self._make_room()
-            gradients.reduce_late(self._scale)
-            self._in_flight.append(gradients)
+        self.wait()
+        for gradients, num in reversed(list(zip(self._gradients, num_ranks.tolist(), strict=True))):
+            if num:
+                self._make_room()
+                gradients.reduce_late()
+                self._in_flight.append(gradients)
+        self.wait()
 
     def complete(self) -> None:
         """Reduce, before a step, what the last backward pass did not: it was not known to be the last."""
         if not self._reduces:
             self._reduces = self._is_boundary = True
-            self._next = len(self._gradients) - 1
+            self._unsent = dict.fromkeys(reversed(self._gradients))
             self.end_backward()
 
     def abort_backward(self) -> None:
         """Leave a backward pass that an exception ended."""
         self._in_backward = False
+        _running_passes.discard(self)
+        for gradients in self._gradients:
+            gradients.drop_late()
 
     def wait(self) -> None:
         """Block until every reduction that was started has finished."""
@@ -120,12 +152,12 @@ class GradientReducer:
             oldest.advance_reduction()
             self._advanced.append(oldest)
 
-    def _reduce_next(self) -> None:
+    def _reduce(self, gradients: UnitGradients) -> None:
         self._make_room()
-        gradients = self._gradients[self._next]
-        gradients.start_reduction(self._scale, stays_local=self.keeps_local())
+        del self._unsent[gradients]
+        self.order.note(Collective.REDUCTION, self._index_of[gradients])
+        gradients.start_reduction(stays_local=self.keeps_local())
         self._in_flight.append(gradients)
-        self._next -= 1
 
     def _make_room(self) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:

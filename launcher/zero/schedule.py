@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
+from launcher.zero.order import Collective, CollectiveOrder
 from launcher.zero.stages import ParameterPolicy, ParameterState
 from launcher.zero.trace import TraceFollower
 from launcher.zero.unit import FlatUnit
+from launcher.zero.uses import OpenUses, Use
 
 _TRAINING, _EVALUATION = "training", "evaluation"
+
+
+# Uses that are recorded in one pass: a forward whose backward never comes does not end one.
+MAX_RECORDED = 100_000
 
 
 class ParameterSchedule:
@@ -20,22 +26,23 @@ class ParameterSchedule:
     order: gathering is collective. Units that are never sharded are only waited for.
     """
 
-    def __init__(self, units: list[FlatUnit], policy: ParameterPolicy) -> None:
+    def __init__(self, units: list[FlatUnit], policy: ParameterPolicy, order: CollectiveOrder | None = None) -> None:
+        """order: notes what is issued here."""
+        self._order = order
         self._units = units
         self._policy = policy
         self._follower = TraceFollower([unit.numel for unit in units])
         self._has_sharded = any(unit.is_sharded for unit in units)
-        self._depth = 0  # modules with units whose forward is running
-        self._uses = [0] * len(units)  # of those, how many use each unit
+        self._running: list[list[FlatUnit]] = []  # what each module reads whose forward runs, the innermost last
+        self._uses = [0] * len(units)  # how many of these read each unit
         self._in_backward = False
-        # Graphs whose backward reads each unit: reentrant checkpointing runs a graph of its own within the model's.
-        self._graphs: list[set[int]] = [set() for _ in units]
-        self._held: list[FlatUnit] = []  # used outside of their modules: whole until the outermost forward ends
+        self._is_broken = False  # an exception ended a forward: units may still be gathered, or on their way
+        self._open_uses = OpenUses(len(units))
         self._live: set[int] = set()  # units made whole from here; what the user gathers is the user's to release
         self._live_numel = 0
         self._reading: set[int] = set()  # units whose shards were read ahead of being fetched
         self._ahead = 0  # how many of the upcoming uses have been looked at
-        self._ahead_numel = 0  # elements fetched ahead and not used yet
+        self._ahead_numel: dict[int, int] = {}  # units fetched ahead and not used yet -> elements
         self.peak_live_numel = 0
 
     @property
@@ -50,71 +57,138 @@ class ParameterSchedule:
 
     # ---- forward ----
 
-    def before_forward(self, units: Sequence[FlatUnit]) -> None:
-        """Make `units` whole: the forward of their module is about to run."""
-        self._depth += 1
+    def before_forward(self, units: list[FlatUnit]) -> None:
+        """Make `units` whole: the forward of the module that reads them is about to run.
+
+        Units that the forward reads besides, of other modules, are added to the list: from then on they are fetched
+        with the module.
+        """
+        if not self._running and not self._in_backward:
+            if self._is_broken:
+                self.reset()
+            elif self._follower.num_recorded > MAX_RECORDED:  # forwards that autograd records, and no backward
+                self._end_pass()
+        self._running.append(units)
         for unit in units:
             self._uses[unit.index] += 1
         self._use(units)
 
-    def after_forward(self, units: Sequence[FlatUnit]) -> Sequence[FlatUnit]:
-        """Release what is not needed again soon; return the units the module's backward will read."""
-        self._depth = max(0, self._depth - 1)
+    def open_use(self, units: Sequence[FlatUnit], reader: object) -> Use | None:
+        """Note a forward whose backward reads `units` again; None for one that has no backward."""
+        if not torch.is_grad_enabled():
+            if self._follower.kind == _TRAINING and not self._in_backward:
+                self._open_uses.open_unrecorded(Use(units), reader)
+            return None
+        use = self._open_uses.take_unrecorded(reader) if self._in_backward else None
+        if use is None:
+            use = Use(units)
+        self._open_uses.open(use)
+        return use
+
+    def keep_open(self, use: Use) -> None:
+        """Keep a use open until the pass ends: no input gets a gradient that would say when its backward has passed."""
+        self._open_uses.open(use, until_end=True)
+
+    def after_forward(self, *, keeps: Sequence[FlatUnit] = ()) -> bool:
+        """Release what is not needed again soon: the forward of the innermost running module has ended.
+
+        keeps: units whose memory its caller reads from now on. Returns whether it was the outermost one; then `keeps`
+        are whole until `release` is called.
+        """
+        units = self._running.pop() if self._running else []
         for unit in units:
             self._uses[unit.index] = max(0, self._uses[unit.index] - 1)
-        read = list(units)
-        if self._depth == 0:
-            held, self._held = self._held, []
-            read += [unit for unit in held if unit not in read]
-        for unit in read:
-            self._release_unless_needed(unit)
-        if self._depth == 0 and not torch.is_grad_enabled() and not self._in_backward:
-            self._end_pass()  # no backward will follow
-        return read
+        is_outermost = not self._running
+        for unit in keeps:
+            if not is_outermost and self._uses[unit.index] == 0:
+                self._running[-1].append(unit)
+                self._uses[unit.index] += 1
+                self._read_from_outside(unit)
+        for unit in units:
+            if not (is_outermost and unit in keeps):
+                self._release_unless_needed(unit)
+        if is_outermost and not keeps:
+            self._end_evaluation()
+        return is_outermost
 
-    def on_access(self, unit: FlatUnit) -> bool:
-        """See to it that a parameter a running forward has asked for is there; return whether it had to be fetched."""
-        if unit.params.state is ParameterState.WHOLE:
-            return False
-        if unit.is_sharded and self._depth == 0 and not self._in_backward:
-            return False  # outside of a pass: the user looks at the parameter, perhaps on one rank only
-        self._use([unit])
+    def release(self, units: Sequence[FlatUnit]) -> None:
+        """Release units that the outermost forward has kept."""
+        for unit in units:
+            self._release_unless_needed(unit)
+        self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        if not torch.is_grad_enabled() and not self._in_backward:
+            self._end_pass()  # no backward will follow
+
+    def abort_forward(self) -> None:
+        """Leave a forward that an exception has ended. Nothing is waited for: the peers may be gone, and the error must
+        be seen."""
+        for unit in self._running.pop() if self._running else []:
+            self._uses[unit.index] = max(0, self._uses[unit.index] - 1)
+        if not self._in_backward:  # within backward it is checkpointing that stops a recomputation early
+            self._is_broken = True
+
+    def on_access(self, unit: FlatUnit) -> None:
+        """See to it that a parameter is there that was read just now, perhaps by the forward of another module."""
         if not unit.is_sharded:
-            return False
-        self._held.append(unit)
-        return True
+            unit.params.wait()
+            unit.params.may_be_edited |= not self._running and not self._in_backward
+        elif self._running and self._uses[unit.index] == 0:
+            self._running[-1].append(unit)
+            self._uses[unit.index] += 1
+            self._read_from_outside(unit)
+        elif self._in_backward and not self._running:
+            self._read_from_outside(unit)
+        # Else its module runs; or no pass does: the user looks at the parameter, perhaps on one rank only.
+
+    def _read_from_outside(self, unit: FlatUnit) -> None:
+        if torch.is_grad_enabled():
+            use = Use([unit])
+            self._open_uses.open(use, until_end=True)
+            self._open_uses.begin_backward(use)
+        self._use([unit])
 
     # ---- backward ----
 
     def begin_backward(self) -> None:
         """Prepare for the backward pass of what has been run forward."""
         self._in_backward = True
-        self._depth = 0
-        self._uses = [0] * len(self._units)
+        self._forget_running()
 
-    def before_backward(self, units: Sequence[FlatUnit]) -> None:
-        """Make `units` whole: the backward of their module is about to run."""
-        for unit in units:
-            self._graphs[unit.index].add(torch._C._current_graph_task_id())
+    def before_backward(self, units: Sequence[FlatUnit], use: Use | None) -> None:
+        """Make `units` whole: the backward of their module is about to run. use: that of the module's forward."""
+        if use is not None:
+            self._open_uses.begin_backward(use)
         self._use(units)
 
-    def after_gradients(self, unit: FlatUnit) -> None:
-        """Release a unit that no more backward reads: the graph that runs is done with it."""
-        self._graphs[unit.index].discard(torch._C._current_graph_task_id())
-        if self._uses[unit.index] == 0 and not self._graphs[unit.index]:
-            self._release(unit)
+    def after_backward(self, use: Use) -> list[FlatUnit]:
+        """Release the units that no backward reads now; return those that none to come reads either."""
+        idle, finished = self._open_uses.close(use)
+        for unit in idle:
+            if self._uses[unit.index] == 0:
+                self._release(unit)
+        return finished
 
     def end_backward(self) -> None:
         """End the pass: everything goes back to shards."""
         self._in_backward = False
         self._end_pass()
 
+    def abort_backward(self) -> None:
+        """Leave a backward pass that an exception ended. Nothing is waited for or released: see `reset`."""
+        self._in_backward = False
+        self._forget_running()
+
     def reset(self) -> None:
         """Shard everything and forget the pass under way, after an exception in it."""
-        self._depth = 0
-        self._uses = [0] * len(self._units)
-        self._held.clear()
+        self._is_broken = False
+        self._forget_running()
         self.end_backward()
+
+    def _forget_running(self) -> None:
+        self._running.clear()
+        self._uses = [0] * len(self._units)
 
     # ---- fetching ----
 
@@ -133,21 +207,22 @@ class ParameterSchedule:
 
     def _record(self, unit: FlatUnit) -> None:
         self._follower.record(unit.index)
+        self._ahead_numel.pop(unit.index, None)
         if self._ahead:
             self._ahead -= 1
-            if unit.params.state is ParameterState.GATHERING:
-                self._ahead_numel -= unit.numel
 
     def _fetch(self, unit: FlatUnit) -> None:
         if unit.params.state is not ParameterState.SHARDED:
             return
+        if self._order is not None:
+            self._order.note(Collective.GATHER, unit.index)
         unit.params.start_gather()
         self._live.add(unit.index)
         self._live_numel += unit.numel
         self.peak_live_numel = max(self.peak_live_numel, self._live_numel)
 
     def _fetch_ahead(self) -> None:
-        while self._ahead_numel < self._policy.prefetch_numel:
+        while sum(self._ahead_numel.values()) < self._policy.prefetch_numel:
             index = self._follower.upcoming(self._ahead)
             if index is None:
                 return
@@ -156,7 +231,7 @@ class ParameterSchedule:
                 if self._live_numel + unit.numel > self._policy.max_live_numel:
                     return
                 self._fetch(unit)
-                self._ahead_numel += unit.numel
+                self._ahead_numel[index] = unit.numel
             self._ahead += 1
         self._read_ahead()
 
@@ -172,7 +247,7 @@ class ParameterSchedule:
 
     def _release_unless_needed(self, unit: FlatUnit) -> None:
         index = unit.index
-        if self._uses[index] or self._in_backward or unit in self._held:
+        if self._uses[index] or self._in_backward:
             return  # in backward a recomputed forward is followed by the backward that reads it
         distance = self._follower.reuse_distance(index)
         is_near = distance is not None and distance <= self._policy.max_reuse_distance
@@ -191,7 +266,7 @@ class ParameterSchedule:
         for index in self._reading:
             self._units[index].params.stop_reading()
         self._reading.clear()
-        for graphs in self._graphs:
-            graphs.clear()
+        self._open_uses.end_pass()
         self._follower.end()
-        self._ahead = self._ahead_numel = 0
+        self._ahead = 0
+        self._ahead_numel.clear()

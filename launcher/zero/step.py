@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,7 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import FlatOptimizer, Unused
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gradients import UnitGradients
+from launcher.zero.reducer import GradientReducer
 from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.threads import using_part_of_threads
 from launcher.zero.unit import FlatUnit
@@ -25,22 +27,49 @@ CLIP_EPSILON = 1e-6
 MAX_NAMES = 8  # of unused parameters in an error
 
 
-def global_grad_norm(gradients: list[UnitGradients], group: DataParallelGroup) -> tuple[float, list[list[bool]] | None]:
-    """Return the 2-norm of all gradients, each element counted once; the same bits on every rank.
+@dataclass(frozen=True)
+class _StepFacts:
+    """What all ranks know after one small collective."""
 
-    Beside it: which parameters had a gradient on any rank, by unit and slot; None when all had one. Every rank must
-    call it after the reductions have finished.
+    norm: float  # 2-norm of all gradients, each element counted once
+    num_unused: int  # parameters without a gradient, summed over ranks
+    num_late: int  # units with gradients that are not in their sums, summed over ranks
+
+
+def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, group: DataParallelGroup) -> _StepFacts:
+    """Return the same facts on every rank, the norm with the same bits. Collective, after the reductions.
+
+    Raises: EngineError on all ranks when their collectives had different orders.
     """
     if not gradients:
-        return 0.0, None
+        return _StepFacts(0.0, 0, 0)
     total = torch.stack([own.square.to(group.device) for own in gradients]).sum().reshape(1)
-    num_unused = sum(own.used.count(False) for own in gradients)
-    both = torch.cat([total, torch.tensor([float(num_unused)], dtype=torch.float64, device=group.device)])
-    summed, unused_anywhere = collectives.sum_scalars(group, both).tolist()
-    return math.sqrt(summed), _used_anywhere(gradients, group) if unused_anywhere else None
+    counts = [sum(own.used.count(False) for own in gradients), reducer.num_late, *reducer.order.digests]
+    facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
+    rows = collectives.gather_rows(group, facts)
+    digests = rows[:, 3:]
+    is_one_order = (digests == digests[0]).all().to(rows.dtype)
+    square, num_unused, num_late, is_one = torch.cat([rows[:, :3].sum(dim=0), is_one_order.reshape(1)]).tolist()
+    if not is_one:
+        raise reducer.order.difference(group)
+    return _StepFacts(math.sqrt(square), int(num_unused), int(num_late))
+
+
+def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, group: DataParallelGroup) -> _StepFacts:
+    """Wait for the sums of all gradients, late ones included, and return what all ranks know of them. Collective."""
+    reducer.complete()
+    reducer.wait()
+    group.link.synchronize()  # gradients in host memory are read from here on
+    facts = _exchange_facts(gradients, reducer, group)
+    if facts.num_late == 0:
+        return facts
+    reducer.reduce_late()
+    group.link.synchronize()
+    return _exchange_facts(gradients, reducer, group)
 
 
 def _used_anywhere(gradients: list[UnitGradients], group: DataParallelGroup) -> list[list[bool]]:
+    """Return which parameters had a gradient on any rank, by unit and slot. Collective."""
     flags = [float(used) for own in gradients for used in own.used]
     summed = collectives.sum_scalars(group, torch.tensor(flags, dtype=torch.float64, device=group.device)).tolist()
     found = iter(summed)
@@ -49,6 +78,7 @@ def _used_anywhere(gradients: list[UnitGradients], group: DataParallelGroup) -> 
 
 def step_units(
     units: list[FlatUnit],
+    reducer: GradientReducer,
     optimizer: FlatOptimizer,
     policy: ZeroPolicy,
     group: DataParallelGroup,
@@ -60,13 +90,16 @@ def step_units(
     loss_scale: what the gradients are too large by; the norm returned is not. When the norm is not finite nothing is
     updated: one bad micro-batch must not destroy the weights. Parameters that had no gradient on any rank are left out
     of the step, weight decay included, as torch does. Raises: EngineError for these where the policy does not accept
-    them. delayed: what takes the step beside the next one; the parameters get the update of the step before.
+    them, for a sharded parameter that was written in place, and on all ranks where their collectives had different
+    orders. delayed: what takes the step beside the next one; the parameters get the update of the step before.
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
     gradients = [own for _, own in trained]
-    group.link.synchronize()  # gradients in host memory are read from here on
-    scaled_norm, used = global_grad_norm(gradients, group)
-    norm = scaled_norm / loss_scale
+    for unit, _ in trained:
+        unit.take_edits()
+    facts = complete_sums(gradients, reducer, group)
+    norm = facts.norm / loss_scale
+    used = _used_anywhere(gradients, group) if facts.num_unused else None
     if used is not None and not policy.accepts_unused:
         raise _unused_error([unit for unit, _ in trained], used)
     if delayed is not None:
@@ -82,6 +115,7 @@ def step_units(
             _update(units, optimizer, policy, unused, scale)
     for own in gradients:
         own.discard()
+    reducer.order.begin_step()
     return norm
 
 
@@ -132,6 +166,7 @@ def _in_place(units: list[FlatUnit], publisher: _Publisher, index: int) -> Itera
     yield
     publisher.publish_to(index)
     if unit.swap is not None:
+        unit.group.link.synchronize()  # the copy of the master to the device still reads memory that others get next
         unit.swap.send_out(unit.state_tensors())
 
 

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+# Objects within objects: a cache of keys and values holds layers, which hold tensors.
+_MAX_OBJECT_DEPTH = 3
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses, each where it stands."""
+    """Yield the tensors in nested lists, tuples, sets, mappings and the attributes of objects."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):  # also the dict-like outputs of Hugging Face models
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+    else:
+        yield from _search(value, set(), 0)
+
+
+def _search(value: Any, seen: set[int], object_depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if value is None or isinstance(value, str | bytes | int | float | nn.Module | type) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):  # also the dict-like outputs of Hugging Face models
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, list | tuple | Set):
+        items = value
+    elif object_depth < _MAX_OBJECT_DEPTH:
+        items, object_depth = _attributes(value), object_depth + 1
+    else:
+        return
+    for item in items:
+        yield from _search(item, seen, object_depth)
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return the values of a dataclass's fields, or of an object's attributes."""
+    if dataclasses.is_dataclass(value):  # also one with slots
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    attributes = getattr(value, "__dict__", None)
+    return list(attributes.values()) if isinstance(attributes, dict) else []

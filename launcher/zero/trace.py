@@ -38,7 +38,7 @@ class TraceFollower:
     def __init__(self, numels: Sequence[int]) -> None:
         self._numels = numels
         self._traces: dict[str, Trace] = {}
-        self._kind: str | None = None
+        self.kind: str | None = None  # of the pass that runs
         self._expected: Trace | None = None
         self._recorded: list[int] = []
         self._positions: dict[int, int] = {}  # unit -> position of its latest use
@@ -47,11 +47,16 @@ class TraceFollower:
     @property
     def is_open(self) -> bool:
         """Say whether a pass has begun and not ended."""
-        return self._kind is not None
+        return self.kind is not None
+
+    @property
+    def num_recorded(self) -> int:
+        """Uses in the pass so far."""
+        return len(self._recorded)
 
     def begin(self, kind: str) -> None:
         """Begin a pass of a kind."""
-        self._kind = kind
+        self.kind = kind
         self._expected = self._traces.get(kind)
         self._recorded = []
         self._positions = {}
@@ -82,8 +87,8 @@ class TraceFollower:
     def end(self) -> None:
         """End the pass; its record predicts the next one of its kind."""
         left_early = self._expected is not None and len(self._recorded) < len(self._expected.uses)
-        if self._kind is not None and (self._expected is None or left_early):
-            self._traces[self._kind] = Trace(self._recorded, self._numels)
-        self._kind = None
+        if self.kind is not None and (self._expected is None or left_early):
+            self._traces[self.kind] = Trace(self._recorded, self._numels)
+        self.kind = None
         self._expected = None
         self._recorded = []

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import StateRun
@@ -76,6 +77,40 @@ class FlatUnit:
             if home.disk is not None and master is not None and self.grads.swap is not None:
                 self.swap = UnitSwap(home.disk, master, self.grads.swap)
 
+    def take_edits(self) -> None:
+        """Take over what was written into parameters from outside since the last step: a clamp, an average.
+
+        Raises: EngineError for a write into a sharded parameter, which is lost.
+        """
+        params = self.params
+        if self.is_sharded:
+            slot = params.first_written()
+            if slot is not None:
+                raise EngineError(
+                    f"the parameter {self.members.names[slot]} was written in place while it was sharded, or in a"
+                    " forward, which is lost",
+                    hint="write it within launcher.zero.GatheredParameters(params, modifier_rank=0)",
+                )
+        elif params.may_be_edited and params.master is not params.shard and params.pending is None:
+            params.wait()
+            with self.in_memory():
+                params.take_edits()
+
+    def free(self) -> None:
+        """End the unit: parameters belong to no engine. Sharded ones stay shards, which another engine takes over."""
+        self.params.wait()
+        for param in self.members.params:
+            if unit_of(param) is self:
+                delattr(param, _UNIT)
+        if not self.is_sharded:
+            self.params.unclaim()
+
+    @property
+    def label(self) -> str:
+        """Its parameters, for messages."""
+        first, *others = self.members.names
+        return f"{first} and {len(others)} more" if others else first
+
     @property
     def numel(self) -> int:
         """Elements of the whole unit, padding included."""
@@ -96,6 +131,7 @@ class FlatUnit:
         try:
             yield
         finally:
+            self.group.link.synchronize()  # copies still read memory that others get from here on
             if writes:
                 self.swap.send_out(self.state_tensors(), keeps_gradient=True)
             else:

@@ -209,10 +209,13 @@ def _broken_after_its_sums(rank: int, world_size: int, stage: int) -> tuple[bool
     settings = config(stage, world_size, gradient_accumulation_steps=1, zero_optimization=zero)
     engine = launcher.initialize(model=build("ReentrantRepeated"), config=settings)[0]
 
+    has_late = False
+
     def fail(_grad: Tensor) -> None:
+        nonlocal has_late
+        has_late = any(unit.grads.has_late for unit in engine._sharded.units)
         raise RuntimeError("on purpose")
 
-    has_late = False
     for number, (x, y) in enumerate(batches(STEPS)):
         x, y = x.chunk(world_size)[rank], y.chunk(world_size)[rank]
         if number == 1:
@@ -220,7 +223,6 @@ def _broken_after_its_sums(rank: int, world_size: int, stage: int) -> tuple[bool
             broken.register_hook(fail)  # reached last
             with pytest.raises(RuntimeError, match="on purpose"):
                 engine.backward(engine(broken, y))
-            has_late = any(unit.grads.has_late for unit in engine._sharded.units)
             engine.zero_grad()
         engine.backward(engine(x, y))
         engine.step()
@@ -232,7 +234,8 @@ def _broken_after_its_sums(rank: int, world_size: int, stage: int) -> tuple[bool
 def test_nothing_of_a_broken_pass_gets_into_the_next(stage: int, world_size: int) -> None:
     _, expected = zoo.train_plain("ReentrantRepeated", STEPS)
     for has_late, weights in run_on_ranks(world_size, _broken_after_its_sums, stage):
-        assert has_late, "the pass ended before its last gradients came"
+        # At stage 3 a block is reduced when all segments that read it have passed.
+        assert has_late == (stage < 3 or world_size == 1), "the pass ended before its last gradients came"
         assert weight_distance(weights, expected) <= 2e-6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -31,25 +32,28 @@ def config(world_size: int, zero: dict[str, Any], **more: Any) -> dict[str, Any]
     }
 
 
-def train(rank: int, world_size: int, name: str, zero: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Train through the engine; return the mean losses and the final whole weights."""
+def train(
+    rank: int, world_size: int, name: str, zero: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+    """Train through the engine; return the mean losses, the final whole weights and the collectives of each step."""
     import torch.distributed as dist
 
     import launcher
 
     engine = launcher.initialize(model=build(name), config=config(world_size, zero))[0]
     part = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
-    losses = []
+    losses, orders = [], []
     for x, y in batches(STEPS):
         loss = engine(x[part], y[part])
         engine.backward(loss)
+        orders.append(copy.deepcopy(engine._sharded.reducer.order.issued))
         engine.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / world_size)
         for unit in engine._sharded.units:
             assert not unit.is_sharded or all(param.numel() == 0 for param in unit.members.params)
-    return losses, engine.state_dict()
+    return losses, engine.state_dict(), orders
 
 
 HARDEST = "sharded after each use"
@@ -71,12 +75,14 @@ def test_every_model_trains_as_plain_torch_does(name: str, setting: str) -> None
     zero = dict(SETTINGS[setting])
     if name == "Mixture":
         zero["leaf_module"] = {"classes": ["Experts"]}
-    (losses, weights), *others = run_on_ranks(2, train, name, zero)
+    (losses, weights, orders), *others = run_on_ranks(2, train, name, zero)
     expected_losses, expected_weights = train_plain(name, STEPS)
     assert worst_relative(losses, expected_losses) <= 1e-6
     assert weight_distance(weights, expected_weights) <= 2e-6
-    for _, other in others:
+    for _, other, other_orders in others:
         assert all(torch.equal(other[key], value) for key, value in weights.items())
+        assert all(orders)
+        assert other_orders == orders
 
 
 # ---- what happens around training ----

@@ -235,7 +235,7 @@ def test_a_layer_over_the_bound_is_tiled(whole: dict[str, Any], how: str) -> Non
     assert found["state"] == whole["state"]
     assert found["is_loaded"]
     # The figures of docs/activation.md.
-    assert (whole["live"], whole["peak_bytes"]) == (2_621_440, 20_992_000)
+    assert (whole["live"], whole["peak_bytes"]) == (2_621_440, 16_797_696)
     assert (found["live"], found["peak_bytes"]) == (FEW, 12_582_912)
 
 

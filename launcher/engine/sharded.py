@@ -1,0 +1,80 @@
+"""A model laid out in units, with everything that moves them, from `initialize()` to `destroy()`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from launcher.base.errors import EngineError
+from launcher.engine.optimizer import ZeroOptimizer
+from launcher.zero.delayed import DelayedUpdate
+from launcher.zero.hooks import InstalledHooks
+from launcher.zero.reducer import GradientReducer
+from launcher.zero.schedule import ParameterSchedule
+from launcher.zero.unit import FlatUnit, unit_of
+
+_OF_MODEL = "_launch_sharded"
+
+
+class ShardedModel:
+    """What one engine has made of a model. The model holds it, and lets it go at the latest when it goes itself."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[FlatUnit],
+        reducer: GradientReducer,
+        schedule: ParameterSchedule,
+        hooks: InstalledHooks,
+        optimizer: ZeroOptimizer | None = None,
+        delayed: DelayedUpdate | None = None,
+    ) -> None:
+        """optimizer: None for inference only. delayed: None where a step has ended when `step()` returns."""
+        self._model = model
+        self.units = units
+        self.reducer = reducer
+        self.schedule = schedule
+        self._hooks = hooks
+        self.optimizer = optimizer
+        self.delayed = delayed
+        self.has_ended = False
+        model.__dict__[_OF_MODEL] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())  # a copy of the model belongs to no engine
+
+    def end(self) -> None:
+        """Give the model back: whole parameters are ordinary ones again, with the last step's values. Collective.
+
+        Sharded ones stay sharded: `GatheredParameters` and another `initialize()` make them whole. The second call does
+        nothing.
+        """
+        if self.has_ended:
+            return
+        self.has_ended = True
+        self.schedule.reset()
+        self.reducer.wait()
+        if self.delayed is not None:
+            self.delayed.end()
+        self._hooks.remove()
+        for unit in self.units:
+            unit.free()
+        self._model.__dict__.pop(_OF_MODEL, None)
+
+
+def end_engine_of(model: nn.Module) -> bool:
+    """End the engine that `model` belongs to; return whether there was one. Collective.
+
+    Raises: EngineError for a model of which only some parameters belong to another engine.
+    """
+    previous: ShardedModel | None = model.__dict__.get(_OF_MODEL)
+    if previous is not None:
+        previous.end()
+    for name, param in model.named_parameters():
+        if unit_of(param) is not None:
+            raise EngineError(
+                f"the parameter {name} belongs to the engine of another model",
+                hint="train what shares parameters in one engine, or end the other one first: engine.destroy()",
+            )
+    return previous is not None
