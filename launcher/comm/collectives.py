@@ -59,6 +59,18 @@ class Pending:
         following.kind = self.kind
         return following
 
+    def then(self, begin: Callable[[], Pending]) -> Pending:
+        """Have a further collective follow as the next phase; return this one."""
+        finish = self.finish
+
+        def finish_and_begin() -> Pending:
+            if finish is not None:
+                finish()
+            return begin()
+
+        self.finish = finish_and_begin
+        return self
+
     def wait(self) -> None:
         """Block until the result is in its buffer."""
         phase = self

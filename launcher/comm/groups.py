@@ -46,6 +46,18 @@ class DataParallelGroup:
         object.__setattr__(group, "process_group", self.reduce_process_group)
         return group
 
+    def of_ranks(
+        self, process_group: dist.ProcessGroup, reduce_process_group: dist.ProcessGroup | None = None
+    ) -> DataParallelGroup:
+        """Return other ranks on the same device: those of a process group that this one belongs to."""
+        group = copy.copy(self)
+        size = process_group.size()
+        object.__setattr__(group, "rank", process_group.rank())
+        object.__setattr__(group, "world_size", size)
+        object.__setattr__(group, "process_group", process_group if size > 1 else None)
+        object.__setattr__(group, "reduce_process_group", reduce_process_group if size > 1 else None)
+        return group
+
 
 def local_device() -> torch.device:
     """Return this rank's device: its own GPU where there is one, else the CPU."""

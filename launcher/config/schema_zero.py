@@ -165,13 +165,19 @@ class ZeroOptimization(Section):
     ignore_unused_parameters: Flag = key(True, "accept parameters without gradient; false: they are an error")
     legacy_stage1: Flag = key(False, "stage 1 of old versions", unsupported("use stage 1"))
     round_robin_gradients: Flag = key(False, "copy gradients to host memory in parallel", _ANY_RANK)
-    zero_hpz_partition_size: PositiveInt = key(1, "second shards within a node", _ZEROPP)
+    zero_hpz_partition_size: PositiveInt = key(
+        1, "ranks of a node that keep a second set of shards, which backward gathers from", AT_STAGE_3
+    )
     zero_quantized_weights: Flag = key(False, "gather weights in int8", _ZEROPP)
     zero_quantized_nontrainable_weights: Flag = key(False, "gather frozen weights in int8", _ZEROPP)
     zero_quantized_gradients: Flag = key(False, "reduce gradients in int4", _ZEROPP)
     zeropp_loco_param: LocoParam | None = key(None, "error feedback of quantized gradients")
-    mics_shard_size: AnyInt = key(-1, "ranks that share one set of shards", _ZEROPP)
-    mics_hierarchical_params_gather: Flag = key(False, "gather within nodes first", _ZEROPP)
+    mics_shard_size: AnyInt = key(-1, "ranks that share one set of shards; -1: all", AT_STAGE_3)
+    mics_hierarchical_params_gather: Flag = key(
+        False,
+        "gather within nodes first",
+        unsupported("a unit is gathered in one collective; remove the key, and choose mics_shard_size within a node"),
+    )
     memory_efficient_linear: Flag = key(True, "linear layers that keep no gathered weight", inert("no layer keeps one"))
     pipeline_loading_checkpoint: Flag = key(False, "load a checkpoint in stages", inert("checkpoints come later"))
     override_module_apply: Flag = key(True, "gather inside Module.apply", inert("zero.Init always does"))

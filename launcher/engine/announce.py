@@ -44,6 +44,8 @@ def announce(
     )
     if plan is not None and (plan.kind is not None or plan.why_torch is not None):
         log.info("optimizer kernel: %s", _kernel_text(plan, parts.group.device.type))
+    if parts.mesh.label is not None:
+        log.info("mesh: %s", parts.mesh.label)
     if policy.offload.is_any:
         log.info("offload: %s", policy.offload.label)
     for reason, together in itertools.groupby(sorted(choices, key=lambda c: c.reason), key=lambda c: c.reason):

@@ -15,6 +15,7 @@ from launcher.base.log import get_logger
 from launcher.comm import collectives
 from launcher.comm.exit import leave_in_order
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
+from launcher.comm.mesh import ParallelMesh, build_mesh
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import load_config
@@ -108,20 +109,21 @@ def initialize(
     facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
     batch = _batch(settings, group)
-    policy = zero_policy(settings, group)
+    mesh = _mesh(settings, group)
+    policy = zero_policy(settings, mesh)
     use_section(settings.activation_checkpointing)
     if group.device.type == "cuda":
         set_tf32(settings.tf32)
     casting = _casting(model, settings, policy.precision, group)
     _place_model(model, settings, policy, group)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
-    plan = _optimizer_plan(settings, optimizer, model, model_parameters, group)
+    plan = _optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
     disks = swap_space(settings)
-    built = _shard(model, plan, policy, group, loss_scale_rules(settings), disks)
+    built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
-    parts = EngineParts(group, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
+    parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
     announce_disks(disks)
     if group.rank == 0:
         announce(parts, loaded.notices, choices, plan)
@@ -134,6 +136,17 @@ def _batch(settings: Config, group: DataParallelGroup) -> BatchPlan:
         settings.train_micro_batch_size_per_gpu,
         settings.gradient_accumulation_steps,
         group.world_size,
+    )
+
+
+def _mesh(settings: Config, group: DataParallelGroup) -> ParallelMesh:
+    """Return who shards with whom. Raises: EngineError for sizes that do not divide the ranks."""
+    zero = settings.zero_optimization
+    shard_size, node_size = int(zero.mics_shard_size), int(zero.zero_hpz_partition_size)
+    if int(zero.stage) != 3:
+        return ParallelMesh(group, group)
+    return build_mesh(
+        group, shard_size=shard_size if shard_size > 0 else None, node_size=node_size if node_size > 1 else None
     )
 
 
@@ -231,14 +244,15 @@ def _shard(
     model: nn.Module,
     plan: OptimizerPlan | None,
     policy: ZeroPolicy,
-    group: DataParallelGroup,
+    mesh: ParallelMesh,
     scale_rules: LossScaleRules | None,
     disks: Disks,
 ) -> ShardedModel:
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
-    units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, group, disks)
+    group = mesh.shard
+    units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, mesh, disks)
     order = CollectiveOrder([unit.label for unit in units])
-    reducer = GradientReducer(units, policy, group, order)
+    reducer = GradientReducer(units, policy, mesh.data, order)
     schedule = ParameterSchedule(units, policy.parameters, order)
     hooks = install_hooks(model, units, reducer, schedule)
     if plan is None:

@@ -16,6 +16,7 @@ from launcher.base.log import get_logger
 from launcher.base.progress import heartbeat, tell
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
 from launcher.engine.backward import BackwardPass, check_loss, scaled_up
@@ -38,7 +39,7 @@ from launcher.zero.step import step_units
 class EngineParts:
     """What `initialize()` has built."""
 
-    group: DataParallelGroup
+    mesh: ParallelMesh
     policy: ZeroPolicy
     sharded: ShardedModel
     lr_scheduler: Any
@@ -47,6 +48,11 @@ class EngineParts:
     raw_config: dict[str, Any]
     loader: DistributedLoader | None
     casting: Casting
+
+    @property
+    def group(self) -> DataParallelGroup:
+        """All ranks of the run."""
+        return self.mesh.data
 
 
 class Engine(nn.Module):
@@ -275,9 +281,7 @@ class Engine(nn.Module):
     def _take_step(self) -> None:
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
         scale, delayed = optimizer.loss_scale, sharded.delayed
-        norm = step_units(
-            sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.group, scale, delayed
-        )
+        norm = step_units(sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed)
         self._grad_norm = norm
         self.global_steps += 1
         self.global_samples += self.train_batch_size()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.config.schema import Config
 from launcher.config.schema_training import Fp16
 from launcher.optim.scaling import LossScaleRules
@@ -20,9 +20,9 @@ DTYPES = {
 }
 
 
-def zero_policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
+def zero_policy(settings: Config, mesh: ParallelMesh) -> ZeroPolicy:
     """Return the policy of a run."""
-    zero = settings.zero_optimization
+    zero, group = settings.zero_optimization, mesh.data
     offload = _offload(settings)
     # Alone there is nobody to shard over; stage 0 is the same arithmetic without the copies.
     stage = STAGES[int(zero.stage) if group.world_size > 1 or offload.is_any else 0]
@@ -30,7 +30,7 @@ def zero_policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
     return ZeroPolicy(
         stage=stage,
         precision=_precision(settings),
-        max_unit_numel=max(1, min(int(zero.reduce_bucket_size), _max_owned_numel(settings) * group.world_size)),
+        max_unit_numel=max(1, min(int(zero.reduce_bucket_size), _max_owned_numel(settings) * mesh.shard.world_size)),
         overlap_comm=zero.overlap_comm is not False,
         max_grad_norm=float(settings.gradient_clipping),
         parameters=ParameterPolicy(

@@ -16,6 +16,7 @@ from launcher.base.errors import EngineError
 from launcher.base.suggest import did_you_mean
 from launcher.comm.groups import DataParallelGroup, init_distributed
 from launcher.comm.groups import data_parallel_group as all_ranks
+from launcher.comm.mesh import ParallelMesh
 from launcher.config.load import read_raw
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.home import HERE, Home, shard_homes
@@ -145,7 +146,9 @@ def shard_parameter(
         return
     layout = layout_unit([param.numel()], [0], group.world_size)
     owned = layout.chunk_range(group.rank)
-    parts = UnitParameters([param], layout, group, Residence(converted, owned, is_sharded=True, home=home))
+    parts = UnitParameters(
+        [param], layout, ParallelMesh(group, group), Residence(converted, owned, is_sharded=True, home=home)
+    )
     parts.claim()
     parts.describe()
     parts.broadcast([param], 0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from launcher.comm import collectives
 from launcher.comm.collectives import Pending
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.kernels.select import kernel_for
 from launcher.zero.home import HERE, Home
 from launcher.zero.layout import UnitLayout
@@ -38,7 +38,7 @@ class UnitGradients:
         params: list[nn.Parameter],
         layout: UnitLayout,
         policy: ZeroPolicy,
-        group: DataParallelGroup,
+        mesh: ParallelMesh,
         owned: range,
         *,
         home: Home = HERE,
@@ -46,9 +46,12 @@ class UnitGradients:
         """home: where the optimizer updates the unit."""
         self._params = params
         self._layout = layout
-        self._group = group
+        self._group = group = mesh.shard
         self._reductions = group.reductions
-        self._scale = policy.reduction.factor(group.world_size)
+        self._replicate = mesh.replicate
+        self._num_copies = mesh.num_copies
+        self._is_summed_over_copies = mesh.replicate is None  # what `owned_grad` holds
+        self._scale = policy.reduction.factor(mesh.data.world_size)
         self._owned = owned
         self.state = UnitState.IDLE
         self._is_whole = len(owned) == layout.padded_numel
@@ -170,8 +173,10 @@ class UnitGradients:
             self._local = self._group.buffers.borrow(self._layout.padded_numel, self._wire_dtype)
         return self._local
 
-    def start_reduction(self, *, stays_local: bool = False) -> None:
+    def start_reduction(self, *, is_last: bool, stays_local: bool = False) -> None:
         """Start summing, or averaging, the gradients over the ranks. Every rank must call it in the same order.
+
+        is_last: before a step. Where there are several copies of the shards, their sums are added then.
 
         stays_local: send nothing; every rank's own gradient becomes what has the same mean over the ranks as the sum.
         """
@@ -206,6 +211,29 @@ class UnitGradients:
             if self._owned_holds_sum or self._leaves:
                 self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
             self._reduction = collectives.reduce_scatter(self._reductions, sent, output, rest)
+            if is_last and self._replicate is not None:
+                self._reduction = self._reduction.then(lambda: self._sum_over_copies(output))
+
+    def _sum_over_copies(self, output: Tensor) -> Pending:
+        """Start adding the sums of all copies of the shards, with those of earlier micro-batches that were not yet."""
+        assert self._replicate is not None
+        if self._owned_holds_sum and not self._is_summed_over_copies:
+            self._add_owned(output)
+            self._owned_holds_sum = False
+        self._is_summed_over_copies = True
+        return collectives.all_reduce(self._replicate, output)
+
+    def complete_sum(self) -> None:
+        """Add the sums of all copies of the shards, where the last backward did not know that a step follows."""
+        if self._is_summed_over_copies or self._replicate is None or self.state is not UnitState.REDUCED:
+            return
+        self._arriving = self._group.buffers.borrow(len(self._owned), torch.float32)
+        self._arriving.zero_()
+        self._sum_over_copies(self._arriving).wait()
+        self._keep(self._arriving)
+        self._give_arriving_back()
+        self._owned_holds_sum = True
+        self._square = None
 
     def reduce_late(self) -> None:
         """Start adding the gradients that came too late to the sum, which must have ended.
@@ -218,7 +246,7 @@ class UnitGradients:
         self._is_sent = False
         for index in range(len(self._params)):
             self.take(index)
-        self.start_reduction()
+        self.start_reduction(is_last=True)
 
     def _sent(self, local: Tensor) -> Tensor:
         """Return what travels: `local`, or a copy of it in the wire's dtype."""
@@ -243,7 +271,8 @@ class UnitGradients:
         else:
             self._local[: self._owned.start].zero_()
             self._local[self._owned.stop :].zero_()
-            self.owned_grad.mul_(1.0 / self._factor)
+            self.owned_grad.mul_(1.0 / (self._factor * (self._num_copies if self._is_summed_over_copies else 1)))
+            self._is_summed_over_copies = self._replicate is None
         self._filled = [True] * len(self._filled)
         self._num_backwards = 1
         self.state = check_transition(self.state, UnitState.ACCUMULATING)
@@ -268,9 +297,7 @@ class UnitGradients:
             self._square = self._measured(kept)
         if self.home_grad is not self.owned_grad:
             self._send_home(self.owned_grad)
-        if self._arriving is not None:
-            self._group.buffers.give_back(self._arriving)
-            self._arriving = None
+        self._give_arriving_back()
         self._give_wire_back()
         if not self._is_kept_whole:
             self._owned_holds_sum = True
@@ -288,12 +315,16 @@ class UnitGradients:
         if not self._leaves:
             return (self.owned_grad.add_ if self._owned_holds_sum else self.owned_grad.copy_)(arrived)
         if self._owned_holds_sum:
-            if self.swap is not None:
-                self.swap.bring_in()
-            arrived.add_(self._link.on_device(self.owned_grad))
+            self._add_owned(arrived)
         kept = arrived.to(self.owned_grad.dtype)  # rounded before it is measured, as where it stays on the device
         self._send_home(kept)
         return kept
+
+    def _add_owned(self, arrived: Tensor) -> None:
+        """Add the sum of earlier micro-batches to `arrived`, on the device."""
+        if self.swap is not None:
+            self.swap.bring_in()
+        arrived.add_(self._link.on_device(self.owned_grad) if self._leaves else self.owned_grad)
 
     def _send_home(self, grad: Tensor) -> None:
         if self.swap is None:
@@ -335,6 +366,11 @@ class UnitGradients:
         if self.home_grad is not self.owned_grad:
             self._send_home(self.owned_grad)
 
+    def _give_arriving_back(self) -> None:
+        if self._arriving is not None:
+            self._group.buffers.give_back(self._arriving)
+            self._arriving = None
+
     def _give_wire_back(self) -> None:
         if self._wire is not None:
             self._group.buffers.give_back(self._wire)
@@ -356,6 +392,7 @@ class UnitGradients:
         self.used = [False] * len(self.used)
         self._num_backwards = 0
         self._owned_holds_sum = False
+        self._is_summed_over_copies = self._replicate is None
         self._square = None
         self.drop_late()
         self._is_sent = False

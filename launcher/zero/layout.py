@@ -6,6 +6,7 @@ registration order, padded with zeros so that it splits into equal chunks. Rank 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,13 +95,16 @@ class UnitLayout:
         return parts
 
 
-def layout_unit(numels: Sequence[int], groups: Sequence[int], world_size: int) -> UnitLayout:
-    """Lay parameters of the given sizes and optimizer groups out in one unit."""
+def layout_unit(numels: Sequence[int], groups: Sequence[int], world_size: int, num_copies: int = 1) -> UnitLayout:
+    """Lay parameters of the given sizes and optimizer groups out in one unit.
+
+    num_copies: of the shards, which are averaged with each other: each chunk splits into so many equal parts.
+    """
     slots, offset = [], 0
     for index, (numel, group) in enumerate(zip(numels, groups, strict=True)):
         slots.append(ParamSlot(index, group, offset, numel))
         offset += numel
-    step = world_size * CHUNK_ALIGNMENT_NUMEL
+    step = world_size * math.lcm(CHUNK_ALIGNMENT_NUMEL, num_copies)
     return UnitLayout(tuple(slots), world_size, -(-offset // step) * step)
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from launcher.comm import collectives
 from launcher.comm.collectives import Pending
-from launcher.comm.groups import DataParallelGroup
 from launcher.comm.link import Arrival, at_once
+from launcher.comm.mesh import ParallelMesh
 from launcher.zero.disk import Swapped
 from launcher.zero.home import HERE, Home
 from launcher.zero.layout import ParamSlot, UnitLayout
@@ -69,13 +69,15 @@ class UnitParameters:
         self,
         params: list[nn.Parameter],
         layout: UnitLayout,
-        group: DataParallelGroup,
+        mesh: ParallelMesh,
         residence: Residence,
     ) -> None:
         """Take the values over from `params`, which must be whole on every rank, in the residence's dtype."""
         self._params = params
         self._layout = layout
-        self._group = group
+        self._group = group = mesh.shard
+        self._data = mesh.data
+        self._node = mesh.node if residence.is_sharded else None
         self.owned = owned = residence.owned
         self.is_sharded = is_sharded = residence.is_sharded
         dtype = residence.dtype
@@ -89,6 +91,12 @@ class UnitParameters:
         else:
             self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=group.device)
         self._own_flat = self.flat[owned.start : owned.stop]
+        # 1-D [padded / ranks of a node]: this rank's part of the second set of shards, which backward gathers from.
+        self._second: Tensor | None = None
+        if self._node is not None:
+            self._second = torch.empty(layout.padded_numel // self._node.world_size, dtype=dtype, device=group.device)
+            self._own_second = self.flat.chunk(self._node.world_size)[self._node.rank]
+        self._has_second = False  # it holds the values of now
         self._views = [self._view_of(index) for index in range(len(params))]
         self._absent = torch.empty(0, dtype=dtype, device=group.device)
         self._adopt()
@@ -186,7 +194,7 @@ class UnitParameters:
     def broadcast(self, params: list[nn.Parameter], source: int) -> None:
         """Overwrite parameters of this whole unit by rank `source`'s, and take them as the new values. Collective."""
         views = [self._views[self.slot_of(param).index] for param in params]
-        collectives.broadcast(self._group, views, source)
+        collectives.broadcast(self._data, views, source)
         self.refresh()
 
     # ---- whole and sharded ----
@@ -196,10 +204,14 @@ class UnitParameters:
         if self.state is not ParameterState.SHARDED:
             return
         self._group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
-        with self.shard_in_memory(reads=True):
-            self._arrival()
-            self._arrival = self._group.link.copy(self._own_flat, self.shard)
-        self._gather = self._gather_others()
+        if self._node is not None and self._second is not None and self._has_second:
+            self._own_second.copy_(self._second)
+            self._gather = collectives.all_gather(self._node, self.flat)
+        else:
+            with self.shard_in_memory(reads=True):
+                self._arrival()
+                self._arrival = self._group.link.copy(self._own_flat, self.shard)
+            self._gather = self._gather_others()
         self.state = ParameterState.GATHERING
         self._mark(ZeroParamStatus.INFLIGHT)
 
@@ -254,6 +266,9 @@ class UnitParameters:
         if not self.is_sharded or self.state is ParameterState.SHARDED:
             return
         self.wait()
+        if self._second is not None and not self._has_second:
+            self._second.copy_(self._own_second)
+            self._has_second = True
         for param in self._params:
             param.data = self._absent
         self._group.buffers.take_back(self.flat.untyped_storage())
@@ -274,6 +289,7 @@ class UnitParameters:
         """
         if not self.is_sharded:
             self.wait()  # for the update before this one, where no forward has used the unit since
+        self._has_second = False
         source = self.copy if is_written and self.copy is not None else self.master
         if source is not self.shard:
             with self.shard_in_memory(reads=False, writes=True):
@@ -285,6 +301,7 @@ class UnitParameters:
     def refresh(self) -> None:
         """Take the values of the whole parameters, which were written from elsewhere, as the new ones."""
         self.note_versions()
+        self._has_second = False
         if self.is_sharded:
             with self.shard_in_memory(reads=False, writes=True):
                 self.shard.copy_(self._own_flat)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.zero.home import NO_DISKS, Disks, Homes
 from launcher.zero.layout import (
     UnitLayout,
@@ -47,13 +47,13 @@ def build_units(
     model: nn.Module,
     group_of: dict[nn.Parameter, int],
     policy: ZeroPolicy,
-    group: DataParallelGroup,
+    mesh: ParallelMesh,
     disks: Disks = NO_DISKS,
 ) -> list[FlatUnit]:
     """Move the parameters of `model` into units, in forward order as registered.
 
     Trained ones always; others where parameters are sharded. group_of: the optimizer group of each parameter that is
-    trained. Parameters must have the policy's dtype and the group's device. Every
+    trained. Parameters must have the policy's dtype and the mesh's device. Every
     rank must call it with the same model.
     """
     units: list[FlatUnit] = []
@@ -65,27 +65,27 @@ def build_units(
             params = [param for _, param in named]
             groups = [group_of[param] for param in params] if run.is_trained else []
             members = UnitMembers([name for name, _ in named], params, run.anchors, groups, run.is_persistent)
-            layout = layout_unit(numels[part.start : part.stop], groups or [0] * len(params), group.world_size)
-            unit = _adopt(members, layout, policy, group, homes)
+            layout = layout_unit(
+                numels[part.start : part.stop], groups or [0] * len(params), mesh.shard.world_size, mesh.num_copies
+            )
+            unit = _adopt(members, layout, policy, mesh, homes)
             unit.index = len(units)
             units.append(unit)
     return units
 
 
-def _adopt(
-    members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, group: DataParallelGroup, homes: Homes
-) -> FlatUnit:
+def _adopt(members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, mesh: ParallelMesh, homes: Homes) -> FlatUnit:
     """Build a unit; parameters that `zero.Init` has sharded are whole while it takes their values over."""
     before = [home for home in map(home_of, members.params) if home is not None]
     for home in before:
         home.start_gather()
     for home in before:
         home.wait()
-    unit = FlatUnit(members, layout, policy, group, homes)
+    unit = FlatUnit(members, layout, policy, mesh, homes)
     for home in before:
         home.abandon()
     del before
-    group.buffers.note_freed(sum(slot.numel for slot in layout.slots))
+    mesh.shard.buffers.note_freed(sum(slot.numel for slot in layout.slots))
     return unit
 
 

@@ -123,11 +123,14 @@ class GradientReducer:
         self.wait()
 
     def complete(self) -> None:
-        """Reduce, before a step, what the last backward pass did not: it was not known to be the last."""
+        """Reduce and wait for, before a step, what the last backward pass did not: it was not known to be the last."""
         if not self._reduces:
             self._reduces = self._is_boundary = True
             self._unsent = dict.fromkeys(reversed(self._gradients))
             self.end_backward()
+        self.wait()
+        for gradients in self._gradients:
+            gradients.complete_sum()
 
     def abort_backward(self) -> None:
         """Leave a backward pass that an exception ended."""
@@ -156,7 +159,7 @@ class GradientReducer:
         self._make_room()
         del self._unsent[gradients]
         self.order.note(Collective.REDUCTION, self._index_of[gradients])
-        gradients.start_reduction(stays_local=self.keeps_local())
+        gradients.start_reduction(is_last=self._is_boundary, stays_local=self.keeps_local())
         self._in_flight.append(gradients)
 
     def _make_room(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import FlatOptimizer, Unused
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gradients import UnitGradients
@@ -36,11 +37,12 @@ class _StepFacts:
     num_late: int  # units with gradients that are not in their sums, summed over ranks
 
 
-def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, group: DataParallelGroup) -> _StepFacts:
+def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> _StepFacts:
     """Return the same facts on every rank, the norm with the same bits. Collective, after the reductions.
 
     Raises: EngineError on all ranks when their collectives had different orders.
     """
+    group = mesh.data
     if not gradients:
         return _StepFacts(0.0, 0, 0)
     total = torch.stack([own.square.to(group.device) for own in gradients]).sum().reshape(1)
@@ -52,20 +54,19 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, gr
     square, num_unused, num_late, is_one = torch.cat([rows[:, :3].sum(dim=0), is_one_order.reshape(1)]).tolist()
     if not is_one:
         raise reducer.order.difference(group)
-    return _StepFacts(math.sqrt(square), int(num_unused), int(num_late))
+    return _StepFacts(math.sqrt(square / mesh.num_copies), int(num_unused), int(num_late))
 
 
-def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, group: DataParallelGroup) -> _StepFacts:
+def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> _StepFacts:
     """Wait for the sums of all gradients, late ones included, and return what all ranks know of them. Collective."""
     reducer.complete()
-    reducer.wait()
-    group.link.synchronize()  # gradients in host memory are read from here on
-    facts = _exchange_facts(gradients, reducer, group)
+    mesh.data.link.synchronize()  # gradients in host memory are read from here on
+    facts = _exchange_facts(gradients, reducer, mesh)
     if facts.num_late == 0:
         return facts
     reducer.reduce_late()
-    group.link.synchronize()
-    return _exchange_facts(gradients, reducer, group)
+    mesh.data.link.synchronize()
+    return _exchange_facts(gradients, reducer, mesh)
 
 
 def _used_anywhere(gradients: list[UnitGradients], group: DataParallelGroup) -> list[list[bool]]:
@@ -81,7 +82,7 @@ def step_units(
     reducer: GradientReducer,
     optimizer: FlatOptimizer,
     policy: ZeroPolicy,
-    group: DataParallelGroup,
+    mesh: ParallelMesh,
     loss_scale: float = 1.0,
     delayed: DelayedUpdate | None = None,
 ) -> float:
@@ -97,9 +98,9 @@ def step_units(
     gradients = [own for _, own in trained]
     for unit, _ in trained:
         unit.take_edits()
-    facts = complete_sums(gradients, reducer, group)
+    facts = complete_sums(gradients, reducer, mesh)
     norm = facts.norm / loss_scale
-    used = _used_anywhere(gradients, group) if facts.num_unused else None
+    used = _used_anywhere(gradients, mesh.data) if facts.num_unused else None
     if used is not None and not policy.accepts_unused:
         raise _unused_error([unit for unit, _ in trained], used)
     if delayed is not None:

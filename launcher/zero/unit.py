@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import StateRun
 from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
@@ -42,14 +42,15 @@ class FlatUnit:
         members: UnitMembers,
         layout: UnitLayout,
         policy: ZeroPolicy,
-        group: DataParallelGroup,
+        mesh: ParallelMesh,
         homes: Homes,
     ) -> None:
         """homes: asked where the unit is kept."""
         self.members = members
         self.layout = layout
         self.index = -1  # position among the engine's units
-        self.group = group
+        self.mesh = mesh
+        self.group = group = mesh.shard
         alone = group.process_group is None
         owned = (
             range(layout.padded_numel) if alone or not policy.stage.shards_optimizer else layout.chunk_range(group.rank)
@@ -59,7 +60,7 @@ class FlatUnit:
         is_sharded = policy.stage.shards_parameters and not members.is_persistent and (rests_away or not alone)
         shard_home = homes.of_shard(len(owned)) if is_sharded else HERE
         residence = Residence(policy.precision.param_dtype, owned, is_sharded, shard_home)
-        self.params = UnitParameters(members.params, layout, group, residence)
+        self.params = UnitParameters(members.params, layout, mesh, residence)
         self.params.claim()
         for param in members.params:
             setattr(param, _UNIT, self)
@@ -73,7 +74,7 @@ class FlatUnit:
         if members.groups:
             home = homes.of_optimizer(layout.numel)
             master = self.params.keep_master(policy.precision, home, is_apart=policy.offload.is_delayed)
-            self.grads = UnitGradients(members.params, layout, policy, group, owned, home=home)
+            self.grads = UnitGradients(members.params, layout, policy, mesh, owned, home=home)
             if home.disk is not None and master is not None and self.grads.swap is not None:
                 self.swap = UnitSwap(home.disk, master, self.grads.swap)
 

@@ -9,10 +9,12 @@ from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.comm.groups import DataParallelGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.zero.partition import build_units
 from launcher.zero.stages import STAGES, TRANSITIONS, Precision, UnitState, ZeroPolicy, check_transition
 
-ALONE = DataParallelGroup(0, 1, torch.device("cpu"), None)
+_GROUP = DataParallelGroup(0, 1, torch.device("cpu"), None)
+ALONE = ParallelMesh(_GROUP, _GROUP)
 NUM_BLOCKS, WIDTH = 4, 600
 
 
