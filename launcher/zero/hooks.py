@@ -108,14 +108,9 @@ class _Reader:
         get a view each, whose node is their own.
         """
         views: dict[int, Tensor] = {}
-
-        def viewed(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.requires_grad and value.layout == torch.strided:
-                return views.setdefault(id(value), value.view_as(value))
-            return tuple(map(viewed, value)) if type(value) is tuple else value
-
         recorded = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
-        args, kwargs = viewed(args), {name: viewed(value) for name, value in kwargs.items()}
+        args = _viewed(args, views)
+        kwargs = {name: _viewed(value, views) for name, value in kwargs.items()}
         if not views and not recorded:
             self._schedule.keep_open(use)
         # The inputs themselves, too: a view that the module writes into is not in the graph.
@@ -150,6 +145,18 @@ class _Reader:
         for unit in self._schedule.after_backward(use):
             if unit.grads is not None and self._reducer is not None:
                 self._reducer.after_backward(unit.grads)
+
+
+def _viewed(value: Any, views: dict[int, Tensor]) -> Any:
+    """Return `value` with a view in place of each tensor that needs a gradient, the same one wherever it is the same.
+
+    views: by the tensor's id; those that are made are added. Lists and mappings, which a module may write into, stay.
+    """
+    if isinstance(value, Tensor) and value.requires_grad and value.layout == torch.strided:
+        if id(value) not in views:
+            views[id(value)] = value.view_as(value)
+        return views[id(value)]
+    return tuple(_viewed(item, views) for item in value) if type(value) is tuple else value
 
 
 def _returned(units: Sequence[FlatUnit], output: Any) -> list[FlatUnit]:

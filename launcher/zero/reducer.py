@@ -42,7 +42,7 @@ class GradientReducer:
         self.order = order
         self._policy = policy
         self._group = group
-        self._follows_modules = policy.stage.shards_parameters
+        self._follows_modules = any(unit.is_sharded for unit in units)
         # Asked at each reduction, alike on every rank: is the next step to get each rank's own gradients? Stage 0 only.
         self.keeps_local: Callable[[], bool] = lambda: False
         self._in_backward = False

@@ -1,0 +1,124 @@
+"""What autograd leaves on a unit's parameters on this rank, collected in one flat buffer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from launcher.comm.buffers import BufferPool
+from launcher.zero.layout import UnitLayout
+
+
+class LocalGradients:
+    """The gradients of one unit before they are summed over the ranks."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        layout: UnitLayout,
+        buffers: BufferPool,
+        *,
+        dtype: torch.dtype,
+        kept: Tensor | None,
+        scale: float,
+    ) -> None:
+        """kept: 1-D [padded], a buffer that lasts; None: one of `dtype` is borrowed from `buffers` while it is needed.
+
+        scale: what gradients are multiplied by as they are taken.
+        """
+        self._params = params
+        self._layout = layout
+        self._buffers = buffers
+        self._dtype = dtype
+        self._is_kept = kept is not None
+        self._flat = kept
+        self._scale = scale
+        self._filled = [False] * len(params)  # has a gradient in the buffer
+        self._arrived = [False] * len(params)  # has a gradient of the current backward
+        self._num_arrived = 0
+        self.num_backwards = 0  # since the buffer was last empty
+        self.used = [False] * len(params)  # had a gradient on this rank since the last step
+
+    def begin_backward(self) -> None:
+        """Forget which gradients of the previous backward have arrived."""
+        self._arrived = [False] * len(self._arrived)
+        self._num_arrived = 0
+        self.num_backwards += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter's gradient of this backward has arrived, at least once."""
+        return self._num_arrived == len(self._arrived)
+
+    @property
+    def has_untaken(self) -> bool:
+        """Whether autograd has left gradients that were not taken. It adds later ones to them."""
+        return any(param.grad is not None for param in self._params)
+
+    def take(self, index: int) -> None:
+        """Move the gradient that autograd has left on parameter `index`, if there is one, into the buffer."""
+        param = self._params[index]
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        slot = self._layout.slots[index]
+        target = self.flat()[slot.offset : slot.end].view(grad.shape)
+        if self._filled[index]:
+            target.add_(grad, alpha=self._scale)
+        elif self._scale == 1.0:
+            target.copy_(grad)
+        else:
+            torch.mul(grad, self._scale, out=target)
+        self._filled[index] = self.used[index] = True
+        if not self._arrived[index]:
+            self._arrived[index] = True
+            self._num_arrived += 1
+
+    def take_all(self) -> None:
+        """Move every gradient there is into the buffer."""
+        for index in range(len(self._params)):
+            self.take(index)
+
+    def drop(self, index: int) -> None:
+        """Forget the gradient autograd left on parameter `index`."""
+        self._params[index].grad = None
+
+    def drop_untaken(self) -> None:
+        """Forget all gradients that were not taken."""
+        for index in range(len(self._params)):
+            self.drop(index)
+
+    def flat(self) -> Tensor:
+        """Return the buffer, 1-D [padded]."""
+        if self._flat is None:
+            self._flat = self._buffers.borrow(self._layout.padded_numel, self._dtype)
+        return self._flat
+
+    def completed(self) -> Tensor:
+        """Return the buffer with zeros where this rank has no gradient: other ranks may have one."""
+        flat = self.flat()
+        for slot, filled in zip(self._layout.slots, self._filled, strict=True):
+            if not filled:
+                flat[slot.offset : slot.end].zero_()
+        flat[self._layout.numel :].zero_()
+        return flat
+
+    def reopen(self) -> None:
+        """Note that the buffer holds what a further backward adds to."""
+        self._filled = [True] * len(self._filled)
+        self.num_backwards = 1
+
+    def empty(self) -> None:
+        """Note that what was in the buffer is elsewhere, and give it back unless it is kept."""
+        self._filled = [False] * len(self._filled)
+        self.num_backwards = 0
+        if not self._is_kept and self._flat is not None:
+            self._buffers.give_back(self._flat)
+            self._flat = None
+
+    def end_step(self) -> None:
+        """Forget everything: the next gradients are those of another step."""
+        self.empty()
+        self.used = [False] * len(self.used)
