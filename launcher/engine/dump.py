@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from launcher.config.check import section_of
-from launcher.config.fields import Section, Support, shown, status_of
+from launcher.config.fields import Section, Support, section_of, shown, status_of
 from launcher.config.schema import Config
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.unit import FlatUnit

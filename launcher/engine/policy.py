@@ -76,13 +76,12 @@ def swap_space(settings: Config) -> Disks:
 def _offload(settings: Config) -> OffloadPolicy:
     zero = settings.zero_optimization
     optimizer, params = zero.offload_optimizer, zero.offload_param
-    pins = zero.cpu_offload_use_pin_memory
     return OffloadPolicy(
-        optimizer=Place.HOST if zero.cpu_offload else Place(optimizer.device),
-        params=Place.HOST if zero.cpu_offload_param else Place(params.device),
+        optimizer=Place(optimizer.device),
+        params=Place(params.device),
         optimizer_ratio=float(optimizer.ratio),
-        pins_optimizer=optimizer.pin_memory if pins is None else pins,
-        pins_params=params.pin_memory if pins is None else pins,
+        pins_optimizer=optimizer.pin_memory,
+        pins_params=params.pin_memory,
         reads_ahead=optimizer.pipeline_read,
         resident_states=frozenset({"momentum_buffer"} if zero.save_muon_momentum_buffer_in_memory else ()),
         max_host_params=int(params.max_in_cpu),

@@ -14,9 +14,8 @@ from harness.section_reads import keys_read
 
 from launcher.cli.config import config_group
 from launcher.config.auto import AutoFacts, resolve_auto
-from launcher.config.check import section_of
 from launcher.config.elastic import ElasticRules
-from launcher.config.fields import Section, Support, status_of
+from launcher.config.fields import Section, Support, section_of, status_of
 from launcher.config.load import load_config
 from launcher.config.reference import all_keys, markdown
 from launcher.config.schema import Config
@@ -42,6 +41,9 @@ READ_ELSEWHERE = {
     "tf32": ("engine/build.py", "set_tf32(settings.tf32)"),
     "zero_force_ds_cpu_optimizer": ("engine/build.py", "settings.zero_force_ds_cpu_optimizer"),
     "data_types.param_dtype": ("config/rules.py", "given = config.data_types.param_dtype"),
+    "zero_optimization.cpu_offload": ("config/normalise.py", '"cpu_offload":'),
+    "zero_optimization.cpu_offload_param": ("config/normalise.py", '"cpu_offload_param":'),
+    "zero_optimization.cpu_offload_use_pin_memory": ("config/normalise.py", '"cpu_offload_use_pin_memory"'),
     **{f"comet.{name}": ("monitor/curves.py", f'"{name}"') for name in COMET_NAMES},
     **{f"elasticity.{name}": ("config/elastic.py", name) for name in ElasticRules.__dataclass_fields__},
     "elasticity.enabled": ("config/elastic.py", "config.elasticity.enabled is True"),

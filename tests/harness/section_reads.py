@@ -9,8 +9,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.config.check import section_of
-from launcher.config.fields import Section
+from launcher.config.fields import Section, section_of
 
 Read = tuple[type[Section], str]  # the section that has the key, the key
 
