@@ -1,7 +1,7 @@
 """The building blocks of the schema: sections, keys, their types and their status.
 
 A key is one line: `name: Type = key(default, "meaning", status)`. `status` says what this release does with it:
-WORKS (the default), AT_STAGE_3, WITH_NVME, `inert(why)`, or `unsupported(use what instead)`.
+WORKS (the default), AT_STAGE_3, WITH_NVME, `old_name_of(key)`, `inert(why)`, or `unsupported(use what instead)`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Support(Enum):
     WORKS = "works"
     AT_STAGE_3 = "works at stage 3"  # setting it at another stage is reported at start
     WITH_NVME = "works with offload to nvme"  # setting it without is reported at start
+    RENAMED = "works under its new name"  # `config.normalise` turns it into that one
     INERT = "accepted without effect here"  # setting it is reported at start
     UNSUPPORTED = "not supported"  # setting it to anything but its default, or a section that is on, is an error
 
@@ -53,6 +54,11 @@ class Status:
 WORKS = Status(Support.WORKS)
 AT_STAGE_3 = Status(Support.AT_STAGE_3)
 WITH_NVME = Status(Support.WITH_NVME)
+
+
+def old_name_of(name: str) -> Status:
+    """Turned into the key `name`, relative to the section, as the config is read."""
+    return Status(Support.RENAMED, name)
 
 
 def inert(why: str) -> Status:

@@ -23,6 +23,7 @@ from launcher.config.fields import (
     choice,
     inert,
     key,
+    old_name_of,
     unsupported,
 )
 
@@ -181,10 +182,13 @@ class ZeroOptimization(Section):
     enable_sanity_checks: Flag = key(False, "check more at run time", inert("the checks are always on"))
     save_muon_momentum_buffer_in_memory: Flag = key(False, "keep momentum buffers (Muon, SGD) in memory", WITH_NVME)
     leaf_module: LeafModule = key(LeafModule, "modules that are fetched whole")
-    # The next three never reach the engine: `config.normalise` turns them into the keys they are old names of.
-    cpu_offload: OptFlag = key(None, 'old name of offload_optimizer.device "cpu"')
-    cpu_offload_param: OptFlag = key(None, 'old name of offload_param.device "cpu"', alias=("cpu_offload_params",))
-    cpu_offload_use_pin_memory: OptFlag = key(None, "old name of pin_memory in what is offloaded")
+    cpu_offload: OptFlag = key(None, 'true: device "cpu"', old_name_of("offload_optimizer.device"))
+    cpu_offload_param: OptFlag = key(
+        None, 'true: device "cpu"', old_name_of("offload_param.device"), alias=("cpu_offload_params",)
+    )
+    cpu_offload_use_pin_memory: OptFlag = key(
+        None, "page-lock the host memory", old_name_of("pin_memory in the sections that offload")
+    )
 
 
 class Aio(Section):

@@ -58,7 +58,7 @@ def announce(
     if plan is not None and plan.notice is not None:
         log.warning("%s", plan.notice)
     if parts.settings.dump_state:
-        log.info("%s", state_text(parts.settings, policy, parts.sharded.units))
+        log.info("%s", state_text(parts.settings, batch, policy, parts.sharded.units))
 
 
 def _kernel_text(plan: OptimizerPlan, device_type: str) -> str:

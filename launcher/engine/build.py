@@ -24,7 +24,7 @@ from launcher.engine.casting import Casting, buffer_dtype, buffers_kept, keep_au
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts
-from launcher.engine.model_check import check_for_ranks, check_model
+from launcher.engine.model_check import check_for_ranks, check_model, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import DTYPES, loss_scale_rules, swap_space, zero_policy
 from launcher.engine.sharded import ShardedModel, end_engine_of
@@ -203,6 +203,9 @@ def _place_model(model: nn.Module, settings: Config, policy: ZeroPolicy, group: 
     Parameters that are going to rest elsewhere stay where they are: the device may not hold them all.
     """
     leaves = settings.zero_optimization.leaf_module
+    if group.rank == 0 and settings.zero_optimization.stage == 3:
+        for sentence in leaves_not_found(model, leaves):
+            get_logger().warning("%s", sentence)
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
     named = DTYPES[settings.data_types.buffer_dtype] if settings.data_types.buffer_dtype is not None else None
     param_dtype = policy.precision.param_dtype
