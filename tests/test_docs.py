@@ -14,8 +14,10 @@ from click.testing import CliRunner
 
 from launcher.base import env
 from launcher.cli.main import cli
-from launcher.planner.memory import Precision, Setting, rank_memory
+from launcher.config.load import load_config
+from launcher.planner.memory import rank_memory
 from launcher.planner.model import ModelFacts, Parameter
+from launcher.planner.settings import setting_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -90,7 +92,9 @@ def test_the_formulas_of_the_memory_page_are_those_of_the_planner(world_size: in
     num_params = 800_000
     model = ModelFacts("m", "test", tuple(Parameter(f"blocks.{i}.w", num_params // 4) for i in range(4)))
     for stage, *cells in rows:
-        found = rank_memory(model, Setting(int(stage), Precision.of("bf16"), persistent_numel=0), world_size)
+        zero = {"stage": int(stage), "stage3_param_persistence_threshold": 0}
+        config = load_config({"bf16": {"enabled": True}, "zero_optimization": zero}).config
+        found = rank_memory(model, setting_of(config, world_size), world_size)
         for cell, num_bytes in zip(cells, (found.parameters, found.gradients, found.optimizer), strict=True):
             factor, is_sharded = re.match(r"(\d+)P(/N)?", cell).groups()  # type: ignore[union-attr]
             assert num_bytes == int(factor) * num_params // (world_size if is_sharded else 1), (stage, cell)

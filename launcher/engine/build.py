@@ -18,6 +18,7 @@ from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_di
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import load_config
+from launcher.config.policies import DType
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
 from launcher.engine.casting import Casting, buffer_dtype, buffers_kept, keep_autocast_to, set_tf32
@@ -26,7 +27,7 @@ from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts
 from launcher.engine.model_check import check_for_ranks, check_model, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.policy import DTYPES, loss_scale_rules, swap_space, zero_policy
+from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
 from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.shards import let_units_find_states, owned_shards, reserve_states
 from launcher.engine.tiling import tile_to_fit
@@ -56,7 +57,7 @@ from launcher.zero.parameters import home_of
 from launcher.zero.partition import build_units
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
-from launcher.zero.stages import Place, Precision, ZeroPolicy
+from launcher.zero.stages import TORCH_DTYPES, Place, Precision, ZeroPolicy
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -207,7 +208,8 @@ def _place_model(model: nn.Module, settings: Config, policy: ZeroPolicy, group: 
         for sentence in leaves_not_found(model, leaves):
             get_logger().warning("%s", sentence)
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
-    named = DTYPES[settings.data_types.buffer_dtype] if settings.data_types.buffer_dtype is not None else None
+    buffers = settings.data_types.buffer_dtype
+    named = None if buffers is None else TORCH_DTYPES[DType(buffers)]
     param_dtype = policy.precision.param_dtype
     stays = policy.offload.params is not Place.DEVICE
     with buffers_kept(model, group.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)):

@@ -10,7 +10,7 @@ from launcher.config.fields import Section, Status, Support, section_of, shown, 
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.config.schema_schedules import SCHEDULER_PARAMS
-from launcher.zero.stages import DTYPE_NAMES, Place, Precision, ZeroPolicy
+from launcher.zero.stages import Place, Precision, ZeroPolicy
 from launcher.zero.unit import FlatUnit
 
 SECRETS = ("api_key",)
@@ -42,14 +42,14 @@ def state_text(settings: Config, batch: BatchPlan, policy: ZeroPolicy, units: li
 
 def _dtypes(precision: Precision, is_trained: bool) -> Iterator[tuple[str, str]]:
     """Yield what is kept, and in which precision."""
-    param = DTYPE_NAMES[precision.param_dtype]
+    param = precision.param.value
     yield "parameters", param
-    if precision.autocast_dtype is not None:
-        yield "autocast", DTYPE_NAMES[precision.autocast_dtype]
+    if precision.autocast is not None:
+        yield "autocast", precision.autocast.value
     if is_trained:
         yield "master weights", "fp32" if precision.has_master else f"the parameters, {param}"
-        yield "gradient sums", DTYPE_NAMES[precision.grad_dtype]
-        yield "optimizer states", param if precision.has_16bit_states else "fp32"
+        yield "gradient sums", precision.grad.value
+        yield "optimizer states", precision.state.value
 
 
 def _keys(section: Section, prefix: str) -> Iterator[tuple[str, Any, Status]]:

@@ -16,12 +16,12 @@ from launcher.base.errors import EngineError
 from launcher.base.suggest import did_you_mean
 from launcher.comm.groups import DataParallelGroup, init_distributed
 from launcher.comm.groups import data_parallel_group as all_ranks
-from launcher.config.load import load_config
-from launcher.config.schema import Config
+from launcher.config.policies import param_dtype
 from launcher.zero.gathered import GatheredParameters
-from launcher.zero.home import HERE, Home, shard_homes
+from launcher.zero.home import HERE, Home, settings_for_construction, shard_homes
 from launcher.zero.layout import layout_unit
 from launcher.zero.parameters import Residence, UnitParameters, home_of
+from launcher.zero.stages import TORCH_DTYPES
 
 _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
 _active: list[Init] = []
@@ -67,8 +67,8 @@ class Init:
         if refused:
             raise EngineError(f"zero.Init({refused[0]}=...) is not supported", hint="it shards over all ranks")
         given = config if config is not None else config_dict_or_path
-        settings = Config() if given is None else load_config(given).config
-        self._dtype = dtype if dtype is not None or given is None else _configured_dtype(settings)
+        settings = settings_for_construction(given)
+        self._dtype = dtype if dtype is not None or given is None else TORCH_DTYPES[param_dtype(settings)]
         self._enabled = enabled
         if enabled:
             init_distributed()
@@ -123,13 +123,6 @@ class Init:
             if home_of(param) is None and not param.is_meta:
                 home = HERE if self._homes is None else self._homes.of_shard(param.numel() // self._group.world_size)
                 shard_parameter(param, self._group, self._dtype, home)
-
-
-def _configured_dtype(settings: Config) -> torch.dtype:
-    for section, dtype in ((settings.bf16, torch.bfloat16), (settings.fp16, torch.float16)):
-        if section.enabled is True:
-            return dtype
-    return torch.float32
 
 
 def shard_parameter(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from launcher.base.errors import EngineError
 from launcher.base.units import format_bytes
 from launcher.comm.groups import DataParallelGroup
+from launcher.config.auto import AutoFacts, resolve_auto
+from launcher.config.load import load_config
+from launcher.config.policies import offload_policy
 from launcher.config.schema import Config
 from launcher.config.schema_zero import Aio, OffloadOptimizer, OffloadParam
 from launcher.storage.store import AioSettings
@@ -77,6 +81,17 @@ def open_disk(section: OffloadOptimizer | OffloadParam, aio: Aio, *, writes_behi
     return Disk(str(section.nvme_path), settings, writes_behind=writes_behind)
 
 
+def settings_for_construction(config: Any) -> Config:
+    """Return the config of the engine to come, as far as a model is built by it: optimizer and schedule are left out.
+
+    config: as `initialize` takes it; None: none is known. Raises: ConfigError.
+    """
+    if config is None:
+        return Config()
+    loaded = load_config(config).config.model_copy(update={"optimizer": None, "scheduler": None})
+    return resolve_auto(loaded, AutoFacts())[0]
+
+
 def shard_homes(settings: Config, remote_device: str | None) -> Homes | None:
     """Return the homes of shards that are made before there is an engine; None where they rest on the device.
 
@@ -89,12 +104,10 @@ def shard_homes(settings: Config, remote_device: str | None) -> Homes | None:
             f'zero.Init(remote_device="{device}") is not possible',
             hint='"none", "cpu", or "nvme" with a config whose offload_param names an nvme_path',
         )
-    section = section.model_copy(update={"device": device})
-    policy = OffloadPolicy(
-        params=Place(device), pins_params=section.pin_memory, max_host_params=int(section.max_in_cpu)
-    )
+    policy = replace(offload_policy(settings), params=Place(device))
     if policy.params is Place.DEVICE:
         return None
+    section = section.model_copy(update={"device": device})
     return Homes(policy, Disks(params=open_disk(section, settings.aio, writes_behind=True)), trained_numel=0)
 
 
