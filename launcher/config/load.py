@@ -25,7 +25,7 @@ class LoadedConfig:
     """A valid config, and what its user should know about it."""
 
     config: Config
-    notices: tuple[Diagnostic, ...]  # keys that were set and have no effect here
+    notices: tuple[Diagnostic, ...]  # keys without effect, and values that were read as others
     source_name: str
     raw: dict[str, Any]  # the data as it was given
 

@@ -28,7 +28,7 @@ def announce_disks(disks: Disks) -> None:
 def announce(
     parts: EngineParts, notices: Sequence[Diagnostic], choices: Sequence[AutoChoice], plan: OptimizerPlan | None
 ) -> None:
-    """Say in a few lines what this run will do. notices: keys without effect; choices: what "auto" became."""
+    """Say in a few lines what this run will do. notices: of the config; choices: what "auto" became."""
     log = get_logger()
     policy, batch, optimizer = parts.policy, parts.batch, parts.sharded.optimizer
     log.info(

@@ -185,3 +185,17 @@ def test_check_says_what_a_trainer_must_fill_in(tmp_path: Path, text: str, messa
     assert result.exit_code == 0, result.output
     assert ("for a Trainer to fill in" in result.output) == (message is not None)
     assert (message or "ok") in result.output
+
+
+def test_check_lists_errors_of_all_kinds_and_notes(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"aio": {}, "zenflow": {}, "cpu_offload": true},\n "bogus": 1}')
+    found = CliRunner().invoke(config_group, ["check", str(path)])
+    assert found.exit_code == 2
+    *errors, count = found.output.splitlines()
+    assert [line.split("  ")[0] for line in errors] == [f"{path}:1:35", f"{path}:1:65", f"{path}:2:2"]
+    assert count == "3 errors"
+    path.write_text('{"train_batch_size": 1, "zero_optimization": {"aio": {}, "reduce_bucket_size": 10.5}}')
+    found = CliRunner().invoke(config_group, ["check", str(path)])
+    assert found.exit_code == 0
+    assert found.output.splitlines()[-1] == f"{path}: ok, 2 notes"
