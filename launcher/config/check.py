@@ -179,15 +179,14 @@ def _check_support(section: type[Section], data: Mapping[str, Any], path: Path, 
     for name, value in data.items():
         if name not in section.model_fields:
             continue
-        inner = section_of(section, name)
-        default = section.model_fields[name].get_default(call_default_factory=True)
+        inner, field = section_of(section, name), section.model_fields[name]
         if inner is None:
-            status = status_of(section, name)
+            status, default = status_of(section, name), field.get_default(call_default_factory=True)
             if value not in (default, None, AUTO) and not (status.is_off is not None and status.is_off(value)):
                 findings.report(status, (*path, name), value)
         elif not isinstance(value, Mapping):
             continue
-        elif default is None and inner.status.support is not Support.WORKS:  # to be there is what turns it on
+        elif field.default is None and inner.status.support is not Support.WORKS:  # to be there is what turns it on
             if not _is_switched_off(inner, value):
                 findings.report(inner.status, (*path, name), value)
         else:
