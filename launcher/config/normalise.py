@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.config.fields import Section, aliases_of, is_rounded, section_of, shown
+from launcher.config.fields import AUTO, Section, aliases_of, is_rounded, section_of, shown
 from launcher.config.findings import Finding
 from launcher.config.positions import Path
 from launcher.config.schema import Config
@@ -117,10 +117,11 @@ def _replace_offload_switch(zero: dict[str, Any], old: str, name: str, found: No
     if name not in zero:
         found.origins[(_ZERO, name)] = written
     section = zero.setdefault(name, {})
-    if "device" not in section:
+    device = section.get("device", AUTO)
+    if device == AUTO:
         found.origins[(_ZERO, name, "device")] = written
-    device = section.setdefault("device", "cpu")
-    if isinstance(device, str) and device.lower() != "cpu":
+        section["device"] = "cpu"
+    elif isinstance(device, str) and device.lower() != "cpu":
         message = f"{written[-1]} true contradicts {name}.device {shown(device)}"
         found.errors.append(Finding(written, message, f'remove it: it is the old name of {name}.device "cpu"', True))
 

@@ -47,6 +47,10 @@ def refused(zero: dict[str, Any], **others: Any) -> list[str]:
             {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
         ),
         (
+            {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "auto"}},
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        ),
+        (
             {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "cpu_offload_use_pin_memory": False},
             {
                 "stage": 3,
