@@ -16,8 +16,11 @@ from common import Goal, Section, argument_parser, goals_table, table
 from harness.ranks import run_on_ranks
 from torch import nn
 
-from launcher.planner.memory import Precision, RankMemory, Setting, rank_memory
+from launcher.config.load import load_config
+from launcher.config.policies import DType
+from launcher.planner.memory import RankMemory, rank_memory
 from launcher.planner.model import ModelFacts, Parameter
+from launcher.planner.settings import setting_of
 
 WIDTH, NUM_BLOCKS, STEPS = 600, 16, 3
 BLOCK_NUMEL = WIDTH * WIDTH + WIDTH  # the bound of units: blocks are not joined
@@ -29,14 +32,11 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS)))
 
 
-def measure(rank: int, world_size: int, stage: int, precision: str) -> dict[str, Any]:
-    """Return the counted bytes at each phase of the last step, and the most that was in flight at once."""
-    import launcher
-
-    config = {
+def config_for(stage: int, precision: str) -> dict[str, Any]:
+    """Return the config of one row: of its engine and of the planner."""
+    found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": 0,
-        precision: {"enabled": True} if precision != "fp32" else {},
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": BLOCK_NUMEL,
@@ -46,8 +46,14 @@ def measure(rank: int, world_size: int, stage: int, precision: str) -> dict[str,
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }
-    config.pop("fp32", None)
-    engine, optimizer, _, _ = launcher.initialize(model=build(), config=config)
+    return found if precision == "fp32" else found | {precision: {"enabled": True}}
+
+
+def measure(rank: int, world_size: int, stage: int, precision: str) -> dict[str, Any]:
+    """Return the counted bytes at each phase of the last step, and the most that was in flight at once."""
+    import launcher
+
+    engine, optimizer, _, _ = launcher.initialize(model=build(), config=config_for(stage, precision))
     buffers = engine._parts.group.buffers
 
     def counted() -> int:
@@ -101,7 +107,7 @@ class Row:
     @property
     def unit_bytes(self) -> int:
         """The bytes of one whole unit of parameters."""
-        return BLOCK_NUMEL * Precision.of(self.precision).param_bytes
+        return BLOCK_NUMEL * DType(self.precision).itemsize
 
     @property
     def units_in_flight(self) -> float:
@@ -148,12 +154,11 @@ def measure_all(worlds: list[int], precisions: list[str]) -> list[Row]:
     """Return a row for each world size, precision and stage: that of its rank with the most."""
     params = tuple(Parameter(name, param.numel()) for name, param in build().named_parameters())
     model = ModelFacts("blocks", "", params)
-    sizes = {"max_unit_numel": BLOCK_NUMEL, "prefetch_numel": WIDTH * WIDTH, "kept_numel": 0}
     rows = []
     for world_size in worlds:
         for precision in precisions:
             for stage in (0, 1, 2, 3):
-                setting = Setting(stage, Precision.of(precision), persistent_numel=0, **sizes)
+                setting = setting_of(load_config(config_for(stage, precision)).config, world_size)
                 planned = rank_memory(model, setting, world_size)
                 found = max(run_on_ranks(world_size, measure, stage, precision), key=lambda one: one["after step"])
                 rows.append(Row(stage, precision, world_size, planned, model.num_params, found))

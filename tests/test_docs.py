@@ -10,8 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from launcher.base import env
+from launcher.cli.main import cli
+from launcher.config.load import load_config
+from launcher.planner.memory import rank_memory
+from launcher.planner.model import ModelFacts, Parameter
+from launcher.planner.settings import setting_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,6 +62,42 @@ def test_long_readme_commands_are_run_where_it_is_said(command: str, place: str)
     else:
         options, config = command.removeprefix("launch ").split(" examples/train_gpt.py --deepspeed ")
         assert all(repr(word)[1:-1] in text for word in (*options.split(), config))
+
+
+def printed_examples() -> list[tuple[str, str]]:
+    """Commands of the pages that need nothing but this package, with the output the page shows."""
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(r"```\n\$ (launch estimate .*?)```", page.read_text(), re.DOTALL)
+    ]
+    return [(block.partition("\n")[0], block.partition("\n")[2]) for block in blocks]
+
+
+@pytest.mark.parametrize(("command", "output"), printed_examples())
+def test_a_page_shows_what_its_command_prints(command: str, output: str) -> None:
+    result = CliRunner().invoke(cli, shlex.split(command)[1:])
+    assert result.output.splitlines() == output.splitlines()
+
+
+def test_there_is_an_example_with_its_output() -> None:
+    assert printed_examples()
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_the_formulas_of_the_memory_page_are_those_of_the_planner(world_size: int) -> None:
+    """The columns that are formulas; those in words are held to the engine by tests/planner/test_engine_agrees.py."""
+    rows = re.findall(r"^\| (\d) \| (.*?) \| (.*?) \| (.*?) \|", (ROOT / "docs/memory.md").read_text(), re.MULTILINE)
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    num_params = 800_000
+    model = ModelFacts("m", "test", tuple(Parameter(f"blocks.{i}.w", num_params // 4) for i in range(4)))
+    for stage, *cells in rows:
+        zero = {"stage": int(stage), "stage3_param_persistence_threshold": 0}
+        config = load_config({"bf16": {"enabled": True}, "zero_optimization": zero}).config
+        found = rank_memory(model, setting_of(config, world_size), world_size)
+        for cell, num_bytes in zip(cells, (found.parameters, found.gradients, found.optimizer), strict=True):
+            factor, is_sharded = re.match(r"(\d+)P(/N)?", cell).groups()  # type: ignore[union-attr]
+            assert num_bytes == int(factor) * num_params // (world_size if is_sharded else 1), (stage, cell)
 
 
 def test_links_lead_somewhere() -> None:

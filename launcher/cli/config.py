@@ -59,9 +59,9 @@ def _show(file: str, errors: tuple[Any, ...], notices: tuple[Any, ...], unknown:
     if errors:
         click.echo(f"{len(errors)} error{'s' if len(errors) > 1 else ''}", err=True)
     else:
-        without = f", {len(notices)} without effect" if notices else ""
+        notes = f", {len(notices)} note{'s' if len(notices) > 1 else ''}" if notices else ""
         to_fill = f", {len(unknown)} for a Trainer to fill in" if unknown else ""
-        click.echo(f"{file}: ok{without}{to_fill}")
+        click.echo(f"{file}: ok{notes}{to_fill}")
 
 
 @config_group.command("elastic")

@@ -19,6 +19,7 @@ from launcher.cli.completion import files
 from launcher.cli.numbers import Whole
 
 if TYPE_CHECKING:
+    from launcher.config.schema import Config
     from launcher.planner.activations import Workload
     from launcher.planner.estimate import Estimate, Machines
     from launcher.planner.memory import Setting
@@ -160,7 +161,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--offload-optimizer", type=_PLACES, help="Where the optimizer is kept."),
     click.option("--offload-param", type=_PLACES, help="Where parameters rest (stage 3)."),
     click.option("--16bit-master", "has_16bit_master", is_flag=True, help="No fp32 master weights and gradients."),
-    click.option("--16bit-states", "has_16bit_states", is_flag=True, help="Optimizer states in 16 bit."),
+    click.option("--16bit-states", "has_16bit_states", is_flag=True, help="Optimizer states in bf16, with bf16."),
     click.option("--batch", "--micro-batch", type=Whole(1, 10**6), help="Sequences of a rank. Default: 1."),
     click.option(
         "--seq", type=Whole(1, 10**8), help=f"Tokens of a sequence. Default: {_DEFAULT_LENGTH} or less."
@@ -248,39 +249,41 @@ def _estimate(options: EstimateOptions, model: ModelFacts) -> tuple[Estimate, tu
 
         loaded = load_config(options.config, world_size=machines.world_size, for_planning=True)
         hidden = None if model.shape is None else model.shape.hidden_size
-        config = settings.resolve(loaded.config, machines.world_size, hidden)
-        base = settings.from_config(config, options.precision)
+        base = settings.resolve(loaded.config, machines.world_size, hidden)
+        if options.precision is not None:
+            base = settings.in_precision(base, options.precision)
         notices = tuple(item for item in loaded.notices if "is not supported" in item.message)
-        batch = settings.micro_batch_of(config, machines.world_size)
-        chosen = [base]
+        batch = settings.micro_batch_of(base, machines.world_size)
+        chosen = [settings.setting_of(base, machines.world_size)]
     return compute(model, machines, chosen, base, options.workload(model, batch)), notices
 
 
-def _base(options: EstimateOptions) -> Setting:
-    from launcher.planner.memory import Precision, Setting
-    from launcher.planner.settings import DEFAULT_PRECISION
+def _base(options: EstimateOptions) -> Config:
+    from launcher.config.schema import Config
+    from launcher.planner.settings import DEFAULT_PRECISION, in_precision
 
-    precision = Precision.of(
+    return in_precision(
+        Config(),
         options.precision or DEFAULT_PRECISION,
         has_16bit_master=options.has_16bit_master,
         has_16bit_states=options.has_16bit_states,
     )
-    return Setting(0, precision)
 
 
-def _chosen(options: EstimateOptions, base: Setting) -> list[Setting]:
+def _chosen(options: EstimateOptions, base: Config) -> list[Setting]:
     """Return the rungs of the ladder that the options leave, or exactly what they ask for."""
-    from launcher.planner.settings import ladder
+    from launcher.planner.settings import at, ladder, setting_of
 
-    wanted = {"optimizer": options.offload_optimizer, "param": options.offload_param}
+    world_size = options.machines.world_size
     rungs = [
         rung
-        for rung in ladder(base)
+        for rung in ladder(base, world_size)
         if options.stage in (None, rung.stage)
-        and all(place in (None, getattr(rung.offload, name)) for name, place in wanted.items())
+        and options.offload_optimizer in (None, rung.policy.offload.optimizer.value)
+        and options.offload_param in (None, rung.policy.offload.params.value)
     ]
     if rungs:
         return rungs
-    offload = replace(base.offload, optimizer=wanted["optimizer"] or "none", param=wanted["param"] or "none")
-    stage = options.stage if options.stage is not None else 3 if offload.param != "none" else 2
-    return [replace(base, stage=stage, offload=offload)]
+    optimizer, param = options.offload_optimizer or "none", options.offload_param or "none"
+    stage = options.stage if options.stage is not None else 3 if param != "none" else 2
+    return [setting_of(at(base, stage, optimizer, param), world_size)]

@@ -62,15 +62,16 @@ def _width(console: Console, table: Table) -> int:
 
 def _headline(found: Estimate) -> list[str]:
     model, machines, work = found.model, found.machines, found.workload
-    precision = found.rows[0].setting.precision
-    beside = precision.state_bytes_beside_matrices
+    setting = found.rows[0].setting
+    element, states = setting.element, setting.states
+    beside = states.num_beside_matrices
     frozen = model.num_params - model.num_trainable
     size = f"{model.num_params:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
     world = f"{_counted(machines.num_nodes, 'node')} × {_counted(machines.gpus_per_node, 'GPU')}"
     bytes_each = (
-        f"{precision.name}: {precision.param_bytes} bytes a parameter, {precision.master_bytes} master, "
-        f"{precision.grad_bytes} gradient, {precision.state_bytes} optimizer states"
-        + (f", {beside} where it is not a hidden matrix" if beside is not None else "")
+        f"{setting.policy.precision.param.value}: {element.param} bytes a parameter, {element.master} master, "
+        f"{element.grad} gradient, {element.state * states.num_of_element} optimizer states"
+        + (f", {element.state * beside} where it is not a hidden matrix" if beside is not None else "")
     )
     lines = [f"{model.name} · {size} · {model.source}", f"{world} = world {machines.world_size} · {bytes_each}"]
     if work is None:
@@ -97,7 +98,7 @@ def _table(found: Estimate, parts: _Parts) -> Table:
         table.add_column("fits")
     for row in found.rows:
         mark = "*" if row.refusals else ""
-        cells = [f"{row.setting.stage}{mark}", str(row.setting.offload)]
+        cells = [f"{row.setting.stage}{mark}", row.setting.offload_label]
         cells += [_size(part(row.memory)) for part in shown.values()]
         cells += [_size(row.memory.device), _size(row.host_per_node)]
         cells += [_size(row.disk_per_node)] if has_disk else []
@@ -159,7 +160,7 @@ def _remarks(found: Estimate) -> list[str]:
 
 
 def _words(setting: Setting) -> str:
-    offload = str(setting.offload)
+    offload = setting.offload_label
     return f"stage {setting.stage}" + ("" if offload == "none" else f", offload {offload}")
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from launcher.base.errors import ConfigError, Diagnostic
 from launcher.config.batch import BATCH_KEYS, solve_batch
-from launcher.config.check import section_of
 from launcher.config.elastic import elastic_batch_of
-from launcher.config.fields import AUTO, Section
+from launcher.config.fields import AUTO, Section, section_of
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.config.schema_schedules import SCHEDULER_PARAMS

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import ValidationError
 
 from launcher.base.errors import ConfigError
-from launcher.base.suggest import did_you_mean
+from launcher.base.suggest import did_you_mean, nearest
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
-from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, shown, status_of
+from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, section_of, shown, status_of
+from launcher.config.findings import Finding
+from launcher.config.normalise import Normalised, normalise
 from launcher.config.positions import Path
 from launcher.config.rules import one_bit_problems, precision_problems
 from launcher.config.rules_offload import offload_problems
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing to say about the key at `path`."""
-
-    path: Path
-    message: str
-    hint: str | None = None
-    at_key: bool = False  # it is about the key itself, not its value
-    is_refusal: bool = False  # the config is sound, this release does not do what it asks for
-
-    @property
-    def dotted(self) -> str:
-        return ".".join(str(part) for part in self.path)
 
 
 @dataclass
@@ -65,22 +52,19 @@ def check(data: Mapping[str, Any], world_size: int | None, *, for_planning: bool
     world_size: data-parallel ranks, where known; the batch equation is checked with it.
     for_planning: what this release does not do is a notice, because nothing is going to run.
     """
-    errors: list[Finding] = []
-    notices: list[Finding] = []
-    renamed = _rename_aliases(Config, dict(data), (), errors)
-    config: Config | None = None
-    try:
-        config = Config.model_validate(renamed)
-    except ValidationError as error:
-        errors += [_from_pydantic(item) for item in error.errors(include_url=False)]
-    _check_support(Config, renamed, (), _Support(renamed, errors, notices))
+    known = normalise(data)
+    config, errors = _validated(known)
+    support = _Support(known.data, [], [])
+    _check_support(Config, known.data, (), support)
     for types in (_OPTIMIZERS, _SCHEDULERS):
-        _check_typed_params(renamed, types, errors, notices)
-    if config is not None:
-        config = _fill_params(config)
-        errors += _between_keys(config, world_size)
-        notices += _elastic_notices(config)
-    errors = list({finding.path: finding for finding in reversed(errors)}.values())  # the first of each key: its type
+        errors += _check_typed_params(known.data, types, support)
+    config = _fill_params(config)
+    between, notices = _between_keys(config, world_size, errors)
+    broken = {finding.path for finding in errors}  # there is nothing more to say about a value of the wrong type
+    errors += [finding for finding in dict.fromkeys(support.errors + between) if finding.path not in broken]
+    errors = known.errors + [replace(finding, path=known.as_written(finding.path)) for finding in errors]
+    notices = [replace(finding, path=known.as_written(finding.path)) for finding in support.notices + notices]
+    notices = known.notices + notices
     errors.sort(key=lambda finding: finding.dotted)
     if for_planning:
         notices += [finding for finding in errors if finding.is_refusal]
@@ -88,36 +72,54 @@ def check(data: Mapping[str, Any], world_size: int | None, *, for_planning: bool
     return Checked(None if errors else config, errors, notices)
 
 
-def section_of(parent: type[Section], name: str) -> type[Section] | None:
-    """Return the section class of a key, None when it holds a plain value."""
-    annotation = parent.model_fields[name].annotation
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
+def _validated(known: Normalised) -> tuple[Config, list[Finding]]:
+    """Return the config, and what is wrong with single keys of it.
+
+    A key that is wrong counts as `"auto"`, so that the rules between keys can be checked for the others: no rule holds
+    anything against a value that is not decided yet.
+    """
+    try:
+        return Config.model_validate(known.data), []
+    except ValidationError as error:
+        items = error.errors(include_url=False)
+    sound = _copied(known.data)
+    for item in items:
+        _leave_open(sound, tuple(item["loc"]))
+    return Config.model_validate(sound), [_from_pydantic(item, known) for item in items]
 
 
-def _rename_aliases(section: type[Section], data: dict[str, Any], path: Path, errors: list[Finding]) -> dict[str, Any]:
-    """Return the data under the schema's own names, at every depth."""
-    aliases = aliases_of(section)
-    result: dict[str, Any] = {}
-    for name, value in data.items():
-        target = aliases.get(name, name) if name not in section.model_fields else name
-        if target != name and target in data:
-            errors.append(Finding((*path, name), f'"{name}" and "{target}" are the same key', "remove one", True))
-            continue
-        inner = section_of(section, target) if target in section.model_fields else None
-        if name == "zero_optimization" and isinstance(value, bool):
-            value = {"stage": int(value)}  # the oldest form: true is stage 1
-        if inner is not None and isinstance(value, Mapping):
-            value = _rename_aliases(inner, dict(value), (*path, name), errors)
-        if inner is not None and value is None:
-            continue  # null for a section: as if it were not there
-        result[target] = value
-    return result
+def _copied(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a section and of those inside; values may be anything and are not copied."""
+    return {name: _copied(value) if isinstance(value, dict) else value for name, value in data.items()}
 
 
-def _from_pydantic(item: Any) -> Finding:
+def _leave_open(data: dict[Any, Any], path: Path) -> None:
+    """Make the value at `path` undecided; of a key that is not known, that of the nearest one that is."""
+    section: type[Section] = Config
+    for part in path[:-1]:
+        inner = section_of(section, str(part))
+        if inner is None:
+            return
+        section, data = inner, data[str(part)]
+    name = str(path[-1])
+    data.pop(path[-1], None)
+    meant: str | None = name
+    if name not in section.model_fields:
+        aliases = aliases_of(section)
+        near = nearest(name, [*section.model_fields, *aliases])
+        meant = None if near is None else aliases.get(near, near)
+    if meant is not None and meant not in data:
+        inner = section_of(section, meant)
+        data[meant] = AUTO if inner is None else _all_open(inner)
+
+
+def _all_open(section: type[Section]) -> dict[str, Any]:
+    """Return a section none of whose keys is decided."""
+    inner = {name: section_of(section, name) for name in section.model_fields}
+    return {name: AUTO if kind is None else _all_open(kind) for name, kind in inner.items()}
+
+
+def _from_pydantic(item: Any, known: Normalised) -> Finding:
     path: Path = tuple(item["loc"])
     if item["type"] == "extra_forbidden":
         return unknown_key(path)
@@ -125,7 +127,7 @@ def _from_pydantic(item: Any) -> Finding:
         return Finding(path[:-1], f'"{path[-1]}" is missing')
     if item["type"].startswith(("model_", "dict_")):
         return Finding(path, f"expected an object with keys, got {shown(item['input'])}")
-    return Finding(path, f"{path[-1] if path else 'config'}: {item['msg']}")
+    return Finding(path, f"{known.as_written(path)[-1] if path else 'config'}: {item['msg']}")
 
 
 def unknown_key(path: Path) -> Finding:
@@ -149,16 +151,15 @@ class _Support:
     notices: list[Finding]
 
     def report(self, status: Status, path: Path, value: Any) -> None:
-        name = ".".join(str(part) for part in path)
+        what = ".".join(str(part) for part in path) + ("" if isinstance(value, Mapping) else f" {shown(value)}")
         if status.support is Support.UNSUPPORTED:
-            self.errors.append(Finding(path, f"{name} {shown(value)} is not supported", status.note, True, True))
+            self.errors.append(Finding(path, f"{what} is not supported", status.note, True, True))
         elif status.support is Support.INERT:
-            self.notices.append(Finding(path, f"{name} {shown(value)} has no effect: {status.note}", None, True))
+            self.notices.append(Finding(path, f"{what} has no effect: {status.note}", None, True))
         elif status.support is Support.AT_STAGE_3 and _zero_key(self.data, "stage", 0) not in (3, AUTO):
-            self.notices.append(Finding(path, f"{name} {shown(value)} has no effect: it tunes stage 3", None, True))
+            self.notices.append(Finding(path, f"{what} has no effect: it tunes stage 3", None, True))
         elif status.support is Support.WITH_NVME and not _uses_disk(self.data):
-            why = "nothing is offloaded to nvme"
-            self.notices.append(Finding(path, f"{name} {shown(value)} has no effect: {why}", None, True))
+            self.notices.append(Finding(path, f"{what} has no effect: nothing is offloaded to nvme", None, True))
 
 
 def _zero_key(data: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -173,51 +174,59 @@ def _uses_disk(data: Mapping[str, Any]) -> bool:
 
 def _check_support(section: type[Section], data: Mapping[str, Any], path: Path, findings: _Support) -> None:
     """Report keys that were set and have no effect, and refuse keys that are not supported."""
-    if section.switch is not None and path and data.get(section.switch[0], section.switch[1]) == section.switch[1]:
-        return  # the whole section is off
+    if path and _is_switched_off(section, data):
+        return
     for name, value in data.items():
         if name not in section.model_fields:
             continue
-        inner = section_of(section, name)
-        if inner is not None:
-            if isinstance(value, Mapping):
-                _check_support(inner, value, (*path, name), findings)
+        inner, field = section_of(section, name), section.model_fields[name]
+        if inner is None:
+            status, default = status_of(section, name), field.get_default(call_default_factory=True)
+            if value not in (default, None, AUTO) and not (status.is_off is not None and status.is_off(value)):
+                findings.report(status, (*path, name), value)
+        elif not isinstance(value, Mapping):
             continue
-        default = section.model_fields[name].get_default(call_default_factory=True)
-        if value in (default, None, AUTO):
-            continue
-        findings.report(status_of(section, name), (*path, name), value)
+        elif field.default is None and inner.status.support is not Support.WORKS:  # to be there is what turns it on
+            if not _is_switched_off(inner, value):
+                findings.report(inner.status, (*path, name), value)
+        else:
+            _check_support(inner, value, (*path, name), findings)
 
 
-def _check_typed_params(data: Mapping[str, Any], types: _Types, errors: list[Finding], notices: list[Finding]) -> None:
-    """Check `optimizer` or `scheduler`: its type, and its params against that type."""
+def _is_switched_off(section: type[Section], data: Mapping[str, Any]) -> bool:
+    if section.switch is None:
+        return False
+    name, off = section.switch
+    return bool(data.get(name, section.model_fields[name].get_default()) == off)
+
+
+def _check_typed_params(data: Mapping[str, Any], types: _Types, support: _Support) -> list[Finding]:
+    """Check `optimizer` or `scheduler`: its type, and its params against that type. Returns what is wrong."""
     name, working = types.name, types.working
     part = data.get(name)
     if not isinstance(part, Mapping) or not isinstance(part.get("type", ""), str):
-        return
+        return []
     if "type" not in part:
-        errors.append(Finding((name,), f'{name}: "type" is missing', f"one of {', '.join(working)}"))
-        return
+        return [Finding((name,), f'{name}: "type" is missing', f"one of {', '.join(working)}")]
     type_name = canonical_type(str(part["type"]), {**types.known, **types.refused})
-    params = part.get("params") or {}
     if type_name is None:
         hint = did_you_mean(str(part["type"]), working) or f"one of {', '.join(working)}"
-        errors.append(Finding((name, "type"), f'unknown {name} type "{part["type"]}"', hint))
-        return
+        return [Finding((name, "type"), f'unknown {name} type "{part["type"]}"', hint)]
+    errors = []
     if type_name in types.refused:
         why, _, remedy = types.refused[type_name].partition("; ")
         message = f"{name} type {type_name} is not supported" + (f": {why}" if remedy else "")
         errors.append(Finding((name, "type"), message, remedy or why, is_refusal=True))
-    if type_name not in types.known:
-        return
-    if not isinstance(params, Mapping):
-        return
+    params = part.get("params") or {}
+    if type_name not in types.known or not isinstance(params, Mapping):
+        return errors
     section = types.known[type_name]
     try:
         section.model_validate(dict(params))
     except ValidationError as error:
         errors += [_param_finding(name, type_name, section, item) for item in error.errors(include_url=False)]
-    _check_support(section, params, (name, "params"), _Support(data, errors, notices))
+    _check_support(section, params, (name, "params"), support)
+    return errors
 
 
 def _param_finding(name: str, type_name: str, section: type[Section], item: Any) -> Finding:
@@ -239,28 +248,35 @@ def canonical_type(name: str, known: Mapping[str, Any]) -> str | None:
 
 
 def _fill_params(config: Config) -> Config:
-    """Replace the params of optimizer and scheduler by complete ones, defaults filled in."""
+    """Replace the params of optimizer and scheduler by complete ones, defaults filled in.
+
+    One whose type is not known, which is reported elsewhere, is left out: no rule between keys can be about it.
+    """
     updates: dict[str, Any] = {}
     for name, known in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", SCHEDULER_PARAMS)):
         part = getattr(config, name)
-        type_name = canonical_type(part.type, known) if part is not None else None
-        if part is None or type_name is None:
+        if part is None:
             continue
+        type_name = canonical_type(part.type, known)
         try:
-            params = dict(known[type_name].model_validate(part.params))
+            params = dict(known[type_name].model_validate(part.params)) if type_name is not None else {}
         except ValidationError:  # reported already
-            continue
-        updates[name] = part.model_copy(update={"type": type_name, "params": params})
+            params = part.params
+        updates[name] = None if type_name is None else part.model_copy(update={"type": type_name, "params": params})
     return config.model_copy(update=updates)
 
 
-def _between_keys(config: Config, world_size: int | None) -> list[Finding]:
-    """Check the rules that hold between keys."""
+def _between_keys(
+    config: Config, world_size: int | None, wrong: Sequence[Finding]
+) -> tuple[list[Finding], list[Finding]]:
+    """Check the rules that hold between keys. wrong: about single keys. Returns errors and notices."""
     problems = (*precision_problems(config), *one_bit_problems(config), *offload_problems(config))
-    findings = [Finding(*problem) for problem in problems]
+    errors = [Finding(*problem) for problem in problems]
+    if any("elasticity" in finding.path[:1] for finding in wrong):
+        return errors, []
     if config.elasticity.enabled is True:
-        return findings + _elastic_findings(config, world_size)
-    return findings + _batch_findings(config, world_size)
+        return errors + _elastic_findings(config, world_size), _elastic_notices(config)
+    return errors + _batch_findings(config, world_size), []
 
 
 def _elastic_findings(config: Config, world_size: int | None) -> list[Finding]:
@@ -281,8 +297,6 @@ def _elastic_findings(config: Config, world_size: int | None) -> list[Finding]:
 def _elastic_notices(config: Config) -> list[Finding]:
     """Say which keys an enabled `elasticity` leaves without effect."""
     elasticity = config.elasticity
-    if elasticity.enabled is not True:
-        return []
     notices = []
     if elasticity.ignore_non_elastic_batch_info is True:
         for name in _given_sizes(config):
@@ -302,7 +316,8 @@ def _given_sizes(config: Config) -> list[str]:
 
 def _batch_findings(config: Config, world_size: int | None) -> list[Finding]:
     train, micro, steps = (getattr(config, name) for name in BATCH_KEYS)
-    if any(isinstance(size, Auto) for size in (train, micro, steps)):
+    elastic: bool | Auto = config.elasticity.enabled
+    if any(isinstance(value, Auto) for value in (train, micro, steps, elastic)):
         return []
     path: Path = next(((name,) for name in BATCH_KEYS if getattr(config, name) is not None), ())
     if world_size is not None:

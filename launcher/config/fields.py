@@ -1,7 +1,7 @@
 """The building blocks of the schema: sections, keys, their types and their status.
 
 A key is one line: `name: Type = key(default, "meaning", status)`. `status` says what this release does with it:
-WORKS (the default), AT_STAGE_3, WITH_NVME, `inert(why)`, or `unsupported(use what instead)`.
+WORKS (the default), AT_STAGE_3, WITH_NVME, `old_name_of(key)`, `inert(why)`, or `unsupported(use what instead)`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -34,8 +34,9 @@ class Support(Enum):
     WORKS = "works"
     AT_STAGE_3 = "works at stage 3"  # setting it at another stage is reported at start
     WITH_NVME = "works with offload to nvme"  # setting it without is reported at start
+    RENAMED = "works under its new name"  # `config.normalise` turns it into that one
     INERT = "accepted without effect here"  # setting it is reported at start
-    UNSUPPORTED = "not supported"  # setting it to anything but its default is an error
+    UNSUPPORTED = "not supported"  # setting it to anything but its default, or a section that is on, is an error
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Status:
 
     support: Support
     note: str = ""
+    is_off: Callable[[Any], bool] | None = None  # of a value that asks for nothing, though it is not the default
 
     def __str__(self) -> str:
         return f"{self.support.value}: {self.note}" if self.note else self.support.value
@@ -54,14 +56,19 @@ AT_STAGE_3 = Status(Support.AT_STAGE_3)
 WITH_NVME = Status(Support.WITH_NVME)
 
 
+def old_name_of(name: str) -> Status:
+    """Turned into the key `name`, relative to the section, as the config is read."""
+    return Status(Support.RENAMED, name)
+
+
 def inert(why: str) -> Status:
     """Accepted without effect here, because `why`."""
     return Status(Support.INERT, why)
 
 
-def unsupported(instead: str) -> Status:
-    """Not supported; `instead` says what to do."""
-    return Status(Support.UNSUPPORTED, instead)
+def unsupported(instead: str, *, is_off: Callable[[Any], bool] | None = None) -> Status:
+    """Not supported; `instead` says what to do. is_off: whether a value asks for nothing."""
+    return Status(Support.UNSUPPORTED, instead, is_off)
 
 
 def key(default: Any, doc: str, status: Status | None = None, *, alias: tuple[str, ...] = ()) -> Any:
@@ -92,6 +99,20 @@ def status_of(section: type[Section], name: str) -> Status:
     return own if isinstance(own, Status) else section.status
 
 
+def section_of(parent: type[Section], name: str) -> type[Section] | None:
+    """Return the section class of a key, None when it holds a plain value."""
+    annotation = parent.model_fields[name].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def is_rounded(section: type[Section], name: str) -> bool:
+    """Whether a key counts elements: formulas give them, and what they leave of a fraction is rounded."""
+    return _Rounded in section.model_fields[name].metadata
+
+
 def aliases_of(section: type[Section]) -> dict[str, str]:
     """Return other accepted names of a section's keys -> the name."""
     found = {}
@@ -119,6 +140,10 @@ def _is_container(value: Any) -> bool:
 
 def _error(expected: str, value: Any) -> PydanticCustomError:
     return PydanticCustomError("launch", "expected {expected}, got {got}", {"expected": expected, "got": shown(value)})
+
+
+class _Rounded:
+    """Marks the type of a key that `config.normalise` rounds to an integer."""
 
 
 def _checked(expected: str, convert: Callable[[Any], Any]) -> PlainValidator:
@@ -201,6 +226,8 @@ def choice(*options: str, null: bool = False) -> PlainValidator:
 Flag = Annotated[bool, _checked("true or false", _instance(bool))]
 Count = Annotated[int, _checked("an integer of at least 0", _integer(0))]
 PositiveInt = Annotated[int, _checked("an integer of at least 1", _integer(1))]
+Elements = Annotated[int, _checked("an integer of at least 0", _integer(0)), _Rounded]
+PositiveElements = Annotated[int, _checked("an integer of at least 1", _integer(1)), _Rounded]
 StageNumber = Annotated[int, _checked("a stage: 0, 1, 2 or 3", _integer(0, 3))]
 AnyInt = Annotated[int, _checked("an integer", _integer(-(2**63)))]
 Number = Annotated[float, _checked("a number", _number(-math.inf))]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import ConfigError, Diagnostic
-from launcher.config.check import Finding, check
+from launcher.config.check import check
+from launcher.config.findings import Finding
 from launcher.config.positions import Located, read_json, read_yaml
 from launcher.config.schema import Config
 
@@ -24,7 +25,7 @@ class LoadedConfig:
     """A valid config, and what its user should know about it."""
 
     config: Config
-    notices: tuple[Diagnostic, ...]  # keys that were set and have no effect here
+    notices: tuple[Diagnostic, ...]  # keys without effect, and values that were read as others
     source_name: str
     raw: dict[str, Any]  # the data as it was given
 
@@ -54,17 +55,6 @@ def load_config(source: Source, *, world_size: int | None = None, for_planning: 
         raise ConfigError.from_diagnostics(sorted(errors, key=_in_file_order))
     notices = tuple(_locate(finding, located, name) for finding in checked.notices)
     return LoadedConfig(checked.config, notices, name, raw)
-
-
-def read_raw(source: Source) -> dict[str, Any]:
-    """Return a config's data as it stands, unchecked: for what must be known before the rest is decided.
-
-    Raises: ConfigError when it cannot be read or is not an object.
-    """
-    name, located = _read(source)
-    if not isinstance(located.value, Mapping):
-        raise ConfigError("a config is an object with keys", where=_place(name, (1, 1)), hint='such as {"bf16": ...}')
-    return dict(located.value)
 
 
 def is_readable_here(text: str) -> bool:

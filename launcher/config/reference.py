@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.config.check import section_of
-from launcher.config.fields import Section, Support, aliases_of, shown, status_of, unsupported
+from launcher.config.fields import Section, Support, aliases_of, section_of, shown, status_of, unsupported
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS
 from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS
@@ -98,13 +97,16 @@ def markdown() -> str:
         f"* **{Support.AT_STAGE_3.value}**: {counts[Support.AT_STAGE_3]} keys; setting one at another stage is reported"
         " at start;",
         f"* **{Support.WITH_NVME.value}**: {counts[Support.WITH_NVME]} keys; setting one without is reported at start;",
+        f"* **{Support.RENAMED.value}**: {counts[Support.RENAMED]} keys, which become that as the config is read;",
         f"* **{Support.INERT.value}**: {counts[Support.INERT]} keys; setting one is reported at start;",
         f"* **{Support.UNSUPPORTED.value}**: {counts[Support.UNSUPPORTED]} keys; setting one to anything but its"
-        " default is an error that says what to use instead, and so is naming a type that is refused.",
+        " default is an error that says what to use instead. So is naming a type that is refused, and writing a section"
+        " that DeepSpeed turns on where it stands (`zenflow`, `sparse_attention`, ...), even an empty one.",
         "",
         "Any other key, at any depth, is an error with the nearest known name. Plain keys also accept the value",
-        '`"auto"`; what it became is printed at start. `launch config check FILE` checks a file, and',
-        "`launch config explain KEY` explains a key.",
+        '`"auto"`; what it became is printed at start. Numbers of elements, such as bucket sizes, may have a fraction,',
+        "as formulas give them: they are rounded, and what they became is printed. `launch config check FILE` says",
+        "everything that is wrong with a file at once, and `launch config explain KEY` explains a key.",
         "",
         "| key | type | default | meaning | status |",
         "|---|---|---|---|---|",

@@ -38,18 +38,20 @@ def _kept_types(config: Config) -> list[Problem]:
     """Check what masters, gradient sums and states are kept in."""
     problems: list[Problem] = []
     fp16, bf16, sums = config.fp16, config.bf16, config.data_types.grad_accum_dtype
+    enabled = {getattr(config, name).enabled for name in ("fp16", "bf16")}
+    is_open = AUTO in enabled and True not in enabled
     model = "fp16" if fp16.enabled is True else "bf16" if bf16.enabled is True else "fp32"
     given = config.data_types.param_dtype
-    if given is not None and given != model:
+    if given not in (None, AUTO, model) and not is_open:
         path = ("data_types", "param_dtype")
         hint = f'enable the {given} section, or remove "param_dtype"' if given != "fp32" else 'remove "param_dtype"'
         problems.append((path, f"param_dtype {given} contradicts the other keys: the model is {model}", hint))
-    if sums is not None and sums not in ("fp32", model):
+    if sums not in (None, AUTO, "fp32", model) and not is_open:
         path = ("data_types", "grad_accum_dtype")
         problems.append((path, f"gradients of a model in {model} cannot be summed in {sums}", "use fp32"))
     if bf16.enabled is True and bf16.bf16_optimizer_states is True:
         path = ("bf16", "bf16_optimizer_states")
-        if bf16.bf16_master_weights_and_grads is not True:
+        if bf16.bf16_master_weights_and_grads is False:
             hint = 'add "bf16_master_weights_and_grads": true'
             problems.append((path, "bf16_optimizer_states needs bf16 master weights", hint))
         elif sums == "fp32":
@@ -63,7 +65,7 @@ def _reduction(config: Config) -> list[Problem]:
     path = ("gradient_predivide_factor",)
     if factor == 0:
         return [(path, "gradient_predivide_factor 0 divides by zero", "use 1, the default")]
-    if factor != 1.0 and config.prescale_gradients is True:
+    if factor not in (1.0, AUTO) and config.prescale_gradients is True:
         return [(path, "prescale_gradients divides before sending too", "use one of them")]
     return []
 

@@ -18,12 +18,9 @@ def offload_problems(config: Config) -> list[Problem]:
     """Return what cannot be offloaded as asked for."""
     zero = config.zero_optimization
     problems: list[Problem] = []
-    for name, old, stages in (
-        ("offload_optimizer", zero.cpu_offload, (1, 2, 3)),
-        ("offload_param", zero.cpu_offload_param, (3,)),
-    ):
+    for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
         section: OffloadOptimizer | OffloadParam = getattr(zero, name)
-        if section.device == "none" and not old:
+        if section.device in ("none", AUTO):
             continue
         path: Path = ("zero_optimization", name, "device")
         if zero.stage not in (*stages, AUTO):
@@ -34,23 +31,23 @@ def offload_problems(config: Config) -> list[Problem]:
             hint = f'add "nvme_path" to {name}: a folder on the fast disk of each host'
             problems.append((path, f'{name} "nvme" needs a folder', hint))
     kind = config.optimizer.type if config.optimizer is not None else None
-    problems += _delay_problems(zero.offload_optimizer, kind, is_in_host_memory=zero.cpu_offload is True)
+    problems += _delay_problems(zero.offload_optimizer, kind)
     if zero.offload_optimizer.device == "nvme" and kind is not None and kind not in KERNEL_OPTIMIZERS:
         message = f"optimizer type {kind} cannot be updated from disk"
         problems.append((("optimizer", "type"), message, f"use one of {', '.join(KERNEL_OPTIMIZERS)}"))
     return problems
 
 
-def _delay_problems(section: OffloadOptimizer, kind: str | None, *, is_in_host_memory: bool) -> list[Problem]:
+def _delay_problems(section: OffloadOptimizer, kind: str | None) -> list[Problem]:
     """Return why an update cannot be delayed. kind: the optimizer's type, None where a script brings its own."""
     if section.delayed_update is not True:
         return []
     path: Path = ("zero_optimization", "offload_optimizer", "delayed_update")
     problems: list[Problem] = []
-    if section.device != "cpu" and not is_in_host_memory:
+    if section.device not in ("cpu", AUTO):
         message = f"delayed_update needs the optimizer in host memory, not {shown(section.device)}"
         problems.append((path, message, 'set "device": "cpu", or remove delayed_update'))
-    if section.ratio != 1.0:
+    if section.ratio not in (1.0, AUTO):
         message = f"delayed_update needs all of the optimizer in host memory, not {shown(section.ratio)} of it"
         problems.append((path, message, "remove ratio or delayed_update"))
     if kind is not None and (kind not in KERNEL_OPTIMIZERS or kind in _COLLECTIVE):

@@ -77,7 +77,7 @@ class Config(Section):
     tf32: OptFlag = key(None, "TF32 in fp32 products on GPUs (not a key of DeepSpeed); null: as torch is set")
     data_types: DataTypes = key(DataTypes, "precisions of sums and buffers")
     zero_optimization: ZeroOptimization = key(ZeroOptimization, "sharding over ranks")
-    aio: Aio = key(Aio, "disk access")
+    aio: Aio = key(Aio, "disk access; read inside zero_optimization too, where older guides have it")
 
     checkpoint: other.Checkpoint = key(other.Checkpoint, "checkpoints")
     nebula: other.Nebula = key(other.Nebula, "Azure checkpoints")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from launcher.config.fields import (
     AnyInt,
@@ -411,10 +412,18 @@ class Compile(Section):
 # ---- compression ----
 
 
-class CompressionTraining(Section):
-    """`compression_training`."""
+def _is_off(technique: Any) -> bool:
+    """Whether a part of `compression_training` is switched off, which it is unless it says otherwise."""
+    if not isinstance(technique, Mapping):
+        return False
+    shared = technique.get("shared_parameters", technique)
+    return isinstance(shared, Mapping) and shared.get("enabled", False) is False
 
-    status = unsupported("not in this release; remove the section")
+
+class CompressionTraining(Section):
+    """`compression_training`: each part has its own `enabled`, most of them in `shared_parameters`."""
+
+    status = unsupported("not in this release; remove the section", is_off=_is_off)
 
     weight_quantization: OptMapping = key(None, "quantize weights while training")
     activation_quantization: OptMapping = key(None, "quantize activations while training")
@@ -426,9 +435,10 @@ class CompressionTraining(Section):
 
 
 class WeightQuantization(Section):
-    """`weight_quantization`: of inference."""
+    """`weight_quantization`: of inference. On where it is there, unless `enabled` is false."""
 
     status = unsupported("not in this release; remove the section")
+    switch = ("enabled", False)
 
     enabled: Flag = key(True, "quantize weights")
     num_bits: PositiveInt = key(8, "bits of a weight")

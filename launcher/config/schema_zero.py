@@ -10,10 +10,12 @@ from launcher.config.fields import (
     WITH_NVME,
     AnyInt,
     Count,
+    Elements,
     Flag,
     Fraction,
     OptFlag,
     OptText,
+    PositiveElements,
     PositiveInt,
     Section,
     StageNumber,
@@ -21,6 +23,7 @@ from launcher.config.fields import (
     choice,
     inert,
     key,
+    old_name_of,
     unsupported,
 )
 
@@ -45,8 +48,8 @@ class OffloadParam(Section):
     device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds the parameters")
     nvme_path: OptText = key(None, "folder on a fast disk of each host", WITH_NVME)
     buffer_count: PositiveInt = key(5, "buffers between disk and host memory", WITH_NVME)
-    buffer_size: PositiveInt = key(100_000_000, "elements of one such buffer", WITH_NVME)
-    max_in_cpu: Count = key(1_000_000_000, "elements kept in host memory beside the disk", WITH_NVME)
+    buffer_size: PositiveElements = key(100_000_000, "elements of one such buffer", WITH_NVME)
+    max_in_cpu: Elements = key(1_000_000_000, "elements kept in host memory beside the disk", WITH_NVME)
     pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
 
 
@@ -112,42 +115,42 @@ class ZeroOptimization(Section):
     stage: StageNumber = key(0, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters")
     contiguous_gradients: Flag = key(True, "copy gradients into one buffer as they come", _ALWAYS_FLAT)
     reduce_scatter: Flag = key(True, "reduce each gradient to its owner only; false: to all, with an all-reduce")
-    reduce_bucket_size: PositiveInt = key(500_000_000, "elements reduced at once: upper bound of a unit")
+    reduce_bucket_size: PositiveElements = key(500_000_000, "elements reduced at once: upper bound of a unit")
     use_multi_rank_bucket_allreduce: Flag = key(True, "join the buckets of several ranks", _RANKS_JOINED)
     allgather_partitions: Flag = key(True, "gather updated parameters in one collective", _ONE_GATHER)
-    allgather_bucket_size: PositiveInt = key(500_000_000, "elements gathered at once", _UNIT_GATHER)
+    allgather_bucket_size: PositiveElements = key(500_000_000, "elements gathered at once", _UNIT_GATHER)
     overlap_comm: OptFlag = key(None, "communicate while computing; null: yes")
     load_from_fp32_weights: Flag = key(True, "restore master weights from fp32", inert("checkpoints come later"))
     elastic_checkpoint: Flag = key(False, "old checkpoint form", inert("it is obsolete"))
     offload_param: OffloadParam = key(OffloadParam, "parameters in host memory or on disk")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "optimizer states in host memory or on disk")
     zenflow: ZenFlow | None = key(None, "stall-free offload")
-    sub_group_size: PositiveInt = key(1_000_000_000, "elements a rank updates at once: bounds units too")
-    stage3_prefetch_bucket_size: Count = key(
+    sub_group_size: PositiveElements = key(1_000_000_000, "elements a rank updates at once: bounds units too")
+    stage3_prefetch_bucket_size: Elements = key(
         50_000_000, "elements fetched ahead", AT_STAGE_3, alias=("prefetch_bucket_size",)
     )
-    stage3_param_persistence_threshold: Count = key(
+    stage3_param_persistence_threshold: Elements = key(
         100_000, "smaller parameters stay whole", AT_STAGE_3, alias=("param_persistence_threshold",)
     )
-    stage3_model_persistence_threshold: Count = key(
+    stage3_model_persistence_threshold: Elements = key(
         sys.maxsize, "elements that may stay whole", AT_STAGE_3, alias=("model_persistence_threshold",)
     )
-    stage3_max_live_parameters: Count = key(
+    stage3_max_live_parameters: Elements = key(
         1_000_000_000,
         "elements gathered at a time, beyond which none are fetched ahead or kept; units in use come on top",
         AT_STAGE_3,
         alias=("max_live_parameters",),
     )
-    stage3_max_reuse_distance: Count = key(
+    stage3_max_reuse_distance: Elements = key(
         1_000_000_000, "keep what is needed again so soon", AT_STAGE_3, alias=("max_reuse_distance",)
     )
     stage3_gather_16bit_weights_on_model_save: Flag = key(
         False,
         "gather whole weights to save them",
         _WHOLE,
-        alias=("gather_16bit_weights_on_model_save",),
+        alias=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     )
-    stage3_module_granularity_threshold: Count = key(
+    stage3_module_granularity_threshold: Elements = key(
         0, "fetch modules with smaller parts whole", AT_STAGE_3, alias=("module_granularity_threshold",)
     )
     stage3_use_all_reduce_for_fetch_params: Flag = key(
@@ -185,13 +188,12 @@ class ZeroOptimization(Section):
     enable_sanity_checks: Flag = key(False, "check more at run time", inert("the checks are always on"))
     save_muon_momentum_buffer_in_memory: Flag = key(False, "keep momentum buffers (Muon, SGD) in memory", WITH_NVME)
     leaf_module: LeafModule = key(LeafModule, "modules that are fetched whole")
-    cpu_offload: OptFlag = key(None, "old name of offload_optimizer.device=cpu")
-    cpu_offload_param: OptFlag = key(None, "old name of offload_param.device=cpu")
-    cpu_offload_use_pin_memory: OptFlag = key(None, "old name of pin_memory, where cpu_offload is used")
-    stage3_gather_fp16_weights_on_model_save: OptFlag = key(
-        None,
-        "old name of stage3_gather_16bit_weights_on_model_save",
-        _WHOLE,
+    cpu_offload: OptFlag = key(None, 'true: device "cpu"', old_name_of("offload_optimizer.device"))
+    cpu_offload_param: OptFlag = key(
+        None, 'true: device "cpu"', old_name_of("offload_param.device"), alias=("cpu_offload_params",)
+    )
+    cpu_offload_use_pin_memory: OptFlag = key(
+        None, "page-lock the host memory", old_name_of("pin_memory in the sections that offload")
     )
 
 

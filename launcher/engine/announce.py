@@ -28,7 +28,7 @@ def announce_disks(disks: Disks) -> None:
 def announce(
     parts: EngineParts, notices: Sequence[Diagnostic], choices: Sequence[AutoChoice], plan: OptimizerPlan | None
 ) -> None:
-    """Say in a few lines what this run will do. notices: keys without effect; choices: what "auto" became."""
+    """Say in a few lines what this run will do. notices: of the config; choices: what "auto" became."""
     log = get_logger()
     policy, batch, optimizer = parts.policy, parts.batch, parts.sharded.optimizer
     log.info(
@@ -60,7 +60,7 @@ def announce(
     if plan is not None and plan.notice is not None:
         log.warning("%s", plan.notice)
     if parts.settings.dump_state:
-        log.info("%s", state_text(parts.settings, policy, parts.sharded.units))
+        log.info("%s", state_text(parts.settings, batch, policy, parts.sharded.units))
 
 
 def _kernel_text(plan: OptimizerPlan, device_type: str) -> str:

@@ -19,15 +19,16 @@ from launcher.comm.mesh import ParallelMesh, build_mesh
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import load_config
+from launcher.config.policies import DType
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
 from launcher.engine.casting import Casting, buffer_dtype, buffers_kept, keep_autocast_to, set_tf32
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts
-from launcher.engine.model_check import check_for_ranks, check_model
+from launcher.engine.model_check import check_for_ranks, check_model, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.policy import DTYPES, loss_scale_rules, swap_space, zero_policy
+from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
 from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.shards import let_units_find_states, owned_shards, reserve_states
 from launcher.engine.tiling import tile_to_fit
@@ -57,7 +58,7 @@ from launcher.zero.parameters import home_of
 from launcher.zero.partition import build_units
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
-from launcher.zero.stages import Place, Precision, ZeroPolicy
+from launcher.zero.stages import TORCH_DTYPES, Place, Precision, ZeroPolicy
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -109,8 +110,8 @@ def initialize(
     facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
     batch = _batch(settings, group)
-    mesh = _mesh(settings, group)
-    policy = zero_policy(settings, mesh)
+    policy = zero_policy(settings, group)
+    mesh = build_mesh(group, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
     use_section(settings.activation_checkpointing)
     if group.device.type == "cuda":
         set_tf32(settings.tf32)
@@ -136,17 +137,6 @@ def _batch(settings: Config, group: DataParallelGroup) -> BatchPlan:
         settings.train_micro_batch_size_per_gpu,
         settings.gradient_accumulation_steps,
         group.world_size,
-    )
-
-
-def _mesh(settings: Config, group: DataParallelGroup) -> ParallelMesh:
-    """Return who shards with whom. Raises: EngineError for sizes that do not divide the ranks."""
-    zero = settings.zero_optimization
-    shard_size, node_size = int(zero.mics_shard_size), int(zero.zero_hpz_partition_size)
-    if int(zero.stage) != 3:
-        return ParallelMesh(group, group)
-    return build_mesh(
-        group, shard_size=shard_size if shard_size > 0 else None, node_size=node_size if node_size > 1 else None
     )
 
 
@@ -216,8 +206,12 @@ def _place_model(model: nn.Module, settings: Config, policy: ZeroPolicy, group: 
     Parameters that are going to rest elsewhere stay where they are: the device may not hold them all.
     """
     leaves = settings.zero_optimization.leaf_module
+    if group.rank == 0 and settings.zero_optimization.stage == 3:
+        for sentence in leaves_not_found(model, leaves):
+            get_logger().warning("%s", sentence)
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
-    named = DTYPES[settings.data_types.buffer_dtype] if settings.data_types.buffer_dtype is not None else None
+    buffers = settings.data_types.buffer_dtype
+    named = None if buffers is None else TORCH_DTYPES[DType(buffers)]
     param_dtype = policy.precision.param_dtype
     stays = policy.offload.params is not Place.DEVICE
     with buffers_kept(model, group.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)):

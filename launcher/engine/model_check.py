@@ -1,4 +1,4 @@
-"""Models that no stage can train, refused before anything is changed."""
+"""What does not fit together: models that no stage can train, and keys about modules the model does not have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
+from launcher.base.suggest import did_you_mean
+from launcher.config.schema_zero import LeafModule
 
 
 def check_model(model: nn.Module) -> None:
@@ -34,6 +36,24 @@ def check_for_ranks(model: nn.Module, world_size: int) -> None:
                 " would change those that its own data use",
                 hint="leave max_norm out, and shorten the rows of all ranks alike after engine.step()",
             )
+
+
+def leaves_not_found(model: nn.Module, section: LeafModule) -> list[str]:
+    """Return a sentence for each entry of `leaf_module` that fits no module of the model."""
+    names = [name for name, _ in model.named_modules() if name]
+    kinds = {type(module) for module in model.modules()}
+    classes = {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    ends = {name.rpartition(".")[2] for name in names}
+    wanted = (
+        [("classes", entry, entry in classes, classes) for entry in section.classes]
+        + [("names", entry, entry in names, names) for entry in section.names]
+        + [("name_suffixes", entry, any(n.endswith(entry) for n in names), ends) for entry in section.name_suffixes]
+    )
+    return [
+        f'leaf_module.{key}: the model has no "{entry}"; {did_you_mean(entry, choices) or "it has no effect"}'
+        for key, entry, is_there, choices in wanted
+        if not is_there
+    ]
 
 
 class ModelFacts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from launcher.config.schema import Config
 from launcher.planner.activations import Workload, activation_bytes
 from launcher.planner.memory import CUDA_CONTEXT_BYTES, NCCL_BYTES, RankMemory, Setting, rank_memory
 from launcher.planner.model import ModelFacts
@@ -98,9 +99,9 @@ def _row_json(row: Row, machines: Machines) -> dict[str, Any]:
     memory = row.memory
     return {
         "stage": row.setting.stage,
-        "precision": row.setting.precision.name,
-        "offload_optimizer": row.setting.offload.optimizer,
-        "offload_param": row.setting.offload.param,
+        "precision": row.setting.policy.precision.param.value,
+        "offload_optimizer": row.setting.policy.offload.optimizer.value,
+        "offload_param": row.setting.policy.offload.params.value,
         "gpu_bytes": memory.device,
         "parts": {
             name: getattr(memory, name)
@@ -115,15 +116,15 @@ def _row_json(row: Row, machines: Machines) -> dict[str, Any]:
 
 
 def estimate(
-    model: ModelFacts, machines: Machines, settings: list[Setting], base: Setting, workload: Workload | None
+    model: ModelFacts, machines: Machines, settings: list[Setting], base: Config, workload: Workload | None
 ) -> Estimate:
-    """Return what each of `settings` needs, and what the ladder around `base` needs.
+    """Return what each of `settings` needs, and what the ladder around `base` needs, which is a resolved config.
 
     workload: None leaves activations out; so does a model whose shape is not known.
     """
     known = workload if model.shape is not None else None
     rows = tuple(_row(model, machines, setting, known) for setting in settings)
-    rungs = tuple(_row(model, machines, setting, known) for setting in ladder(base))
+    rungs = tuple(_row(model, machines, setting, known) for setting in ladder(base, machines.world_size))
     return Estimate(model, machines, known, rows, rungs)
 
 
@@ -132,7 +133,7 @@ def _row(model: ModelFacts, machines: Machines, setting: Setting, workload: Work
     context = machines.context_bytes + (NCCL_BYTES if machines.world_size > 1 else 0)
     activations = 0
     if workload is not None and model.shape is not None:
-        activations = activation_bytes(model.shape, workload, setting.precision.param_bytes)
+        activations = activation_bytes(model.shape, workload, setting.element.param)
     memory = replace(memory, activations=activations, context=context)
     per_node = machines.gpus_per_node
     return Row(setting, memory, memory.host * per_node, memory.disk * per_node, tuple(refusals(setting)))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from launcher.base.errors import UsageError
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import BATCH_KEYS
 from launcher.config.check import check
 from launcher.config.fields import AUTO, Auto
+from launcher.config.policies import DType, Place, zero_policy
 from launcher.config.schema import Config
-from launcher.planner.memory import Offload, Precision, Setting
+from launcher.planner.memory import Setting, States
 
 # States per parameter of each optimizer; SGD keeps one when it has momentum, Muon two beside matrices.
 OPTIMIZER_STATES = {
@@ -32,23 +34,54 @@ _LADDER = (
 )
 
 
-def ladder(base: Setting) -> list[Setting]:
-    """Return the settings worth trying, quickest first, with the precision and buffers of `base`."""
-    return [
-        replace(base, stage=stage, offload=replace(base.offload, optimizer=optimizer, param=param))
-        for stage, optimizer, param in _LADDER
-    ]
+def ladder(config: Config, world_size: int) -> list[Setting]:
+    """Return the settings worth trying, quickest first, with the precision and buffers of a resolved config."""
+    return [setting_of(at(config, *rung), world_size) for rung in _LADDER]
+
+
+def at(config: Config, stage: int, optimizer: str, param: str) -> Config:
+    """Return a config at another stage and with other offload: `none`, `cpu` or `nvme`."""
+    zero = config.zero_optimization
+    places = {
+        "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": optimizer}),
+        "offload_param": zero.offload_param.model_copy(update={"device": param}),
+    }
+    return config.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": stage, **places})})
+
+
+def in_precision(
+    config: Config, name: str, *, has_16bit_master: bool = False, has_16bit_states: bool = False
+) -> Config:
+    """Return a config in another precision.
+
+    has_16bit_master: `fp16_master_weights_and_grads` and its bf16 twin, beside what the config says.
+    has_16bit_states: `bf16_optimizer_states`, likewise. Raises: UsageError.
+    """
+    if name == "fp32" and (has_16bit_master or has_16bit_states):
+        raise UsageError("16-bit masters or states need a 16-bit precision", hint="choose bf16 or fp16")
+    if name == "fp16" and has_16bit_states:
+        raise UsageError("optimizer states in 16 bit need bf16", hint="choose bf16")
+    fp16, bf16 = {"enabled": name == "fp16"}, {"enabled": name == "bf16"}
+    if has_16bit_master:
+        fp16["fp16_master_weights_and_grads"] = bf16["bf16_master_weights_and_grads"] = True
+    if has_16bit_states:
+        bf16["bf16_optimizer_states"] = True
+    return config.model_copy(
+        update={"fp16": config.fp16.model_copy(update=fp16), "bf16": config.bf16.model_copy(update=bf16)}
+    )
 
 
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
     zero: dict[str, Any] = {"stage": setting.stage}
-    for name, place in (("offload_optimizer", setting.offload.optimizer), ("offload_param", setting.offload.param)):
-        if place != "none":
-            zero[name] = {"device": place, **({"nvme_path": EXAMPLE_NVME_PATH} if place == "nvme" else {})}
-    if setting.precision.name == "fp32":
+    offload, precision = setting.policy.offload, setting.policy.precision.param
+    for name, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.params)):
+        if place is not Place.DEVICE:
+            path = {"nvme_path": EXAMPLE_NVME_PATH} if place is Place.DISK else {}
+            zero[name] = {"device": place.value, **path}
+    if precision is DType.FP32:
         return {"zero_optimization": zero}
-    return {setting.precision.name: {"enabled": True}, "zero_optimization": zero}
+    return {precision.value: {"enabled": True}, "zero_optimization": zero}
 
 
 def refusals(setting: Setting) -> list[str]:
@@ -77,32 +110,12 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> Config:
     return resolve_auto(config, facts)[0]
 
 
-def from_config(config: Config, precision_name: str | None = None) -> Setting:
+def setting_of(config: Config, world_size: int) -> Setting:
     """Return the setting that a resolved config asks for.
 
-    precision_name: used instead of the config's. Raises: UsageError for a combination that does not exist.
+    Raises: UsageError for a combination that does not exist.
     """
-    zero = config.zero_optimization
-    optimizer, param = zero.offload_optimizer, zero.offload_param
-    return Setting(
-        stage=zero.stage,
-        precision=_precision(config, precision_name),
-        offload=Offload(
-            optimizer="cpu" if zero.cpu_offload else optimizer.device,
-            param="cpu" if zero.cpu_offload_param else param.device,
-            optimizer_ratio=optimizer.ratio,
-            is_delayed=optimizer.delayed_update,
-            param_buffers=param.buffer_count,
-            param_buffer_numel=param.buffer_size,
-            param_numel_in_cpu=param.max_in_cpu,
-            sub_group_numel=zero.sub_group_size,
-        ),
-        max_unit_numel=zero.reduce_bucket_size,
-        persistent_numel=zero.stage3_param_persistence_threshold,
-        overlaps=zero.overlap_comm is not False,
-        prefetch_numel=zero.stage3_prefetch_bucket_size,
-        kept_numel=min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance),
-    )
+    return Setting(config.zero_optimization.stage, zero_policy(config, world_size), _states(config))
 
 
 def micro_batch_of(config: Config, world_size: int) -> int | None:
@@ -114,21 +127,11 @@ def micro_batch_of(config: Config, world_size: int) -> int | None:
     return max(1, config.train_batch_size // ((config.gradient_accumulation_steps or 1) * world_size))
 
 
-def _precision(config: Config, name: str | None) -> Precision:
-    chosen = name or ("fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32")
-    is_bf16, is_fp16 = chosen == "bf16", chosen == "fp16"
+def _states(config: Config) -> States:
     optimizer = config.optimizer
-    num_states = 2 if optimizer is None else OPTIMIZER_STATES.get(optimizer.type, 2)
-    if optimizer is not None and num_states == 0 and optimizer.params.get("momentum"):
+    if optimizer is None:
+        return States()
+    num_states = OPTIMIZER_STATES.get(optimizer.type, 2)
+    if num_states == 0 and optimizer.params.get("momentum"):
         num_states = 1
-    precision = Precision.of(
-        chosen,
-        has_16bit_master=(is_bf16 and config.bf16.bf16_master_weights_and_grads)
-        or (is_fp16 and config.fp16.fp16_master_weights_and_grads),
-        has_16bit_states=is_bf16 and config.bf16.bf16_optimizer_states,
-        num_states=num_states,
-    )
-    if optimizer is not None and optimizer.type == "Muon":
-        precision = replace(precision, state_bytes_beside_matrices=2 * int(precision.state_bytes))
-    sums = config.data_types.grad_accum_dtype
-    return precision if sums is None else replace(precision, grad_bytes=4 if sums == "fp32" else 2)
+    return States(num_states, 2 * num_states if optimizer.type == "Muon" else None)

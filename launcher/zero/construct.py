@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -17,11 +17,12 @@ from launcher.base.suggest import did_you_mean
 from launcher.comm.groups import DataParallelGroup, init_distributed
 from launcher.comm.groups import data_parallel_group as all_ranks
 from launcher.comm.mesh import ParallelMesh
-from launcher.config.load import read_raw
+from launcher.config.policies import param_dtype
 from launcher.zero.gathered import GatheredParameters
-from launcher.zero.home import HERE, Home, shard_homes
+from launcher.zero.home import HERE, Home, settings_for_construction, shard_homes
 from launcher.zero.layout import layout_unit
 from launcher.zero.parameters import Residence, UnitParameters, home_of
+from launcher.zero.stages import TORCH_DTYPES
 
 _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
 _active: list[Init] = []
@@ -67,12 +68,13 @@ class Init:
         if refused:
             raise EngineError(f"zero.Init({refused[0]}=...) is not supported", hint="it shards over all ranks")
         given = config if config is not None else config_dict_or_path
-        self._dtype = dtype if dtype is not None or given is None else _configured_dtype(given)
+        settings = settings_for_construction(given)
+        self._dtype = dtype if dtype is not None or given is None else TORCH_DTYPES[param_dtype(settings)]
         self._enabled = enabled
         if enabled:
             init_distributed()
         self._group = all_ranks()
-        self._homes = shard_homes(given, remote_device, self._group.world_size) if enabled else None
+        self._homes = shard_homes(settings, remote_device) if enabled else None
         self._stack = contextlib.ExitStack()
         self._built: list[weakref.ref[nn.Module]] = []
         if module is not None and enabled:
@@ -122,15 +124,6 @@ class Init:
             if home_of(param) is None and not param.is_meta:
                 home = HERE if self._homes is None else self._homes.of_shard(param.numel() // self._group.world_size)
                 shard_parameter(param, self._group, self._dtype, home)
-
-
-def _configured_dtype(config: Any) -> torch.dtype:
-    raw = read_raw(config)
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        section = raw.get(name)
-        if isinstance(section, Mapping) and section.get("enabled") is True:
-            return dtype
-    return torch.float32
 
 
 def shard_parameter(

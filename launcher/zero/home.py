@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +11,10 @@ from torch import Tensor
 from launcher.base.errors import EngineError
 from launcher.base.units import format_bytes
 from launcher.comm.groups import DataParallelGroup
-from launcher.config.load import load_config, read_raw
+from launcher.config.auto import AutoFacts, resolve_auto
+from launcher.config.load import load_config
+from launcher.config.policies import offload_policy
+from launcher.config.schema import Config
 from launcher.config.schema_zero import Aio, OffloadOptimizer, OffloadParam
 from launcher.storage.store import AioSettings
 from launcher.zero.disk import Disk, Swapped
@@ -79,32 +81,34 @@ def open_disk(section: OffloadOptimizer | OffloadParam, aio: Aio, *, writes_behi
     return Disk(str(section.nvme_path), settings, writes_behind=writes_behind)
 
 
-def shard_homes(config: Any, remote_device: str | None, world_size: int) -> Homes | None:
+def settings_for_construction(config: Any) -> Config:
+    """Return the config of the engine to come, as far as a model is built by it: optimizer and schedule are left out.
+
+    config: as `initialize` takes it; None: none is known. Raises: ConfigError.
+    """
+    if config is None:
+        return Config()
+    loaded = load_config(config).config.model_copy(update={"optimizer": None, "scheduler": None})
+    return resolve_auto(loaded, AutoFacts())[0]
+
+
+def shard_homes(settings: Config, remote_device: str | None) -> Homes | None:
     """Return the homes of shards that are made before there is an engine; None where they rest on the device.
 
-    config: that of the engine to come; None: none is known. remote_device: instead of its `offload_param.device`.
-    Raises: ConfigError, EngineError.
+    settings: of the engine to come. remote_device: instead of its `offload_param.device`. Raises: EngineError.
     """
-    raw = read_raw(config).get("zero_optimization") if config is not None else None
-    asks = isinstance(raw, Mapping) and ("offload_param" in raw or raw.get("cpu_offload_param") is True)
-    section, aio, is_old = OffloadParam(), Aio(), False
-    if asks:
-        settings = load_config(config, world_size=world_size).config
-        section, aio = settings.zero_optimization.offload_param, settings.aio
-        is_old = settings.zero_optimization.cpu_offload_param is True
-    device = remote_device or ("cpu" if is_old else section.device)
+    section = settings.zero_optimization.offload_param
+    device = remote_device or section.device
     if device not in _REMOTE_DEVICES or (device == Place.DISK.value and not section.nvme_path):
         raise EngineError(
             f'zero.Init(remote_device="{device}") is not possible',
             hint='"none", "cpu", or "nvme" with a config whose offload_param names an nvme_path',
         )
-    section = section.model_copy(update={"device": device})
-    policy = OffloadPolicy(
-        params=Place(device), pins_params=section.pin_memory, max_host_params=int(section.max_in_cpu)
-    )
+    policy = replace(offload_policy(settings), params=Place(device))
     if policy.params is Place.DEVICE:
         return None
-    return Homes(policy, Disks(params=open_disk(section, aio, writes_behind=True)), trained_numel=0)
+    section = section.model_copy(update={"device": device})
+    return Homes(policy, Disks(params=open_disk(section, settings.aio, writes_behind=True)), trained_numel=0)
 
 
 class Homes:

@@ -307,6 +307,7 @@ def test_the_tables_of_the_guides(tmp_path: Path) -> None:
         (["7B", "--hidden", "64"], "go together"),
         (["7B", "--layers", "2", "--hidden", "65", "--heads", "2"], "not divisible"),
         (["7B", "--precision", "fp32", "--16bit-states"], "need a 16-bit precision"),
+        (["7B", "--precision", "fp16", "--16bit-states"], "optimizer states in 16 bit need bf16"),
         (["7B", "--config", "ds.json", "--stage", "2"], "--stage and --config exclude each other"),
         (["7B", "--config", "nowhere.json"], "nowhere.json: the config cannot be read"),
         (["7B", "--json", "--deepspeed-tables"], "exclude each other"),

@@ -151,6 +151,84 @@ def test_all_mistakes_of_a_text_come_together_in_its_order() -> None:
     assert "gradient_clipping" in found[1]
 
 
+RULES = [  # two keys that contradict each other, and what is said
+    ('"fp16": {"enabled": true}, "amp": {"enabled": true}', "fp16 and amp are both enabled"),
+    ('"zero_optimization": {"offload_optimizer": {"device": "cpu"}}', 'offload_optimizer "cpu" needs stage 1, 2 or 3'),
+    ('"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}', 'offload_param "nvme" needs a folder'),
+    ('"gradient_predivide_factor": 2, "prescale_gradients": true', "prescale_gradients divides before sending too"),
+    ('"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 2}', "OneBitAdam cannot run at ZeRO stage 2"),
+    ('"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2', "train_batch_size 3 is not divisible"),
+]
+WRONG_KEYS = [  # a mistake in one key, and what is said
+    ('"nothing_like_it": 1', 'unknown key "nothing_like_it"'),
+    ('"steps_per_print": "many"', "steps_per_print: expected an integer"),
+    ('"csv_monitor": 3', "expected an object with keys, got 3"),
+    ('"sparse_attention": {}', "sparse_attention is not supported"),
+    ('"scheduler": {"type": "WarmupLRR"}', 'unknown scheduler type "WarmupLRR"'),
+    ('"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}', 'scheduler.params: unknown key "warmup"'),
+]
+
+
+@pytest.mark.parametrize(("rule", "broken"), RULES)
+@pytest.mark.parametrize(("wrong", "expected"), WRONG_KEYS)
+def test_rules_between_keys_are_checked_beside_wrong_keys(wrong: str, expected: str, rule: str, broken: str) -> None:
+    size = "" if "train_batch" in rule else '"train_micro_batch_size_per_gpu": 1,\n'
+    found = findings("{" + size + wrong + ",\n" + rule + "}", world_size=4)
+    assert len(found) == 2, found
+    assert expected in found[0]
+    assert broken in found[1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "others"),
+    [
+        ('"zero_optimization": {"stage": "three", "offload_param": {"device": "cpu"}}', ""),
+        ('"zero_optimization": {"stagee": 3, "offload_param": {"device": "cpu"}}', ""),
+        ('"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_pth": "/nvme"}}', ""),
+        ('"zero_optimization": {"stage": 3, "offload_optimizer": {"devise": "cpu", "delayed_update": true}}', ""),
+        (
+            '"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "delayed_update": true}}, ',
+            "wrong",
+        ),
+        ('"fp16": 3', '"data_types": {"param_dtype": "fp16", "grad_accum_dtype": "fp16"}'),
+        ('"fp61": {"enabled": true}', '"data_types": {"param_dtype": "fp16"}'),
+        ('"bf16": {"enabled": true, "bf16_master_weights_and_grad": true, "bf16_optimizer_states": true}', ""),
+        ('"gradient_predivide_factor": "2"', '"prescale_gradients": true'),
+        ('"train_micro_batch_size_per_gpu": "2"', ""),
+        ('"train_batch_sise": 8', ""),
+        ('"elastcity": {"enabled": true, "max_train_batch_size": 8, "micro_batch_sizes": [2]}', ""),
+        ('"elasticity": {"enabled": true, "max_train_batch_size": "8", "micro_batch_sizes": [3]}', ""),
+    ],
+)
+def test_no_rule_holds_a_default_against_a_key_that_is_wrong(wrong: str, others: str) -> None:
+    """What the author meant by it is not known."""
+    if others == "wrong":
+        wrong, others = wrong.rstrip(", "), '"optimizer": {"type": "Lmb"}'
+    sizes = "" if "batch_si" in wrong else '"train_micro_batch_size_per_gpu": 1'
+    found = findings("{" + ", ".join(part for part in (wrong, others, sizes) if part) + "}", world_size=4)
+    assert len(found) == 1, found
+
+
+def test_values_left_to_a_trainer_contradict_nothing() -> None:
+    load_config(
+        {
+            "fp16": {"enabled": "auto"},
+            "bf16": {"enabled": "auto"},
+            "data_types": {"param_dtype": "fp16", "grad_accum_dtype": "auto"},
+            "gradient_predivide_factor": "auto",
+            "prescale_gradients": True,
+            "zero_optimization": {"stage": 2, "offload_param": {"device": "auto"}},
+        }
+    )
+
+
+def test_every_problem_of_one_key_is_said() -> None:
+    found = findings('{"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "nvme"}}}')
+    assert len(found) == 2
+    assert "needs stage 1, 2 or 3" in found[0]
+    assert "needs a folder" in found[1]
+
+
 def test_fp16_together_with_bf16_is_named() -> None:
     found = findings('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}')
     assert any("fp16 and bf16 are both enabled" in line for line in found)
@@ -189,6 +267,55 @@ def test_a_key_that_tunes_stage_3_is_reported_at_another_stage(stage: int) -> No
     expected = "zero_optimization.stage3_max_live_parameters 5 has no effect: it tunes stage 3"
     assert notice.message == expected
     assert load_config({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 5}}).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"sparse_attention": {"mode": "fixed"}}', "sparse_attention is not supported"),
+        ('{"sparse_attention": {}}', "sparse_attention is not supported"),
+        ('{"weight_quantization": {"num_bits": 8}}', "weight_quantization is not supported"),
+        ('{"quantize_training": {}}', "quantize_training is not supported"),
+        ('{"datastates_ckpt": {}}', "datastates_ckpt is not supported"),
+        ('{"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}', "zero_optimization.zenflow is not supported"),
+        ('{"zero_optimization": {"zenflow": {}}}', "zero_optimization.zenflow is not supported"),
+        ('{"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}}', "zeropp_loco_param is not supported"),
+        (
+            '{"compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": true}}}}',
+            "compression_training.sparse_pruning is not supported",
+        ),
+        (
+            '{"compression_training": {"layer_reduction": {"enabled": true, "keep_number_layer": 5}}}',
+            "compression_training.layer_reduction is not supported",
+        ),
+    ],
+)
+def test_a_section_whose_presence_turns_it_on_is_refused_whatever_it_holds(text: str, expected: str) -> None:
+    (found,) = findings(text)
+    assert expected in found
+    assert "remove the" in found
+    (notice,) = load_config(text, for_planning=True).notices
+    assert expected in notice.message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"sparse_attention": None},
+        {"weight_quantization": {"enabled": False, "num_bits": 4}},
+        {"zero_optimization": {"zenflow": None, "zeropp_loco_param": None}},
+        {"compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {}}}},
+        {"compression_training": {"layer_reduction": {"enabled": False}, "row_pruning": {}}},
+        {"compression_training": {}},
+    ],
+)
+def test_a_section_that_is_off_is_not_refused(data: dict[str, Any]) -> None:
+    assert load_config(data).notices == ()
+
+
+def test_a_section_without_effect_that_its_presence_turns_on_is_said() -> None:
+    (notice,) = load_config({"checkpoint": {"writer": {}}}).notices
+    assert notice.message.startswith("checkpoint.writer has no effect: checkpoints come with a later release")
 
 
 def test_auto_on_a_key_without_effect_is_not_reported() -> None:

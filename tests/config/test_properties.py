@@ -52,15 +52,17 @@ def test_any_text(text: str) -> None:
     load(text)
 
 
-@given(st.sampled_from(PLAIN_PATHS), odd)
+@given(st.lists(st.tuples(st.sampled_from(PLAIN_PATHS), st.sampled_from(["", "e"]), odd), min_size=1, max_size=3))
 @settings(max_examples=400)
-def test_any_value_at_any_key(path: tuple[str, ...], value: Any) -> None:
+def test_any_values_at_any_keys(changes: list[tuple[tuple[str, ...], str, Any]]) -> None:
+    """A letter behind a key makes it one that is not known."""
     data: dict[str, Any] = copy.deepcopy(GOOD)
-    inner: Any = data
-    for part in path[:-1]:
-        inner = inner.setdefault(part, {})
-    if isinstance(inner, dict):
-        inner[path[-1]] = value
+    for path, letter, value in changes:
+        inner: Any = data
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner[path[-1] + letter] = copy.deepcopy(value)
     load(data)
     load(json.dumps(data))
 

@@ -14,9 +14,8 @@ from harness.section_reads import keys_read
 
 from launcher.cli.config import config_group
 from launcher.config.auto import AutoFacts, resolve_auto
-from launcher.config.check import section_of
 from launcher.config.elastic import ElasticRules
-from launcher.config.fields import Section, Support, status_of
+from launcher.config.fields import Section, Support, section_of, status_of
 from launcher.config.load import load_config
 from launcher.config.reference import all_keys, markdown
 from launcher.config.schema import Config
@@ -34,7 +33,7 @@ from launcher.optim.schedules import SCHEDULES
 from launcher.optim.torch_schedules import schedule_from_config
 
 ROOT = Path(__file__).resolve().parents[2]
-READING_ROOMS = ("activation", "comm", "engine", "monitor", "optim", "storage", "zero")
+READERS = ("config/policies.py", "activation", "comm", "engine", "monitor", "optim", "storage", "zero")
 COMET_NAMES = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 # Keys whose owner has no type that an annotation or an assignment shows: the file that reads each, and its words there.
 READ_ELSEWHERE = {
@@ -79,7 +78,7 @@ def _working(section: type[Section], prefix: str) -> Iterator[tuple[type[Section
 
 
 def test_every_key_that_works_is_read_by_the_engine() -> None:
-    read = set().union(*(keys_read(ROOT / "launcher" / room) for room in READING_ROOMS))
+    read = set().union(*(keys_read(ROOT / "launcher" / room) for room in READERS))
     assert [
         path
         for section, name, path in _working(Config, "")
@@ -186,3 +185,17 @@ def test_check_says_what_a_trainer_must_fill_in(tmp_path: Path, text: str, messa
     assert result.exit_code == 0, result.output
     assert ("for a Trainer to fill in" in result.output) == (message is not None)
     assert (message or "ok") in result.output
+
+
+def test_check_lists_errors_of_all_kinds_and_notes(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"aio": {}, "zenflow": {}, "cpu_offload": true},\n "bogus": 1}')
+    found = CliRunner().invoke(config_group, ["check", str(path)])
+    assert found.exit_code == 2
+    *errors, count = found.output.splitlines()
+    assert [line.split("  ")[0] for line in errors] == [f"{path}:1:35", f"{path}:1:65", f"{path}:2:2"]
+    assert count == "3 errors"
+    path.write_text('{"train_batch_size": 1, "zero_optimization": {"aio": {}, "reduce_bucket_size": 10.5}}')
+    found = CliRunner().invoke(config_group, ["check", str(path)])
+    assert found.exit_code == 0
+    assert found.output.splitlines()[-1] == f"{path}: ok, 2 notes"

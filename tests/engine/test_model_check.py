@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.logs import logged
 from torch import nn
 
 import launcher
@@ -26,6 +27,28 @@ def test_a_scripted_module_is_named() -> None:
     for model, name in ((nn.Sequential(scripted), "the module 0"), (scripted, "the model")):
         with pytest.raises(EngineError, match=rf"{name} is a scripted module .*the module it was made from"):
             launcher.initialize(model=model, config=CONFIG)
+
+
+def said_of_leaves(stage: int, **section: list[str]) -> list[str]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1)))
+    config = {**CONFIG, "zero_optimization": {"stage": stage, "leaf_module": section}}
+    with logged() as lines:
+        launcher.initialize(model=model, config=config)
+    return [line for line in lines if line.startswith("leaf_module.")]
+
+
+def test_a_leaf_module_that_is_not_there_is_named() -> None:
+    assert said_of_leaves(
+        3,
+        classes=["Sequental", "torch.nn.modules.linear.Linear"],
+        names=["1.0", "layers"],
+        name_suffixes=["0", "experts"],
+    ) == [
+        'leaf_module.classes: the model has no "Sequental"; did you mean "Sequential"?',
+        'leaf_module.names: the model has no "layers"; it has no effect',
+        'leaf_module.name_suffixes: the model has no "experts"; it has no effect',
+    ]
+    assert said_of_leaves(2, classes=["Sequental"]) == []  # all of leaf_module is said to have no effect
 
 
 @pytest.mark.parametrize("stage", [0, 3])

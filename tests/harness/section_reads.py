@@ -9,15 +9,15 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.config.check import section_of
-from launcher.config.fields import Section
+from launcher.config.fields import Section, section_of
 
 Read = tuple[type[Section], str]  # the section that has the key, the key
 
 
 def keys_read(sources: Path) -> set[Read]:
-    """Return every key that a module under `sources` reads."""
-    return {read for path in sorted(sources.rglob("*.py")) for read in _Module(ast.parse(path.read_text())).reads()}
+    """Return every key that a module reads. sources: the module, or a folder of them."""
+    paths = [sources] if sources.is_file() else sorted(sources.rglob("*.py"))
+    return {read for path in paths for read in _Module(ast.parse(path.read_text())).reads()}
 
 
 def _sections(root: type[Section] = Section) -> Iterator[type[Section]]:

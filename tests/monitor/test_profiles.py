@@ -147,6 +147,40 @@ def test_the_state_is_dumped_without_secrets() -> None:
     assert "unit 0: 5 parameters from blocks.0.mix.weight to head.bias" in text
 
 
+def dumped(**config: Any) -> list[str]:
+    _, lines = train(0, dump_state=True, **config)
+    return next(line for line in lines if line.startswith("config in force")).splitlines()
+
+
+def test_the_dump_has_the_values_in_force() -> None:
+    kept = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    adam = {"type": "AdamW", "params": {"lr": "auto", "fp32_optimizer_states": True}}
+    lines = dumped(bf16=kept, optimizer=adam, gradient_accumulation_steps=2, zero_optimization={"stage": 3})
+    for line in (
+        f"train_batch_size = {2 * BATCH}",
+        f"train_micro_batch_size_per_gpu = {BATCH}",
+        "gradient_accumulation_steps = 2",
+        "optimizer.params.lr = 0.001",
+        "zero_optimization.stage3_max_live_parameters = 1000000000",
+        "bf16.bf16_optimizer_states = true",
+    ):
+        assert f"  {line}" in lines
+    at = lines.index("precision in force:")
+    assert lines[at + 1 : at + 5] == [
+        "  parameters: bf16",
+        "  master weights: the parameters, bf16",
+        "  gradient sums: bf16",
+        "  optimizer states: bf16",
+    ]
+    assert not [line for line in lines if "fp32_optimizer_states" in line or ".nvme_path" in line]
+
+
+def test_keys_of_another_stage_are_not_dumped() -> None:
+    lines = dumped(bf16={"enabled": True})
+    assert not [line for line in lines if "stage3_" in line or line.startswith("  aio.")]
+    assert {"  master weights: fp32", "  gradient sums: fp32", "  optimizer states: fp32"} <= set(lines)
+
+
 # ---- collectives ----
 
 

@@ -10,8 +10,10 @@ from harness.offload import is_in_host_memory, late_link
 from harness.ranks import run_on_ranks
 from torch import nn
 
-from launcher.planner.memory import Offload, Precision, Setting, rank_memory
+from launcher.config.load import load_config
+from launcher.planner.memory import RankMemory, rank_memory
 from launcher.planner.model import ModelFacts, Parameter
+from launcher.planner.settings import setting_of
 
 WIDTH, NUM_BLOCKS, WORLD_SIZE = 600, 8, 2
 
@@ -25,6 +27,24 @@ def facts() -> ModelFacts:
     return ModelFacts("blocks", "test", params)
 
 
+def config(stage: int, precision: str, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": WIDTH * WIDTH,
+            **zero,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+
+
+def planned_for(given: dict[str, Any], world_size: int) -> RankMemory:
+    return rank_memory(facts(), setting_of(load_config(given).config, world_size), world_size)
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -32,41 +52,20 @@ def facts() -> ModelFacts:
 def test_the_formula_is_what_the_engine_allocates(stage: int, precision: str, overlaps: bool, kept_numel: int) -> None:
     if stage < 3 and kept_numel:
         pytest.skip("nothing is gathered below stage 3")
-    setting = Setting(
-        stage,
-        Precision.of(precision),
-        persistent_numel=0,
-        overlaps=overlaps,
-        prefetch_numel=WIDTH * WIDTH,
-        kept_numel=kept_numel,
-    )
-    planned = rank_memory(facts(), setting, WORLD_SIZE)
-    for found in run_on_ranks(WORLD_SIZE, _measured, stage, precision, overlaps, kept_numel):
+    given = config(stage, precision, overlap_comm=overlaps, stage3_max_reuse_distance=kept_numel)
+    planned = planned_for(given, WORLD_SIZE)
+    for found in run_on_ranks(WORLD_SIZE, _measured, given):
         assert planned.model_states <= found["model_states"] <= 1.02 * planned.model_states
         assert found["peak_in_flight"] <= 1.02 * planned.in_flight
         if stage > 0:  # at stage 0 gloo itself may do the whole sum, out of sight
             assert found["peak_in_flight"] >= 0.5 * planned.in_flight
 
 
-def _measured(
-    rank: int, world_size: int, stage: int, precision: str, overlaps: bool, kept_numel: int
-) -> dict[str, int]:
+def _measured(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, int]:
     """Return the bytes that live from step to step, and the most that was in flight at once."""
     import launcher
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": precision == "bf16"},
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": overlaps,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": WIDTH * WIDTH,
-            "stage3_max_reuse_distance": kept_numel,
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    engine, optimizer, _, _ = launcher.initialize(model=build(), config=config)
+    engine, optimizer, _, _ = launcher.initialize(model=build(), config=given)
     peak_bytes = _train(engine)
     storages = _storages(engine)
     states = sum(storages.values()) + 4 * optimizer.optimizer.state_numel()
@@ -97,19 +96,21 @@ def _storages(engine: Any, *, in_host_memory: bool = False) -> dict[int, int]:
     }
 
 
-OPTIMIZER, PART = Offload("cpu"), Offload("cpu", optimizer_ratio=0.5)
-OFFLOADS = [
-    (1, OPTIMIZER),
-    (2, OPTIMIZER),
-    (2, PART),
-    (3, OPTIMIZER),
-    (3, Offload("cpu", "cpu")),
-    (3, Offload("cpu", "cpu", optimizer_ratio=0.5)),
-    (3, Offload("none", "cpu")),
-    (1, Offload("cpu", is_delayed=True)),
-    (2, Offload("cpu", is_delayed=True)),
-    (3, Offload("cpu", is_delayed=True)),
-    (3, Offload("cpu", "cpu", is_delayed=True)),
+OPTIMIZER, PARAMS = {"device": "cpu"}, {"offload_param": {"device": "cpu"}}
+PART = OPTIMIZER | {"ratio": 0.5}
+DELAYED = OPTIMIZER | {"delayed_update": True, "delayed_update_warmup_steps": 1}
+OFFLOADS: list[tuple[int, dict[str, Any]]] = [
+    (1, {"offload_optimizer": OPTIMIZER}),
+    (2, {"offload_optimizer": OPTIMIZER}),
+    (2, {"offload_optimizer": PART}),
+    (3, {"offload_optimizer": OPTIMIZER}),
+    (3, {"offload_optimizer": OPTIMIZER, **PARAMS}),
+    (3, {"offload_optimizer": PART, **PARAMS}),
+    (3, PARAMS),
+    (1, {"offload_optimizer": DELAYED}),
+    (2, {"offload_optimizer": DELAYED}),
+    (3, {"offload_optimizer": DELAYED}),
+    (3, {"offload_optimizer": DELAYED, **PARAMS}),
 ]
 
 
@@ -117,11 +118,11 @@ OFFLOADS = [
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("stage", "offload"), OFFLOADS)
 def test_the_formula_is_what_rests_on_device_and_host(
-    stage: int, offload: Offload, precision: str, world_size: int
+    stage: int, offload: dict[str, Any], precision: str, world_size: int
 ) -> None:
-    kept = {"persistent_numel": 0, "prefetch_numel": WIDTH * WIDTH, "kept_numel": 0}
-    planned = rank_memory(facts(), Setting(stage, Precision.of(precision), offload, **kept), world_size)
-    for found in run_on_ranks(world_size, _offloaded, stage, precision, offload):
+    given = config(stage, precision, stage3_max_reuse_distance=0, **offload)
+    planned = planned_for(given, world_size)
+    for found in run_on_ranks(world_size, _offloaded, given):
         assert planned.host <= found["host"] <= 1.02 * planned.host
         assert planned.model_states <= found["device"] <= 1.02 * planned.model_states + 1
         assert found["peak_in_flight"] <= 1.02 * planned.in_flight
@@ -129,30 +130,12 @@ def test_the_formula_is_what_rests_on_device_and_host(
             assert found["peak_in_flight"] >= 0.3 * planned.in_flight
 
 
-def _offloaded(rank: int, world_size: int, stage: int, precision: str, offload: Offload) -> dict[str, int]:
+def _offloaded(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, int]:
     """Return the bytes that rest on the device and in host memory, and the most that was in flight on the device."""
     import launcher
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": precision == "bf16"},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": WIDTH * WIDTH,
-            "stage3_max_reuse_distance": 0,
-            "offload_optimizer": {
-                "device": offload.optimizer,
-                "ratio": offload.optimizer_ratio,
-                "delayed_update": offload.is_delayed,
-                "delayed_update_warmup_steps": 1,
-            },
-            "offload_param": {"device": offload.param},
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
     with late_link():
-        engine = launcher.initialize(model=build(), config=config)[0]
+        engine = launcher.initialize(model=build(), config=given)[0]
         found = {"peak_in_flight": _train(engine), "device": 0, "host": 0}
         for unit in engine._sharded.units:  # states are made beside their master
             place = "host" if is_in_host_memory(unit.params.master) else "device"

@@ -9,22 +9,33 @@ import pytest
 
 from launcher.base.errors import ConfigError
 from launcher.config.load import load_config
-from launcher.planner.memory import Offload, Precision, Setting, rank_memory
+from launcher.config.policies import DType, OffloadPolicy, Place, Precision, zero_policy
+from launcher.config.schema import Config
+from launcher.planner.memory import Setting, States, rank_memory
 from launcher.planner.model import ModelFacts, Parameter
-from launcher.planner.settings import as_config, from_config, ladder, micro_batch_of, refusals, resolve
+from launcher.planner.settings import (
+    as_config,
+    in_precision,
+    ladder,
+    micro_batch_of,
+    refusals,
+    resolve,
+    setting_of,
+)
 
-BASE = Setting(0, Precision.of("bf16"))
+BASE = in_precision(Config(), "bf16")
+WORLD_SIZE = 4
 
 
-def setting_of(config: dict[str, Any], world_size: int = 4) -> tuple[Setting, int | None]:
+def planned(config: dict[str, Any], world_size: int = WORLD_SIZE) -> tuple[Setting, int | None]:
     loaded = load_config(config, world_size=world_size, for_planning=True)
     resolved = resolve(loaded.config, world_size, 1024)
-    return from_config(resolved), micro_batch_of(resolved, world_size)
+    return setting_of(resolved, world_size), micro_batch_of(resolved, world_size)
 
 
-@pytest.mark.parametrize("setting", ladder(BASE), ids=lambda setting: f"{setting.stage}, {setting.offload}")
+@pytest.mark.parametrize("setting", ladder(BASE, WORLD_SIZE), ids=lambda one: f"{one.stage}, {one.offload_label}")
 def test_a_setting_as_config_is_the_setting(setting: Setting) -> None:
-    found, batch = setting_of({"train_micro_batch_size_per_gpu": 3, **as_config(setting)})
+    found, batch = planned({"train_micro_batch_size_per_gpu": 3, **as_config(setting)})
     assert (found, batch) == (setting, 3)
 
 
@@ -36,7 +47,7 @@ def test_what_an_engine_refuses_is_a_notice_for_the_planner_only() -> None:
     assert "legacy_stage1 true is not supported" in notice.message
     with pytest.raises(ConfigError, match="unknown key"):
         load_config(config | {"zero": {}}, for_planning=True)
-    assert refusals(BASE) == []
+    assert refusals(setting_of(BASE, WORLD_SIZE)) == []
 
 
 def test_every_key_that_counts_is_read() -> None:
@@ -65,12 +76,25 @@ def test_every_key_that_counts_is_read() -> None:
             },
         },
     }
-    found, batch = setting_of(config)
+    found, batch = planned(config)
     assert batch == 4
-    assert found.precision == Precision("bf16", 2, 0, 2, 2)
-    assert found.offload == Offload("nvme", "nvme", 0.5, 15, 16, 17, 12)
-    assert (found.max_unit_numel, found.persistent_numel, found.overlaps) == (11, 13, False)
-    assert (found.prefetch_numel, found.kept_numel) == (18, 19)
+    policy = found.policy
+    assert (found.stage, found.states) == (3, States(1))
+    assert policy.precision == Precision(DType.BF16, False, DType.BF16, has_16bit_states=True)
+    offload = OffloadPolicy(Place.DISK, Place.DISK, 0.5, max_host_params=17, num_steps_in_order=40)
+    assert policy.offload == offload
+    assert (policy.max_unit_numel, policy.overlap_comm) == (11, False)
+    kept = policy.parameters
+    assert (kept.persistence_threshold, kept.prefetch_numel, kept.num_read_ahead) == (13, 0, 14)
+    assert (kept.max_live_numel, kept.max_reuse_distance) == (20, 19)
+
+
+def test_the_planner_counts_what_the_engine_is_built_with() -> None:
+    data = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "sub_group_size": 1000}}
+    for world_size in (1, 4):
+        config = load_config(data).config
+        assert setting_of(config, world_size).policy == zero_policy(config, world_size)
+        assert zero_policy(config, world_size).max_unit_numel == 1000 * world_size
 
 
 @pytest.mark.parametrize(
@@ -96,19 +120,19 @@ def test_a_config_full_of_auto(precisions: dict[str, Any], expected: str) -> Non
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
         **precisions,
     }
-    found, batch = setting_of(config)
-    assert (found.precision.name, found.max_unit_numel, batch) == (expected, 1024**2, 1)
+    found, batch = planned(config)
+    assert (found.policy.precision.param.value, found.policy.max_unit_numel, batch) == (expected, 1024**2, 1)
 
 
 def test_muon_keeps_one_state_of_a_matrix_and_two_of_the_rest() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Muon"}}
     names = {"embed_tokens.weight": 10, "layers.0.mlp.up.weight": 20, "layers.0.norm.weight": 2, "lm_head.weight": 8}
     model = ModelFacts("a model", "a test", tuple(Parameter(name, numel) for name, numel in names.items()))
-    found = rank_memory(model, replace(setting_of(config)[0], stage=0), 1)
+    found = rank_memory(model, replace(planned(config)[0], stage=0), 1)
     assert found.optimizer == 4 * (20 + 2 * (10 + 2 + 8))
 
 
 @pytest.mark.parametrize(("params", "num_states"), [({}, 0), ({"momentum": 0.9}, 1)])
 def test_sgd_keeps_a_state_with_momentum_only(params: dict[str, Any], num_states: int) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": params}}
-    assert setting_of(config)[0].precision.state_bytes == 4 * num_states
+    assert planned(config)[0].states.num_of_element == num_states

@@ -11,8 +11,11 @@ from harness.zoo import SAMPLES, WIDTH, Plain, batches, build, train_plain
 from torch import Tensor, nn
 
 import launcher
-from launcher.base.errors import EngineError
+from launcher.base.errors import ConfigError, EngineError
+from launcher.config.load import load_config
 from launcher.zero import GatheredParameters, Init, ZeroParamStatus
+from launcher.zero.home import shard_homes
+from launcher.zero.stages import Place
 
 STEPS = 3
 
@@ -141,6 +144,15 @@ def test_alone_or_disabled_nothing_is_sharded() -> None:
 def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         Init(**arguments)
+
+
+@pytest.mark.parametrize("asked", [{"offload_param": {"device": "cpu"}}, {"cpu_offload_param": True}])
+def test_init_reads_a_config_as_the_engine_does(asked: dict[str, Any]) -> None:
+    homes = shard_homes(load_config({"zero_optimization": {"stage": 3, **asked}}).config, None)
+    assert homes is not None
+    assert homes.of_shard(1).place is Place.HOST
+    with pytest.raises(ConfigError, match='did you mean "stage"'):
+        Init(config_dict_or_path={"zero_optimization": {"stagee": 3, **asked}})
 
 
 # ---- GatheredParameters ----

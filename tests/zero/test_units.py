@@ -11,7 +11,7 @@ from launcher.base.errors import EngineError
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.zero.partition import build_units
-from launcher.zero.stages import STAGES, TRANSITIONS, Precision, UnitState, ZeroPolicy, check_transition
+from launcher.zero.stages import STAGES, TRANSITIONS, DType, Precision, UnitState, ZeroPolicy, check_transition
 
 _GROUP = DataParallelGroup(0, 1, torch.device("cpu"), None)
 ALONE = ParallelMesh(_GROUP, _GROUP)
@@ -40,8 +40,8 @@ def _blocks_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def policy(stage: int = 0, *, bf16: bool = False, max_unit_numel: int = 10**9) -> ZeroPolicy:
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    return ZeroPolicy(STAGES[stage], Precision(dtype), max_unit_numel, overlap_comm=True, max_grad_norm=0.0)
+    precision = Precision(DType.BF16 if bf16 else DType.FP32)
+    return ZeroPolicy(STAGES[stage], precision, max_unit_numel, overlap_comm=True, max_grad_norm=0.0)
 
 
 def units_of(model: nn.Module, **options: int) -> list[list[str]]:
