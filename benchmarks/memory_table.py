@@ -60,7 +60,7 @@ def measure(rank: int, world_size: int, stage: int, precision: str) -> dict[str,
         tensors = [
             value
             for unit in engine._sharded.units
-            for part in (unit.params, unit.grads)
+            for part in (unit.params, unit.grads._local, unit.grads._sum)
             for value in vars(part).values()
             if isinstance(value, torch.Tensor)
         ]

@@ -87,7 +87,7 @@ def _train(engine: Any) -> int:
 
 def _storages(engine: Any, *, in_host_memory: bool = False) -> dict[int, int]:
     """Return the bytes of what units keep, by address, in one of the two places."""
-    parts = [part for unit in engine._sharded.units for part in (unit.params, unit.grads)]
+    parts = [part for unit in engine._sharded.units for part in (unit.params, unit.grads._local, unit.grads._sum)]
     tensors = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
     return {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
