@@ -23,7 +23,7 @@ def state_text(settings: Config, policy: ZeroPolicy, units: list[FlatUnit]) -> s
     lines += [f"  {path} = {shown(value)}" for path, value in _keys_in_force(settings, "")]
     lines.append(f"stage {policy.stage.number}, {policy.precision.param_dtype}, {len(units)} units:")
     for number, unit in enumerate(units):
-        names = unit.members.names
+        names = unit.layout.names
         lines.append(
             f"  unit {number}: {len(names)} parameters from {names[0]} to {names[-1]},"
             f" {unit.layout.padded_numel:,} elements, {len(unit.owned):,} here"

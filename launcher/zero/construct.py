@@ -17,10 +17,10 @@ from launcher.base.suggest import did_you_mean
 from launcher.comm.groups import DataParallelGroup, init_distributed
 from launcher.comm.groups import data_parallel_group as all_ranks
 from launcher.config.load import read_raw
+from launcher.sharding.layout import layout_unit
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.home import HERE, Home, shard_homes
-from launcher.zero.layout import layout_unit
-from launcher.zero.parameters import Residence, UnitParameters, home_of
+from launcher.zero.parameters import Residence, UnitParameters, home_of, param_info
 
 _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
 _active: list[Init] = []
@@ -143,7 +143,7 @@ def shard_parameter(
     param.data = param.data.to(device=group.device, dtype=converted)
     if group.process_group is None and not home.is_away:
         return
-    layout = layout_unit([param.numel()], [0], group.world_size)
+    layout = layout_unit([param_info("", param, converted)], group.world_size)
     owned = layout.chunk_range(group.rank)
     parts = UnitParameters([param], layout, group, Residence(converted, owned, is_sharded=True, home=home))
     parts.claim()

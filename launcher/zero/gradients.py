@@ -11,8 +11,8 @@ from launcher.comm import collectives
 from launcher.comm.collectives import Pending
 from launcher.comm.groups import DataParallelGroup
 from launcher.kernels.select import kernel_for
+from launcher.sharding.layout import UnitLayout
 from launcher.zero.home import HERE, Home
-from launcher.zero.layout import UnitLayout
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 
 

@@ -34,7 +34,7 @@ class Blocks(nn.Module):
 @pytest.fixture(autouse=True)
 def _blocks_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what stands before the blocks, 5,400 elements, and larger units not joined."""
-    monkeypatch.setattr("launcher.zero.layout.MIN_UNIT_NUMEL", 5000)
+    monkeypatch.setattr("launcher.sharding.grouping.MIN_UNIT_NUMEL", 5000)
 
 
 def policy(stage: int = 0, *, bf16: bool = False, max_unit_numel: int = 10**9) -> ZeroPolicy:
@@ -44,7 +44,7 @@ def policy(stage: int = 0, *, bf16: bool = False, max_unit_numel: int = 10**9) -
 
 def units_of(model: nn.Module, **options: int) -> list[list[str]]:
     groups = {param: 0 for param in model.parameters() if param.requires_grad}
-    return [unit.members.names for unit in build_units(model, groups, policy(**options), ALONE)]
+    return [unit.layout.names for unit in build_units(model, groups, policy(**options), ALONE)]
 
 
 def test_each_block_is_a_unit_and_so_is_what_stands_before_and_after() -> None:
