@@ -164,10 +164,10 @@ def _stays_whole(module: nn.Module, policy: ZeroPolicy) -> bool:
 
 
 def _largest_block(policy: ZeroPolicy) -> int:
-    """Return how many elements may be gathered at once; less than a fetch ahead would leave nothing to overlap."""
-    if not policy.stage.shards_parameters or policy.parameters.prefetch_numel == 0:
+    """Return how many elements a block may have that is one unit, however many are fetched ahead."""
+    if not policy.stage.shards_parameters:
         return policy.max_unit_numel
-    return min(policy.max_unit_numel, policy.parameters.prefetch_numel)
+    return min(policy.max_unit_numel, policy.parameters.max_live_numel)
 
 
 def _is_fine_grained(module: nn.Module, policy: ZeroPolicy) -> bool:
