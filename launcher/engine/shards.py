@@ -39,7 +39,7 @@ def owned_shards(units: list[FlatUnit], *, whole_parameters: bool, by_parameter:
 def _whole(unit: FlatUnit, slot: ParamSlot) -> Whole:
     layout, is_split = unit.layout, len(unit.owned) < unit.layout.padded_numel
     owned = [layout.chunk_range(rank) if is_split else unit.owned for rank in range(layout.world_size)]
-    return Whole(torch.Size(slot.shape), tuple(slot.part_in(part) for part in owned))
+    return Whole(torch.Size(slot.shape), tuple(slot.within(part) for part in owned))
 
 
 def _shard(unit: FlatUnit, group: int, start: int, numel: int, shape: torch.Size | None = None) -> FlatShard:

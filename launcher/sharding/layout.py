@@ -45,7 +45,7 @@ class ParamSlot:
     def end(self) -> int:
         return self.offset + self.numel
 
-    def part_in(self, owned: range) -> range:
+    def within(self, owned: range) -> range:
         """Return the elements of the parameter, counted from its own first, that a range of the unit holds."""
         start, stop = (min(max(place, self.offset), self.end) - self.offset for place in (owned.start, owned.stop))
         return range(start, stop)
@@ -124,7 +124,7 @@ class UnitLayout:
         parts = []
         for slot in self.slots:
             start = min(max(slot.offset, owned.start), owned.stop)
-            parts.append(Segment(slot.group, start - owned.start, len(slot.part_in(owned))))
+            parts.append(Segment(slot.group, start - owned.start, len(slot.within(owned))))
         return parts
 
 

@@ -133,7 +133,7 @@ class UnitParameters:
     def describe(self) -> None:
         """Give parameters the attributes scripts for DeepSpeed read at stage 3: `ds_id`, `ds_shape`, ..."""
         for slot, param in zip(self._layout.slots, self._params, strict=True):
-            owned = slot.part_in(self.owned)
+            owned = slot.within(self.owned)
             start = slot.offset + owned.start - self.owned.start if owned else 0
             if not hasattr(param, "ds_id"):
                 param.ds_id = next(_ids)  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,10 +26,11 @@ def test_every_element_has_one_owner_and_its_own_group(params: list[tuple[int, i
     found: list[int | None] = [None] * layout.padded_numel
     for rank in range(world_size):
         owned = layout.chunk_range(rank)
-        for segment in layout.segments_in(owned):
-            for element in range(owned.start + segment.start, owned.start + segment.start + segment.numel):
-                assert found[element] is None
-                found[element] = segment.group
+        for slot in layout.slots:
+            for element in slot.within(owned):
+                assert slot.offset + element in owned
+                assert found[slot.offset + element] is None
+                found[slot.offset + element] = slot.group
     assert found[: len(expected)] == expected
     assert set(found[len(expected) :]) <= {None}  # padding has no owner
 
@@ -43,13 +46,7 @@ def test_any_range_of_a_unit_is_found_by_slot(
     expected = elements[owned.start : owned.stop]
     met = layout.slots_in(owned)
     assert [(slot.index, at - slot.offset) for slot, shared in met for at in shared] == expected
-    assert [(slot.index, at) for slot in layout.slots for at in slot.part_in(owned)] == expected
-    parts = layout.parts_in(owned)
-    assert [part.numel for part in parts] == [len(slot.part_in(owned)) for slot in layout.slots]
-    for slot, part in zip(layout.slots, parts, strict=True):
-        assert 0 <= part.start <= part.start + part.numel <= len(owned)
-        if part.numel:
-            assert part.start == slot.offset + slot.part_in(owned).start - owned.start
+    assert [(slot.index, at) for slot in layout.slots for at in slot.within(owned)] == expected
 
 
 @given(PARAMS, st.integers(1, 9))
@@ -60,6 +57,21 @@ def test_chunks_are_equal_aligned_and_hardly_padded(params: list[tuple[int, int]
     assert layout.chunk_numel * world_size == layout.padded_numel
     assert layout.chunk_numel % CHUNK_ALIGNMENT_NUMEL == 0
     assert 0 <= layout.padded_numel - total < world_size * CHUNK_ALIGNMENT_NUMEL
+
+
+@given(PARAMS, st.integers(1, 9), st.data())
+def test_segments_and_parts_cover_an_owned_range(
+    params: list[tuple[int, int]], world_size: int, data: st.DataObject
+) -> None:
+    layout = lay_out(params, world_size)
+    owned = layout.chunk_range(data.draw(st.integers(0, world_size - 1)))
+    expected = [group for numel, group in params for _ in range(numel)][owned.start : owned.stop]
+    for found in (layout.segments_in(owned), layout.parts_in(owned)):
+        assert [segment.group for segment in found for _ in range(segment.numel)] == expected
+        filled = [segment for segment in found if segment.numel]
+        assert [segment.start for segment in filled] == [*accumulate((s.numel for s in filled), initial=0)][:-1]
+        assert all(0 <= segment.start <= len(owned) for segment in found)
+    assert [part.numel for part in layout.parts_in(owned)] == [len(slot.within(owned)) for slot in layout.slots]
 
 
 def test_a_segment_never_joins_two_groups() -> None:
