@@ -32,7 +32,7 @@ def state_text(settings: Config, batch: BatchPlan, policy: ZeroPolicy, units: li
     lines += ["precision in force:", *(f"  {what}: {name}" for what, name in _dtypes(policy.precision, is_trained))]
     lines.append(f"stage {policy.stage.number}, {len(units)} units:")
     for number, unit in enumerate(units):
-        names = unit.members.names
+        names = unit.layout.names
         lines.append(
             f"  unit {number}: {len(names)} parameters from {names[0]} to {names[-1]},"
             f" {unit.layout.padded_numel:,} elements, {len(unit.owned):,} here"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from launcher.optim.api import FlatOptimizer, FlatShard, StateRun, Whole, by_unit
-from launcher.zero.layout import ParamSlot
+from launcher.sharding.layout import ParamSlot
 from launcher.zero.unit import FlatUnit
 
 
@@ -24,7 +24,7 @@ def owned_shards(units: list[FlatUnit], *, whole_parameters: bool, by_parameter:
             continue
         if whole_parameters:
             for slot, owned in unit.layout.slots_in(unit.owned):
-                shape = unit.members.params[slot.index].shape
+                shape = torch.Size(slot.shape)
                 shards.append(_shard(unit, slot.group, owned.start, len(owned), shape))
             continue
         segments = unit.layout.parts_in(unit.owned) if by_parameter else unit.layout.segments_in(unit.owned)
@@ -37,13 +37,9 @@ def owned_shards(units: list[FlatUnit], *, whole_parameters: bool, by_parameter:
 
 
 def _whole(unit: FlatUnit, slot: ParamSlot) -> Whole:
-    is_split = len(unit.owned) < unit.layout.padded_numel
-    parts = []
-    for rank in range(unit.layout.world_size):
-        owned = unit.layout.chunk_range(rank) if is_split else unit.owned
-        start, stop = (min(max(at, slot.offset), slot.end) - slot.offset for at in (owned.start, owned.stop))
-        parts.append(range(start, stop))
-    return Whole(unit.params.shape_of(slot), tuple(parts))
+    layout, is_split = unit.layout, len(unit.owned) < unit.layout.padded_numel
+    owned = [layout.chunk_range(rank) if is_split else unit.owned for rank in range(layout.world_size)]
+    return Whole(torch.Size(slot.shape), tuple(slot.within(part) for part in owned))
 
 
 def _shard(unit: FlatUnit, group: int, start: int, numel: int, shape: torch.Size | None = None) -> FlatShard:

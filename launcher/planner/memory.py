@@ -167,6 +167,8 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
 def _units(model: ModelFacts, setting: Setting) -> list[int]:
     is_offloaded = setting.policy.offload.optimizer is not Place.DEVICE
     bound = setting.policy.max_unit_numel
+    if setting.stage == 3:
+        bound = min(bound, setting.policy.parameters.max_live_numel)
     return model.unit_numels(bound, shards_params=setting.stage == 3, offloads_optimizer=is_offloaded)
 
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from launcher.base.errors import UsageError
-from launcher.zero.layout import join_small, min_unit_numel, split_by_size
+from launcher.sharding.grouping import block_of, form_units, min_unit_numel
 
 _COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", re.IGNORECASE)
 _STEPS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _MAX_COUNT = 10**15
-# The first number in a dotted name is the place in a list of modules, which the engine makes a unit of.
-_BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)\.")
 # Names of what Muon leaves to AdamW: what reads or writes tokens, and what is not a matrix.
 _BESIDE_MATRICES = re.compile(r"embed|lm_head|\bw[tp]e\b|norm|\bln_|bias$", re.IGNORECASE)
 _TYPICAL_VOCABULARY = 50_257
@@ -123,16 +121,11 @@ class ModelFacts:
 
         Small neighbours are joined, depending on the setting. Padding is left out.
         """
-        runs: dict[str, list[int]] = {}
-        for param in self.params:
-            if param.trainable:
-                block = _BLOCK.match(param.name)
-                runs.setdefault(block[1] if block else "", []).append(param.numel)
-        found = list(runs.values())
+        trained = [param for param in self.params if param.trainable]
+        numels, blocks = [param.numel for param in trained], [block_of(param.name) for param in trained]
         min_numel = min_unit_numel(shards_params=shards_params, offloads_optimizer=offloads_optimizer)
-        together = join_small([sum(run) for run in found], min_numel, max_unit_numel)
-        found = [[numel for run in found[part.start : part.stop] for numel in run] for part in together]
-        return [sum(run[part.start : part.stop]) for run in found for part in split_by_size(run, max_unit_numel)]
+        units = form_units(numels, blocks, min_numel=min_numel, max_numel=max_unit_numel)
+        return [sum(numels[index] for index in unit) for unit in units]
 
 
 def parse_count(text: str) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
-from launcher.zero.layout import ParamSlot
+from launcher.sharding.layout import ParamSlot
 from launcher.zero.stages import ParameterState, UnitState
 from launcher.zero.unit import FlatUnit, unit_of
 
@@ -87,7 +87,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     unit, slot = _trained(param)
     if not unit.is_sharded:
         raise EngineError(
-            f"{unit.members.names[slot.index]} is whole on every rank",
+            f"{slot.name} is whole on every rank",
             hint="use safe_set_full_fp32_param, or stage 3 with stage3_param_persistence_threshold 0",
         )
     with unit.in_memory():
@@ -174,7 +174,7 @@ def _trained(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot]:
 
 
 def _nothing(unit: FlatUnit, slot: ParamSlot, what: str, hint: str) -> EngineError:
-    return EngineError(f"{unit.members.names[slot.index]} has no {what} now", hint=hint)
+    return EngineError(f"{slot.name} has no {what} now", hint=hint)
 
 
 def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
@@ -188,7 +188,7 @@ def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
         if not any(collectives.gather_scalars(unit.group, float(owned is not None))):
             return None
         whole = unit.whole(torch.zeros(len(unit.owned)) if owned is None else owned.float())
-    return whole[slot.offset : slot.end].view(unit.params.shape_of(slot)).clone()
+    return whole[slot.offset : slot.end].view(slot.shape).clone()
 
 
 def _part(unit: FlatUnit, slot: ParamSlot) -> tuple[slice, slice]:
@@ -210,8 +210,8 @@ def _local(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
 
 def _write(unit: FlatUnit, slot: ParamSlot, owned: Tensor, value: Tensor) -> None:
     if value.numel() != slot.numel:
-        shape = tuple(unit.params.shape_of(slot))
-        raise EngineError(f"{unit.members.names[slot.index]} has shape {shape}, the value {tuple(value.shape)}")
+        shape = slot.shape
+        raise EngineError(f"{slot.name} has shape {shape}, the value {tuple(value.shape)}")
     here, there = _part(unit, slot)
     with torch.no_grad():
         owned[here].copy_(value.reshape(-1)[there])
@@ -221,8 +221,7 @@ def _set_local(unit: FlatUnit, slot: ParamSlot, owned: Tensor, value: Tensor) ->
     here, _ = _part(unit, slot)
     if value.numel() != owned[here].numel():
         raise EngineError(
-            f"this rank's part of {unit.members.names[slot.index]} has {owned[here].numel()} elements, "
-            f"the value {value.numel()}"
+            f"this rank's part of {slot.name} has {owned[here].numel()} elements, the value {value.numel()}"
         )
     with torch.no_grad():
         owned[here].copy_(value.reshape(-1))

@@ -18,10 +18,10 @@ from launcher.comm.groups import DataParallelGroup, init_distributed
 from launcher.comm.groups import data_parallel_group as all_ranks
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.policies import param_dtype
+from launcher.sharding.layout import layout_unit
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.home import HERE, Home, settings_for_construction, shard_homes
-from launcher.zero.layout import layout_unit
-from launcher.zero.parameters import Residence, UnitParameters, home_of
+from launcher.zero.parameters import Residence, UnitParameters, home_of, param_info
 from launcher.zero.stages import TORCH_DTYPES
 
 _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
@@ -137,7 +137,7 @@ def shard_parameter(
     param.data = param.data.to(device=group.device, dtype=converted)
     if group.process_group is None and not home.is_away:
         return
-    layout = layout_unit([param.numel()], [0], group.world_size)
+    layout = layout_unit([param_info("", param, converted)], group.world_size)
     owned = layout.chunk_range(group.rank)
     parts = UnitParameters(
         [param], layout, ParallelMesh(group, group), Residence(converted, owned, is_sharded=True, home=home)

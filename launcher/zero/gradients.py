@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from launcher.comm import collectives
 from launcher.comm.collectives import Pending
 from launcher.comm.mesh import ParallelMesh
+from launcher.sharding.layout import UnitLayout
 from launcher.zero.disk import Swapped
 from launcher.zero.home import HERE, Home
-from launcher.zero.layout import UnitLayout
 from launcher.zero.local_gradients import LocalGradients
 from launcher.zero.owned_gradient import OwnedGradient, sum_of_squares
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition

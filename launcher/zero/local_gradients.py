@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm.buffers import BufferPool
-from launcher.zero.layout import UnitLayout
+from launcher.sharding.layout import UnitLayout
 
 
 class LocalGradients:

@@ -19,9 +19,10 @@ from launcher.comm import collectives
 from launcher.comm.collectives import Pending
 from launcher.comm.link import Arrival, at_once
 from launcher.comm.mesh import ParallelMesh
+from launcher.sharding.layout import ParamSlot, UnitLayout
+from launcher.sharding.tensors import ParamInfo
 from launcher.zero.disk import Swapped
 from launcher.zero.home import HERE, Home
-from launcher.zero.layout import ParamSlot, UnitLayout
 from launcher.zero.stages import ParameterState, Place, Precision
 
 _ids = itertools.count()
@@ -117,7 +118,7 @@ class UnitParameters:
 
     def _view_of(self, index: int) -> Tensor:
         slot = self._layout.slots[index]
-        return self.flat[slot.offset : slot.end].view(self._params[index].shape)
+        return self.flat[slot.offset : slot.end].view(slot.shape)
 
     def _adopt(self) -> None:
         with torch.no_grad():
@@ -140,13 +141,13 @@ class UnitParameters:
     def describe(self) -> None:
         """Give parameters the attributes scripts for DeepSpeed read at stage 3: `ds_id`, `ds_shape`, ..."""
         for slot, param in zip(self._layout.slots, self._params, strict=True):
-            shared = range(max(slot.offset, self.owned.start), max(slot.offset, min(slot.end, self.owned.stop)))
-            start = shared.start - self.owned.start if shared else 0
+            owned = slot.within(self.owned)
+            start = slot.offset + owned.start - self.owned.start if owned else 0
             if not hasattr(param, "ds_id"):
                 param.ds_id = next(_ids)  # type: ignore[attr-defined]
             param.ds_shape = self._views[slot.index].shape  # type: ignore[attr-defined]
             param.ds_numel = slot.numel  # type: ignore[attr-defined]
-            part = self.shard[start : start + len(shared)]
+            part = self.shard[start : start + len(owned)]
             # What is on disk has no memory to read.
             param.ds_tensor = part if self._swap is None else part.to("meta")  # type: ignore[attr-defined]
             param.ds_persist = not self.is_sharded  # type: ignore[attr-defined]
@@ -186,10 +187,6 @@ class UnitParameters:
     def slot_of(self, param: nn.Parameter) -> ParamSlot:
         """Return the place of one of the unit's parameters."""
         return next(slot for slot in self._layout.slots if self._params[slot.index] is param)
-
-    def shape_of(self, slot: ParamSlot) -> torch.Size:
-        """Return the shape of the whole parameter in a place."""
-        return self._views[slot.index].shape
 
     def broadcast(self, params: list[nn.Parameter], source: int) -> None:
         """Overwrite parameters of this whole unit by rank `source`'s, and take them as the new values. Collective."""
@@ -329,9 +326,9 @@ class UnitParameters:
         """Take note of what autograd has counted of writes into the parameters."""
         self._versions = [param._version for param in self._params]
 
-    def first_written(self) -> int | None:
+    def first_written(self) -> ParamSlot | None:
         """Return the slot of the first parameter that was written in place since the versions were noted, or None."""
-        for slot, (param, version) in enumerate(zip(self._params, self._versions, strict=True)):
+        for slot, param, version in zip(self._layout.slots, self._params, self._versions, strict=True):
             if param._version != version:
                 return slot
         return None
@@ -340,6 +337,15 @@ class UnitParameters:
         """Take over that the master was written from elsewhere: what sits a step out is sent from the copy too."""
         if self.copy is not None and self.copy is not self.shard:
             self.copy.copy_(self.master)
+
+
+def param_info(name: str, param: nn.Parameter, dtype: torch.dtype, group: int | None = None) -> ParamInfo:
+    """Return the facts of a parameter, also of one that is sharded.
+
+    dtype: in which it is kept. group: its optimizer group; None where nothing trains it.
+    """
+    shape = tuple(getattr(param, "ds_shape", param.shape))
+    return ParamInfo(name, shape, str(dtype).removeprefix("torch."), group is not None, group or 0)
 
 
 def home_of(param: nn.Parameter) -> UnitParameters | None:

@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
 from launcher.comm.mesh import ParallelMesh
+from launcher.sharding.grouping import choose_small, form_units, min_unit_numel
+from launcher.sharding.layout import UnitLayout, layout_unit
+from launcher.sharding.tensors import ParamInfo
 from launcher.zero.home import NO_DISKS, Disks, Homes
-from launcher.zero.layout import (
-    UnitLayout,
-    join_small,
-    layout_unit,
-    min_unit_numel,
-    split_by_size,
-)
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
-from launcher.zero.parameters import home_of
-from launcher.zero.stages import ParameterPolicy, Place, ZeroPolicy
+from launcher.zero.parameters import home_of, param_info
+from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.unit import FlatUnit, UnitMembers
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass
-class _Run:
-    """Parameters in registration order that are read by the same modules."""
+class _Member:
+    """A parameter that becomes part of a unit."""
 
-    anchors: list[nn.Module]
-    is_trained: bool
-    is_persistent: bool
-    named: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    info: ParamInfo
+    param: nn.Parameter
+    anchors: list[nn.Module]  # modules whose forward reads it
+    is_persistent: bool = False
 
     @property
-    def numel(self) -> int:
-        return sum(full_numel(param) for _, param in self.named)
+    def key(self) -> tuple[object, ...]:
+        """What is equal for parameters that stay together."""
+        return (self.is_persistent, self.info.is_trainable, *map(id, self.anchors))
 
 
 def full_numel(param: nn.Parameter) -> int:
@@ -58,19 +55,18 @@ def build_units(
     """
     units: list[FlatUnit] = []
     homes = Homes(policy.offload, disks, sum(full_numel(param) for param in group_of))
-    for run in _runs(model, set(group_of), policy):
-        numels = [full_numel(param) for _, param in run.named]
-        for part in split_by_size(numels, policy.max_unit_numel):
-            named = run.named[part.start : part.stop]
-            params = [param for _, param in named]
-            groups = [group_of[param] for param in params] if run.is_trained else []
-            members = UnitMembers([name for name, _ in named], params, run.anchors, groups, run.is_persistent)
-            layout = layout_unit(
-                numels[part.start : part.stop], groups or [0] * len(params), mesh.shard.world_size, mesh.num_copies
-            )
-            unit = _adopt(members, layout, policy, mesh, homes)
-            unit.index = len(units)
-            units.append(unit)
+    found = _members(model, group_of, policy)
+    offloads = policy.offload.optimizer is not Place.DEVICE
+    min_numel = min_unit_numel(shards_params=policy.stage.shards_parameters, offloads_optimizer=offloads)
+    numels, keys = [member.info.numel for member in found], [member.key for member in found]
+    for indices in form_units(numels, keys, min_numel=min_numel, max_numel=policy.max_unit_numel):
+        chosen = [found[index] for index in indices]
+        anchors = dict.fromkeys(anchor for member in chosen for anchor in member.anchors)
+        members = UnitMembers([member.param for member in chosen], list(anchors), chosen[0].is_persistent)
+        layout = layout_unit([member.info for member in chosen], mesh.shard.world_size, mesh.num_copies)
+        unit = _adopt(members, layout, policy, mesh, homes)
+        unit.index = len(units)
+        units.append(unit)
     return units
 
 
@@ -85,56 +81,29 @@ def _adopt(members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, mesh: P
     for home in before:
         home.abandon()
     del before
-    mesh.shard.buffers.note_freed(sum(slot.numel for slot in layout.slots))
+    mesh.shard.buffers.note_freed(layout.numel)
     return unit
 
 
-def _runs(model: nn.Module, trained: set[nn.Parameter], policy: ZeroPolicy) -> list[_Run]:
-    """Return the parameters that become units, by the modules that read them."""
-    shards_parameters = policy.stage.shards_parameters
-    names = {
-        param: name
+def _members(model: nn.Module, group_of: dict[nn.Parameter, int], policy: ZeroPolicy) -> list[_Member]:
+    """Return the parameters that become parts of units, each with the modules that read it."""
+    shards_parameters, dtype = policy.stage.shards_parameters, policy.precision.param_dtype
+    members = {
+        param: _Member(param_info(name, param, dtype, group_of.get(param)), param, [])
         for name, param in model.named_parameters()
-        if param in trained or (shards_parameters and param.is_floating_point())
+        if param in group_of or (shards_parameters and param.is_floating_point())
     }
-    persistent = _persistent(names, policy.parameters) if shards_parameters else set()
-    readers: dict[nn.Parameter, list[nn.Module]] = {param: [] for param in names}
     for home, modules in _homes(model, policy):
         for module in modules:
             for param in (*module.parameters(recurse=False), *external_parameters(module)):
-                if param in readers and home not in readers[param]:
-                    readers[param].append(home)
-    runs: dict[tuple[object, ...], _Run] = {}
-    for param, name in names.items():
-        anchors = [model] if param in persistent else readers[param]
-        key = (param in persistent, param in trained, *map(id, anchors))
-        run = runs.setdefault(key, _Run(anchors, param in trained, param in persistent))
-        run.named.append((name, param))
-    return _joined(list(runs.values()), policy)
-
-
-def _persistent(names: dict[nn.Parameter, str], policy: ParameterPolicy) -> set[nn.Parameter]:
-    """Return the parameters small enough to stay whole."""
-    chosen, total = set(), 0
-    for param in names:
-        numel = full_numel(param)
-        if numel < policy.persistence_threshold and total + numel <= policy.model_persistence_threshold:
-            chosen.add(param)
-            total += numel
-    return chosen
-
-
-def _joined(runs: list[_Run], policy: ZeroPolicy) -> list[_Run]:
-    """Join small neighbours."""
-    joined: list[_Run] = []
-    offloads = policy.offload.optimizer is not Place.DEVICE
-    min_numel = min_unit_numel(shards_params=policy.stage.shards_parameters, offloads_optimizer=offloads)
-    for part in join_small([run.numel for run in runs], min_numel, policy.max_unit_numel):
-        together = runs[part.start : part.stop]
-        anchors = dict.fromkeys(anchor for run in together for anchor in run.anchors)
-        named = [entry for run in together for entry in run.named]
-        joined.append(_Run(list(anchors), together[0].is_trained, together[0].is_persistent, named))
-    return joined
+                if param in members and home not in members[param].anchors:
+                    members[param].anchors.append(home)
+    found = list(members.values())
+    if shards_parameters:
+        limits = policy.parameters.persistence_threshold, policy.parameters.model_persistence_threshold
+        for index in choose_small([member.info.numel for member in found], *limits):
+            found[index].anchors, found[index].is_persistent = [model], True
+    return found
 
 
 # ---- which module's forward reads which modules' parameters ----
@@ -193,10 +162,10 @@ def _stays_whole(module: nn.Module, policy: ZeroPolicy) -> bool:
 
 
 def _largest_block(policy: ZeroPolicy) -> int:
-    """Return how many elements may be gathered at once; less than a fetch ahead would leave nothing to overlap."""
-    if not policy.stage.shards_parameters or policy.parameters.prefetch_numel == 0:
+    """Return how many elements a block may have that is one unit, however many are fetched ahead."""
+    if not policy.stage.shards_parameters:
         return policy.max_unit_numel
-    return min(policy.max_unit_numel, policy.parameters.prefetch_numel)
+    return min(policy.max_unit_numel, policy.parameters.max_live_numel)
 
 
 def _is_fine_grained(module: nn.Module, policy: ZeroPolicy) -> bool:

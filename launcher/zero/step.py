@@ -181,7 +181,7 @@ def _unused_error(units: list[FlatUnit], used: list[list[bool]]) -> EngineError:
     names = [
         name
         for unit, flags in zip(units, used, strict=True)
-        for name, is_used in zip(unit.members.names, flags, strict=True)
+        for name, is_used in zip(unit.layout.names, flags, strict=True)
         if not is_used
     ]
     shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
@@ -197,7 +197,7 @@ def first_bad_gradient(units: list[FlatUnit], group: DataParallelGroup) -> str |
     Every rank must call it, after `step_units` has skipped a step: the gradients still stand where they were.
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
-    names = [name for unit, _ in trained for name in unit.members.names]
+    names = [name for unit, _ in trained for name in unit.layout.names]
     found, number = len(names), 0
     for unit, own in trained:
         if own.swap is not None:
@@ -208,6 +208,6 @@ def first_bad_gradient(units: list[FlatUnit], group: DataParallelGroup) -> str |
                 found = number + slot.index
         if own.swap is not None:
             own.swap.drop()
-        number += len(unit.members.names)
+        number += len(unit.layout.names)
     first = min(collectives.gather_scalars(group, float(found)))
     return names[int(first)] if first < len(names) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,10 @@ from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import StateRun
+from launcher.sharding.layout import UnitLayout
 from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.home import HERE, Homes
-from launcher.zero.layout import UnitLayout
 from launcher.zero.parameters import Residence, UnitParameters
 from launcher.zero.stages import Place, ZeroPolicy
 
@@ -25,12 +25,10 @@ _UNIT = "_launch_unit"
 
 @dataclass
 class UnitMembers:
-    """The parameters of a unit, in layout order."""
+    """The parameters of a unit, by slot, and the modules that read them."""
 
-    names: list[str]
     params: list[nn.Parameter]
     anchors: list[nn.Module]  # modules whose forward reads the unit's parameters
-    groups: list[int] = field(default_factory=list)  # optimizer group of each parameter; empty: frozen
     is_persistent: bool = False  # stays whole at every stage
 
 
@@ -71,7 +69,7 @@ class FlatUnit:
         self.resident_states = policy.offload.resident_states
         self.swap: UnitSwap | None = None  # None: what the optimizer works on is always in memory
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
-        if members.groups:
+        if layout.is_trainable:
             home = homes.of_optimizer(layout.numel)
             master = self.params.keep_master(policy.precision, home, is_apart=policy.offload.is_delayed)
             self.grads = UnitGradients(members.params, layout, policy, mesh, owned, home=home)
@@ -88,8 +86,8 @@ class FlatUnit:
             slot = params.first_written()
             if slot is not None:
                 raise EngineError(
-                    f"the parameter {self.members.names[slot]} was written in place while it was sharded, or in a"
-                    " forward, which is lost",
+                    f"the parameter {slot.name} was written in place while it was sharded, or in a forward,"
+                    " which is lost",
                     hint="write it within launcher.zero.GatheredParameters(params, modifier_rank=0)",
                 )
         elif params.may_be_edited and params.master is not params.shard and params.pending is None:
@@ -109,7 +107,7 @@ class FlatUnit:
     @property
     def label(self) -> str:
         """Its parameters, for messages."""
-        first, *others = self.members.names
+        first, *others = self.layout.names
         return f"{first} and {len(others)} more" if others else first
 
     @property

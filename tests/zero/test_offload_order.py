@@ -35,12 +35,12 @@ def _record(rank: int, world_size: int, stage: int, zero: dict[str, Any]) -> lis
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     # Small units are joined, below stage 3, and waited for together.
-    with recorder.running(), mock.patch("launcher.zero.layout.MIN_OFFLOADED_UNIT_NUMEL", 0):
+    with recorder.running(), mock.patch("launcher.sharding.grouping.MIN_OFFLOADED_UNIT_NUMEL", 0):
         engine = launcher.initialize(model=build("Plain"), config=config)[0]
         units = engine._sharded.units
         recorder.know(units)
         for number, block in enumerate(engine.module.blocks):
-            assert f"blocks.{number}.up.weight" in units[number].members.names, "a unit is a block"
+            assert f"blocks.{number}.up.weight" in units[number].layout.names, "a unit is a block"
             block.register_forward_pre_hook(lambda *_, number=number: recorder.note("forward", number))
             block.register_full_backward_pre_hook(lambda *_, number=number: recorder.note("backward", number))
         part, steps = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size), []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness.ranks import run_on_ranks
@@ -11,7 +13,16 @@ from launcher.base.errors import EngineError
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.zero.partition import build_units
-from launcher.zero.stages import STAGES, TRANSITIONS, DType, Precision, UnitState, ZeroPolicy, check_transition
+from launcher.zero.stages import (
+    STAGES,
+    TRANSITIONS,
+    DType,
+    ParameterPolicy,
+    Precision,
+    UnitState,
+    ZeroPolicy,
+    check_transition,
+)
 
 _GROUP = DataParallelGroup(0, 1, torch.device("cpu"), None)
 ALONE = ParallelMesh(_GROUP, _GROUP)
@@ -36,7 +47,7 @@ class Blocks(nn.Module):
 @pytest.fixture(autouse=True)
 def _blocks_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what stands before the blocks, 5,400 elements, and larger units not joined."""
-    monkeypatch.setattr("launcher.zero.layout.MIN_UNIT_NUMEL", 5000)
+    monkeypatch.setattr("launcher.sharding.grouping.MIN_UNIT_NUMEL", 5000)
 
 
 def policy(stage: int = 0, *, bf16: bool = False, max_unit_numel: int = 10**9) -> ZeroPolicy:
@@ -46,7 +57,7 @@ def policy(stage: int = 0, *, bf16: bool = False, max_unit_numel: int = 10**9) -
 
 def units_of(model: nn.Module, **options: int) -> list[list[str]]:
     groups = {param: 0 for param in model.parameters() if param.requires_grad}
-    return [unit.members.names for unit in build_units(model, groups, policy(**options), ALONE)]
+    return [unit.layout.names for unit in build_units(model, groups, policy(**options), ALONE)]
 
 
 def test_each_block_is_a_unit_and_so_is_what_stands_before_and_after() -> None:
@@ -55,6 +66,26 @@ def test_each_block_is_a_unit_and_so_is_what_stands_before_and_after() -> None:
         *([f"blocks.{i}.weight", f"blocks.{i}.bias"] for i in range(NUM_BLOCKS)),
         ["last.weight"],
     ]
+
+
+A_BLOCK = 2 * 40 * 41
+
+
+@pytest.mark.parametrize(
+    ("max_live_numel", "max_unit_numel", "num_units"),
+    [(10**9, 10**9, 3), (A_BLOCK, A_BLOCK, 3), (A_BLOCK - 1, 10**9, 6), (10**9, A_BLOCK - 1, 6)],
+)
+def test_at_stage_3_a_block_is_one_unit_where_it_may_be_live_and_reduced_at_once(
+    max_live_numel: int, max_unit_numel: int, num_units: int
+) -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)) for _ in range(3))
+    parameters = ParameterPolicy(prefetch_numel=100, max_live_numel=max_live_numel)  # fetched ahead: less than a block
+    stage_3 = replace(policy(3, max_unit_numel=max_unit_numel), parameters=parameters)
+    names = [unit.layout.names for unit in build_units(model, dict.fromkeys(model.parameters(), 0), stage_3, ALONE)]
+    assert len(names) == num_units
+    for part in names:
+        assert len({name.split(".")[1] for name in part}) == 1, "no unit spans two blocks"
 
 
 def test_small_blocks_are_joined() -> None:

@@ -1,0 +1,140 @@
+"""The layout of a unit: parameters one after another in a flat buffer that splits into one chunk a rank.
+
+Parameters stand in registration order; zeros pad the buffer so that chunks are equal. Rank r owns `[r*c, (r+1)*c)`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from launcher.sharding.tensors import ParamInfo
+
+# Chunks start at multiples of this, so that vector loads of every rank's shard are aligned (256 bytes in fp32).
+CHUNK_ALIGNMENT_NUMEL = 64
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """The place of one parameter in its unit."""
+
+    index: int  # position in the unit's list of parameters
+    offset: int  # first element in the flat buffer
+    param: ParamInfo
+
+    @property
+    def name(self) -> str:
+        return self.param.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.param.shape
+
+    @property
+    def group(self) -> int:
+        return self.param.group
+
+    @property
+    def numel(self) -> int:
+        return self.param.numel
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+    def within(self, owned: range) -> range:
+        """Return the elements of the parameter, counted from its own first, that a range of the unit holds."""
+        start, stop = (min(max(place, self.offset), self.end) - self.offset for place in (owned.start, owned.stop))
+        return range(start, stop)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive elements of an owned range that belong to one optimizer group."""
+
+    group: int
+    start: int  # within the owned range
+    numel: int
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """One flat buffer of `padded_numel` elements, split into `world_size` equal chunks."""
+
+    slots: tuple[ParamSlot, ...]
+    world_size: int
+    padded_numel: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of parameters, without padding."""
+        return self.slots[-1].end
+
+    @property
+    def chunk_numel(self) -> int:
+        return self.padded_numel // self.world_size
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the unit's parameters are trained; either all of them are or none."""
+        return self.slots[0].param.is_trainable
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Fully qualified names of the parameters, by slot."""
+        return [slot.name for slot in self.slots]
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [slot.offset for slot in self.slots]
+
+    def chunk_range(self, rank: int) -> range:
+        """Return the elements rank `rank` owns when the unit is sharded."""
+        return range(rank * self.chunk_numel, (rank + 1) * self.chunk_numel)
+
+    def slots_in(self, owned: range) -> list[tuple[ParamSlot, range]]:
+        """Return each slot that meets `owned`, with the elements of the flat buffer they share."""
+        met = []
+        for index in range(max(bisect_right(self._offsets, owned.start) - 1, 0), len(self.slots)):
+            slot = self.slots[index]
+            if slot.offset >= owned.stop:
+                break
+            shared = range(max(slot.offset, owned.start), min(slot.end, owned.stop))
+            if shared:
+                met.append((slot, shared))
+        return met
+
+    def segments_in(self, owned: range) -> list[Segment]:
+        """Return `owned` as the longest segments of one optimizer group; padding belongs to none."""
+        segments: list[Segment] = []
+        for slot, shared in self.slots_in(owned):
+            start = shared.start - owned.start
+            last = segments[-1] if segments else None
+            if last is not None and last.group == slot.group and last.start + last.numel == start:
+                segments[-1] = Segment(last.group, last.start, last.numel + len(shared))
+            else:
+                segments.append(Segment(slot.group, start, len(shared)))
+        return segments
+
+    def parts_in(self, owned: range) -> list[Segment]:
+        """Return what `owned` holds of each parameter, by slot; of some it may be nothing."""
+        parts = []
+        for slot in self.slots:
+            start = min(max(slot.offset, owned.start), owned.stop)
+            parts.append(Segment(slot.group, start - owned.start, len(slot.within(owned))))
+        return parts
+
+
+def layout_unit(params: Sequence[ParamInfo], world_size: int, num_copies: int = 1) -> UnitLayout:
+    """Lay parameters out in one unit, of which each of `world_size` ranks may own one chunk.
+
+    num_copies: of the shards, which are averaged with each other: each chunk splits into so many equal parts.
+    """
+    offsets = list(accumulate((param.numel for param in params), initial=0))
+    slots = tuple(ParamSlot(index, offsets[index], param) for index, param in enumerate(params))
+    step = world_size * math.lcm(CHUNK_ALIGNMENT_NUMEL, num_copies)
+    return UnitLayout(slots, world_size, -(-offsets[-1] // step) * step)
