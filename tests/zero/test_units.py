@@ -145,7 +145,7 @@ def _model_state_bytes(rank: int, world_size: int, stage: int, bf16: bool) -> tu
         engine.step()
     tensors: list[torch.Tensor] = []
     for unit in engine._sharded.units:
-        for part in (unit.params, unit.grads):
+        for part in (unit.params, unit.grads._local, unit.grads._sum):
             tensors += [value for value in vars(part).values() if isinstance(value, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     found = sum(storages.values()) + 4 * optimizer.optimizer.state_numel()
