@@ -155,11 +155,20 @@ STAGES: dict[str, dict[str, Any]] = {
     "3, small things whole": {"stage": 3, "stage3_param_persistence_threshold": 40},
 }
 # At stage 3 ranks must use the same modules.
-CASES = [(name, stage) for name in KINDS for stage in STAGES if name != "DroppedLayers" or not stage.startswith("3")]
+CASES = [
+    (name, stage, world_size)
+    for name in KINDS
+    for stage in STAGES
+    for world_size in (2, 3)
+    if name != "DroppedLayers" or not stage.startswith("3")
+]
+HARDEST = {("2, a unit a layer", 2), ("3", 2), ("3, sharded after each use", 2), ("3, sharded after each use", 3)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("name", "stage"), CASES)
+@pytest.mark.parametrize(
+    ("name", "stage", "world_size"),
+    [pytest.param(*case, marks=[] if case[1:] in HARDEST else pytest.mark.soak) for case in CASES],
+)
 def test_ranks_whose_data_choose(name: str, stage: str, world_size: int) -> None:
     accumulation = 2 if world_size == 2 else 1
     expected = train_plain(name, world_size)
