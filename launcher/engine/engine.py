@@ -278,6 +278,7 @@ class Engine(nn.Module):
         norm = step_units(
             sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.group, scale, delayed
         )
+        sharded.schedule.forget_uses()
         self._grad_norm = norm
         self.global_steps += 1
         self.global_samples += self.train_batch_size()

@@ -92,10 +92,10 @@ class _Reader:
         return (_idle_reader, ())  # a copy of the model belongs to no engine
 
     @outside_graphs
-    def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._schedule.before_forward(self._units)
         sharded = [unit for unit in self._units if unit.is_sharded]
-        use = self._schedule.open_use(sharded, self) if sharded else None
+        use = self._schedule.open_use(sharded, self, is_training=module.training) if sharded else None
         self._running.append(use)
         return None if use is None else self._hook_inputs(use, args, kwargs)
 
