@@ -53,6 +53,8 @@ class BackwardPass:
             self._abort(error)
             if isinstance(error, RuntimeError) and "returned an invalid gradient" in str(error):
                 raise _sharded_error() from error
+            if isinstance(error, RuntimeError) and "out of bounds for storage of size 0" in str(error):
+                raise _released_error() from error
             raise
         self._end()
 
@@ -105,4 +107,12 @@ def _sharded_error() -> EngineError:
         " sharded",
         hint="read it as an attribute of its module within the model's forward, such as self.weight (self.parameters()"
         " does not gather), or use stage 2; weight decay is the optimizer's",
+    )
+
+
+def _released_error() -> EngineError:
+    return EngineError(
+        "backward read a parameter after it was released: at stage 3 nothing gathers parameters for a gradient of a"
+        " gradient (create_graph=True)",
+        hint="keep the parameters that it reads whole with stage3_param_persistence_threshold, or use stage 2",
     )

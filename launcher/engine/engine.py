@@ -282,6 +282,7 @@ class Engine(nn.Module):
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
         scale, delayed = optimizer.loss_scale, sharded.delayed
         norm = step_units(sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed)
+        sharded.schedule.forget_uses()
         self._grad_norm = norm
         self.global_steps += 1
         self.global_samples += self.train_batch_size()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from launcher.base.errors import EngineError
 from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
@@ -92,10 +93,17 @@ class _Reader:
         return (_idle_reader, ())  # a copy of the model belongs to no engine
 
     @outside_graphs
-    def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._schedule.before_forward(self._units)
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sharded = [unit for unit in self._units if unit.is_sharded]
-        use = self._schedule.open_use(sharded, self) if sharded else None
+        if sharded and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise EngineError(
+                f"a forward of {type(module).__name__}, which reads {sharded[0].label}, ran within a transform of"
+                " torch.func: stage 3 cannot gather parameters there",
+                hint="run it outside of torch.func.grad, jvp or vmap, keep its parameters whole with"
+                " stage3_param_persistence_threshold, or use stage 2",
+            )
+        self._schedule.before_forward(self._units)
+        use = self._schedule.open_use(sharded, self, is_training=module.training) if sharded else None
         self._running.append(use)
         return None if use is None else self._hook_inputs(use, args, kwargs)
 

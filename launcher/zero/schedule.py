@@ -68,26 +68,32 @@ class ParameterSchedule:
                 self.reset()
             elif self._follower.num_recorded > MAX_RECORDED:  # forwards that autograd records, and no backward
                 self._end_pass()
+                self.forget_uses()
         self._running.append(units)
         for unit in units:
             self._uses[unit.index] += 1
         self._use(units)
 
-    def open_use(self, units: Sequence[FlatUnit], reader: object) -> Use | None:
-        """Note a forward whose backward reads `units` again; None for one that has no backward."""
+    def open_use(self, units: Sequence[FlatUnit], reader: object, *, is_training: bool) -> Use | None:
+        """Note a forward whose backward reads `units` again; None for one that has no backward.
+
+        is_training: the module's mode. In evaluation most graphs do not go back, and those that do count from then on.
+        """
         if not torch.is_grad_enabled():
             if self._follower.kind == _TRAINING and not self._in_backward:
                 self._open_uses.open_unrecorded(Use(units), reader)
             return None
         use = self._open_uses.take_unrecorded(reader) if self._in_backward else None
         if use is None:
-            use = Use(units)
-        self._open_uses.open(use)
+            use = Use(units, is_copy=self._in_backward)
+        if is_training and not use.is_copy:
+            self._open_uses.open(use)
         return use
 
     def keep_open(self, use: Use) -> None:
         """Keep a use open until the pass ends: no input gets a gradient that would say when its backward has passed."""
-        self._open_uses.open(use, until_end=True)
+        if not use.is_copy:
+            self._open_uses.open(use, until_end=True)
 
     def after_forward(self, *, keeps: Sequence[FlatUnit] = ()) -> bool:
         """Release what is not needed again soon: the forward of the innermost running module has ended.
@@ -185,6 +191,11 @@ class ParameterSchedule:
         self._is_broken = False
         self._forget_running()
         self.end_backward()
+        self.forget_uses()
+
+    def forget_uses(self) -> None:
+        """Forget forwards that have not gone back: the optimizer step ends their time. Call it alike on every rank."""
+        self._open_uses.forget()
 
     def _forget_running(self) -> None:
         self._running.clear()

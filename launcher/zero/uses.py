@@ -5,32 +5,35 @@ parameters get a gradient, and when, may differ between ranks (each rank's data 
 and in which order, may not: that is the contract of stage 3. So everything that is issued within backward follows the
 modules: a unit is gathered when the gradient of its module's output arrives, and it is reduced and released when the
 gradients of its module's inputs are complete. A unit that several modules read waits for the last of them.
+
+[Note: no object's lifetime] A use whose backward never comes keeps its unit from being reduced before the pass ends.
+It counts although its graph may be gone: when Python frees a graph depends on its garbage collector, and on what this
+rank keeps. A use that has not gone back is forgotten at the step. If it goes back all the same, it counts again, and
+gradients that come after the reduction are added before the step.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 from launcher.zero.unit import FlatUnit
 
 
 class Use:
-    """One forward of a module that reads units, until its backward has passed.
+    """One forward of a module that reads units, until its backward has passed."""
 
-    Autograd's graph holds it: it is gone when the graph is dropped without a backward.
-    """
-
-    def __init__(self, units: Sequence[FlatUnit]) -> None:
+    def __init__(self, units: Sequence[FlatUnit], *, is_copy: bool = False) -> None:
+        """is_copy: checkpointing runs the forward again for its values; the graph of the first one goes back."""
         self.units = units
+        self.is_copy = is_copy
 
 
 class OpenUses:
     """The uses whose backward has not passed, by unit."""
 
     def __init__(self, num_units: int) -> None:
-        self._open: list[weakref.WeakSet[Use]] = [weakref.WeakSet() for _ in range(num_units)]
-        self._in_backward: list[weakref.WeakSet[Use]] = [weakref.WeakSet() for _ in range(num_units)]
+        self._open: list[set[Use]] = [set() for _ in range(num_units)]
+        self._in_backward: list[set[Use]] = [set() for _ in range(num_units)]
         self._until_end: set[Use] = set()
         self._unrecorded: dict[object, list[Use]] = {}  # by the reader of the module
 
@@ -76,8 +79,14 @@ class OpenUses:
         return idle, [unit for unit in idle if not self._open[unit.index]]
 
     def end_pass(self) -> None:
-        """Close what stays open until the end of a pass. Uses of graphs that have not gone back stay open."""
-        for use in self._until_end:
+        """Close what has begun to go back, and what stays open until a pass ends. Other graphs may go back yet."""
+        for use in self._until_end.union(*self._in_backward):
             self.close(use)
         self._until_end.clear()
         self._unrecorded.clear()
+
+    def forget(self) -> None:
+        """Close all uses."""
+        for uses in self._open:
+            uses.clear()
+        self.end_pass()

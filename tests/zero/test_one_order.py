@@ -88,7 +88,27 @@ class RecomputedSomewhere(Plain):
         return x
 
 
-KINDS = {kind.__name__: kind for kind in (RankDependentExperts, NoExpert, DroppedLayers, RecomputedSomewhere)}
+class KeptGraphs(Plain):
+    """Outputs that no loss reads, and those of a recomputation: one rank keeps their graphs, the others drop them."""
+
+    def body(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = self.__dict__.setdefault("kept", [])
+        has_mark = bool((x[:, MARK] > 0).any())
+
+        def note(out: Tensor) -> Tensor:
+            if has_mark:
+                kept.append(out)
+            return out
+
+        x = self.blocks[2](self.blocks[0](x))
+        note(self.blocks[2](x))
+        x = self.blocks[3](x)
+        return checkpoint(lambda x: note(self.blocks[1](torch.tanh(self.blocks[1](x)))), x, use_reentrant=False)
+
+
+KINDS = {
+    kind.__name__: kind for kind in (RankDependentExperts, NoExpert, DroppedLayers, RecomputedSomewhere, KeptGraphs)
+}
 
 
 def build(name: str) -> nn.Module:

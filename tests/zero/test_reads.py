@@ -303,3 +303,43 @@ def _penalize_shards(rank: int, world_size: int) -> None:
 
 def test_a_penalty_on_shards_is_one_clear_error() -> None:
     run_on_ranks(2, _penalize_shards)
+
+
+class Penalized(Plain):
+    """A penalty on the gradient by the input: its gradient is one of a gradient."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = self.head(self.body(x)).squeeze(-1)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return F.mse_loss(out, y) + grad.pow(2).mean()
+
+
+class Transformed(Plain):
+    """Runs a block within a transform of torch.func."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) + torch.func.grad(lambda inner: self.blocks[0](inner).pow(2).sum())(x)
+
+
+class Vectorized(Plain):
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) + torch.func.vmap(self.blocks[0])(x)
+
+
+def _read_what_is_not_gathered(rank: int, world_size: int, kind: type[nn.Module], message: str) -> None:
+    engine = engine_of(kind(), world_size)
+    with pytest.raises(EngineError, match=message):
+        engine.backward(engine(*batches(1)[0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Penalized, "a gradient of a gradient"),
+        (Transformed, "a forward of Block, which reads blocks.0.scale .* torch.func"),
+        (Vectorized, "a forward of Block, which reads blocks.0.scale .* torch.func"),
+    ],
+)
+def test_what_stage_3_cannot_gather_is_one_clear_error(kind: type[nn.Module], message: str) -> None:
+    run_on_ranks(2, _read_what_is_not_gathered, kind, message)
