@@ -14,8 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from launcher.comm.groups import DataParallelGroup
-
 
 @dataclass(frozen=True)
 class Call:
@@ -67,23 +65,23 @@ def sent_bytes() -> int:
     return _sent[0]
 
 
-def begin(group: DataParallelGroup) -> float | None:
+def begin(device: torch.device) -> float | None:
     """Return the time at which a call begins; None when nobody measures."""
     if not _meters:
         return None
-    _synchronize(group)
+    _synchronize(device)
     return time.perf_counter()
 
 
-def end(begun_s: float, kind: str, group: DataParallelGroup, tensors: list[Tensor]) -> None:
+def end(begun_s: float, kind: str, world_size: int, tensors: list[Tensor], device: torch.device) -> None:
     """Report a call that has finished on this rank."""
-    _synchronize(group)
+    _synchronize(device)
     num_bytes = sum(tensor.nbytes for tensor in tensors)
-    call = Call(kind, num_bytes, group.world_size, time.perf_counter() - begun_s)
+    call = Call(kind, num_bytes, world_size, time.perf_counter() - begun_s)
     for meter in _meters:
         meter.record(call)
 
 
-def _synchronize(group: DataParallelGroup) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

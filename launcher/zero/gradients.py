@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import collectives
-from launcher.comm.collectives import Pending
 from launcher.comm.groups import DataParallelGroup
+from launcher.comm.pending import Pending
 from launcher.kernels.select import kernel_for
 from launcher.zero.home import HERE, Home
 from launcher.zero.layout import UnitLayout

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import collectives
-from launcher.comm.collectives import Pending
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.link import Arrival, at_once
+from launcher.comm.pending import Pending
 from launcher.zero.disk import Swapped
 from launcher.zero.home import HERE, Home
 from launcher.zero.layout import ParamSlot, UnitLayout
@@ -75,7 +75,7 @@ class UnitParameters:
         """Take the values over from `params`, which must be whole on every rank, in the residence's dtype."""
         self._params = params
         self._layout = layout
-        self._group = group
+        self.group = group
         self.owned = owned = residence.owned
         self.is_sharded = is_sharded = residence.is_sharded
         dtype = residence.dtype
@@ -153,7 +153,7 @@ class UnitParameters:
         if not precision.has_master and is_with_shard:
             return self._swap
         dtype = torch.float32 if precision.has_master else precision.param_dtype
-        self.master = home.empty(len(self.owned), dtype, self._group)
+        self.master = home.empty(len(self.owned), dtype, self.group)
         with self.shard_in_memory(reads=True):
             self.master.copy_(self.shard)
         self._master_swap = home.swapped(self.master)
@@ -163,7 +163,7 @@ class UnitParameters:
             if is_with_shard:
                 self.copy = self.shard
             elif home.place is Place.HOST:  # half of the master's bytes go to the device
-                self.copy = home.empty(len(self.owned), self.shard.dtype, self._group)
+                self.copy = home.empty(len(self.owned), self.shard.dtype, self.group)
                 self.renew_copy()
         return self._master_swap
 
@@ -172,7 +172,7 @@ class UnitParameters:
         if self._swap is not None:
             self._swap.settle_disk()
         if self.is_sharded and self.state is not ParameterState.SHARDED:
-            self._group.buffers.take_back(self.flat.untyped_storage())
+            self.group.buffers.take_back(self.flat.untyped_storage())
             self.state = ParameterState.SHARDED
 
     def slot_of(self, param: nn.Parameter) -> ParamSlot:
@@ -186,7 +186,7 @@ class UnitParameters:
     def broadcast(self, params: list[nn.Parameter], source: int) -> None:
         """Overwrite parameters of this whole unit by rank `source`'s, and take them as the new values. Collective."""
         views = [self._views[self.slot_of(param).index] for param in params]
-        collectives.broadcast(self._group, views, source)
+        collectives.broadcast(self.group, views, source)
         self.refresh()
 
     # ---- whole and sharded ----
@@ -195,11 +195,14 @@ class UnitParameters:
         """Start making a sharded unit whole. Every rank must call it in the same order."""
         if self.state is not ParameterState.SHARDED:
             return
-        self._group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
-        with self.shard_in_memory(reads=True):
-            self._arrival()
-            self._arrival = self._group.link.copy(self._own_flat, self.shard)
-        self._gather = self._gather_others()
+        self.group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
+        if self.home.is_away or self.group.process_group is None:
+            with self.shard_in_memory(reads=True):
+                self._arrival()
+                self._arrival = self.group.link.copy(self._own_flat, self.shard)
+            self._gather = self._start_all_gather(self._own_flat)
+        else:
+            self._gather = self._start_all_gather(self.shard)
         self.state = ParameterState.GATHERING
         self._mark(ZeroParamStatus.INFLIGHT)
 
@@ -213,7 +216,7 @@ class UnitParameters:
         try:
             yield
         finally:
-            self._group.link.synchronize()  # a copy may still read or write memory that others get from here on
+            self.group.link.synchronize()  # a copy may still read or write memory that others get from here on
             if writes:
                 self._swap.send_out()
             else:
@@ -229,12 +232,10 @@ class UnitParameters:
         if self._swap is not None:
             self._swap.drop()
 
-    def _gather_others(self) -> Pending:
-        """Start gathering what the other ranks own, after the copy of what this one owns."""
-        if len(self.owned) == self._layout.padded_numel:
-            return Pending()
-        with self._group.link.following():
-            return collectives.all_gather(self._group, self.flat)
+    def _start_all_gather(self, own: Tensor) -> Pending:
+        """Start filling `flat` with what every rank owns, after the copies so far. own: what this rank does."""
+        with self.group.link.following():
+            return collectives.all_gather(self.group, self.flat, own)
 
     def wait(self) -> None:
         """Block until what is on its way has arrived: the values are those of the last step. Cheap when nothing is."""
@@ -256,7 +257,7 @@ class UnitParameters:
         self.wait()
         for param in self._params:
             param.data = self._absent
-        self._group.buffers.take_back(self.flat.untyped_storage())
+        self.group.buffers.take_back(self.flat.untyped_storage())
         self.state = ParameterState.SHARDED
         self._mark(ZeroParamStatus.NOT_AVAILABLE)
 
@@ -277,9 +278,10 @@ class UnitParameters:
         source = self.copy if is_written and self.copy is not None else self.master
         if source is not self.shard:
             with self.shard_in_memory(reads=False, writes=True):
-                self._arrival = self._group.link.copy(self.shard, source)
+                self._arrival = self.group.link.copy(self.shard, source)
         if not self.is_sharded:
-            self._gather = self._gather_others()
+            is_whole = len(self.owned) == self._layout.padded_numel
+            self._gather = Pending() if is_whole else self._start_all_gather(self._own_flat)
             self.state = ParameterState.GATHERING
 
     def refresh(self) -> None:

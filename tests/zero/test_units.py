@@ -8,11 +8,12 @@ from harness.ranks import run_on_ranks
 from torch import nn
 
 from launcher.base.errors import EngineError
+from launcher.comm.device import DeviceRuntime
 from launcher.comm.groups import DataParallelGroup
 from launcher.zero.partition import build_units
 from launcher.zero.stages import STAGES, TRANSITIONS, Precision, UnitState, ZeroPolicy, check_transition
 
-ALONE = DataParallelGroup(0, 1, torch.device("cpu"), None)
+ALONE = DataParallelGroup(0, 1, None, DeviceRuntime(torch.device("cpu")))
 NUM_BLOCKS, WIDTH = 4, 600
 
 
