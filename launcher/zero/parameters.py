@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import collectives
+from launcher.comm import collectives, observe
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.link import Arrival, at_once
 from launcher.comm.pending import Pending
@@ -56,6 +56,7 @@ class Residence:
     owned: range  # elements this rank updates
     is_sharded: bool  # only the owned range is kept, the whole is gathered around its use
     home: Home = HERE  # where the owned range of a sharded unit is kept
+    label: str = ""  # of the unit, for profilers and the debug log
 
 
 class UnitParameters:
@@ -74,6 +75,7 @@ class UnitParameters:
     ) -> None:
         """Take the values over from `params`, which must be whole on every rank, in the residence's dtype."""
         self._params = params
+        self._label = residence.label
         self._layout = layout
         self.group = group
         self.owned = owned = residence.owned
@@ -234,14 +236,15 @@ class UnitParameters:
 
     def _start_all_gather(self, own: Tensor) -> Pending:
         """Start filling `flat` with what every rank owns, after the copies so far. own: what this rank does."""
-        with self.group.link.following():
+        with observe.unit_span("gather", self._label), self.group.link.following():
             return collectives.all_gather(self.group, self.flat, own)
 
     def wait(self) -> None:
         """Block until what is on its way has arrived: the values are those of the last step. Cheap when nothing is."""
         if self._gather is None:
             return
-        self._gather.wait()
+        with observe.unit_span("wait for the gather", self._label):
+            self._gather.wait()
         self._gather = None
         self._arrival()
         self.state = ParameterState.WHOLE

@@ -33,12 +33,12 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of what is computed, kept and sent. Sums over ranks are fp32 at every precision."""
+    """Types of what is computed, kept and sent. Sums over ranks: see `collectives.reduce_scatter`."""
 
     param_dtype: torch.dtype  # of the model
     keeps_fp32_master: bool = True  # of a 16-bit model
     grad_dtype: torch.dtype = torch.float32  # of sums over micro-batches
-    wire_dtype: torch.dtype | None = None  # of gradients on their way; None: 16 bits where that loses nothing
+    wire_dtype: torch.dtype | None = None  # of gradients on their way; None: 16 bits where that rounds nothing
     autocast_dtype: torch.dtype | None = None  # of what the forward computes under torch.autocast
     has_16bit_states: bool = False  # optimizer states are as the 16-bit master
 

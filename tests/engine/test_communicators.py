@@ -1,4 +1,4 @@
-"""Training through NCCL's communicator, with late collectives, and how many collectives a step takes.
+"""Training through NCCL's communicator, with late collectives; how many collectives a step takes, and their names.
 
 gloo has all single-tensor collectives that NCCL's communicator calls, so the same code runs here as on GPUs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import pytest
 import torch
 from harness.collective import CountingCommunicator, communicators, late_group
+from harness.logs import logged
 from harness.offload import late_link
 from harness.parity import Case, Trajectory, train_engine, train_fp32, train_mixed, weight_distance, worst_relative
 from harness.ranks import run_on_ranks
 from torch import nn
+
+from launcher.base.log import get_logger
+from launcher.comm import observe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -197,3 +202,50 @@ def test_the_collectives_of_a_step(stage: int, accumulation: int) -> None:
     }[stage]
     expected = {name: NUM_STEPS * count for name, count in {"gather_rows": 1, **of_a_step}.items()}
     assert run_on_ranks(2, _counts, config) == [(units, expected)] * 2
+
+
+# ---- their names ----
+
+
+def _names(rank: int, world_size: int, stage: int) -> tuple[list[str], set[str], list[str]]:
+    """Return the units' labels, what a profiler sees of one step, and what the debug log says of it."""
+    import launcher
+
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    zero = {"stage": stage, "reduce_bucket_size": UNIT_NUMEL, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+    engine, *_ = launcher.initialize(model=model, config=config)
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        engine.step()
+        engine.state_dict()  # waits for what a step has left on its way
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    get_logger().setLevel(logging.DEBUG)
+    try:
+        with logged() as lines:
+            step()
+    finally:
+        get_logger().setLevel(logging.INFO)
+    labels = [unit.label for unit in engine._sharded.units]
+    engine.destroy()
+    return labels, {event.name for event in profile.events()}, lines
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_profiles_and_the_debug_log_name_the_unit(stage: int) -> None:
+    kinds = ["reduction", "wait for the reduction"] + (["gather", "wait for the gather"] if stage else [])
+    for labels, events, lines in run_on_ranks(2, _names, stage):
+        assert "0.weight and 1 more" in labels
+        for label in labels:
+            for kind in kinds:
+                assert f"launch: {kind} of {label}" in events
+                assert f"{kind} of {label}" in lines
+
+
+def test_nothing_is_recorded_without_a_profiler() -> None:
+    """torch's `record_function` costs 10 µs also when nobody looks."""
+    assert isinstance(observe.unit_span("gather", "a unit"), contextlib.nullcontext)
