@@ -31,7 +31,7 @@ def local_device(dist_backend: str | None = None) -> torch.device:
     """Return this rank's device: its own GPU where there is one, else the CPU.
 
     A rank that sees one GPU alone has that one, as under `srun --gpus-per-task=1`. Where the process group is gloo's,
-    or is going to be (`dist_backend`), the device is the CPU: gloo sends no GPU memory from rank to rank.
+    or is going to be (`dist_backend`), and there are other ranks, the device is the CPU: gloo sends no GPU memory.
     Raises: EngineError when there are GPUs, and none for this rank.
     """
     if not torch.cuda.is_available() or not _carries_gpu_memory(dist_backend):
@@ -53,6 +53,8 @@ def _carries_gpu_memory(dist_backend: str | None) -> bool:
         return dist_backend != "gloo"
     world = dist.group.WORLD
     assert world is not None
+    if world.size() == 1:
+        return True  # it sends nothing
     return backend_name(world, torch.device("cuda")) not in (None, "gloo")
 
 

@@ -175,18 +175,21 @@ def test_an_engine_makes_one_link() -> None:
     assert run_on_ranks(2, _num_links) == [(2, True)] * 2
 
 
-def test_idle_gpus_are_named(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for gloo on a host with GPUs learns what that costs."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        with logged() as lines:
-            engine, *_ = launcher.initialize(
-                model=nn.Linear(4, 4), config={"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
-            )
-    finally:
-        dist.destroy_process_group()
-    assert engine.device == CPU
-    assert any("the process group is gloo's" in line and "GPU" in line for line in lines)
+def test_a_single_rank_has_its_gpu_whatever_the_group(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing to send."""
+    gpus.be(num_visible=2, local_rank=1)
+    monkeypatch.setattr(FakeGroup, "size", lambda _: 1)
+    group_of(monkeypatch, cpu="gloo", cuda="gloo")
+    assert local_device() == torch.device("cuda", 1)
+
+
+def _lines_beside_gpus(rank: int, world_size: int) -> tuple[str, bool]:
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+    with mock.patch.object(torch.cuda, "is_available", return_value=True), logged() as lines:
+        engine, *_ = launcher.initialize(model=nn.Linear(4, 4), config=config)
+    return str(engine.device), any("the process group is gloo's" in line and "GPU" in line for line in lines)
+
+
+def test_idle_gpus_are_named() -> None:
+    """Whoever asks for gloo on a host with GPUs learns from rank 0 what that costs."""
+    assert run_on_ranks(2, _lines_beside_gpus) == [("cpu", True), ("cpu", False)]
