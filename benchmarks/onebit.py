@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import launcher
 from launcher.comm import observe
-from launcher.comm.groups import data_parallel_group
+from launcher.comm.groups import is_first_rank
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from train_gpt import GPT, GPTConfig, evaluate, load_windows, mean_over_ranks
@@ -132,7 +132,7 @@ def main() -> None:
     page = Section("One bit on the wire", "torch")
     launcher.init_distributed()
     traffic, training = traffic_table(options.width, options.steps), training_table(options.training_steps)
-    if data_parallel_group().rank == 0:
+    if is_first_rank():
         text = (
             f"{dist.get_world_size()} ranks, fp32, stage 0.\n\n"
             f"What a rank sends, {8 * options.width * (options.width + 1) / 1e6:.1f} M parameters:\n\n{traffic}\n\n"

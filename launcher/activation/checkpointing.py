@@ -15,7 +15,8 @@ from launcher.activation.rng import get_cuda_rng_tracker
 from launcher.activation.saved import SavedInputs
 from launcher.activation.settings import ActivationSettings, settings_in_force
 from launcher.base.log import get_logger
-from launcher.comm.groups import data_parallel_group, local_device
+from launcher.comm.device import local_device
+from launcher.comm.groups import is_first_rank
 
 
 class _Keeper:
@@ -25,7 +26,7 @@ class _Keeper:
         self.settings = settings
         self.inputs = SavedInputs(settings)
         self.profile = CheckpointProfile(local_device()) if settings.profile else None
-        if data_parallel_group().rank == 0:
+        if is_first_rank():
             for note in self._notes():
                 get_logger().info("note: activation_checkpointing: %s", note)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from launcher.base.log import get_logger
-from launcher.comm.groups import data_parallel_group
+from launcher.comm.groups import is_first_rank
 from launcher.monitor.phases import PhaseTimer
 
 WINDOW = 10  # rounds of forward and backward between two lines
@@ -41,7 +41,7 @@ class CheckpointProfile:
         parts = [
             f"{self._num_calls[name] // WINDOW} × {name} {total_s * 1e3 / WINDOW:.2f} ms" for name, total_s in seconds
         ]
-        if data_parallel_group().rank == 0:
+        if is_first_rank():
             get_logger().info("activation checkpoints: %s (means of %d)", " · ".join(parts), WINDOW)
         self._num_calls.clear()
         self._num_rounds = 0

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.base.errors import EngineError
-from launcher.comm.groups import DataParallelGroup, local_device
+from launcher.comm.device import DeviceRuntime, local_device
+from launcher.comm.groups import DataParallelGroup
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
 from launcher.config.schema_other import ActivationCheckpointing
@@ -105,7 +106,8 @@ def _group_of(mpu: Any) -> DataParallelGroup:
         found = [getattr(mpu, f"get_{kind}_{what}", None) for what in ("rank", "world_size", "group")]
         if all(map(callable, found)):
             rank, world_size, process_group = (get() for get in found if get is not None)
-            return DataParallelGroup(rank, world_size, local_device(), process_group if world_size > 1 else None)
+            runtime = DeviceRuntime(local_device())
+            return DataParallelGroup(rank, world_size, process_group if world_size > 1 else None, runtime)
     raise EngineError(
         f"configure(): the mpu, a {type(mpu).__name__}, does not name its model-parallel group",
         hint="it needs get_model_parallel_rank(), get_model_parallel_world_size() and get_model_parallel_group()",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from launcher.comm import collectives
+from launcher.comm import pending
 
 _TIMEOUT = datetime.timedelta(seconds=5)
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -33,7 +33,7 @@ def leave_in_order() -> None:
 def _leave() -> None:
     if hasattr(sys, "last_value") or not dist.is_initialized():
         return
-    collectives.settle(_TIMEOUT)
+    pending.settle(_TIMEOUT)
     dist.destroy_process_group()
     deadline_s = time.monotonic() + _TIMEOUT.total_seconds()
     while _is_gloo_busy() and time.monotonic() < deadline_s:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import datetime
+import functools
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,11 @@ from launcher.base import env
 from launcher.base.errors import EngineError
 from launcher.base.scheduler_rank import scheduler_rank
 from launcher.comm.buffers import BufferPool
+from launcher.comm.communicator import Alone, Communicator
+from launcher.comm.device import DeviceRuntime, backend_name, local_device, use_local_device
+from launcher.comm.gloo import GlooCommunicator
 from launcher.comm.link import HostLink
+from launcher.comm.nccl import NcclCommunicator
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _DEFAULT_PORT = 29500
@@ -23,53 +28,61 @@ _DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class DataParallelGroup:
-    """The ranks that hold the same model and different data."""
+    """The ranks that hold the same model and different data. Ranks are those of the group, not of the world."""
 
     rank: int
     world_size: int
-    device: torch.device
     process_group: dist.ProcessGroup | None  # None: a single process, no communication
+    runtime: DeviceRuntime = field(compare=False, repr=False)  # shared by all groups of an engine
     reduce_process_group: dist.ProcessGroup | None = None  # of the same ranks; None: reductions have no own one
-    buffers: BufferPool = field(init=False, compare=False, repr=False)  # memory of everything in flight
-    link: HostLink = field(init=False, compare=False, repr=False)  # to and from host memory
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "buffers", BufferPool(self.device))
-        object.__setattr__(self, "link", HostLink(self.device))
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors of collectives are."""
+        return self.runtime.device
+
+    @property
+    def buffers(self) -> BufferPool:
+        """Memory of everything in flight on the device."""
+        return self.runtime.buffers
+
+    @property
+    def link(self) -> HostLink:
+        """The copies between the device and host memory."""
+        return self.runtime.link
+
+    @functools.cached_property
+    def communicator(self) -> Communicator:
+        """What its collectives are made of."""
+        return communicator_for(self.process_group, self.runtime)
+
+    @functools.cached_property
     def reductions(self) -> DataParallelGroup:
         """The same ranks, for reductions: collectives of the two are not ordered among each other."""
         if self.reduce_process_group is None:
             return self
-        group = copy.copy(self)
-        object.__setattr__(group, "process_group", self.reduce_process_group)
-        return group
+        return dataclasses.replace(self, process_group=self.reduce_process_group, reduce_process_group=None)
 
     def of_ranks(
         self, process_group: dist.ProcessGroup, reduce_process_group: dist.ProcessGroup | None = None
     ) -> DataParallelGroup:
         """Return other ranks on the same device: those of a process group that this one belongs to."""
-        group = copy.copy(self)
-        size = process_group.size()
-        object.__setattr__(group, "rank", process_group.rank())
-        object.__setattr__(group, "world_size", size)
-        object.__setattr__(group, "process_group", process_group if size > 1 else None)
-        object.__setattr__(group, "reduce_process_group", reduce_process_group if size > 1 else None)
-        return group
-
-
-def local_device() -> torch.device:
-    """Return this rank's device: its own GPU where there is one, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local_rank = int(os.environ.get(env.LOCAL_RANK.name, "0"))
-    if local_rank >= torch.cuda.device_count():
-        raise EngineError(
-            f"LOCAL_RANK {local_rank} has no GPU: this process sees {torch.cuda.device_count()}",
-            hint="start fewer ranks on this host, or widen CUDA_VISIBLE_DEVICES",
+        is_alone = process_group.size() == 1
+        return DataParallelGroup(
+            process_group.rank(),
+            process_group.size(),
+            None if is_alone else process_group,
+            self.runtime,
+            None if is_alone else reduce_process_group,
         )
-    return torch.device("cuda", local_rank)
+
+
+def communicator_for(process_group: dist.ProcessGroup | None, runtime: DeviceRuntime) -> Communicator:
+    """Return the implementation for what carries the device's memory. Backends other than gloo have quick ones."""
+    if process_group is None:
+        return Alone()
+    kind = GlooCommunicator if backend_name(process_group, runtime.device) == "gloo" else NcclCommunicator
+    return kind(process_group, runtime.buffers)
 
 
 def init_distributed(
@@ -86,10 +99,11 @@ def init_distributed(
 ) -> None:
     """Start the default process group from the environment `launch` sets; a group that exists is kept.
 
-    Every rank must call it. Backend: NCCL on GPUs, else gloo. Without RANK and WORLD_SIZE in the environment they come
-    from mpirun, mpiexec or srun where one of them has started this process, and `os.environ` gets what torch reads:
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Else (a plain `python train.py`) the world is this process
-    alone and no group is started.
+    Every rank must call it. This rank's GPU becomes the current device, also when the group existed before. Backend:
+    NCCL on GPUs, else gloo; with "gloo" the engine trains on the CPU. Without RANK and WORLD_SIZE in the environment
+    they come from mpirun, mpiexec or srun where one of them has started this process, and `os.environ` gets what torch
+    reads: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Else (a plain `python train.py`) the world is this
+    process alone and no group is started.
 
     auto_mpi_discovery: False refuses the ranks of mpirun, mpiexec and srun.
     distributed_port: MASTER_PORT where neither the environment nor the scheduler's job gives one.
@@ -98,33 +112,44 @@ def init_distributed(
     Raises: EngineError when the environment is incomplete or the port is in use, UsageError when what a scheduler says
     is incomplete.
     """
-    if dist.is_initialized():
-        return
-    if rank < 0 and init_method is None:
-        _take_from_scheduler(is_wanted=auto_mpi_discovery and dist_init_required is not False, port=distributed_port)
-    if dist_init_required is False:
-        return
-    device = local_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        if rank < 0 and init_method is None:
+            is_wanted = auto_mpi_discovery and dist_init_required is not False
+            _take_from_scheduler(is_wanted=is_wanted, port=distributed_port)
+        if dist_init_required is not False and _is_of_several(rank, init_method, distributed_port):
+            _start(dist_backend, init_method, timeout or DEFAULT_TIMEOUT, rank, world_size)
+    use_local_device()  # also where somebody else has started the group
+
+
+def _is_of_several(rank: int, init_method: str | None, port: int) -> bool:
+    """Whether there is a group to start; then the environment has what torch reads. Raises: EngineError."""
     if rank < 0 and env.RANK.name not in os.environ and init_method is None:
         if os.environ.get(env.WORLD_SIZE.name, "1") != "1":
             raise _incomplete([env.RANK.name])
-        return
+        return False
     if init_method is None:
-        os.environ.setdefault(env.MASTER_PORT.name, str(distributed_port))
+        os.environ.setdefault(env.MASTER_PORT.name, str(port))
         needed = [env.MASTER_ADDR] if rank >= 0 else [env.RANK, env.WORLD_SIZE, env.MASTER_ADDR]
         missing = [variable.name for variable in needed if variable.name not in os.environ]
         if missing:
             raise _incomplete(missing)
+    return True
+
+
+def _start(
+    dist_backend: str | None, init_method: str | None, timeout: datetime.timedelta, rank: int, world_size: int
+) -> None:
+    device = use_local_device(dist_backend)
     backend = dist_backend or ("nccl" if device.type == "cuda" else "gloo")
     try:
         dist.init_process_group(
             backend,
             init_method=init_method,
-            timeout=timeout or DEFAULT_TIMEOUT,
+            timeout=timeout,
             rank=rank,
             world_size=world_size,
+            # NCCL connects at once then, and never has to guess which GPU a rank has.
+            device_id=device if "nccl" in backend and device.type == "cuda" else None,
         )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
@@ -160,19 +185,22 @@ def _incomplete(missing: list[str]) -> EngineError:
 
 
 def data_parallel_group(*, has_reductions: bool = False) -> DataParallelGroup:
-    """Return the group of all ranks, or of this process alone when none was started.
+    """Return the group of all ranks, or of this process alone when none was started, with a device runtime of its own.
 
     has_reductions: with a communicator of its own for reductions; then every rank must call it.
     """
-    device = local_device()
-    if not dist.is_initialized():
-        return DataParallelGroup(0, 1, device, None)
-    if dist.get_world_size() == 1:
-        return DataParallelGroup(0, 1, device, None)
+    runtime = DeviceRuntime(local_device())
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return DataParallelGroup(0, 1, None, runtime)
     world = dist.group.WORLD
     assert world is not None
-    own = _group_of_reductions(world, device) if has_reductions else None
-    return DataParallelGroup(dist.get_rank(), dist.get_world_size(), device, world, own)
+    own = _group_of_reductions(world, runtime.device) if has_reductions else None
+    return DataParallelGroup(dist.get_rank(), dist.get_world_size(), world, runtime, own)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one of all ranks that speaks for them."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 _reduce_groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # at most one: all ranks, and their second group

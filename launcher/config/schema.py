@@ -40,7 +40,8 @@ class Config(Section):
     dump_state: Flag = key(False, "print the config in force and the units at start")
     gradient_clipping: NonNegative = key(1.0, "largest norm of all gradients together; 0: no clipping")
     communication_data_type: Annotated[str | None, choice(*_DTYPES, null=True)] = key(
-        None, "precision of gradients on their way; null: 16 bits where that loses nothing, else fp32"
+        None,
+        "precision of gradients on their way (on NCCL of sums too); null: 16 bits where that rounds none, else fp32",
     )
     seq_parallel_communication_data_type: Annotated[str, choice(*_DTYPES)] = key(
         "fp32", "the same under sequence parallelism", inert("sequence parallelism is not in this release")

@@ -6,6 +6,8 @@ import itertools
 import os
 from collections.abc import Sequence
 
+import torch
+
 from launcher.base import env
 from launcher.base.errors import Diagnostic
 from launcher.base.log import get_logger
@@ -46,6 +48,11 @@ def announce(
         log.info("optimizer kernel: %s", _kernel_text(plan, parts.group.device.type))
     if parts.mesh.label is not None:
         log.info("mesh: %s", parts.mesh.label)
+    if parts.group.device.type == "cpu" and torch.cuda.is_available():
+        log.warning(
+            "the process group is gloo's, which sends no GPU memory: this engine trains on the CPU, and the GPUs stay"
+            " idle (start the group with nccl, or leave it to the engine)"
+        )
     if policy.offload.is_any:
         log.info("offload: %s", policy.offload.label)
     for reason, together in itertools.groupby(sorted(choices, key=lambda c: c.reason), key=lambda c: c.reason):

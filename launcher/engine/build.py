@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from launcher.activation.settings import use_section
 from launcher.base.errors import ConfigError, EngineError
 from launcher.base.log import get_logger
-from launcher.comm import collectives
+from launcher.comm import collectives, pending
 from launcher.comm.exit import leave_in_order
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
 from launcher.comm.mesh import ParallelMesh, build_mesh
@@ -99,7 +99,7 @@ def initialize(
     check_model(model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     leave_in_order()
-    collectives.settle()
+    pending.settle()
     group = data_parallel_group(has_reductions=True)
     check_for_ranks(model, group.world_size)
     if end_engine_of(model) and group.rank == 0:

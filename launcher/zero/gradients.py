@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import collectives
-from launcher.comm.collectives import Pending
+from launcher.comm import collectives, observe
 from launcher.comm.mesh import ParallelMesh
+from launcher.comm.pending import Pending
 from launcher.sharding.layout import UnitLayout
 from launcher.zero.disk import Swapped
 from launcher.zero.home import HERE, Home
@@ -21,9 +21,9 @@ from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 class UnitGradients:
     """Collects, reduces and holds the gradients of one unit.
 
-    Sums over ranks are fp32, those over micro-batches too unless the policy says otherwise. What travels is what
-    autograd made: a 16-bit gradient of one micro-batch is sent in 16 bits, which loses nothing; only a sum of
-    several micro-batches is sent in fp32. A policy may name the type that travels.
+    Sums over micro-batches are fp32 unless the policy says otherwise. What travels is what autograd made: a 16-bit
+    gradient of one micro-batch is sent in 16 bits, which loses nothing; only a sum of several micro-batches is sent in
+    fp32. A policy may name the type that travels. Sums over ranks are fp32 on gloo, and what travels on NCCL.
     """
 
     def __init__(
@@ -35,8 +35,10 @@ class UnitGradients:
         owned: range,
         *,
         home: Home = HERE,
+        label: str = "",
     ) -> None:
-        """home: where the optimizer updates the unit."""
+        """home: where the optimizer updates the unit. label: of the unit, for profilers and the debug log."""
+        self._label = label
         self._layout = layout
         self._policy = policy
         self._group = group = mesh.shard
@@ -159,19 +161,24 @@ class UnitGradients:
         if reduction.predivide != 1.0 and self._group.process_group is not None:
             local.mul_(1.0 / reduction.predivide)
             rest *= reduction.predivide
-        sent = self._sent(local)
-        if self._is_kept_whole and (self._is_whole or not reduction.scatters):
-            self._reduction = collectives.all_reduce(self._reductions, local, rest, sent=sent)
-        elif not reduction.scatters:
+        with observe.unit_span("reduction", self._label):
+            self._reduction = self._started(local, self._sent(local), rest, is_last=is_last)
+
+    def _started(self, local: Tensor, sent: Tensor, scale: float, *, is_last: bool) -> Pending:
+        """Start the collective that sums `sent`, times `scale`, to where the sum is kept."""
+        scatters = self._policy.reduction.scatters
+        if self._is_kept_whole and (self._is_whole or not scatters):
+            return collectives.all_reduce(self._reductions, local, scale, sent=sent)
+        if not scatters:
             self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
-            self._reduction = collectives.all_reduce(self._reductions, self._arriving, rest, sent=sent)
-        else:
-            output = self.owned_grad
-            if self._sum.holds_sum or not self._sum.has_buffer:
-                self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
-            self._reduction = collectives.reduce_scatter(self._reductions, sent, output, rest)
-            if is_last and self._replicate is not None:
-                self._reduction = self._reduction.then(lambda: self._sum_over_copies(output))
+            return collectives.all_reduce(self._reductions, self._arriving, scale, sent=sent)
+        output = self.owned_grad
+        if self._sum.holds_sum or not self._sum.has_buffer:
+            self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
+        pending = collectives.reduce_scatter(self._reductions, sent, output, scale)
+        return (
+            pending.then(lambda: self._sum_over_copies(output)) if is_last and self._replicate is not None else pending
+        )
 
     def _exact_scale(self) -> float:
         """Return the factor of the average over ranks if taking it early rounds nothing, else 1.
@@ -207,14 +214,16 @@ class UnitGradients:
     def advance_reduction(self) -> None:
         """Wait for the phase under way and start the next one, where there is one."""
         if self._reduction is not None:
-            self._reduction = self._reduction.advance()
+            with observe.unit_span("wait for the reduction", self._label):
+                self._reduction = self._reduction.advance()
             self._give_wire_back()  # what was sent has been added: the sum itself is on its way now
 
     def finish_reduction(self, *, measure: bool = False) -> None:
         """Wait for the sum and give temporary buffers back. measure: sum its squares while the sum is in the cache."""
         if self._reduction is None:
             return
-        self._reduction.wait()
+        with observe.unit_span("wait for the reduction", self._label):
+            self._reduction.wait()
         self._reduction = None
         self.state = check_transition(self.state, UnitState.REDUCED)
         kept = self.owned_grad if self._arriving is None else self._kept(self._arriving)

@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import collectives
-from launcher.comm.collectives import Pending
+from launcher.comm import collectives, observe
+from launcher.comm.groups import DataParallelGroup
 from launcher.comm.link import Arrival, at_once
 from launcher.comm.mesh import ParallelMesh
+from launcher.comm.pending import Pending
 from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.sharding.tensors import ParamInfo
 from launcher.zero.disk import Swapped
@@ -57,6 +58,7 @@ class Residence:
     owned: range  # elements this rank updates
     is_sharded: bool  # only the owned range is kept, the whole is gathered around its use
     home: Home = HERE  # where the owned range of a sharded unit is kept
+    label: str = ""  # of the unit, for profilers and the debug log
 
 
 class UnitParameters:
@@ -75,8 +77,9 @@ class UnitParameters:
     ) -> None:
         """Take the values over from `params`, which must be whole on every rank, in the residence's dtype."""
         self._params = params
+        self._label = residence.label
         self._layout = layout
-        self._group = group = mesh.shard
+        self.group = group = mesh.shard
         self._data = mesh.data
         self._node = mesh.node if residence.is_sharded else None
         self.owned = owned = residence.owned
@@ -162,7 +165,7 @@ class UnitParameters:
         if not precision.has_master and is_with_shard:
             return self._swap
         dtype = torch.float32 if precision.has_master else precision.param_dtype
-        self.master = home.empty(len(self.owned), dtype, self._group)
+        self.master = home.empty(len(self.owned), dtype, self.group)
         with self.shard_in_memory(reads=True):
             self.master.copy_(self.shard)
         self._master_swap = home.swapped(self.master)
@@ -172,7 +175,7 @@ class UnitParameters:
             if is_with_shard:
                 self.copy = self.shard
             elif home.place is Place.HOST:  # half of the master's bytes go to the device
-                self.copy = home.empty(len(self.owned), self.shard.dtype, self._group)
+                self.copy = home.empty(len(self.owned), self.shard.dtype, self.group)
                 self.renew_copy()
         return self._master_swap
 
@@ -181,7 +184,7 @@ class UnitParameters:
         if self._swap is not None:
             self._swap.settle_disk()
         if self.is_sharded and self.state is not ParameterState.SHARDED:
-            self._group.buffers.take_back(self.flat.untyped_storage())
+            self.group.buffers.take_back(self.flat.untyped_storage())
             self.state = ParameterState.SHARDED
 
     def slot_of(self, param: nn.Parameter) -> ParamSlot:
@@ -200,15 +203,16 @@ class UnitParameters:
         """Start making a sharded unit whole. Every rank must call it in the same order."""
         if self.state is not ParameterState.SHARDED:
             return
-        self._group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
+        self.group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
         if self._node is not None and self._second is not None and self._has_second:
-            self._own_second.copy_(self._second)
-            self._gather = collectives.all_gather(self._node, self.flat)
-        else:
+            self._gather = self._start_all_gather(self._second, self._node)
+        elif self.home.is_away or self.group.process_group is None:
             with self.shard_in_memory(reads=True):
                 self._arrival()
-                self._arrival = self._group.link.copy(self._own_flat, self.shard)
-            self._gather = self._gather_others()
+                self._arrival = self.group.link.copy(self._own_flat, self.shard)
+            self._gather = self._start_all_gather(self._own_flat)
+        else:
+            self._gather = self._start_all_gather(self.shard)
         self.state = ParameterState.GATHERING
         self._mark(ZeroParamStatus.INFLIGHT)
 
@@ -222,7 +226,7 @@ class UnitParameters:
         try:
             yield
         finally:
-            self._group.link.synchronize()  # a copy may still read or write memory that others get from here on
+            self.group.link.synchronize()  # a copy may still read or write memory that others get from here on
             if writes:
                 self._swap.send_out()
             else:
@@ -238,18 +242,20 @@ class UnitParameters:
         if self._swap is not None:
             self._swap.drop()
 
-    def _gather_others(self) -> Pending:
-        """Start gathering what the other ranks own, after the copy of what this one owns."""
-        if len(self.owned) == self._layout.padded_numel:
-            return Pending()
-        with self._group.link.following():
-            return collectives.all_gather(self._group, self.flat)
+    def _start_all_gather(self, own: Tensor, group: DataParallelGroup | None = None) -> Pending:
+        """Start filling `flat` with what every rank has of it, after the copies so far. own: what this rank has.
+
+        group: None for the ranks that own a chunk each.
+        """
+        with observe.unit_span("gather", self._label), self.group.link.following():
+            return collectives.all_gather(group or self.group, self.flat, own)
 
     def wait(self) -> None:
         """Block until what is on its way has arrived: the values are those of the last step. Cheap when nothing is."""
         if self._gather is None:
             return
-        self._gather.wait()
+        with observe.unit_span("wait for the gather", self._label):
+            self._gather.wait()
         self._gather = None
         self._arrival()
         self.state = ParameterState.WHOLE
@@ -268,7 +274,7 @@ class UnitParameters:
             self._has_second = True
         for param in self._params:
             param.data = self._absent
-        self._group.buffers.take_back(self.flat.untyped_storage())
+        self.group.buffers.take_back(self.flat.untyped_storage())
         self.state = ParameterState.SHARDED
         self._mark(ZeroParamStatus.NOT_AVAILABLE)
 
@@ -290,9 +296,10 @@ class UnitParameters:
         source = self.copy if is_written and self.copy is not None else self.master
         if source is not self.shard:
             with self.shard_in_memory(reads=False, writes=True):
-                self._arrival = self._group.link.copy(self.shard, source)
+                self._arrival = self.group.link.copy(self.shard, source)
         if not self.is_sharded:
-            self._gather = self._gather_others()
+            is_whole = len(self.owned) == self._layout.padded_numel
+            self._gather = Pending() if is_whole else self._start_all_gather(self._own_flat)
             self.state = ParameterState.GATHERING
 
     def refresh(self) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
-from launcher.comm.groups import data_parallel_group
 from launcher.zero.construct import shard_parameter
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.leaves import external_parameters, get_z3_leaf_modules, set_tile
@@ -261,14 +260,14 @@ def _tile(module: Any, param: nn.Parameter, max_numel: int) -> tuple[nn.Paramete
 
 def _cut(param: nn.Parameter, sizes: list[int], dim: int) -> Iterator[nn.Parameter]:
     """Yield the tiles of a weight; of one that `zero.Init` has sharded, sharded too."""
-    before, group = home_of(param), data_parallel_group()
+    before = home_of(param)
     with GatheredParameters(param):
         for part in param.detach().split(sizes, dim):
             tile = nn.Parameter(part.clone() if before is not None else part.contiguous(), param.requires_grad)
             if hasattr(param, "use_muon"):
                 tile.use_muon = param.use_muon  # type: ignore[attr-defined]  # what users say of it to Muon
             if before is not None:
-                shard_parameter(tile, group, home=before.home)
+                shard_parameter(tile, before.group, home=before.home)
             yield tile
 
 

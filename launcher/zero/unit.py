@@ -57,7 +57,7 @@ class FlatUnit:
         rests_away = policy.offload.params is not Place.DEVICE
         is_sharded = policy.stage.shards_parameters and not members.is_persistent and (rests_away or not alone)
         shard_home = homes.of_shard(len(owned)) if is_sharded else HERE
-        residence = Residence(policy.precision.param_dtype, owned, is_sharded, shard_home)
+        residence = Residence(policy.precision.param_dtype, owned, is_sharded, shard_home, self.label)
         self.params = UnitParameters(members.params, layout, mesh, residence)
         self.params.claim()
         for param in members.params:
@@ -72,7 +72,7 @@ class FlatUnit:
         if layout.is_trainable:
             home = homes.of_optimizer(layout.numel)
             master = self.params.keep_master(policy.precision, home, is_apart=policy.offload.is_delayed)
-            self.grads = UnitGradients(members.params, layout, policy, mesh, owned, home=home)
+            self.grads = UnitGradients(members.params, layout, policy, mesh, owned, home=home, label=self.label)
             if home.disk is not None and master is not None and self.grads.swap is not None:
                 self.swap = UnitSwap(home.disk, master, self.grads.swap)
 

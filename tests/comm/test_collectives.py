@@ -13,7 +13,8 @@ import torch.distributed as dist
 from harness.ranks import run_on_ranks
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
+from launcher.comm import collectives, pending
+from launcher.comm.device import DeviceRuntime
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -135,7 +136,7 @@ def _settle_what_nobody_holds(rank: int, world_size: int, key: str) -> torch.Ten
     gc.collect()
     if rank == 0:
         store.set(key, "about to settle")
-    collectives.settle(datetime.timedelta(seconds=60))
+    pending.settle(datetime.timedelta(seconds=60))
     return flat
 
 
@@ -147,14 +148,14 @@ def test_what_nobody_waits_for_is_settled() -> None:
 
 def _held_after(rank: int, world_size: int) -> int:
     group = data_parallel_group()
-    collectives.settle()
+    pending.settle()
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.zeros(world_size * CHUNK)
         collectives.all_reduce(group, flat, sent=contribution(rank, world_size, dtype)).wait()
         collectives.reduce_scatter(group, flat, torch.empty(CHUNK)).wait()
         collectives.all_gather(group, flat).wait()
-    held = len(collectives._on_their_way)
-    collectives.settle()  # waits for nothing a second time
+    held = len(pending._on_their_way)
+    pending.settle()  # waits for nothing a second time
     return held
 
 
@@ -217,7 +218,7 @@ def _among_the_last_two(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     process_group = dist.new_group([1, 2])
     if rank == 0:
         return {}
-    group = DataParallelGroup(rank - 1, 2, torch.device("cpu"), process_group)
+    group = DataParallelGroup(rank - 1, 2, process_group, DeviceRuntime(torch.device("cpu")))
     found = {"reduce_scatter": torch.empty(CHUNK, dtype=torch.bfloat16), "all_gather": torch.zeros(2 * CHUNK)}
     flat = contribution(rank, 2, torch.bfloat16)
     collectives.reduce_scatter(group, flat, found["reduce_scatter"]).wait()

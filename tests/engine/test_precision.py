@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
+from launcher.comm.gloo import GlooCommunicator
 from launcher.engine.casting import set_tf32
 from launcher.optim.scaling import MAX_OVERFLOWS_AT_MINIMUM
 
@@ -275,17 +276,14 @@ def test_complex_and_float64_buffers_stay_what_they_are(stage: int) -> None:
 def sent_dtypes() -> Iterator[set[torch.dtype]]:
     """Collect the types of what reductions send."""
     found: set[torch.dtype] = set()
-    original = collectives._reduce_scatter
+    original = GlooCommunicator.reduce_scatter
 
-    def recording(group: Any, flat: Tensor, output: Tensor, scale: float) -> Any:
+    def recording(own: GlooCommunicator, flat: Tensor, output: Tensor, scale: float) -> Any:
         found.add(flat.dtype)
-        return original(group, flat, output, scale)
+        return original(own, flat, output, scale)
 
-    collectives._reduce_scatter = recording  # the ranks' processes have no monkeypatch
-    try:
+    with mock.patch.object(GlooCommunicator, "reduce_scatter", recording):
         yield found
-    finally:
-        collectives._reduce_scatter = original
 
 
 SENT: dict[str, tuple[dict[str, Any], torch.dtype]] = {

@@ -87,7 +87,7 @@ def is_in_host_memory(tensor: Tensor) -> bool:
 def late_link() -> Iterator[None]:
     """Give groups made within this block a `LateLink`."""
     LateLink.host.clear()
-    with mock.patch("launcher.comm.groups.HostLink", LateLink):
+    with mock.patch("launcher.comm.device.HostLink", LateLink):
         yield
 
 

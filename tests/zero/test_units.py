@@ -10,6 +10,7 @@ from harness.ranks import run_on_ranks
 from torch import nn
 
 from launcher.base.errors import EngineError
+from launcher.comm.device import DeviceRuntime
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.zero.partition import build_units
@@ -24,7 +25,7 @@ from launcher.zero.stages import (
     check_transition,
 )
 
-_GROUP = DataParallelGroup(0, 1, torch.device("cpu"), None)
+_GROUP = DataParallelGroup(0, 1, None, DeviceRuntime(torch.device("cpu")))
 ALONE = ParallelMesh(_GROUP, _GROUP)
 NUM_BLOCKS, WIDTH = 4, 600
 

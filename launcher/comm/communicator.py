@@ -1,0 +1,146 @@
+"""What the ranks of a group can do together, and how a group gets the implementation for its backend.
+
+Buffers are flat and 1-D, with one equal chunk for each rank. `collectives` is what the engine calls: it names and
+measures the calls that an implementation makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.comm import observe
+from launcher.comm.pending import Pending
+
+# Since torch 2.13 the collectives on one flat buffer have other names, and the old ones warn.
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Communicator(Protocol):
+    """The collectives of one group; every rank calls the same ones in the same order. Contracts: see `collectives`."""
+
+    def all_gather(self, flat: Tensor, own: Tensor) -> Pending:
+        """Start filling `flat` with every rank's `own`, which may be this rank's chunk of `flat` itself."""
+        ...
+
+    def reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending:
+        """Start summing `flat` over the ranks into `output`, this rank's chunk of the sum, times `scale`."""
+        ...
+
+    def all_reduce(self, flat: Tensor, sent: Tensor, scale: float) -> Pending:
+        """Start summing `sent` over the ranks into `flat`, times `scale`; `sent` may be `flat`, or is used up."""
+        ...
+
+    def all_to_all(self, flat: Tensor, output: Tensor) -> Pending:
+        """Start sending chunk r of `flat` to rank r, and making chunk r of `output` what rank r has sent here."""
+        ...
+
+    def exchange(self, sends: list[Tensor], receives: list[Tensor]) -> Pending:
+        """Start sending `sends[r]` to rank r, and filling `receives[r]` with what rank r has sent here."""
+        ...
+
+    def gather_rows(self, values: Tensor) -> Tensor:
+        """Return every rank's `values` (1-D), [world size, numel]."""
+        ...
+
+    def broadcast(self, tensors: list[Tensor], source: int) -> None:
+        """Overwrite every rank's tensors with those of rank `source`."""
+        ...
+
+
+class Alone:
+    """The collectives of a single process: copies."""
+
+    def all_gather(self, flat: Tensor, own: Tensor) -> Pending:
+        """See `Communicator`."""
+        copy_unless_same(flat, own)
+        return Pending()
+
+    def reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending:
+        """See `Communicator`."""
+        copy_unless_same(output, flat)
+        return Pending([], lambda: scale_in_place(output, scale))
+
+    def all_reduce(self, flat: Tensor, sent: Tensor, scale: float) -> Pending:
+        """See `Communicator`."""
+        return self.reduce_scatter(sent, flat, scale)
+
+    def all_to_all(self, flat: Tensor, output: Tensor) -> Pending:
+        """See `Communicator`."""
+        output.copy_(flat)
+        return Pending()
+
+    def exchange(self, sends: list[Tensor], receives: list[Tensor]) -> Pending:
+        """See `Communicator`."""
+        receives[0].copy_(sends[0])
+        return Pending()
+
+    def gather_rows(self, values: Tensor) -> Tensor:
+        """See `Communicator`."""
+        return values.unsqueeze(0)
+
+    def broadcast(self, tensors: list[Tensor], source: int) -> None:
+        """See `Communicator`."""
+
+
+class Connected:
+    """What all backends do alike; peers are ranks of the group, never of the world."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.rank = process_group.rank()
+        self.world_size = process_group.size()
+
+    def exchange(self, sends: list[Tensor], receives: list[Tensor]) -> Pending:
+        """See `Communicator`."""
+        receives[self.rank].copy_(sends[self.rank])
+        return Pending(self.send_and_receive(sends, receives))
+
+    def gather_rows(self, values: Tensor) -> Tensor:
+        """See `Communicator`."""
+        observe.note_sent(values.nbytes * (self.world_size - 1))
+        rows = values.new_empty(self.world_size * values.numel())
+        all_gather_single(rows, values, group=self.process_group)
+        return rows.view(self.world_size, -1)
+
+    def broadcast(self, tensors: list[Tensor], source: int) -> None:
+        """See `Communicator`."""
+        if self.rank == source:
+            observe.note_sent(sum(tensor.nbytes for tensor in tensors) * (self.world_size - 1))
+        works = [dist.broadcast(t, group=self.process_group, group_src=source, async_op=True) for t in tensors]
+        for work in works:
+            work.wait()
+
+    def send_and_receive(self, sends: list[Tensor], receives: list[Tensor]) -> list[dist.Work]:
+        """Send `sends[peer]` to, and receive `receives[peer]` from, every other rank at once."""
+        group, rank, world_size = self.process_group, self.rank, self.world_size
+        operations: list[dist.P2POp] = []
+        observe.note_sent(sum(sends[peer].nbytes for peer in range(world_size) if peer != rank))
+        for distance in range(1, world_size):  # each rank starts at another peer: no rank is a hot spot
+            to, source = (rank + distance) % world_size, (rank - distance) % world_size
+            if sends[to].numel():
+                operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to))
+            if receives[source].numel():
+                operations.append(dist.P2POp(dist.irecv, receives[source], group=group, group_peer=source))
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+
+def copy_unless_same(target: Tensor, source: Tensor) -> None:
+    """Copy `source` to `target`, unless they are the same memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def scale_in_place(tensor: Tensor, scale: float) -> None:
+    """Multiply a tensor by `scale`; 1 costs nothing."""
+    if scale != 1.0:
+        tensor.mul_(scale)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which sums that end in `dtype` are scaled: never a 16-bit one."""
+    return torch.promote_types(dtype, torch.float32)

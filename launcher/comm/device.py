@@ -1,0 +1,78 @@
+"""The device of this rank, and what belongs to it: memory of everything in flight and the link to host memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from launcher.base import env
+from launcher.base.errors import EngineError
+from launcher.comm.buffers import BufferPool
+from launcher.comm.link import HostLink
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceRuntime:
+    """What an engine has on its device: one for each engine, for all groups that it communicates in."""
+
+    device: torch.device
+    buffers: BufferPool = field(init=False, repr=False)  # memory of everything in flight
+    link: HostLink = field(init=False, repr=False)  # to and from host memory
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buffers", BufferPool(self.device))
+        object.__setattr__(self, "link", HostLink(self.device))
+
+
+def local_device(dist_backend: str | None = None) -> torch.device:
+    """Return this rank's device: its own GPU where there is one, else the CPU.
+
+    A rank that sees one GPU alone has that one, as under `srun --gpus-per-task=1`. Where the process group is gloo's,
+    or is going to be (`dist_backend`), and there are other ranks, the device is the CPU: gloo sends no GPU memory.
+    Raises: EngineError when there are GPUs, and none for this rank.
+    """
+    if not torch.cuda.is_available() or not _carries_gpu_memory(dist_backend):
+        return torch.device("cpu")
+    local_rank, num_visible = int(os.environ.get(env.LOCAL_RANK.name, "0")), torch.cuda.device_count()
+    if num_visible == 1:
+        return torch.device("cuda", 0)
+    if local_rank >= num_visible:
+        raise EngineError(
+            f"LOCAL_RANK {local_rank} has no GPU: this process sees {num_visible}",
+            hint="start fewer ranks on this host, or widen CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _carries_gpu_memory(dist_backend: str | None) -> bool:
+    """Whether the process group sends GPU memory; the one that `dist_backend` names where there is none yet."""
+    if not dist.is_initialized():
+        return dist_backend != "gloo"
+    world = dist.group.WORLD
+    assert world is not None
+    if world.size() == 1:
+        return True  # it sends nothing
+    return backend_name(world, torch.device("cuda")) not in (None, "gloo")
+
+
+def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return the name of what carries the device's memory in a group; None: nothing does.
+
+    A group may have a backend for each type of device; `dist.get_backend` names none of these.
+    """
+    try:
+        name: str = process_group._get_backend(device).name()
+    except RuntimeError:
+        return None
+    return name
+
+
+def use_local_device(dist_backend: str | None = None) -> torch.device:
+    """Make this rank's device the current one, for every library that asks for none, and return it."""
+    device = local_device(dist_backend)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    return device

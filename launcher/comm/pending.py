@@ -1,0 +1,92 @@
+"""Collectives on their way."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from launcher.comm import observe
+
+
+@dataclass(eq=False)
+class Pending:
+    """A collective on its way. Buffers must not be touched before `wait()`, which is idempotent.
+
+    A collective may have phases: what `finish` returns is the next one, on its way.
+    """
+
+    works: list[dist.Work] = field(default_factory=list)
+    finish: Callable[[], Pending | None] | None = None  # local work left after the last byte has arrived
+    kind: str = ""  # of the collective; "" inside of another one
+
+    def __post_init__(self) -> None:
+        if self.works:
+            _on_their_way[self] = None
+
+    def advance(self) -> Pending:
+        """Block until this phase has ended; return the next one, or a finished collective."""
+        span = observe.wait_span()
+        if span is None or not self.kind:
+            return self._complete()
+        with span(self.kind):
+            return self._complete()
+
+    def _complete(self) -> Pending:
+        for work in self._take_works():
+            work.wait()
+        finish, self.finish = self.finish, None
+        following = finish() if finish is not None else None
+        if following is None:
+            return self
+        following.kind = self.kind
+        return following
+
+    def then(self, begin: Callable[[], Pending]) -> Pending:
+        """Have a further collective follow as the next phase; return this one."""
+        finish = self.finish
+
+        def finish_and_begin() -> Pending:
+            if finish is not None:
+                finish()
+            return begin()
+
+        self.finish = finish_and_begin
+        return self
+
+    def wait(self) -> None:
+        """Block until the result is in its buffer."""
+        phase = self
+        while phase.works or phase.finish is not None:
+            phase = phase.advance()
+
+    def _take_works(self) -> list[dist.Work]:
+        """Return the works for their one wait: gloo never answers a second one."""
+        works, self.works = self.works, []
+        _on_their_way.pop(self, None)
+        return works
+
+
+# Held until they have been waited for, also when their engine has gone: gloo forgets a transfer whose handle is freed,
+# and the peer's half of it would meet the next transfer between the two. The garbage collector frees at another moment
+# on every rank.
+_on_their_way: dict[Pending, None] = {}
+
+
+def settle(timeout: datetime.timedelta | None = None) -> None:
+    """Wait for every collective under way, at most `timeout` each (None: that of the group); failures do not matter.
+
+    For the end of a process, because gloo aborts one that leaves with transfers under way, such as the last step's
+    gathers; and for the start of an engine, because these hold the buffers of engines that have gone. Every rank has
+    begun what is waited for here, so it waits for no call of another rank that is yet to come.
+    """
+    for pending in list(_on_their_way):
+        for work in pending._take_works():
+            with contextlib.suppress(RuntimeError):  # the peer has gone
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)

@@ -1,0 +1,195 @@
+"""Which device a rank has, and what is told to torch about it. No GPU is touched: torch is asked through doubles."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.logs import logged
+from harness.ranks import run_on_ranks
+from torch import nn
+
+import launcher
+from launcher.base.errors import EngineError
+from launcher.comm.communicator import Alone
+from launcher.comm.device import DeviceRuntime, local_device
+from launcher.comm.gloo import GlooCommunicator
+from launcher.comm.groups import communicator_for, data_parallel_group, init_distributed
+from launcher.comm.link import HostLink
+from launcher.comm.nccl import NcclCommunicator
+
+CPU = torch.device("cpu")
+
+
+class Gpus:
+    """As many GPUs as a test wants, and what has been asked of torch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self.current: list[torch.device] = []
+        self.started: list[dict[str, Any]] = []
+
+    def be(self, num_visible: int, local_rank: int) -> None:
+        self._patch.setattr(torch.cuda, "is_available", lambda: True)
+        self._patch.setattr(torch.cuda, "device_count", lambda: num_visible)
+        self._patch.setattr(torch.accelerator, "set_device_index", self.current.append)
+        self._patch.setattr(dist, "init_process_group", lambda name, **given: self.started.append({"": name, **given}))
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+            self._patch.setenv(name, value)
+        self._patch.setenv("LOCAL_RANK", str(local_rank))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+def group_of(monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
+    """Have torch say that there is a process group with these backends."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=FakeGroup(backends)))
+
+
+class FakeGroup:
+    def __init__(self, backends: dict[str, str]) -> None:
+        self._backends = backends
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type not in self._backends:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        named = mock.Mock()
+        named.name.return_value = self._backends[device.type]
+        return named
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def test_each_rank_of_a_host_has_the_gpu_of_its_number(gpus: Gpus) -> None:
+    gpus.be(num_visible=4, local_rank=3)
+    assert local_device() == torch.device("cuda", 3)
+
+
+def test_a_rank_that_sees_one_gpu_has_it_whatever_its_number(gpus: Gpus) -> None:
+    """`srun --gpus-per-task=1` shows each rank its own."""
+    gpus.be(num_visible=1, local_rank=3)
+    assert local_device() == torch.device("cuda", 0)
+
+
+def test_more_ranks_than_gpus_are_an_error(gpus: Gpus) -> None:
+    gpus.be(num_visible=2, local_rank=2)
+    with pytest.raises(EngineError, match="LOCAL_RANK 2 has no GPU: this process sees 2"):
+        local_device()
+
+
+def test_nccl_learns_the_gpu_of_its_rank(gpus: Gpus) -> None:
+    gpus.be(num_visible=2, local_rank=1)
+    init_distributed()
+    own = torch.device("cuda", 1)
+    assert (gpus.started[0][""], gpus.started[0]["device_id"]) == ("nccl", own)
+    assert set(gpus.current) == {own}
+
+
+def test_the_gpu_is_made_current_when_the_group_is_somebody_elses(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.be(num_visible=2, local_rank=1)
+    group_of(monkeypatch, cpu="gloo", cuda="nccl")
+    init_distributed()
+    assert (gpus.current, gpus.started) == ([torch.device("cuda", 1)], [])
+
+
+def test_gloo_that_is_asked_for_trains_on_the_cpu(gpus: Gpus) -> None:
+    gpus.be(num_visible=2, local_rank=1)
+    init_distributed("gloo")
+    assert (gpus.started[0][""], gpus.started[0]["device_id"]) == ("gloo", None)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [
+        ({"cpu": "gloo", "cuda": "gloo"}, "cpu"),
+        ({"cpu": "gloo"}, "cpu"),
+        ({"cuda": "nccl"}, "cuda:1"),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cuda:1"),
+    ],
+)
+def test_the_device_is_one_that_the_group_can_send(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, backends: dict[str, str], device: str
+) -> None:
+    gpus.be(num_visible=2, local_rank=1)
+    group_of(monkeypatch, **backends)
+    assert local_device() == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("backends", "kind"),
+    [({"cpu": "gloo", "cuda": "nccl"}, GlooCommunicator), ({"cpu": "fake"}, NcclCommunicator)],
+)
+def test_the_backend_of_the_device_chooses_the_communicator(backends: dict[str, str], kind: type) -> None:
+    """A group that torch made without the name of a backend has one for each type of device."""
+    assert type(communicator_for(FakeGroup(backends), DeviceRuntime(CPU))) is kind  # type: ignore[arg-type]
+    assert type(communicator_for(None, DeviceRuntime(CPU))) is Alone
+
+
+def _default_backend(rank: int, world_size: int) -> str:
+    group = dist.new_group()
+    return type(communicator_for(group, DeviceRuntime(CPU))).__name__
+
+
+def test_real_ranks_choose_gloo() -> None:
+    assert run_on_ranks(2, _default_backend) == ["GlooCommunicator"] * 2
+
+
+def _num_links(rank: int, world_size: int) -> tuple[int, bool]:
+    """Return the links that an engine at stage 3 makes, with layers that are tiled; and whether all units share one."""
+    made: list[HostLink] = []
+    original = HostLink.__init__
+
+    def counting(link: HostLink, device: torch.device) -> None:
+        made.append(link)
+        original(link, device)
+
+    with mock.patch.object(HostLink, "__init__", counting):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 2**18},
+            "optimizer": {"type": "AdamW"},
+        }
+        model = nn.Sequential(*(nn.Linear(640, 640) for _ in range(2)))
+        with launcher.zero.Init():
+            sharded = nn.Sequential(nn.Linear(640, 640))
+        engine, *_ = launcher.initialize(model=nn.Sequential(model, sharded), config=config)
+    runtimes = {id(unit.group.runtime) for unit in engine._sharded.units}
+    assert type(engine.module[0][0]) is not nn.Linear  # the bound on live parameters tiles it
+    return len(made), len(runtimes) == 1 and data_parallel_group().runtime is not engine._parts.group.runtime
+
+
+def test_an_engine_makes_one_link() -> None:
+    """And `zero.Init`, which comes before any engine, one of its own."""
+    assert run_on_ranks(2, _num_links) == [(2, True)] * 2
+
+
+def test_a_single_rank_has_its_gpu_whatever_the_group(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing to send."""
+    gpus.be(num_visible=2, local_rank=1)
+    monkeypatch.setattr(FakeGroup, "size", lambda _: 1)
+    group_of(monkeypatch, cpu="gloo", cuda="gloo")
+    assert local_device() == torch.device("cuda", 1)
+
+
+def _lines_beside_gpus(rank: int, world_size: int) -> tuple[str, bool]:
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+    with mock.patch.object(torch.cuda, "is_available", return_value=True), logged() as lines:
+        engine, *_ = launcher.initialize(model=nn.Linear(4, 4), config=config)
+    return str(engine.device), any("the process group is gloo's" in line and "GPU" in line for line in lines)
+
+
+def test_idle_gpus_are_named() -> None:
+    """Whoever asks for gloo on a host with GPUs learns from rank 0 what that costs."""
+    assert run_on_ranks(2, _lines_beside_gpus) == [("cpu", True), ("cpu", False)]
