@@ -32,14 +32,10 @@ class ParamSlot:
     def end(self) -> int:
         return self.offset + self.numel
 
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of elements of an owned range that belong to one optimizer group."""
-
-    group: int
-    start: int  # within the owned range
-    numel: int
+    def within(self, owned: range) -> range:
+        """Return which of the parameter's elements, from 0, are in a range of the flat buffer: perhaps none."""
+        start, stop = (min(max(at, self.offset), self.end) - self.offset for at in (owned.start, owned.stop))
+        return range(start, stop)
 
 
 @dataclass(frozen=True)
@@ -71,27 +67,6 @@ class UnitLayout:
             if shared:
                 met.append((slot, shared))
         return met
-
-    def segments_in(self, owned: range) -> list[Segment]:
-        """Return `owned` as runs of equal optimizer group; padding belongs to no run."""
-        segments: list[Segment] = []
-        for slot, shared in self.slots_in(owned):
-            start = shared.start - owned.start
-            last = segments[-1] if segments else None
-            if last is not None and last.group == slot.group and last.start + last.numel == start:
-                segments[-1] = Segment(last.group, last.start, last.numel + len(shared))
-            else:
-                segments.append(Segment(slot.group, start, len(shared)))
-        return segments
-
-    def parts_in(self, owned: range) -> list[Segment]:
-        """Return what `owned` holds of each parameter, in layout order; of some it may be nothing."""
-        parts = []
-        for slot in self.slots:
-            start = min(max(slot.offset, owned.start), owned.stop)
-            stop = min(max(slot.end, owned.start), owned.stop)
-            parts.append(Segment(slot.group, start - owned.start, stop - start))
-        return parts
 
 
 def layout_unit(numels: Sequence[int], groups: Sequence[int], world_size: int) -> UnitLayout:

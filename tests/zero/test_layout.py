@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from launcher.zero.layout import (
     CHUNK_ALIGNMENT_NUMEL,
-    Segment,
     join_small,
     layout_unit,
     split_by_size,
@@ -24,10 +23,11 @@ def test_every_element_has_one_owner_and_its_own_group(params: list[tuple[int, i
     found: list[int | None] = [None] * layout.padded_numel
     for rank in range(world_size):
         owned = layout.chunk_range(rank)
-        for segment in layout.segments_in(owned):
-            for element in range(owned.start + segment.start, owned.start + segment.start + segment.numel):
-                assert found[element] is None
-                found[element] = segment.group
+        for slot in layout.slots:
+            for element in slot.within(owned):
+                assert slot.offset + element in owned
+                assert found[slot.offset + element] is None
+                found[slot.offset + element] = slot.group
     assert found[: len(expected)] == expected
     assert set(found[len(expected) :]) <= {None}  # padding is nobody's
 
@@ -39,11 +39,6 @@ def test_chunks_are_equal_aligned_and_hardly_padded(params: list[tuple[int, int]
     assert layout.chunk_numel * world_size == layout.padded_numel
     assert layout.chunk_numel % CHUNK_ALIGNMENT_NUMEL == 0
     assert 0 <= layout.padded_numel - total < world_size * CHUNK_ALIGNMENT_NUMEL
-
-
-def test_a_segment_never_joins_two_groups() -> None:
-    layout = layout_unit([10, 20, 30], [0, 0, 1], world_size=1)
-    assert layout.segments_in(layout.chunk_range(0)) == [Segment(0, 0, 30), Segment(1, 30, 30)]
 
 
 @given(st.lists(st.integers(1, 100), max_size=20), st.integers(1, 150))
