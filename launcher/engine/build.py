@@ -30,10 +30,10 @@ from launcher.engine.model_check import check_for_ranks, check_model, leaves_not
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
 from launcher.engine.sharded import ShardedModel, end_engine_of
-from launcher.engine.shards import let_units_find_states, owned_shards, reserve_states
 from launcher.engine.tiling import tile_to_fit
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
+from launcher.optim.api import UnitOptimizer
 from launcher.optim.factory import (
     Means,
     OptimizerPlan,
@@ -42,11 +42,10 @@ from launcher.optim.factory import (
     plan_from_client,
     plan_from_config,
 )
-from launcher.optim.kernel_flat import KernelFlat
 from launcher.optim.muon.plan import muon_plan
 from launcher.optim.onebit.flat import OneBitFlat
 from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
-from launcher.optim.rules import BY_PARAMETER
+from launcher.optim.rules import COLLECTIVE
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
 from launcher.zero.delayed import DelayedUpdate
@@ -182,7 +181,7 @@ def _check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, *, forces_ker
     place = policy.offload.optimizer
     if plan is None or place is Place.DEVICE:
         return
-    if policy.offload.is_delayed and (plan.kind is None or plan.kind in BY_PARAMETER):
+    if policy.offload.is_delayed and (plan.kind is None or plan.kind in COLLECTIVE):
         raise EngineError(
             f"offload_optimizer: delayed_update is not possible with {plan.name}: its steps are not the engine's own,"
             " or ranks take them together",
@@ -251,7 +250,7 @@ def _shard(
     hooks = install_hooks(model, units, reducer, schedule)
     if plan is None:
         return ShardedModel(model, units, reducer, schedule, hooks)
-    shards = owned_shards(units, whole_parameters=plan.whole_parameters, by_parameter=plan.by_parameter)
+    shards = [shard for unit in units for shard in unit.make_shards()]
     is_split = policy.stage.shards_optimizer and group.process_group is not None
     # Torch's optimizers update everything at once, which from a disk would have to be in memory together, and with the
     # hyper-parameters of the moment, which in a thread would be another.
@@ -266,14 +265,15 @@ def _shard(
         group,
     )
     flat_optimizer = plan.build(shards, means)
-    reserve_states(units, shards, flat_optimizer)
+    if isinstance(flat_optimizer, UnitOptimizer):
+        for unit in units:
+            unit.reserve_states(flat_optimizer)
     if isinstance(flat_optimizer, OneBitFlat):
         one_bit = flat_optimizer
         reducer.keeps_local = lambda: one_bit.wants_local_gradients
-    let_units_find_states(units, shards, flat_optimizer)
     scaler = None if scale_rules is None else LossScaler(scale_rules)
     delayed = None
-    if policy.offload.is_delayed and isinstance(flat_optimizer, KernelFlat):
+    if policy.offload.is_delayed and isinstance(flat_optimizer, UnitOptimizer):
         delayed = DelayedUpdate(units, flat_optimizer, policy, group)
     optimizer = ZeroOptimizer(flat_optimizer, plan, scaler, units)
     return ShardedModel(model, units, reducer, schedule, hooks, optimizer, delayed)

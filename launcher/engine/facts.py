@@ -15,7 +15,7 @@ from torch import nn
 
 from launcher.comm.buffers import BufferPool
 from launcher.kernels.select import describe_kernel, kernel_for
-from launcher.optim.api import FlatShard
+from launcher.optim.api import ParamShard
 from launcher.optim.factory import SUPPORTED_TYPES, Means, plan_from_config
 
 
@@ -47,7 +47,8 @@ def _device(index: int) -> dict[str, Any]:
 
 def _kernel(optimizer: str, device: str) -> str:
     """Take one real step; return the kernel's label, or why it does not run."""
-    shard = FlatShard(torch.zeros(8, device=device), torch.ones(8, device=device), group=0)
+    master, grad = torch.zeros(8, device=device), torch.ones(8, device=device)
+    shard = ParamShard("weight", master.shape, range(8), master, grad, group=0)
     try:
         means = Means({device: kernel} if (kernel := kernel_for(device)) else {}, BufferPool(torch.device(device)))
         built = plan_from_config(optimizer, {}, nn.Linear(1, 1), None).build([shard], means)

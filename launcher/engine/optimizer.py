@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.optimizer = flat
         self._client = plan.client
         self._units = units
-        self._rests_on_disk = any(unit.swap is not None for unit in units)
         self.loss_scaler = loss_scaler
         self.overflow = False  # the last step was skipped because the gradient norm was not finite
 
@@ -83,16 +82,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's states, the hyper-parameters and the loss scale; see `FlatOptimizer.state_dict`.
 
-        States that rest on disk are copied to host memory, which must hold them all; the others are live.
+        States that are kept on disk are copied to host memory, which must hold them all; the others are live.
         """
         self._settle()
-        state = self.optimizer.state_dict(self._reading if self._rests_on_disk else None)
+        state = self.optimizer.state_dict()
+        for unit in self._units:
+            if unit.swap is not None:
+                with unit.in_memory(writes=False):
+                    state["states"].update(copy.deepcopy(self.optimizer.states_of_unit(unit.index)))
         return state if self.loss_scaler is None else {**state, "loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()` of the same rank, world size and stage."""
+        """Continue from `state_dict()` of the same rank, world size and stage, or of others that cover its ranges."""
         self._settle()
-        self.optimizer.load_state_dict(state_dict, self._replacing if self._rests_on_disk else None)
+        states = self.optimizer.accept(state_dict)
+        for unit in self._units:
+            with unit.with_new_states():
+                self.optimizer.load_unit(unit.index, states)
         if self.loss_scaler is not None and "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
 
@@ -101,9 +107,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in self._units:
             if unit.params.pending is not None:
                 unit.params.pending.settle()
-
-    def _reading(self, index: int) -> AbstractContextManager[None]:
-        return self._units[index].in_memory(writes=False)
-
-    def _replacing(self, index: int) -> AbstractContextManager[None]:
-        return self._units[index].with_new_states()

@@ -1,133 +1,167 @@
-"""How an optimizer updates flat shards: one protocol, whatever kernel is behind it."""
+"""What an optimizer updates, what this rank owns of each parameter, and the one protocol to do it."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from launcher.optim.states import check_state, options_of, saved_piece, state_of
 
-@dataclass(frozen=True)
-class Whole:
-    """A parameter of which ranks own parts."""
 
-    shape: torch.Size
-    parts: tuple[range, ...]  # the elements each rank owns, by rank: one after another, or everywhere all
+@dataclass(eq=False)
+class ParamShard:
+    """What this rank owns of one parameter, all of it or nothing included, and the optimizer's state of that.
+
+    All tensors are 1-D and of one length: views of the unit's memory, in which its shards follow one another.
+    """
+
+    name: str  # the parameter's fully qualified name
+    shape: torch.Size  # of the whole parameter
+    owned: range  # elements of the flattened parameter
+    master: Tensor  # updated in place; fp32 unless masters are kept in 16 bits
+    grad: Tensor  # fp32 unless sums are kept in 16 bits; what is in it after the step is undefined
+    group: int  # optimizer group
+    unit: int = 0  # index of the unit it is part of
+    start: int = 0  # of its first element, within the owned range of that unit
+    param: Tensor | None = None  # the 16-bit copy of an fp32 master that the forward reads
+    offset: int = 0  # of the parameter in the unit's flat buffer
+    chunks: tuple[range, ...] = ()  # what each rank owns of that buffer, by rank; empty: this process is alone
+    # As torch has it: name -> tensor of the shard's elements, or one value such as `step`. Empty before the first step.
+    state: dict[str, Any] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
+        """Elements of the whole parameter."""
         return self.shape.numel()
 
     @property
-    def is_split(self) -> bool:
-        """Say whether each rank owns its own elements."""
-        return len(self.parts) > 1 and sum(map(len, self.parts)) == self.numel
-
-
-@dataclass(frozen=True)
-class FlatShard:
-    """A run of owned elements that belong to one optimizer group."""
-
-    # 1-D, updated in place; fp32 unless masters are kept in 16 bits; a whole parameter in its own shape for optimizers
-    # that need shapes.
-    master: Tensor
-    grad: Tensor  # same shape, fp32 unless sums are kept in 16 bits; what is in it after the step is undefined
-    group: int
-    unit: int = 0  # index of the unit it is part of
-    start: int = 0  # of its first element, within the owned range of that unit
-    param: Tensor | None = None  # same shape, the 16-bit copy of an fp32 master that the forward reads
-    whole: Whole | None = None  # the parameter it is a part of, where shards are made parameter by parameter
-
-
-# Elements of units whose parameters got no gradient on any rank: unit index -> ranges within its owned range.
-Unused = Mapping[int, Sequence[range]]
-
-
-# What happens before and after the update of one unit: within it the unit's masters, gradients and states are in place.
-Around = Callable[[int], AbstractContextManager[None]]
-
-
-def by_unit(shards: Sequence[FlatShard]) -> dict[int, list[int]]:
-    """Return the places of the shards of each unit."""
-    places: dict[int, list[int]] = {}
-    for number, shard in enumerate(shards):
-        places.setdefault(shard.unit, []).append(number)
-    return places
-
-
-@contextlib.contextmanager
-def all_at_once(shards: Sequence[FlatShard], around: Around | None) -> Iterator[None]:
-    """Have all units in place together, for an optimizer that cannot update one after another."""
-    with contextlib.ExitStack() as stack:
-        if around is not None:
-            for unit in dict.fromkeys(shard.unit for shard in shards):
-                stack.enter_context(around(unit))
-        yield
-
-
-@dataclass(frozen=True)
-class StateRun:
-    """Optimizer state of consecutive elements of one shard that have taken the same steps."""
-
-    start: int  # within the shard
-    stop: int
-    state: dict[str, Any]  # name -> tensor of `stop - start` elements, or one value of the whole run such as `step`
-
-
-class FlatOptimizer(Protocol):
-    """Updates flat shards in place; holds the states of this rank's shards only."""
+    def place(self) -> slice:
+        """Where the shard is in the owned range of its unit."""
+        return slice(self.start, self.start + len(self.owned))
 
     @property
+    def is_split(self) -> bool:
+        """Whether each rank owns elements of its own."""
+        return len(self.chunks) > 1 and self.chunks[0] != self.chunks[1]
+
+    @cached_property
+    def parts(self) -> tuple[range, ...]:
+        """The elements of the parameter each rank owns, by rank."""
+        bounds = ((chunk.start - self.offset, chunk.stop - self.offset) for chunk in self.chunks)
+        return tuple(range(*(min(max(at, 0), self.numel) for at in both)) for both in bounds)
+
+
+def by_unit(shards: Sequence[ParamShard]) -> dict[int, list[ParamShard]]:
+    """Return the shards of each unit."""
+    found: dict[int, list[ParamShard]] = {}
+    for shard in shards:
+        found.setdefault(shard.unit, []).append(shard)
+    return found
+
+
+class FlatOptimizer(ABC):
+    """Updates shards in place. States are those of this rank's shards only, in `ParamShard.state`."""
+
+    # A step writes `ParamShard.param` too; else whoever reads it copies the master.
+    writes_params: ClassVar[bool] = False
+
+    def __init__(self, name: str, shards: Sequence[ParamShard], param_groups: list[dict[str, Any]]) -> None:
+        """name: of the class whose steps are taken. param_groups: live, what is written there holds from then on."""
+        self.name = name
+        self.shards = shards
+        self.param_groups = param_groups
+        self._of_unit = by_unit(shards)
+
+    @property
+    @abstractmethod
     def label(self) -> str:
         """Name and kernel for the start line, such as `AdamW[torch fused]`."""
-        ...
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Live hyper-parameters, one dict a group; what is written here holds from the next step on."""
-        ...
+    @abstractmethod
+    def step(self, grad_scale: float = 1.0, unused: Collection[str] = ()) -> None:
+        """Update every shard from its gradient times `grad_scale`, all units in as few calls of a kernel as can be.
 
-    @property
-    def writes_params(self) -> bool:
-        """Say whether a step writes `FlatShard.param` too; else whoever reads it copies the master."""
-        ...
-
-    def step(self, unused: Unused | None = None, grad_scale: float = 1.0, around: Around | None = None) -> None:
-        """Update every shard from its gradient times `grad_scale`, except the `unused` elements.
-
-        around: entered for each unit, one after another where the optimizer can; else for all of them together.
-        Those keep their values and states, weight decay and step counters included, as a parameter without
-        gradient does in torch.
+        unused: names of parameters that had no gradient on any rank. They keep their values and states, weight decay
+        and step counters included, as torch has it.
         """
-        ...
 
     def state_numel(self) -> int:
-        """Return how many elements of optimizer state this rank holds."""
-        ...
+        """Return how many elements of optimizer state this rank holds (step counters left out)."""
+        states = (value for shard in self.shards for value in shard.state.values())
+        return sum(value.numel() for value in states if isinstance(value, Tensor) and value.dim() > 0)
 
-    def sizes_of_states(self, shard: int) -> dict[str, int]:
-        """Return the bytes of each state, by name, that a shard is going to have; empty where that is not known."""
-        ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return `name`, `groups` (hyper-parameters) and `states`: what `states_of_unit` returns, of all units.
 
-    def states(self, shard: int) -> list[StateRun]:
-        """Return the live states of one shard, in element order; runs that have not taken a step have none."""
-        ...
-
-    def state_dict(self, around: Around | None = None) -> dict[str, Any]:
-        """Return hyper-parameters by group and states by shard.
-
-        around: entered for each unit while its states are copied; None: tensors are live, not copies.
+        Tensors are live, not copies.
         """
-        ...
+        groups = [options_of(group) for group in self.param_groups]
+        states = {name: pieces for unit in self._of_unit for name, pieces in self.states_of_unit(unit).items()}
+        return {"name": self.name, "groups": groups, "states": states}
 
-    def load_state_dict(self, state: Mapping[str, Any], around: Around | None = None) -> None:
-        """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied.
+    def states_of_unit(self, unit: int) -> dict[str, list[dict[str, Any]]]:
+        """Return parameter name -> pieces of its state: here one, with `start` and `stop` within the parameter.
 
-        around: entered for each unit, as in `step`.
+        Tensors are live, not copies. The pieces of several ranks, in one list, are a state too.
         """
-        ...
+        owned = (shard for shard in self._of_unit.get(unit, ()) if shard.owned)
+        return {shard.name: [saved_piece(shard.owned, self._saved(shard))] for shard in owned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict()`, also of other ranges where its pieces cover this rank's.
+
+        Tensors are copied. Raises: as `accept`.
+        """
+        found = self.accept(state)
+        for unit in self._of_unit:
+            self.load_unit(unit, found)
+
+    def accept(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Take over all but the states of shards; return these by name, for `load_unit` of every unit.
+
+        Raises: EngineError for the state of another optimizer, of other groups, or without the elements of a shard.
+        """
+        check_state(state, self.name, len(self.param_groups))
+        found = {shard.name: state_of(shard.name, shard.owned, state["states"]) for shard in self.shards if shard.owned}
+        for mine, given in zip(self.param_groups, state["groups"], strict=True):
+            mine.update(options_of(given, copies=True))
+        return found
+
+    def load_unit(self, unit: int, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the states of a unit's shards by copies of `states`, by name."""
+        for shard in self._of_unit.get(unit, ()):
+            if shard.owned:
+                self.load_state(shard, states[shard.name])
+
+    def _saved(self, shard: ParamShard) -> dict[str, Any]:
+        """Return the live state of a shard as torch's optimizers would have it."""
+        return shard.state
+
+    @abstractmethod
+    def load_state(self, shard: ParamShard, state: Mapping[str, Any]) -> None:
+        """Replace the state of a shard by a copy of `state`, of the same elements; empty: as before the first step."""
+
+
+class UnitOptimizer(FlatOptimizer):
+    """An optimizer that can also update one unit after another, and later than a step is decided."""
+
+    @abstractmethod
+    def step_unit(self, unit: int, grad_scale: float, unused: Collection[str] = ()) -> None:
+        """Update the shards of one unit as `step` does. Every rank must call it, in the same order of units."""
+
+    @abstractmethod
+    def prepare(self, grad_scale: float, unused: Collection[str], grads: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Count a step with the hyper-parameters of now; return what takes it, in any thread.
+
+        grads: unit index -> 1-D [owned], what is read in place of the shards' own gradients.
+        """
+
+    @abstractmethod
+    def state_sizes(self, unit: int) -> list[tuple[str, int]]:
+        """Return name and bytes of each tensor of states that a unit is going to have."""

@@ -17,7 +17,7 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.kernels.api import Kernel
 from launcher.kernels.reference import ReferenceKernel
-from launcher.optim.api import FlatOptimizer, FlatShard
+from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.optim.catalog import (
     BY_NAME,
     NEVER,
@@ -29,7 +29,7 @@ from launcher.optim.catalog import (
 )
 from launcher.optim.flat import TorchFlat
 from launcher.optim.kernel_flat import KernelChoice, KernelFlat
-from launcher.optim.rules import BY_PARAMETER, torch_can, why_no_rule
+from launcher.optim.rules import torch_can, why_no_rule
 from launcher.optim.staged import StagedFlat
 
 SUPPORTED_TYPES = tuple(BY_NAME)
@@ -62,18 +62,12 @@ class OptimizerPlan:
     name: str
     param_groups: list[dict[str, Any]]  # live: "params" and every option of the optimizer
     defaults: dict[str, Any]
-    build: Callable[[list[FlatShard], Means], FlatOptimizer]  # over this rank's shards
+    build: Callable[[list[ParamShard], Means], FlatOptimizer]  # over this rank's shards
     client: torch.optim.Optimizer | None = None
     kind: type[torch.optim.Optimizer] | None = None  # whose steps kernels can take; None: only the class itself can
     why_torch: str | None = None  # why kernels cannot, for the start line
-    whole_parameters: bool = False  # each shard must be a whole parameter in its own shape (stage 0 only)
     notice: str | None = None  # what to warn of at start
     summary: str | None = None  # what to say at start
-
-    @property
-    def by_parameter(self) -> bool:
-        """Say whether every parameter must be a shard of its own, though flat and perhaps not whole."""
-        return self.kind in BY_PARAMETER
 
 
 def build_of_kind(
@@ -81,7 +75,7 @@ def build_of_kind(
     param_groups: list[dict[str, Any]],
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     kind: type[torch.optim.Optimizer] | None,
-    shards: list[FlatShard],
+    shards: list[ParamShard],
     means: Means,
 ) -> FlatOptimizer:
     """Build an optimizer of a torch class, by kernels where they are there and can take its steps."""
@@ -92,7 +86,7 @@ def build_of_kind(
             choice = KernelChoice(kernels, means.state_dtype, means.sum_over_ranks, means.ranks)
             return KernelFlat(kind, shards, param_groups, choice)
 
-    def build(over: list[FlatShard]) -> FlatOptimizer:
+    def build(over: list[ParamShard]) -> FlatOptimizer:
         return TorchFlat(name, over, param_groups, make)
 
     in_fp32 = all(kept.dtype == torch.float32 for shard in shards for kept in (shard.master, shard.grad))
@@ -200,7 +194,6 @@ def plan_from_client(
         client=optimizer,
         kind=kind,
         why_torch=why_torch,
-        whole_parameters=untested and rules.stage == 0,
         notice=notice if untested and rules.stage > 0 else None,
     )
 

@@ -1,12 +1,12 @@
-"""Flat shards updated by the project's own kernels."""
+"""Shards updated by the project's own kernels."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,22 +14,11 @@ from torch import Tensor
 
 from launcher.comm.groups import DataParallelGroup
 from launcher.kernels.api import Kernel, Rule, Span
-from launcher.optim.api import Around, FlatShard, StateRun, Unused, by_unit
+from launcher.optim.api import ParamShard, UnitOptimizer
 from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
 from launcher.optim.muon.matrices import Matrices
 from launcher.optim.muon.muon import MUON_KINDS
-from launcher.optim.rules import RULES, check_steps, counts_steps, state_names, states_of
-from launcher.optim.runs import Runs, check_state, coalesced, options_of, resting_runs, saved_runs
-
-
-@dataclass(eq=False)
-class _Run:
-    """Elements of one shard that have taken the same steps."""
-
-    start: int  # within the shard
-    stop: int
-    num_steps: int = 0
-    states: tuple[Tensor, ...] | None = None  # each 1-D [stop - start]; None before the first step
+from launcher.optim.rules import COLLECTIVE, RULES, check_steps, counts_steps, state_names
 
 
 @dataclass(frozen=True)
@@ -43,10 +32,11 @@ class KernelChoice:
     ranks: DataParallelGroup | None = None  # who bring whole matrices together; None: this process alone
 
 
-class KernelFlat:
+class KernelFlat(UnitOptimizer):
     """One optimizer class whose every step is one call of a kernel: unscale, clip, update, write the 16-bit copy.
 
-    Masters and gradients may be fp32, bf16 or fp16. LAMB and Muon need one shard for each parameter.
+    Masters and gradients may be fp32, bf16 or fp16. States of a unit's shards that share a group follow one another in
+    memory, as the shards do: neighbours that take the same step are one span.
     """
 
     writes_params = True
@@ -54,82 +44,55 @@ class KernelFlat:
     def __init__(
         self,
         kind: type[torch.optim.Optimizer],
-        shards: list[FlatShard],
+        shards: Sequence[ParamShard],
         param_groups: list[dict[str, Any]],
         choice: KernelChoice,
     ) -> None:
-        """kind: one of `RULES`; param_groups: the user's, read before every step."""
+        """kind: one of `RULES`; shards: of the same parameters, in the same order, on every rank."""
+        super().__init__(kind.__name__, shards, param_groups)
         self._kind = kind
-        self._shards = shards
-        self._groups = param_groups
         self._choice = choice
-        self._runs = [Runs(_Run(0, shard.master.numel()), self._split) for shard in shards]
-        self._by_unit = by_unit(shards)
+        self._memory: dict[ParamShard, dict[str, Tensor]] = {}  # of states, which may not have taken a step
         self._matrices = Matrices(shards if kind in MUON_KINDS else [], param_groups, choice.ranks)
+        self._neighbours = {unit: self._joined(of_unit) for unit, of_unit in self._of_unit.items()}
 
     @property
     def label(self) -> str:
         names = dict.fromkeys(kernel.name for kernel in self._choice.kernels.values())
-        return f"{self._kind.__name__}[{' + '.join(names)}]"
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._groups
-
-    @staticmethod
-    def _split(old: _Run, at: int) -> tuple[_Run, _Run]:
-        length = at - old.start
-        before = None if old.states is None else tuple(state[:length] for state in old.states)
-        after = None if old.states is None else tuple(state[length:] for state in old.states)
-        return _Run(old.start, at, old.num_steps, before), _Run(at, old.stop, old.num_steps, after)
+        return f"{self.name}[{' + '.join(names)}]"
 
     # ---- the step ----
 
-    def step(self, unused: Unused | None = None, grad_scale: float = 1.0, around: Around | None = None) -> None:
-        """Update every shard from its gradient times `grad_scale`, except the `unused` elements.
+    def step(self, grad_scale: float = 1.0, unused: Collection[str] = ()) -> None:
+        """Update every shard from its gradient times `grad_scale`, except those of `unused` parameters.
 
         Raises: EngineError for an option set since, that asks for steps kernels do not take.
         """
-        check_steps(self._groups)
-        if around is None:
-            self._update(range(len(self._shards)), unused, grad_scale)
-            return
-        for unit, numbers in self._by_unit.items():
-            with around(unit):
-                self._update(numbers, unused, grad_scale)
+        self._update(list(self._of_unit), grad_scale, unused)
 
-    def prepare(self, unused: Unused | None, grad_scale: float, grads: Mapping[int, Tensor]) -> Callable[[], None]:
+    def step_unit(self, unit: int, grad_scale: float, unused: Collection[str] = ()) -> None:
+        """Update the shards of one unit. Collective for LAMB and Muon: same units, same order. Raises: as `step`."""
+        self._update([unit], grad_scale, unused)
+
+    def prepare(self, grad_scale: float, unused: Collection[str], grads: Mapping[int, Tensor]) -> Callable[[], None]:
         """Count a step with the hyper-parameters of now; return what takes it, in any thread.
 
         grads: unit index -> 1-D [owned], what is read in place of the shards' own gradients. Not for LAMB and Muon,
         whose steps are collective. Raises: as `step`.
         """
-        check_steps(self._groups)
-        shards = [replace(shard, grad=grads[shard.unit][_place(shard)]) for shard in self._shards]
-        spans = self._spans(range(len(shards)), shards, unused)
-        return functools.partial(self._take, [span for of_shard in spans.values() for span in of_shard], grad_scale)
+        check_steps(self.param_groups)
+        spans = self._spans(self._of_unit, unused, grads)
+        return functools.partial(self._take, list(spans.values()), grad_scale)
 
-    def _spans(
-        self, numbers: Sequence[int], shards: Sequence[FlatShard], unused: Unused | None
-    ) -> dict[int, list[Span]]:
-        """Count a step of the shards `numbers` and return what it updates, by shard."""
-        rules: dict[tuple[int, int], Rule] = {}  # of (group, steps taken)
-        spans: dict[int, list[Span]] = {}
-        for number in numbers:
-            shard, runs = shards[number], self._runs[number]
-            resting = {id(run) for run in resting_runs(shard, runs, unused)}
-            taking = [run for run in runs if id(run) not in resting and run.start < run.stop]
-            if taking:
-                spans[number] = [self._span(shard, run, rules) for run in taking]
-        return spans
-
-    def _update(self, numbers: Sequence[int], unused: Unused | None, grad_scale: float) -> None:
-        spans = self._spans(numbers, self._shards, unused)
+    def _update(self, units: Sequence[int], grad_scale: float, unused: Collection[str]) -> None:
+        check_steps(self.param_groups)
+        spans = self._spans(units, unused)
+        shards = [shard for unit in units for shard in self._of_unit[unit]] if self._kind in COLLECTIVE else []
         if self._kind is Lamb:
-            spans = self._with_trust_ratios(numbers, spans, grad_scale)
-        rest = [span for number, of_shard in spans.items() if number not in self._matrices for span in of_shard]
-        self._take(rest, grad_scale)
-        for descents in self._matrices.descents(numbers, spans, grad_scale):
+            spans = self._with_trust_ratios(shards, spans, grad_scale)
+        self._take([span for shard, span in spans.items() if shard not in self._matrices], grad_scale)
+        matrices = [shard for shard in shards if shard in self._matrices]
+        for descents in self._matrices.descents(matrices, spans, grad_scale):
             self._take(descents, 1.0)
 
     def _take(self, spans: Sequence[Span], grad_scale: float) -> None:
@@ -138,120 +101,141 @@ class KernelFlat:
             if there:
                 kernel.update(there, grad_scale)
 
-    def _span(self, shard: FlatShard, run: _Run, rules: dict[tuple[int, int], Rule]) -> Span:
-        rule = self._rule(shard.group, run.num_steps + 1, rules)
-        num_states = len(states_of(rule))
-        if run.states is None or len(run.states) < num_states:  # SGD may be given its momentum later
-            run.states, run.num_steps = self._new_states(shard, run, self._groups[shard.group]), 0
-            rule = self._rule(shard.group, 1, rules)
-        run.num_steps += 1
-        master, grad, param = shard.master, shard.grad, shard.param
-        if run.stop - run.start < master.numel():
-            piece = slice(run.start, run.stop)
-            master, grad, param = master[piece], grad[piece], None if param is None else param[piece]
-        return Span(rule, master, grad, run.states[:num_states], param)
+    def _joined(self, shards: Sequence[ParamShard]) -> list[list[ParamShard]]:
+        """Return the shards of a unit that have elements, neighbours together where they may be one span."""
+        joined: list[list[ParamShard]] = []
+        for shard in (each for each in shards if each.owned):
+            last = joined[-1][-1] if joined else None
+            is_apart = self._kind is Lamb or shard in self._matrices
+            if last is None or is_apart or last.group != shard.group or last.place.stop != shard.start:
+                joined.append([shard])
+            else:
+                joined[-1].append(shard)
+        return joined
 
-    def _rule(self, group: int, step: int, rules: dict[tuple[int, int], Rule]) -> Rule:
-        if (group, step) not in rules:
-            rules[group, step] = RULES[self._kind](self._groups[group], step)
-        return rules[group, step]
+    def _spans(
+        self, units: Iterable[int], unused: Collection[str], grads: Mapping[int, Tensor] | None = None
+    ) -> dict[ParamShard, Span]:
+        """Count a step of the units' shards; return spans by their first shard. grads: as `prepare` has them."""
+        names_of = [self._names(group) for group in range(len(self.param_groups))]
+        rules: dict[tuple[int, int], Rule] = {}  # of (group, number of the step)
+        spans: dict[ParamShard, Span] = {}
+        for neighbours in (joined for unit in units for joined in self._neighbours[unit]):
+            names = names_of[neighbours[0].group]
+            for number, alike in _by_step(neighbours, names, unused):
+                key = (alike[0].group, number)
+                if key not in rules:
+                    rules[key] = RULES[self._kind](self.param_groups[key[0]], number)
+                self._count(alike, names, number)
+                spans[alike[0]] = _span(rules[key], names, alike, grads)
+        return spans
 
-    def _new_states(self, shard: FlatShard, run: _Run, group: dict[str, Any]) -> tuple[Tensor, ...]:
-        first = group.get("initial_accumulator_value", 0.0)
-        shape, device = run.stop - run.start, shard.master.device
-        return tuple(
-            torch.full((shape,), first, dtype=self._choice.state_dtype, device=device)
-            for _ in state_names(self._kind, group)
-        )
+    def _count(self, shards: Sequence[ParamShard], names: Sequence[str], number: int) -> None:
+        for shard in shards if number == 1 else ():
+            first = self.param_groups[shard.group].get("initial_accumulator_value", 0.0)
+            shard.state.update({name: self._memory_of(shard, name).fill_(first) for name in names})
+        for shard in shards if names else ():
+            shard.state["step"] = number
 
     def _with_trust_ratios(
-        self, numbers: Sequence[int], spans: dict[int, list[Span]], grad_scale: float
-    ) -> dict[int, list[Span]]:
+        self, shards: Sequence[ParamShard], spans: Mapping[ParamShard, Span], grad_scale: float
+    ) -> dict[ParamShard, Span]:
         """Take LAMB's first pass. Collective where parameters are split: a rank may own nothing of one."""
-        sums = torch.zeros(len(numbers), 2, dtype=torch.float64)
-        places = {number: row for row, number in enumerate(numbers)}
+        rows = {shard: row for row, shard in enumerate(shards)}
+        sums = torch.zeros(len(shards), 2, dtype=torch.float64)
         for device, kernel in self._choice.kernels.items():
-            there = {
-                number: of_shard
-                for number, of_shard in spans.items()
-                if self._shards[number].master.device.type == device
-            }
+            there = {shard: span for shard, span in spans.items() if shard.master.device.type == device}
             if there:
-                rows = [places[number] for number, of_shard in there.items() for _ in of_shard]
-                moments = kernel.lamb_moments([span for of_shard in there.values() for span in of_shard], grad_scale)
-                sums.index_add_(0, torch.tensor(rows), moments.cpu())
+                moments = kernel.lamb_moments(list(there.values()), grad_scale)
+                sums.index_add_(0, torch.tensor([rows[shard] for shard in there]), moments.cpu())
         if self._choice.sum_over_ranks is not None:
             sums = self._choice.sum_over_ranks(sums)
-        ratios = trust_ratios(sums, [self._groups[self._shards[number].group] for number in numbers])
-        return {
-            number: [with_trust_ratio(span, ratios[places[number]]) for span in of_shard]
-            for number, of_shard in spans.items()
-        }
+        ratios = trust_ratios(sums, [self.param_groups[shard.group] for shard in shards])
+        return {shard: with_trust_ratio(span, ratios[rows[shard]]) for shard, span in spans.items()}
 
     # ---- states ----
 
-    def state_numel(self) -> int:
-        """Return how many elements of optimizer state this rank holds."""
-        return sum(state.numel() for runs in self._runs for run in runs for state in run.states or ())
+    def state_sizes(self, unit: int) -> list[tuple[str, int]]:
+        """Return name and bytes of each tensor of states that a unit is going to have."""
+        groups = dict.fromkeys(shard.group for shard in self._of_unit[unit])
+        sizes = {group: sum(len(shard.owned) for shard in self._alike(unit, group)) for group in groups}
+        size = self._choice.state_dtype.itemsize
+        return [(name, sizes[group] * size) for group in groups for name in self._names(group) if sizes[group]]
 
-    def sizes_of_states(self, shard: int) -> dict[str, int]:
-        """Return the bytes of each state, by name, that a shard is going to have."""
-        names = state_names(self._kind, self._groups[self._shards[shard].group])
-        return dict.fromkeys(names, self._shards[shard].master.numel() * self._choice.state_dtype.itemsize)
+    def _names(self, group: int) -> tuple[str, ...]:
+        return state_names(self._kind, self.param_groups[group])
 
-    def states(self, shard: int) -> list[StateRun]:
-        """Return the live states of one shard, in element order; runs that have not taken a step have none."""
-        names = RULES[self._kind](self._groups[self._shards[shard].group], 1).STATES
-        found = []
-        for run in self._runs[shard]:
-            if run.states:
-                state: dict[str, Any] = dict(zip(names, run.states, strict=True))
-                if counts_steps(self._kind, self._groups[self._shards[shard].group]):
-                    state["step"] = torch.tensor(float(run.num_steps))
-                found.append(StateRun(run.start, run.stop, state))
-        return found
+    def _alike(self, unit: int, group: int) -> list[ParamShard]:
+        """Return the shards of a unit in one group of which this rank owns something."""
+        return [shard for shard in self._of_unit[unit] if shard.group == group and shard.owned]
 
-    def state_dict(self, around: Around | None = None) -> dict[str, Any]:
-        """Return `name`, `groups` (hyper-parameters) and `shards` (lists of `StateRun` as dicts)."""
-        return {
-            "name": self._kind.__name__,
-            "groups": [options_of(group) for group in self._groups],
-            "shards": saved_runs(self._shards, self.states, around),
-        }
+    def _memory_of(self, shard: ParamShard, name: str) -> Tensor:
+        """Return memory for one state of a shard, 1-D, made for all of its unit and group together."""
+        if name not in self._memory.get(shard, {}):
+            alike = self._alike(shard.unit, shard.group)
+            ends = list(itertools.accumulate(len(each.owned) for each in alike))
+            flat = torch.empty(ends[-1], dtype=self._choice.state_dtype, device=shard.master.device)
+            for each, end in zip(alike, ends, strict=True):
+                self._memory.setdefault(each, {})[name] = flat[end - len(each.owned) : end]
+        return self._memory[shard][name]
 
-    def load_state_dict(self, state: Mapping[str, Any], around: Around | None = None) -> None:
-        """Continue from a state of `state_dict()`; its runs may be cut elsewhere. Tensors are copied.
+    def _saved(self, shard: ParamShard) -> dict[str, Any]:
+        """Return the live state of a shard as torch's optimizers would have it."""
+        group = self.param_groups[shard.group]
+        names = RULES[self._kind](group, 1).STATES
+        saved = {name: shard.state[name] for name in names if name in shard.state}
+        if saved and counts_steps(self._kind, group):
+            saved["step"] = torch.tensor(float(shard.state["step"]))
+        return saved
 
-        Raises: EngineError for the state of another optimizer, of other groups or shards, or of steps that kernels do
-        not take.
-        """
-        check_state(state, self._kind.__name__, len(self._groups), len(self._shards))
+    def accept(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Take over all but the states of shards; return these. Raises: also for steps that kernels do not take."""
         check_steps(state["groups"])
-        for mine, given in zip(self._groups, state["groups"], strict=True):
-            mine.update(copy.deepcopy(given))  # a learning rate may be a tensor
-        for unit, numbers in self._by_unit.items():
-            with contextlib.nullcontext() if around is None else around(unit):
-                for number in numbers:
-                    self._load_shard(number, state["shards"][number])
+        return super().accept(state)
 
-    def _load_shard(self, number: int, entries: Sequence[Mapping[str, Any]]) -> None:
-        for run in self._runs[number]:
-            run.states, run.num_steps = None, 0
-        for entry in coalesced(entries):
-            self._load(number, entry)
+    def load_unit(self, unit: int, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the states of a unit's shards by copies of `states`, by name, in memory of their own."""
+        for shard in self._of_unit.get(unit, ()):
+            self._memory.pop(shard, None)
+        super().load_unit(unit, states)
 
-    def _load(self, number: int, entry: StateRun) -> None:
-        shard = self._shards[number]
-        group = self._groups[shard.group]
-        for run in self._runs[number].within(entry.start, entry.stop):
-            piece = slice(run.start - entry.start, run.stop - entry.start)
-            run.num_steps = int(entry.state.get("step", 1))  # torch counts no steps where only the first differs
-            run.states = tuple(
-                entry.state[name].reshape(-1)[piece].to(shard.master.device, self._choice.state_dtype, copy=True)
-                for name in RULES[self._kind](group, 1).STATES
-            )
+    def load_state(self, shard: ParamShard, state: Mapping[str, Any]) -> None:
+        """Replace the state of a shard by a copy of `state`, of the same elements."""
+        shard.state.clear()
+        for name in RULES[self._kind](self.param_groups[shard.group], 1).STATES:
+            if name in state:
+                shard.state[name] = self._memory_of(shard, name).copy_(state[name].view(-1))
+        if shard.state:
+            shard.state["step"] = int(state.get("step", 1))  # torch counts no steps where only the first differs
 
 
-def _place(shard: FlatShard) -> slice:
-    """Return where a shard is in the owned range of its unit."""
-    return slice(shard.start, shard.start + shard.master.numel())
+def _by_step(
+    neighbours: list[ParamShard], names: Sequence[str], unused: Collection[str]
+) -> Iterator[tuple[int, list[ParamShard]]]:
+    """Yield neighbours that take the same step, and its number, from 1: also where one of the states `names` is new."""
+    # SGD may be given its momentum later, and has no state to count for without.
+    last = names[-1] if names else None
+    numbers = [shard.state["step"] + 1 if last in shard.state else 1 for shard in neighbours]
+    if not unused and numbers.count(numbers[0]) == len(numbers):
+        yield numbers[0], neighbours
+        return
+    taken = [0 if shard.name in unused else number for shard, number in zip(neighbours, numbers, strict=True)]
+    for number, pairs in itertools.groupby(zip(taken, neighbours, strict=True), key=operator.itemgetter(0)):
+        if number:
+            yield number, [shard for _, shard in pairs]
+
+
+def _span(
+    rule: Rule, names: Sequence[str], neighbours: Sequence[ParamShard], grads: Mapping[int, Tensor] | None
+) -> Span:
+    """Return the span of neighbouring shards that take the same step."""
+    first, numel = neighbours[0], neighbours[-1].place.stop - neighbours[0].start
+    grad = first.grad if grads is None else grads[first.unit][first.place]
+    states = tuple(_extended(first.state[name], numel) for name in names)
+    param = None if first.param is None else _extended(first.param, numel)
+    return Span(rule, _extended(first.master, numel), _extended(grad, numel), states, param)
+
+
+def _extended(tensor: Tensor, numel: int) -> Tensor:
+    """Return the `numel` elements of memory that begin where a 1-D tensor does."""
+    return tensor if tensor.numel() == numel else tensor.as_strided((numel,), (1,))

@@ -58,8 +58,8 @@ RULES: dict[type[torch.optim.Optimizer], MakeRule] = {
     Lamb: lamb_rule,
     **dict.fromkeys(MUON_KINDS, muon_rule),
 }
-# Their steps need whole parameters: every shard is a part of one.
-BY_PARAMETER = (Lamb, *MUON_KINDS)
+# Their steps need norms or matrices of whole parameters: ranks take them together.
+COLLECTIVE = (Lamb, *MUON_KINDS)
 # Options that ask for something no rule has, when they are set.
 _OTHER_STEPS = ("amsgrad", "maximize", "differentiable", "capturable", "foreach", "fused")
 
@@ -96,7 +96,7 @@ def check_torch_steps(kind: type[torch.optim.Optimizer], groups: Sequence[Group]
 
 def torch_can(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:
     """Say whether the class itself takes the same steps over flat shards."""
-    return kind not in BY_PARAMETER and all(group.get("bias_correction", True) for group in groups)
+    return kind not in COLLECTIVE and all(group.get("bias_correction", True) for group in groups)
 
 
 def state_names(kind: type[torch.optim.Optimizer], group: Group) -> tuple[str, ...]:

@@ -2,85 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from launcher.comm.buffers import BufferPool
-from launcher.optim.api import Around, FlatOptimizer, FlatShard, StateRun, Unused, all_at_once
+from launcher.optim.api import FlatOptimizer, ParamShard
 
 
-class StagedFlat:
+class StagedFlat(FlatOptimizer):
     """An optimizer over fp32 copies that exist during the step only; its states stay fp32.
 
     What is kept between steps are the shards as given: masters, gradients, or both of them in 16 bits.
     """
 
-    writes_params = False
-
     def __init__(
-        self, shards: list[FlatShard], pool: BufferPool, build: Callable[[list[FlatShard]], FlatOptimizer]
+        self, shards: Sequence[ParamShard], pool: BufferPool, build: Callable[[list[ParamShard]], FlatOptimizer]
     ) -> None:
         self._pool = pool
-        self._shards = shards
-        self._masters = [(shard.master, _fp32_like(shard.master)) for shard in shards]
-        self._grads = [(shard.grad, _fp32_like(shard.grad)) for shard in shards]
-        self._inner = build(
-            [
-                FlatShard(master, grad, shard.group, shard.unit, shard.start)
-                for shard, (_, master), (_, grad) in zip(shards, self._masters, self._grads, strict=True)
-            ]
-        )
+        owned = [shard for shard in shards if shard.owned]
+        self._masters = [(shard.master, _fp32_like(shard.master)) for shard in owned]
+        self._grads = [(shard.grad, _fp32_like(shard.grad)) for shard in owned]
+        # The copies share the states of the shards.
+        copies = [
+            replace(shard, master=master, grad=grad, param=None)
+            for shard, (_, master), (_, grad) in zip(owned, self._masters, self._grads, strict=True)
+        ]
+        self._copy_of = dict(zip(owned, copies, strict=True))
+        self._inner = build(copies)
         for kept, copy in (*self._masters, *self._grads):
             if copy is not kept:
                 copy.untyped_storage().resize_(0)
+        super().__init__(self._inner.name, shards, self._inner.param_groups)
 
     @property
     def label(self) -> str:
         return self._inner.label
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._inner.param_groups
-
-    def step(self, unused: Unused | None = None, grad_scale: float = 1.0, around: Around | None = None) -> None:
-        """Update every shard from its gradient times `grad_scale`, except the `unused` elements."""
-        with all_at_once(self._shards, around):
-            self._step(unused, grad_scale)
-
-    def _step(self, unused: Unused | None, grad_scale: float) -> None:
+    def step(self, grad_scale: float = 1.0, unused: Collection[str] = ()) -> None:
+        """Update every shard from its gradient times `grad_scale`, except those of `unused` parameters."""
         staged = [(kept, copy) for kept, copy in (*self._masters, *self._grads) if copy is not kept]
         for kept, copy in staged:
             self._pool.lend(copy.untyped_storage(), kept.numel() * copy.itemsize)
             copy.copy_(kept)
-        self._inner.step(unused, grad_scale)
+        self._inner.step(grad_scale, unused)
         for kept, copy in self._masters:
             if copy is not kept:
                 kept.copy_(copy)
         for _, copy in staged:
             self._pool.take_back(copy.untyped_storage())
 
-    def state_numel(self) -> int:
-        """Return how many elements of optimizer state this rank holds."""
-        return self._inner.state_numel()
-
-    def sizes_of_states(self, shard: int) -> dict[str, int]:
-        """Return nothing: what states torch's classes make is known after their first step."""
-        return {}
-
-    def states(self, shard: int) -> list[StateRun]:
-        """Return the live states of one shard, in element order."""
-        return self._inner.states(shard)
-
-    def state_dict(self, around: Around | None = None) -> dict[str, Any]:
-        """Return hyper-parameters by group and states by shard."""
-        return self._inner.state_dict(around)
-
-    def load_state_dict(self, state: Mapping[str, Any], around: Around | None = None) -> None:
-        """Continue from a state of `state_dict()`."""
-        self._inner.load_state_dict(state, around)
+    def load_state(self, shard: ParamShard, state: Mapping[str, Any]) -> None:
+        """Replace the state of a shard by a copy of `state`, of the same elements."""
+        self._inner.load_state(self._copy_of[shard], state)
 
 
 def _fp32_like(kept: Tensor) -> Tensor:

@@ -53,15 +53,6 @@ class ParamSlot:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Consecutive elements of an owned range that belong to one optimizer group."""
-
-    group: int
-    start: int  # within the owned range
-    numel: int
-
-
-@dataclass(frozen=True)
 class UnitLayout:
     """One flat buffer of `padded_numel` elements, split into `world_size` equal chunks."""
 
@@ -107,26 +98,6 @@ class UnitLayout:
             if shared:
                 met.append((slot, shared))
         return met
-
-    def segments_in(self, owned: range) -> list[Segment]:
-        """Return `owned` as the longest segments of one optimizer group; padding belongs to none."""
-        segments: list[Segment] = []
-        for slot, shared in self.slots_in(owned):
-            start = shared.start - owned.start
-            last = segments[-1] if segments else None
-            if last is not None and last.group == slot.group and last.start + last.numel == start:
-                segments[-1] = Segment(last.group, last.start, last.numel + len(shared))
-            else:
-                segments.append(Segment(slot.group, start, len(shared)))
-        return segments
-
-    def parts_in(self, owned: range) -> list[Segment]:
-        """Return what `owned` holds of each parameter, by slot; of some it may be nothing."""
-        parts = []
-        for slot in self.slots:
-            start = min(max(slot.offset, owned.start), owned.stop)
-            parts.append(Segment(slot.group, start - owned.start, len(slot.within(owned))))
-        return parts
 
 
 def layout_unit(params: Sequence[ParamInfo], world_size: int, num_copies: int = 1) -> UnitLayout:

@@ -48,12 +48,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     unit, slot = _trained(param)
     unit.params.wait()
     with unit.in_memory():
-        _write(unit, slot, unit.params.master, value)
+        _write(unit, slot, _part(unit, slot, unit.params.master), value)
         unit.params.renew_copy()
     if unit.params.state is ParameterState.WHOLE:
         unit.params.flat[slot.offset : slot.end].copy_(value.reshape(-1))
     with unit.params.shard_in_memory(writes=True):
-        _write(unit, slot, unit.params.shard, value)
+        _write(unit, slot, _part(unit, slot, unit.params.shard), value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -91,10 +91,10 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
             hint="use safe_set_full_fp32_param, or stage 3 with stage3_param_persistence_threshold 0",
         )
     with unit.in_memory():
-        _set_local(unit, slot, unit.params.master, value)
+        _set_local(unit, slot, _part(unit, slot, unit.params.master), value)
         unit.params.renew_copy()
     with unit.params.shard_in_memory(writes=True):
-        _set_local(unit, slot, unit.params.shard, value)
+        _set_local(unit, slot, _part(unit, slot, unit.params.shard), value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -109,6 +109,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 # ---- writing, of the whole or of this rank's part ----
 
+# Takes this rank's part of what is written, 1-D, and the value.
 _Write = Callable[[FlatUnit, ParamSlot, Tensor, Tensor], None]
 
 
@@ -118,21 +119,20 @@ def _set_grad(param: nn.Parameter, value: Tensor, write: _Write) -> None:
     if gradient is None or unit.grads is None:
         raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
     with unit.in_memory():
-        write(unit, slot, gradient, value)
+        write(unit, slot, _part(unit, slot, gradient), value)
         unit.grads.note_written()
 
 
 def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _Write) -> None:
     unit, slot = _trained(param)
     with unit.in_memory():
-        state = unit.optimizer_state(name)
-        here, _ = _part(unit, slot)
-        if here.start == here.stop:
+        shard = unit.shards[slot.index]
+        if not shard.owned:
             return
-        if state is None:
+        state = shard.state.get(name)
+        if not isinstance(state, Tensor) or state.numel() != len(shard.owned):
             raise _nothing(unit, slot, f"optimizer state {name}", "states exist after the first step")
-        write(unit, slot, state, value)
-        unit.write_optimizer_state(name, state)
+        write(unit, slot, state.view(-1), value)
 
 
 # ---- where things are ----
@@ -191,12 +191,9 @@ def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
     return whole[slot.offset : slot.end].view(slot.shape).clone()
 
 
-def _part(unit: FlatUnit, slot: ParamSlot) -> tuple[slice, slice]:
-    """Return where the rank's part of a parameter is in its owned range, and in the parameter."""
-    start, end = max(slot.offset, unit.owned.start), min(slot.end, unit.owned.stop)
-    end = max(start, end)
-    first = min(start - unit.owned.start, len(unit.owned))
-    return slice(first, first + end - start), slice(start - slot.offset, end - slot.offset)
+def _part(unit: FlatUnit, slot: ParamSlot, owned: Tensor) -> Tensor:
+    """Return this rank's part of a parameter: a view of something of the unit's owned range, 1-D."""
+    return owned[unit.shards[slot.index].place]
 
 
 def _local(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
@@ -205,23 +202,19 @@ def _local(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
         return None
     with found[0].in_memory(writes=False):
         owned = owned_of(found[0])
-        return None if owned is None else owned[_part(*found)[0]].float().clone()
+        return None if owned is None else _part(*found, owned).float().clone()
 
 
-def _write(unit: FlatUnit, slot: ParamSlot, owned: Tensor, value: Tensor) -> None:
+def _write(unit: FlatUnit, slot: ParamSlot, part: Tensor, value: Tensor) -> None:
     if value.numel() != slot.numel:
-        shape = slot.shape
-        raise EngineError(f"{slot.name} has shape {shape}, the value {tuple(value.shape)}")
-    here, there = _part(unit, slot)
+        raise EngineError(f"{slot.name} has shape {slot.shape}, the value {tuple(value.shape)}")
+    owned = unit.shards[slot.index].owned
     with torch.no_grad():
-        owned[here].copy_(value.reshape(-1)[there])
+        part.copy_(value.reshape(-1)[owned.start : owned.stop])
 
 
-def _set_local(unit: FlatUnit, slot: ParamSlot, owned: Tensor, value: Tensor) -> None:
-    here, _ = _part(unit, slot)
-    if value.numel() != owned[here].numel():
-        raise EngineError(
-            f"this rank's part of {slot.name} has {owned[here].numel()} elements, the value {value.numel()}"
-        )
+def _set_local(unit: FlatUnit, slot: ParamSlot, part: Tensor, value: Tensor) -> None:
+    if value.numel() != part.numel():
+        raise EngineError(f"this rank's part of {slot.name} has {part.numel()} elements, the value {value.numel()}")
     with torch.no_grad():
-        owned[here].copy_(value.reshape(-1))
+        part.copy_(value.reshape(-1))

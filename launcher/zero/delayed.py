@@ -5,28 +5,14 @@ Ren et al., "ZeRO-Offload", https://arxiv.org/abs/2101.06840, section 5.2, "one-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
-
-from torch import Tensor
 
 from launcher.comm.groups import DataParallelGroup
-from launcher.optim.api import Unused
+from launcher.optim.api import UnitOptimizer
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.threads import using_part_of_threads
 from launcher.zero.unit import FlatUnit
-
-
-class PreparingOptimizer(Protocol):
-    """An optimizer whose steps can be taken later than they are decided."""
-
-    def prepare(self, unused: Unused | None, grad_scale: float, grads: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Count a step with the hyper-parameters of now; return what takes it, in any thread.
-
-        grads: unit index -> 1-D [owned], what is read in place of the shards' own gradients.
-        """
-        ...
 
 
 class DelayedUpdate:
@@ -35,7 +21,7 @@ class DelayedUpdate:
     def __init__(
         self,
         units: Sequence[FlatUnit],
-        optimizer: PreparingOptimizer,
+        optimizer: UnitOptimizer,
         policy: ZeroPolicy,
         group: DataParallelGroup,
     ) -> None:
@@ -50,10 +36,10 @@ class DelayedUpdate:
         for unit in self._units:
             unit.params.pending = self
 
-    def begin(self, unused: Unused | None, grad_scale: float) -> None:
+    def begin(self, unused: Collection[str], grad_scale: float) -> None:
         """Take the units' gradients over and start a step with them. The step before must have been published."""
         grads = {unit.index: unit.grads.hand_over() for unit in self._units if unit.grads is not None}
-        update = self._optimizer.prepare(unused, grad_scale, grads)
+        update = self._optimizer.prepare(grad_scale, unused, grads)
         self._is_published = False
         self._running = self._thread.submit(self._run, update)
         if self._num_left_in_order > 0:
@@ -77,9 +63,7 @@ class DelayedUpdate:
         if not self._is_published:
             self._is_published = True
             for unit in self._units:
-                unit.params.publish_update(is_written=True)
-                if not self._policy.overlap_comm:
-                    unit.params.wait()
+                unit.publish_update(is_written=self._optimizer.writes_params, overlaps=self._policy.overlap_comm)
 
     def end(self) -> None:
         """Publish the last update and end the thread. Collective."""

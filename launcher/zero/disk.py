@@ -165,7 +165,7 @@ class UnitSwap:
         self._free.append(self._room[-1])
 
     def _take_room(self, num_bytes: int) -> Extent:
-        """Return room for one state. States may be cut more finely than was known: then the room is cut, too."""
+        """Return room for one tensor of states, cut from what was reserved; more of it where that was not known."""
         needed = padded(num_bytes)
         if all(extent.num_bytes < needed for extent in self._free):
             self._add_room(needed)

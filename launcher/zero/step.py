@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +12,7 @@ from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh
-from launcher.optim.api import FlatOptimizer, Unused
+from launcher.optim.api import FlatOptimizer, UnitOptimizer
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.reducer import GradientReducer
@@ -69,12 +66,12 @@ def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh
     return _exchange_facts(gradients, reducer, mesh)
 
 
-def _used_anywhere(gradients: list[UnitGradients], group: DataParallelGroup) -> list[list[bool]]:
-    """Return which parameters had a gradient on any rank, by unit and slot. Collective."""
-    flags = [float(used) for own in gradients for used in own.used]
+def _unused_anywhere(units: list[FlatUnit], group: DataParallelGroup) -> list[str]:
+    """Return the names of parameters that had no gradient on any rank. units: trained ones. Collective."""
+    names = [name for unit in units for name in unit.layout.names]
+    flags = [float(used) for unit in units if unit.grads is not None for used in unit.grads.used]
     summed = collectives.sum_scalars(group, torch.tensor(flags, dtype=torch.float64, device=group.device)).tolist()
-    found = iter(summed)
-    return [[next(found) > 0 for _ in own.used] for own in gradients]
+    return [name for name, num_uses in zip(names, summed, strict=True) if num_uses == 0]
 
 
 def step_units(
@@ -100,20 +97,17 @@ def step_units(
         unit.take_edits()
     facts = complete_sums(gradients, reducer, mesh)
     norm = facts.norm / loss_scale
-    used = _used_anywhere(gradients, mesh.data) if facts.num_unused else None
-    if used is not None and not policy.accepts_unused:
-        raise _unused_error([unit for unit, _ in trained], used)
+    unused = _unused_anywhere([unit for unit, _ in trained], mesh.data) if facts.num_unused else []
+    if unused and not policy.accepts_unused:
+        raise _unused_error(unused)
     if delayed is not None:
         delayed.publish()
     if math.isfinite(norm) or not policy.skips_overflow:
-        unused = None
-        if used is not None:
-            unused = {unit.index: unit.unused_ranges(flags) for (unit, _), flags in zip(trained, used, strict=True)}
         scale = _grad_scale(norm, policy.max_grad_norm, loss_scale)
         if delayed is not None:
-            delayed.begin(unused, scale)
+            delayed.begin(frozenset(unused), scale)
         else:
-            _update(units, optimizer, policy, unused, scale)
+            _update([unit for unit, _ in trained], optimizer, policy, frozenset(unused), scale)
     for own in gradients:
         own.discard()
     reducer.order.begin_step()
@@ -121,54 +115,42 @@ def step_units(
 
 
 def _update(
-    units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, unused: Unused | None, scale: float
+    units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, unused: Collection[str], scale: float
 ) -> None:
-    """Update the units and publish what they became."""
-    publisher = _Publisher(units, optimizer, policy)
-    if policy.offload.optimizer is not Place.DEVICE:
+    """Update the trained units and publish what they became, in their order: that of collectives on every rank."""
+    if policy.offload.optimizer is Place.DEVICE:
+        optimizer.step(scale, unused)
+    else:
         with using_part_of_threads(policy.offload.cores_fraction):
-            optimizer.step(unused, scale, functools.partial(_in_place, units, publisher))
-    else:  # in as few calls of a kernel as can be
-        optimizer.step(unused, scale)
-    publisher.publish_to(len(units))
+            if isinstance(optimizer, UnitOptimizer):
+                _update_in_turn(units, optimizer, policy, unused, scale)
+                return
+            optimizer.step(scale, unused)
+    for unit in units:
+        _publish(unit, optimizer, policy)
 
 
-class _Publisher:
-    """Publishes updates in the order of the units: that is the order of the collectives on every rank.
-
-    A rank may own nothing of a unit but padding. Its optimizer does not come by there, and it must gather all the same.
-    """
-
-    def __init__(self, units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy) -> None:
-        self._waiting = collections.deque(unit for unit in units if unit.grads is not None)
-        self._is_written = optimizer.writes_params
-        self.policy = policy
-
-    def publish_to(self, index: int) -> None:
-        """Publish what has not been published up to unit `index`, this one included."""
-        while self._waiting and self._waiting[0].index <= index:
-            unit = self._waiting.popleft()
-            # What is passed by may be on disk.
-            with unit.in_memory(writes=False) if unit.index < index else contextlib.nullcontext():
-                unit.params.publish_update(is_written=self._is_written)
-            if not self.policy.overlap_comm:
-                unit.params.wait()
+def _update_in_turn(
+    units: list[FlatUnit], optimizer: UnitOptimizer, policy: ZeroPolicy, unused: Collection[str], scale: float
+) -> None:
+    """Update one unit after another, each in memory for that long; publishing overlaps with the update of the next."""
+    swaps = [unit.swap for unit in units]
+    for number, unit in enumerate(units):
+        swap = unit.swap
+        if swap is not None:
+            swap.bring_in()
+            following = next((later for later in swaps[number + 1 :] if later is not None), None)
+            if policy.offload.reads_ahead and following is not None:
+                following.start_reading()
+        optimizer.step_unit(unit.index, scale, unused)
+        _publish(unit, optimizer, policy)
+        if swap is not None:
+            unit.group.link.synchronize()  # a copy of the master to the device still reads memory that others get next
+            swap.send_out(unit.state_tensors())
 
 
-@contextlib.contextmanager
-def _in_place(units: list[FlatUnit], publisher: _Publisher, index: int) -> Iterator[None]:
-    """Have in memory what the update of unit `index` works on; then publish the update and send it out."""
-    unit = units[index]
-    if unit.swap is not None:
-        unit.swap.bring_in()
-        following = next((later.swap for later in units[index + 1 :] if later.swap is not None), None)
-        if publisher.policy.offload.reads_ahead and following is not None:
-            following.start_reading()
-    yield
-    publisher.publish_to(index)
-    if unit.swap is not None:
-        unit.group.link.synchronize()  # the copy of the master to the device still reads memory that others get next
-        unit.swap.send_out(unit.state_tensors())
+def _publish(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy) -> None:
+    unit.publish_update(is_written=optimizer.writes_params, overlaps=policy.overlap_comm)
 
 
 def _grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:
@@ -177,13 +159,7 @@ def _grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:
     return min(coefficient, 1.0) / loss_scale
 
 
-def _unused_error(units: list[FlatUnit], used: list[list[bool]]) -> EngineError:
-    names = [
-        name
-        for unit, flags in zip(units, used, strict=True)
-        for name, is_used in zip(unit.layout.names, flags, strict=True)
-        if not is_used
-    ]
+def _unused_error(names: list[str]) -> EngineError:
     shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
     return EngineError(
         f"no rank computed a gradient of {shown}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.mesh import ParallelMesh
-from launcher.optim.api import StateRun
-from launcher.sharding.layout import UnitLayout
+from launcher.optim.api import ParamShard, UnitOptimizer
+from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.home import HERE, Homes
@@ -65,8 +65,8 @@ class FlatUnit:
         if policy.stage.shards_parameters:
             self.params.describe()
         self.params.release()
-        self.find_states: Callable[[FlatUnit], list[StateRun]] = lambda _unit: []
-        self.resident_states = policy.offload.resident_states
+        self.shards: list[ParamShard] = []  # of what is trained, in layout order; optimizers keep their states there
+        self._resident_states = policy.offload.resident_states
         self.swap: UnitSwap | None = None  # None: what the optimizer works on is always in memory
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         if layout.is_trainable:
@@ -144,38 +144,70 @@ class FlatUnit:
         with self.in_memory():
             yield
 
+    def make_shards(self) -> list[ParamShard]:
+        """Return what this rank owns of each parameter, for the optimizer; an empty list where all are frozen."""
+        if self.grads is None:
+            return []
+        with self.swap.with_memory() if self.swap is not None else contextlib.nullcontext():
+            is_split = len(self.owned) < self.layout.padded_numel
+            ranks = range(self.group.world_size)
+            chunks = tuple(self.layout.chunk_range(rank) if is_split else self.owned for rank in ranks)
+            for slot in self.layout.slots:
+                self.shards.append(self._shard(slot, self.grads.home_grad, chunks))
+        return self.shards
+
+    def _shard(self, slot: ParamSlot, grad: Tensor, chunks: tuple[range, ...]) -> ParamShard:
+        params = self.params
+        start = self.shards[-1].place.stop if self.shards else 0
+        owned = slot.within(self.owned)
+        place = slice(start, start + len(owned))
+        return ParamShard(
+            name=slot.name,
+            shape=torch.Size(slot.shape),
+            owned=owned,
+            master=params.master[place],
+            grad=grad[place],
+            group=slot.group,
+            unit=self.index,
+            start=start,
+            param=None if params.copy is None else params.copy[place],
+            offset=slot.offset,
+            chunks=chunks,
+        )
+
+    def reserve_states(self, optimizer: UnitOptimizer) -> None:
+        """Take room on disk for the states to come. Raises: EngineError when there is not enough."""
+        if self.swap is not None:
+            sizes = optimizer.state_sizes(self.index)
+            self.swap.reserve(num_bytes for name, num_bytes in sizes if name not in self._resident_states)
+
+    def publish_update(self, *, is_written: bool, overlaps: bool) -> None:
+        """Have the parameters follow the masters, which must be in memory. Every rank must call it in the same order.
+
+        is_written: the optimizer has written `ParamShard.param` too. overlaps: whoever reads the parameters waits.
+        """
+        self.params.publish_update(is_written=is_written)
+        if not overlaps:
+            self.params.wait()
+
     def state_tensors(self) -> list[Tensor]:
         """Return the optimizer's states of the owned range that there are now, by element, and go where masters go."""
-        states = (item for run in self.find_states(self) for item in run.state.items())
         return [
             value
-            for name, value in states
-            if isinstance(value, Tensor) and value.dim() > 0 and name not in self.resident_states
+            for shard in self.shards
+            for name, value in shard.state.items()
+            if isinstance(value, Tensor) and value.dim() > 0 and name not in self._resident_states
         ]
 
     def optimizer_state(self, name: str) -> Tensor | None:
         """Return a copy of a state of the owned range, 1-D [owned]; zeros where no step was taken. None: nowhere."""
-        runs = [run for run in self.find_states(self) if isinstance(run.state.get(name), Tensor)]
-        if not runs:
+        found = [(shard, torch.as_tensor(shard.state[name])) for shard in self.shards if name in shard.state]
+        if not found:
             return None
-        state = torch.zeros(len(self.owned), dtype=runs[0].state[name].dtype, device=self.group.device)
-        for run in runs:
-            state[run.start : run.stop] = run.state[name].reshape(-1)
+        state = torch.zeros(len(self.owned), dtype=found[0][1].dtype, device=self.group.device)
+        for shard, value in found:
+            state[shard.place] = value.reshape(-1)
         return state
-
-    def write_optimizer_state(self, name: str, state: Tensor) -> None:
-        """Overwrite a state of the owned range by 1-D [owned]."""
-        for run in self.find_states(self):
-            if isinstance(run.state.get(name), Tensor):
-                run.state[name].view(-1).copy_(state[run.start : run.stop])
-
-    def unused_ranges(self, used: list[bool]) -> list[range]:
-        """Return the runs of the owned range whose parameters are not `used`, by slot."""
-        ranges = []
-        for slot, shared in self.layout.slots_in(self.owned):
-            if not used[slot.index]:
-                ranges.append(range(shared.start - self.owned.start, shared.stop - self.owned.start))
-        return ranges
 
     def whole(self, owned: Tensor) -> Tensor:
         """Return the whole of something of which each rank holds its owned range. Collective.

@@ -269,6 +269,22 @@ def test_unused_parameters_are_an_error_where_they_are_not_to_be_ignored() -> No
         engine.step()
 
 
+def _used_by_one_rank(rank: int, world_size: int) -> Tensor:
+    more = {"zero_optimization": {"stage": 1, "ignore_unused_parameters": False}, "gradient_accumulation_steps": 1}
+    model = build("AlternatingPath")
+    model.calls = rank  # rank 1 takes the way that leaves two blocks out
+    engine = launcher.initialize(model=model, config=config(1, world_size, **more))[0]
+    engine.backward(engine(*(tensor.chunk(world_size)[rank] for tensor in batches(1)[0])))
+    engine.step()
+    return engine.state_dict()["blocks.0.up.weight"]
+
+
+def test_what_one_rank_used_is_not_unused() -> None:
+    before = build("AlternatingPath").state_dict()["blocks.0.up.weight"]
+    for after in run_on_ranks(2, _used_by_one_rank):
+        assert not torch.equal(after, before)
+
+
 def test_sizes_change_between_steps() -> None:
     engine = alone()
     engine.set_train_batch_size(4 * SAMPLES)

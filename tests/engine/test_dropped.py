@@ -13,7 +13,7 @@ from harness.ranks import run_on_ranks
 from harness.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build, train_plain
 
 import launcher
-from launcher.zero.step import _Publisher
+from launcher.zero.unit import FlatUnit
 
 NUM_ENGINES, STEPS = 3, 2
 
@@ -24,11 +24,11 @@ def _drop_one_after_the_other(rank: int, world_size: int, stage: int, key: str) 
     Of the last step rank 1 begins to send its part only when rank 0's garbage collector has taken the engine.
     """
     store = torch.distributed.distributed_c10d._get_default_store()
-    publish, losses = _Publisher.publish_to, []
+    publish, losses = FlatUnit.publish_update, []
 
-    def publish_late(publisher: Any, index: int) -> None:
+    def publish_late(unit: FlatUnit, **how: Any) -> None:
         store.wait([f"{key} {len(losses)}"])
-        publish(publisher, index)
+        publish(unit, **how)
 
     for _ in range(NUM_ENGINES):
         config = {
@@ -44,7 +44,7 @@ def _drop_one_after_the_other(rank: int, world_size: int, stage: int, key: str) 
             loss = engine(x.chunk(world_size)[rank], y.chunk(world_size)[rank])
             engine.backward(loss)
             is_late = rank == 1 and number == STEPS - 1
-            with mock.patch.object(_Publisher, "publish_to", publish_late if is_late else publish):
+            with mock.patch.object(FlatUnit, "publish_update", publish_late if is_late else publish):
                 engine.step()
             losses[-1].append(loss.item())
         del engine, loss

@@ -25,15 +25,15 @@ TRAIN = """
 """
 # Rank 1 sends its part of the last step when rank 0 has come to its end, and would have gone if it did not wait.
 LATE = """
-    import launcher.zero.step as step
-    leaving, publish = pathlib.Path("leaving"), step._Publisher.publish_to
-    def publish_late(publisher, index):
+    from launcher.zero.unit import FlatUnit
+    leaving, publish = pathlib.Path("leaving"), FlatUnit.publish_update
+    def publish_late(unit, **how):
         while not leaving.exists():
             time.sleep(0.01)
         time.sleep(1.5)
-        publish(publisher, index)
+        publish(unit, **how)
     if os.environ["RANK"] == "1":
-        step._Publisher.publish_to = publish_late
+        FlatUnit.publish_update = publish_late
     else:
         atexit.register(leaving.touch)
 """

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from harness.shards import full_shard, shards_of_unit
 from torch import Tensor, nn
 
 import launcher
 from launcher.base.errors import EngineError
 from launcher.comm.buffers import BufferPool
 from launcher.kernels.reference import ReferenceKernel
-from launcher.optim.api import FlatOptimizer, FlatShard
+from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.optim.catalog import ELEMENTWISE
 from launcher.optim.factory import Means, OptimizerPlan, ZeroRules, plan_from_client, plan_from_config
 
@@ -31,34 +32,39 @@ def values(seed: int) -> list[Tensor]:
     return [torch.randn(size, generator=generator) for size in SIZES]
 
 
-MakeFlat = Callable[[str, list[FlatShard]], FlatOptimizer]
+MakeFlat = Callable[[str, list[ParamShard]], FlatOptimizer]
 
 
 @pytest.fixture(params=["torch", "kernel"])
 def make_flat(request: pytest.FixtureRequest) -> MakeFlat:
     means = Means({"cpu": ReferenceKernel()} if request.param == "kernel" else {}, BufferPool(torch.device("cpu")))
 
-    def make(name: str, shards: list[FlatShard]) -> FlatOptimizer:
+    def make(name: str, shards: list[ParamShard]) -> FlatOptimizer:
         return plan_from_config(name, OPTIONS.get(name, {}), nn.Linear(1, 1), None).build(shards, means)
 
     return make
 
 
-def two_shards() -> list[FlatShard]:
-    """One owned range of 20 elements in two shards, cut in the middle of a parameter."""
-    whole = torch.cat(values(0))
-    return [
-        FlatShard(whole[:10].clone(), torch.zeros(10), 0, unit=3, start=0),
-        FlatShard(whole[10:].clone(), torch.zeros(10), 0, unit=3, start=10),
-    ]
+def make_shards(owned: range = range(OFFSETS[-1])) -> list[ParamShard]:
+    return shards_of_unit(values(0), owned, unit=3)
 
 
-def take(flat: FlatOptimizer, shards: list[FlatShard], step: int, used: set[int]) -> None:
-    grad = torch.cat(values(step + 1))
-    for shard in shards:
-        shard.grad.copy_(grad[shard.start : shard.start + 10])
-    unused = [range(OFFSETS[i], OFFSETS[i + 1]) for i in range(4) if i not in used]
-    flat.step({3: unused} if unused else None)
+def halves() -> list[list[ParamShard]]:
+    """What two ranks own, cut in the middle of a parameter."""
+    return [make_shards(range(10)), make_shards(range(10, 20))]
+
+
+def take(flat: FlatOptimizer, step: int, used: set[int]) -> None:
+    for shard, grad in zip(flat.shards, values(step + 1), strict=True):
+        shard.grad.copy_(grad[shard.owned.start : shard.owned.stop])
+    flat.step(unused={f"p{index}" for index in range(4) if index not in used})
+
+
+def masters(*ranks: FlatOptimizer) -> Tensor:
+    """The values of all parameters, in their order, of which each rank has a part."""
+    return torch.cat(
+        [torch.cat([shard.master for shard in shards]) for shards in zip(*(r.shards for r in ranks), strict=True)]
+    )
 
 
 @pytest.mark.parametrize("schedule", [USED, USED_LATE], ids=["pauses", "joins late"])
@@ -66,90 +72,90 @@ def take(flat: FlatOptimizer, shards: list[FlatShard], step: int, used: set[int]
 def test_a_parameter_without_gradient_is_skipped_as_torch_skips_it(
     name: str, schedule: list[set[int]], make_flat: MakeFlat
 ) -> None:
-    shards = two_shards()
-    flat = make_flat(name, shards)
+    ranks = [make_flat(name, shards) for shards in halves()]
     params = values(0)
     kind = ELEMENTWISE["AdamW" if name == "Adam" else name]
-    defaults = {"lr": flat.param_groups[0]["lr"], "weight_decay": 0.0} if name in ("Adam", "AdamW") else {}
-    plain = kind(params, **{"lr": flat.param_groups[0]["lr"], **defaults, **OPTIONS.get(name, {})})  # type: ignore[call-arg]
+    lr = ranks[0].param_groups[0]["lr"]
+    defaults = {"lr": lr, "weight_decay": 0.0} if name in ("Adam", "AdamW") else {}
+    plain = kind(params, **{"lr": lr, **defaults, **OPTIONS.get(name, {})})  # type: ignore[call-arg]
     for step, used in enumerate(schedule):
-        take(flat, shards, step, used)
+        for flat in ranks:
+            take(flat, step, used)
         for index, (param, grad) in enumerate(zip(params, values(step + 1), strict=True)):
             param.grad = grad if index in used else None
         plain.step()
-        torch.testing.assert_close(torch.cat([s.master for s in shards]), torch.cat(params), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(masters(*ranks), torch.cat(params), rtol=1e-5, atol=1e-6)
 
 
-def test_most_steps_cut_nothing(make_flat: MakeFlat) -> None:
-    shards = two_shards()
-    flat = make_flat("AdamW", shards)
-    take(flat, shards, 0, {0, 1, 2, 3})
-    assert [len(flat.states(number)) for number in range(2)] == [1, 1]
-    take(flat, shards, 1, {0, 2, 3})  # the second parameter: element 6
-    assert [[(run.start, run.stop) for run in flat.states(number)] for number in range(2)] == [
-        [(0, 6), (6, 7), (7, 10)],
-        [(0, 10)],
-    ]
-    assert flat.state_numel() == 2 * 20
-
-
-def test_cut_states_stay_views_of_one(make_flat: MakeFlat) -> None:
-    shards = two_shards()
-    flat = make_flat("AdamW", shards)
-    take(flat, shards, 0, {0, 1, 2, 3})
-    storage = flat.states(0)[0].state["exp_avg"].untyped_storage().data_ptr()
-    take(flat, shards, 1, {0, 2, 3})
-    assert {run.state["exp_avg"].untyped_storage().data_ptr() for run in flat.states(0)} == {storage}
+def test_each_parameter_counts_its_own_steps(make_flat: MakeFlat) -> None:
+    flat = make_flat("AdamW", make_shards(range(10)))
+    take(flat, 0, {0, 1, 2, 3})
+    take(flat, 1, {0, 2, 3})
+    assert [int(shard.state["step"]) for shard in flat.shards if shard.owned] == [2, 1, 2]
+    assert flat.state_numel() == 2 * 10
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_state_continues_where_it_was(name: str, make_flat: MakeFlat) -> None:
-    shards = two_shards()
-    flat = make_flat(name, shards)
+    flat = make_flat(name, make_shards())
     for step in range(3):
-        take(flat, shards, step, USED[step])
+        take(flat, step, USED[step])
     flat.param_groups[0]["lr"] *= 0.5
-    others = [FlatShard(s.master.clone(), torch.zeros(10), 0, unit=3, start=s.start) for s in shards]
-    other = make_flat(name, others)
-    take(other, others, 9, {0, 1})  # state that must be forgotten
-    for old, new in zip(shards, others, strict=True):
+    other = make_flat(name, make_shards())
+    take(other, 9, {0, 1})  # state that must be forgotten
+    for old, new in zip(flat.shards, other.shards, strict=True):
         new.master.copy_(old.master)
     other.load_state_dict(copy.deepcopy(flat.state_dict()))
     assert other.param_groups[0]["lr"] == flat.param_groups[0]["lr"]
     for step in range(3, 5):
-        take(flat, shards, step, USED[step])
-        take(other, others, step, USED[step])
-    for old, new in zip(shards, others, strict=True):
-        assert torch.equal(old.master, new.master)
+        take(flat, step, USED[step])
+        take(other, step, USED[step])
+    assert torch.equal(masters(flat), masters(other))
 
 
-def test_a_finely_cut_state_is_joined_again(make_flat: MakeFlat) -> None:
-    shards = two_shards()
-    flat = make_flat("AdamW", shards)
-    take(flat, shards, 0, {0, 1, 2, 3})
-    state = copy.deepcopy(flat.state_dict())
-    state["shards"][0] = [
-        {
-            "start": start,
-            "stop": start + 2,
-            "state": {
-                name: value[start : start + 2] if value.dim() else value
-                for name, value in state["shards"][0][0]["state"].items()
-            },
-        }
-        for start in range(0, 10, 2)
-    ]
-    others = two_shards()
-    other = make_flat("AdamW", others)
-    other.load_state_dict(state)
-    assert len(other.states(0)) == 1
-    assert torch.equal(other.states(0)[0].state["exp_avg"], flat.states(0)[0].state["exp_avg"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_state_is_cut_and_joined_for_other_ranges(name: str, make_flat: MakeFlat) -> None:
+    """From one rank to two, and from two to one with the pieces of both."""
+    one = make_flat(name, make_shards())
+    two = [make_flat(name, shards) for shards in halves()]
+    for flat in (one, *two):
+        for step in range(3):
+            take(flat, step, USED[step])
+    states = [flat.state_dict() for flat in two]
+    pieces = {
+        key: [piece for state in states for piece in state["states"].get(key, ())] for key in ("p0", "p1", "p2", "p3")
+    }
+    joined, cut = make_flat(name, make_shards()), [make_flat(name, shards) for shards in halves()]
+    joined.load_state_dict({**states[0], "states": pieces})
+    for flat in cut:
+        flat.load_state_dict(one.state_dict())
+    for old, new in ((one, joined), *zip(two, cut, strict=True)):
+        for old_shard, new_shard in zip(old.shards, new.shards, strict=True):
+            new_shard.master.copy_(old_shard.master)
+    for flat in (one, joined, *cut):
+        for step in range(3, 5):
+            take(flat, step, USED[step])
+    assert torch.equal(masters(joined), masters(one))
+    assert torch.equal(masters(*cut), masters(one))
+
+
+def test_a_state_without_some_elements_is_refused_and_nothing_is_overwritten(make_flat: MakeFlat) -> None:
+    half, full = make_flat("AdamW", halves()[0]), make_flat("AdamW", make_shards())
+    for flat in (half, full):
+        take(flat, 0, {0, 1, 2, 3})
+    half.param_groups[0]["lr"] = 7.0
+    before = copy.deepcopy(full.state_dict())
+    with pytest.raises(EngineError, match="nothing of elements 3 to 9 of p2"):
+        full.load_state_dict(half.state_dict())
+    assert full.param_groups[0]["lr"] != 7.0
+    for name, [piece] in full.state_dict()["states"].items():
+        assert torch.equal(piece["state"]["exp_avg"], before["states"][name][0]["state"]["exp_avg"])
 
 
 def test_the_state_of_another_optimizer_is_refused(make_flat: MakeFlat) -> None:
-    state = make_flat("SGD", two_shards()).state_dict()
-    with pytest.raises(EngineError, match="SGD with 1 groups over 2 shards, this run has AdamW"):
-        make_flat("AdamW", two_shards()).load_state_dict(state)
+    state = make_flat("SGD", make_shards()).state_dict()
+    with pytest.raises(EngineError, match="SGD with 1 groups, this run has AdamW with 1 groups"):
+        make_flat("AdamW", make_shards()).load_state_dict(state)
 
 
 def test_a_rank_may_own_nothing_of_a_group() -> None:
@@ -157,7 +163,8 @@ def test_a_rank_may_own_nothing_of_a_group() -> None:
         model = nn.Linear(2, 2)
         groups = [{"params": [model.weight]}, {"params": [model.bias]}]
         plan = plan_from_config(name, {}, model, groups)
-        shard = FlatShard(torch.ones(4), torch.ones(4), group=1)
+        shard = full_shard(torch.ones(4), group=1)
+        shard.grad.fill_(1.0)
         plan.build([shard], Means({}, BufferPool(torch.device("cpu")))).step()
         assert not torch.equal(shard.master, torch.ones(4))
 
@@ -194,7 +201,7 @@ def test_untested_optimizers_need_the_key() -> None:
 def test_optimizers_of_whole_parameters_run_at_stage_0_only(kind: Any) -> None:
     with pytest.raises(EngineError, match=r"cannot be sharded by ZeRO stage 1: it .* whole"):
         plan(kind, 1, allow_untested=True)
-    assert plan(kind, 0).whole_parameters
+    assert plan(kind, 0).client is not None
 
 
 def test_a_muon_that_cannot_be_sharded_is_pointed_to_the_one_that_can() -> None:

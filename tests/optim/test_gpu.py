@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.shards import full_shard, shards_of_unit
 from torch import nn
 
 from launcher.comm.buffers import BufferPool
 from launcher.kernels.select import kernel_for
 from launcher.monitor.phases import PhaseTimer
-from launcher.optim.api import FlatShard
 from launcher.optim.catalog import ELEMENTWISE
 from launcher.optim.factory import Means, plan_from_config
 
@@ -24,16 +24,16 @@ def means_of(device: str) -> Means:
 
 def train(name: str, device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    shard = FlatShard(
-        torch.randn(NUMEL, generator=generator).to(device), torch.zeros(NUMEL, device=device), group=0, unit=0
-    )
+    values = torch.randn(NUMEL, generator=generator).to(device).split([100, 200, 700])
+    shards = shards_of_unit(values, range(NUMEL))
     flat = plan_from_config(name, {"momentum": 0.9} if name == "SGD" else {}, nn.Linear(1, 1), None).build(
-        [shard], means_of(device)
+        shards, means_of(device)
     )
     for step in range(5):
-        shard.grad.copy_(torch.randn(NUMEL, generator=generator))
-        flat.step({0: [range(100, 300)]} if step == 2 else None)
-    return shard.master.cpu()
+        for shard in shards:
+            shard.grad.copy_(torch.randn(shard.numel, generator=generator))
+        flat.step(unused=["p1"] if step == 2 else [])
+    return torch.cat([shard.master for shard in shards]).cpu()
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -43,7 +43,9 @@ def test_an_optimizer_on_the_gpu(name: str) -> None:
 
 def test_a_state_moves_to_the_gpu() -> None:
     plan = plan_from_config("AdamW", {}, nn.Linear(1, 1), None)
-    shards = [FlatShard(torch.ones(8, device=d), torch.ones(8, device=d), group=0) for d in ("cpu", "cuda")]
+    shards = [full_shard(torch.ones(8, device=device)) for device in ("cpu", "cuda")]
+    for shard in shards:
+        shard.grad.fill_(1.0)
     source, target = (plan.build([shard], means_of(shard.master.device.type)) for shard in shards)
     source.step()
     target.load_state_dict(source.state_dict())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.shards import full_shard, shards_of_unit
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
@@ -15,7 +16,7 @@ from launcher.comm.buffers import BufferPool
 from launcher.kernels.api import Kernel, Span
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
-from launcher.optim.api import FlatOptimizer, FlatShard
+from launcher.optim.api import FlatOptimizer
 from launcher.optim.factory import Means, ZeroRules, plan_from_client, plan_from_config
 
 NUMEL = 10
@@ -33,16 +34,22 @@ def kernels() -> dict[str, Kernel]:
     return {"cpu": kernel_for("cpu") or ReferenceKernel()}
 
 
-def make(name: str, params: dict[str, Any], by: dict[str, Kernel]) -> tuple[FlatShard, FlatOptimizer]:
-    shard = FlatShard(torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)), torch.zeros(NUMEL), 0)
+def make(name: str, params: dict[str, Any], by: dict[str, Kernel]) -> FlatOptimizer:
+    """Two parameters in one unit: of 4 elements, and of the rest."""
+    values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).split([4, NUMEL - 4])
     plan = plan_from_config(name, params, nn.Linear(1, 1), None)
-    return shard, plan.build([shard], Means(by, BufferPool(torch.device("cpu"))))
+    return plan.build(shards_of_unit(values, range(NUMEL)), Means(by, BufferPool(torch.device("cpu"))))
 
 
-def step(shard: FlatShard, flat: FlatOptimizer, number: int, *, rests: int = 0) -> None:
-    """Take a step; the first `rests` elements have no gradient."""
-    shard.grad.copy_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(number + 1)))
-    flat.step({0: [range(rests)]} if rests else None)
+def master(flat: FlatOptimizer) -> Tensor:
+    return torch.cat([shard.master for shard in flat.shards])
+
+
+def step(flat: FlatOptimizer, number: int, *unused: str) -> None:
+    grads = torch.randn(NUMEL, generator=torch.Generator().manual_seed(number + 1)).split([4, NUMEL - 4])
+    for shard, grad in zip(flat.shards, grads, strict=True):
+        shard.grad.copy_(grad)
+    flat.step(unused=unused)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
@@ -51,23 +58,23 @@ def step(shard: FlatShard, flat: FlatOptimizer, number: int, *, rests: int = 0) 
 def test_states_go_from_kernels_to_torch_and_back(
     name: str, params: dict[str, Any], from_kernel: bool, num_steps: int
 ) -> None:
-    shard, flat = make(name, params, kernels() if from_kernel else {})
-    other_shard, other = make(name, params, {} if from_kernel else kernels())
+    flat = make(name, params, kernels() if from_kernel else {})
+    other = make(name, params, {} if from_kernel else kernels())
     assert flat.label != other.label
     for number in range(num_steps):
-        step(shard, flat, number, rests=4 if number == 1 else 0)
-    other_shard.master.copy_(shard.master)
+        step(flat, number, *(["p0"] if number == 1 else []))
+    for shard, other_shard in zip(flat.shards, other.shards, strict=True):
+        other_shard.master.copy_(shard.master)
     other.load_state_dict(copy.deepcopy(flat.state_dict()))
     for number in range(num_steps, num_steps + 3):
-        step(shard, flat, number, rests=2 if number == 4 else 0)
-        step(other_shard, other, number, rests=2 if number == 4 else 0)
-    torch.testing.assert_close(other_shard.master, shard.master, rtol=1e-5, atol=1e-6)
+        for each in (flat, other):
+            step(each, number, *(["p1"] if number == 4 else []))
+    torch.testing.assert_close(master(other), master(flat), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "params"), TYPES)
 def test_options_may_be_tensors_and_lists(name: str, params: dict[str, Any]) -> None:
-    shard, flat = make(name, params, kernels())
-    other_shard, other = make(name, params, kernels())
+    flat, other = make(name, params, kernels()), make(name, params, kernels())
     for key in {"lr", "weight_decay", "eps", "lr_decay", "momentum"} & other.param_groups[0].keys():
         other.param_groups[0][key] = torch.tensor(float(other.param_groups[0][key]), dtype=torch.float64)
     if "betas" in other.param_groups[0]:
@@ -75,57 +82,57 @@ def test_options_may_be_tensors_and_lists(name: str, params: dict[str, Any]) -> 
             torch.tensor(beta, dtype=torch.float64) for beta in params.get("betas", (0.9, 0.999))
         ]
     for number in range(3):
-        step(shard, flat, number)
-        step(other_shard, other, number)
-    assert torch.equal(shard.master, other_shard.master)
+        step(flat, number)
+        step(other, number)
+    assert torch.equal(master(flat), master(other))
 
 
 def test_a_rate_that_is_a_tensor_is_copied_with_the_state() -> None:
-    _, flat = make("SGD", {}, kernels())
+    flat = make("SGD", {}, kernels())
     flat.param_groups[0]["lr"] = torch.tensor(0.1)
-    _, other = make("SGD", {}, kernels())
+    other = make("SGD", {}, kernels())
     other.load_state_dict(flat.state_dict())
     flat.param_groups[0]["lr"].fill_(9.0)
     assert float(other.param_groups[0]["lr"]) == pytest.approx(0.1)
 
 
 def test_momentum_may_come_late_and_pause() -> None:
-    shard, flat = make("SGD", {"lr": 0.1}, kernels())
-    param = nn.Parameter(shard.master.clone())
+    flat = make("SGD", {"lr": 0.1}, kernels())
+    param = nn.Parameter(master(flat))
     plain = torch.optim.SGD([param], lr=0.1)
     for number, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.9)):
         flat.param_groups[0]["momentum"] = plain.param_groups[0]["momentum"] = momentum
-        step(shard, flat, number)
-        param.grad = shard.grad.clone()
+        step(flat, number)
+        param.grad = torch.cat([shard.grad for shard in flat.shards])
         plain.step()
-    torch.testing.assert_close(shard.master, param.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(master(flat), param.detach(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
 def test_an_option_set_too_late_is_refused_and_nothing_is_updated(option: str) -> None:
-    shard, flat = make("AdamW", {}, kernels())
-    step(shard, flat, 0)
-    before = shard.master.clone()
+    flat = make("AdamW", {}, kernels())
+    step(flat, 0)
+    before = master(flat)
     flat.param_groups[0][option] = True
     with pytest.raises(EngineError, match=f"optimizer group 0 sets {option}"):
-        step(shard, flat, 1)
-    assert torch.equal(shard.master, before)
+        step(flat, 1)
+    assert torch.equal(master(flat), before)
 
 
 def test_torch_refuses_too_late_what_only_kernels_do() -> None:
-    shard, flat = make("AdamW", {}, {})
-    step(shard, flat, 0)
-    before = shard.master.clone()
+    flat = make("AdamW", {}, {})
+    step(flat, 0)
+    before = master(flat)
     flat.param_groups[0]["bias_correction"] = False
     with pytest.raises(EngineError, match="optimizer group 0 turns bias_correction off, but torch's AdamW"):
-        step(shard, flat, 1)
-    assert torch.equal(shard.master, before)
+        step(flat, 1)
+    assert torch.equal(master(flat), before)
 
 
 def test_a_state_of_other_steps_is_refused_before_anything_is_overwritten() -> None:
-    given_shard, given = make("AdamW", {"amsgrad": True}, kernels())  # torch's own takes it
-    step(given_shard, given, 0)
-    _, flat = make("AdamW", {}, kernels())
+    given = make("AdamW", {"amsgrad": True}, kernels())  # torch's own takes it
+    step(given, 0)
+    flat = make("AdamW", {}, kernels())
     with pytest.raises(EngineError, match="sets amsgrad"):
         flat.load_state_dict(given.state_dict())
     assert not flat.param_groups[0]["amsgrad"]
@@ -135,7 +142,8 @@ def test_groups_without_parameters_are_left_alone() -> None:
     model = nn.Linear(2, 2)
     client = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": [], "lr": 0.5}])
     plan = plan_from_client(client, model, None, ZeroRules(1))
-    shard = FlatShard(torch.ones(4), torch.ones(4), group=0)
+    shard = full_shard(torch.ones(4))
+    shard.grad.fill_(1.0)
     flat = plan.build([shard], Means(kernels(), BufferPool(torch.device("cpu"))))
     flat.step()
     flat.load_state_dict(copy.deepcopy(flat.state_dict()))
@@ -155,13 +163,23 @@ class Counting(ReferenceKernel):
 
 def test_many_small_shards_are_one_call_with_one_rule_and_no_copy() -> None:
     plan, counting = plan_from_config("AdamW", {}, nn.Linear(1, 1), None), Counting()
-    shards = [FlatShard(torch.ones(3), torch.ones(3), 0, unit=number) for number in range(2000)]
+    shards = [full_shard(torch.ones(3), name=f"p{number}", unit=number) for number in range(2000)]
     flat = plan.build(shards, Means({"cpu": counting}, BufferPool(torch.device("cpu"))))
     flat.step()
     [spans] = counting.calls
     assert len(spans) == 2000
     assert len({id(span.rule) for span in spans}) == 1
     assert all(span.master is shard.master for span, shard in zip(spans, shards, strict=True))
+
+
+def test_neighbours_that_take_the_same_step_are_one_span() -> None:
+    plan, counting = plan_from_config("AdamW", {}, nn.Linear(1, 1), None), Counting()
+    shards = shards_of_unit([torch.ones(3)] * 5, range(1, 13))  # some of the first and last, all of the others
+    flat = plan.build(shards, Means({"cpu": counting}, BufferPool(torch.device("cpu"))))
+    for unused in ([], ["p2"], []):
+        flat.step(unused=unused)
+    assert [[span.master.numel() for span in spans] for spans in counting.calls] == [[12], [5, 4], [5, 3, 4]]
+    assert counting.calls[0][0].master.data_ptr() == shards[0].master.data_ptr()
 
 
 def test_the_kernel_gets_every_element_once_in_many_shards() -> None:
@@ -171,15 +189,17 @@ def test_the_kernel_gets_every_element_once_in_many_shards() -> None:
     for by in (kernels(), {"cpu": ReferenceKernel()}):
         generator.manual_seed(0)
         shards = [
-            FlatShard(
+            full_shard(
                 torch.randn(number % 7 + 1, generator=generator),
-                torch.randn(number % 7 + 1, generator=generator),
-                number % 2,
+                name=f"p{number}",
+                group=number % 2,
                 unit=number,
                 param=torch.zeros(number % 7 + 1, dtype=torch.bfloat16) if number % 3 else None,
             )
             for number in range(200)
         ]
+        for shard in shards:
+            shard.grad.copy_(torch.randn(shard.numel, generator=generator))
         model = nn.Linear(1, 1)
         groups = [{"params": [model.weight], "momentum": 0.9}, {"params": [model.bias], "momentum": 0.0}]
         flat = plan_from_config("SGD", {"lr": 0.1}, model, groups).build(

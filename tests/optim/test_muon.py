@@ -254,9 +254,8 @@ def train_and_look(rank: int, world_size: int, zero: dict[str, Any]) -> tuple[di
     engine = start(rank, world_size, 3, zero=zero)
     run(engine, rank, world_size)
     flat = engine.optimizer.optimizer
-    num_shards = len(engine.optimizer.state_dict()["shards"]) - 2  # the last unit's may still be on their way
-    runs = [run for shard in range(num_shards) for run in flat.states(shard)]
-    states = [item for run in runs for item in run.state.items() if item[0] != "step"]
+    last = flat.shards[-1].unit  # its states may still be on their way
+    states = [item for shard in flat.shards if shard.unit != last for item in shard.state.items() if item[0] != "step"]
     in_memory = {(name, state.untyped_storage().nbytes() > 0) for name, state in states}
     return engine.state_dict(), in_memory
 
@@ -308,8 +307,8 @@ def kept_states(rank: int, world_size: int, stage: int) -> tuple[set[str], int]:
     engine = start(rank, world_size, stage)
     run(engine, rank, world_size, range(1))
     flat = engine.optimizer.optimizer
-    shards = flat.state_dict()["shards"]
-    return {name for runs in shards for run in runs for name in run["state"]}, flat.state_numel()
+    states = flat.state_dict()["states"]
+    return {name for pieces in states.values() for piece in pieces for name in piece["state"]}, flat.state_numel()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -288,7 +288,7 @@ def _spare(rank: int, world_size: int, name: str) -> list[tuple[Tensor, Tensor, 
     for number, step in enumerate(data(24)):
         engine.module.uses_spare = number < 3
         run(engine, rank, world_size, [step])
-        [state] = [run.state for run in engine._sharded.units[0].find_states(engine._sharded.units[0])][-2:-1]
+        [state] = [shard.state for shard in engine._sharded.units[0].shards if shard.name == "spare.weight"]
         found.append((engine.module.spare.weight.detach().clone(), state["exp_avg"].clone(), state["step"]))
     return found
 

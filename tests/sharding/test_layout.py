@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, Segment, UnitLayout, layout_unit
+from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, UnitLayout, layout_unit
 from launcher.sharding.tensors import ParamInfo
 
 PARAMS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 2)), min_size=1, max_size=12)
@@ -57,26 +55,6 @@ def test_chunks_are_equal_aligned_and_hardly_padded(params: list[tuple[int, int]
     assert layout.chunk_numel * world_size == layout.padded_numel
     assert layout.chunk_numel % CHUNK_ALIGNMENT_NUMEL == 0
     assert 0 <= layout.padded_numel - total < world_size * CHUNK_ALIGNMENT_NUMEL
-
-
-@given(PARAMS, st.integers(1, 9), st.data())
-def test_segments_and_parts_cover_an_owned_range(
-    params: list[tuple[int, int]], world_size: int, data: st.DataObject
-) -> None:
-    layout = lay_out(params, world_size)
-    owned = layout.chunk_range(data.draw(st.integers(0, world_size - 1)))
-    expected = [group for numel, group in params for _ in range(numel)][owned.start : owned.stop]
-    for found in (layout.segments_in(owned), layout.parts_in(owned)):
-        assert [segment.group for segment in found for _ in range(segment.numel)] == expected
-        filled = [segment for segment in found if segment.numel]
-        assert [segment.start for segment in filled] == [*accumulate((s.numel for s in filled), initial=0)][:-1]
-        assert all(0 <= segment.start <= len(owned) for segment in found)
-    assert [part.numel for part in layout.parts_in(owned)] == [len(slot.within(owned)) for slot in layout.slots]
-
-
-def test_a_segment_never_joins_two_groups() -> None:
-    layout = lay_out([(10, 0), (20, 0), (30, 1)], world_size=1)
-    assert layout.segments_in(layout.chunk_range(0)) == [Segment(0, 0, 30), Segment(1, 30, 30)]
 
 
 def test_slots_carry_names_and_shapes() -> None:

@@ -262,7 +262,7 @@ def test_states_are_read_after_their_update() -> None:
         engine = start(2, {})
         take_step(engine, 0)
         threading.Timer(0.2, kernel.may_go.set).start()
-        states = [run["state"] for shard in engine.optimizer.state_dict()["shards"] for run in shard]
+        states = [piece["state"] for [piece] in engine.optimizer.state_dict()["states"].values()]
         assert all(state["exp_avg"].any() for state in states)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.kernels.api import Span
-from launcher.optim.api import FlatShard
+from launcher.optim.api import ParamShard
 from launcher.optim.muon.muon import as_matrix, descent, direction, iteration, uses_muon
 from launcher.optim.muon.orthogonal import orthogonalized
 
@@ -29,139 +29,132 @@ class Matrices:
     """
 
     def __init__(
-        self, shards: Sequence[FlatShard], groups: Sequence[Mapping[str, Any]], ranks: DataParallelGroup | None
+        self, shards: Sequence[ParamShard], groups: Sequence[Mapping[str, Any]], ranks: DataParallelGroup | None
     ) -> None:
-        """shards: each a part of one parameter, the same parameters in the same order on every rank.
+        """shards: of the same parameters in the same order on every rank.
 
         groups: live options of the optimizer's groups. ranks: None: this process alone.
         """
-        self._shards = shards
         self._groups = groups
         self._device = None if ranks is None else ranks.device  # which is quicker than the place masters are kept in
         self._ranks = None if ranks is None or ranks.process_group is None else ranks
-        self._wholes = {
-            number: shard.whole
-            for number, shard in enumerate(shards)
-            if shard.whole is not None and uses_muon(groups[shard.group])
-        }
+        self._shards = frozenset(shard for shard in shards if uses_muon(groups[shard.group]))
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._wholes
+    def __contains__(self, shard: ParamShard) -> bool:
+        return shard in self._shards
 
     def descents(
-        self, numbers: Sequence[int], spans: Mapping[int, list[Span]], grad_scale: float
+        self, shards: Sequence[ParamShard], spans: Mapping[ParamShard, Span], grad_scale: float
     ) -> Iterator[list[Span]]:
         """Update momenta; yield, batch by batch, spans with the step that weights have to take, gradients scaled.
 
-        numbers: shards to update, the same on every rank. spans: what of them is here and has a gradient. Collective,
-        and whether a matrix has a gradient makes no difference to it: a rank that owns nothing of it does not know.
+        shards: those to update, the same on every rank. spans: of what is here and has a gradient. Collective, and
+        whether a matrix has a gradient makes no difference to it: a rank that owns nothing of it does not know.
         """
-        for batch in self._batches([number for number in numbers if number in self]):
-            parts = {number: self._part(number, spans.get(number, ()), grad_scale) for number in batch}
+        for batch in self._batches(shards):
+            parts = {shard: self._part(shard, spans.get(shard), grad_scale) for shard in batch}
             if self._ranks is None:
-                updates = {number: self._update(number, part) for number, part in parts.items() if spans.get(number)}
+                updates = {shard: self._update(shard, part) for shard, part in parts.items() if shard in spans}
             else:
                 updates = self._updates_over(self._ranks, batch, parts)
-            yield [self._descent(number, span, updates[number]) for number in batch for span in spans.get(number, ())]
+            yield [self._descent(shard, spans[shard], updates[shard]) for shard in batch if shard in spans]
 
-    def _batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        is_split = any(self._wholes[number].is_split for number in numbers)
+    def _batches(self, shards: Sequence[ParamShard]) -> Iterator[list[ParamShard]]:
+        is_split = any(shard.is_split for shard in shards)
         most = BATCH_NUMEL * self._ranks.world_size if self._ranks and is_split else REPLICATED_BATCH_NUMEL
-        batch: list[int] = []
+        batch: list[ParamShard] = []
         total = 0
-        for number in numbers:
-            numel = self._wholes[number].numel
-            if batch and total + numel > most:
+        for shard in shards:
+            if batch and total + shard.numel > most:
                 yield batch
                 batch, total = [], 0
-            batch.append(number)
-            total += numel
+            batch.append(shard)
+            total += shard.numel
         if batch:
             yield batch
 
-    def _part(self, number: int, spans: Sequence[Span], grad_scale: float) -> Tensor:
+    def _part(self, shard: ParamShard, span: Span | None, grad_scale: float) -> Tensor:
         """Return this rank's part of what is orthogonalised, 1-D, where and in the type in which it travels."""
-        shard = self._shards[number]
         device = self._device or shard.master.device
         how = iteration(self._groups[shard.group], device)
-        part = torch.zeros(shard.master.numel(), dtype=how.dtype, device=device)
-        for span in spans:
-            part[_place(span, shard)] = direction(span, grad_scale).to(device, how.dtype)
-        return part
+        if span is None:
+            return torch.zeros(len(shard.owned), dtype=how.dtype, device=device)
+        return direction(span, grad_scale).to(device, how.dtype)
 
-    def _update(self, number: int, direction: Tensor) -> Tensor:
-        how = iteration(self._groups[self._shards[number].group], direction.device)
-        return orthogonalized(direction.view(as_matrix(self._wholes[number].shape)), how).reshape(-1)
+    def _update(self, shard: ParamShard, direction: Tensor) -> Tensor:
+        how = iteration(self._groups[shard.group], direction.device)
+        return orthogonalized(direction.view(as_matrix(shard.shape)), how).reshape(-1)
 
-    def _descent(self, number: int, span: Span, update: Tensor) -> Span:
-        shard = self._shards[number]
-        piece = update[_place(span, shard)].to(span.master.device)
-        return descent(span, piece, self._groups[shard.group], self._wholes[number].shape)
+    def _descent(self, shard: ParamShard, span: Span, update: Tensor) -> Span:
+        return descent(span, update.to(span.master.device), self._groups[shard.group], shard.shape)
 
     # ---- between ranks ----
 
     def _updates_over(
-        self, ranks: DataParallelGroup, batch: Sequence[int], parts: Mapping[int, Tensor]
-    ) -> dict[int, Tensor]:
+        self, ranks: DataParallelGroup, batch: Sequence[ParamShard], parts: Mapping[ParamShard, Tensor]
+    ) -> dict[ParamShard, Tensor]:
         """Return this rank's parts of the updates, 1-D. Collective."""
-        workers = self._workers(ranks, batch)
-        mine = [number for number in batch if workers[number] == ranks.rank]
-        wholes = {number: parts[number] for number in mine}
-        if any(self._wholes[number].is_split for number in batch):
-            wholes = self._gathered(ranks, batch, workers, parts)
-        updates = {number: self._update(number, wholes[number]) for number in mine}
-        return self._handed_out(ranks, batch, workers, updates, parts[batch[0]])
+        workers = _workers(ranks, batch)
+        mine = [shard for shard in batch if workers[shard] == ranks.rank]
+        full = {shard: parts[shard] for shard in mine}
+        if any(shard.is_split for shard in batch):
+            full = _gathered(ranks, batch, workers, parts)
+        updates = {shard: self._update(shard, full[shard]) for shard in mine}
+        return _handed_out(ranks, batch, workers, updates, parts[batch[0]])
 
-    def _workers(self, ranks: DataParallelGroup, batch: Sequence[int]) -> dict[int, int]:
-        """Return the rank that orthogonalises each matrix: the dearest first, each to the one with the least to do.
 
-        Of ranks with as much to do the one that owns most of it.
-        """
-        loads = [0] * ranks.world_size
-        workers = {}
-        work = {number: self._wholes[number].numel * min(as_matrix(self._wholes[number].shape)) for number in batch}
-        for number in sorted(batch, key=lambda number: work[number], reverse=True):
-            parts = self._wholes[number].parts
-            workers[number] = min(range(ranks.world_size), key=lambda rank: (loads[rank], -len(parts[rank])))
-            loads[workers[number]] += work[number]
-        return workers
+def _workers(ranks: DataParallelGroup, batch: Sequence[ParamShard]) -> dict[ParamShard, int]:
+    """Return the rank that orthogonalises each matrix: the most expensive first, each to the one with the least to do.
 
-    def _gathered(
-        self, ranks: DataParallelGroup, batch: Sequence[int], workers: Mapping[int, int], parts: Mapping[int, Tensor]
-    ) -> dict[int, Tensor]:
-        """Send parts to who works on them; return the matrices this rank works on, 1-D. Collective."""
-        everybody = range(ranks.world_size)
-        sends = [[parts[number] for number in batch if workers[number] == worker] for worker in everybody]
-        mine = [number for number in batch if workers[number] == ranks.rank]
-        sizes = [[len(self._wholes[number].parts[source]) for number in mine] for source in everybody]
-        received = _exchange(ranks, sends, sizes, parts[batch[0]])
-        return {number: torch.cat(pieces) for number, pieces in zip(mine, zip(*received, strict=True), strict=True)}
+    Of ranks with as much to do the one that owns most of it.
+    """
+    loads = [0] * ranks.world_size
+    workers = {}
+    work = {shard: shard.numel * min(as_matrix(shard.shape)) for shard in batch}
+    for shard in sorted(batch, key=lambda shard: work[shard], reverse=True):
+        workers[shard] = min(range(ranks.world_size), key=lambda rank: (loads[rank], -len(shard.parts[rank])))
+        loads[workers[shard]] += work[shard]
+    return workers
 
-    def _handed_out(
-        self,
-        ranks: DataParallelGroup,
-        batch: Sequence[int],
-        workers: Mapping[int, int],
-        updates: Mapping[int, Tensor],
-        like: Tensor,
-    ) -> dict[int, Tensor]:
-        """Send the parts of updates to their owners; return what this rank owns of all. Collective.
 
-        like: any tensor of the updates' type and device.
-        """
-        everybody = range(ranks.world_size)
-        owned = {number: self._wholes[number].parts for number in batch}
-        sends = [
-            [update[owned[number][owner].start : owned[number][owner].stop] for number, update in updates.items()]
-            for owner in everybody
-        ]
-        of_worker = [[number for number in batch if workers[number] == worker] for worker in everybody]
-        sizes = [[len(owned[number][ranks.rank]) for number in numbers] for numbers in of_worker]
-        received = _exchange(ranks, sends, sizes, like)
-        found: dict[int, Tensor] = {}
-        for numbers, pieces in zip(of_worker, received, strict=True):
-            found.update(zip(numbers, pieces, strict=True))
-        return found
+def _gathered(
+    ranks: DataParallelGroup,
+    batch: Sequence[ParamShard],
+    workers: Mapping[ParamShard, int],
+    parts: Mapping[ParamShard, Tensor],
+) -> dict[ParamShard, Tensor]:
+    """Send parts to who works on them; return the matrices this rank works on, 1-D. Collective."""
+    everybody = range(ranks.world_size)
+    sends = [[parts[shard] for shard in batch if workers[shard] == worker] for worker in everybody]
+    mine = [shard for shard in batch if workers[shard] == ranks.rank]
+    sizes = [[len(shard.parts[source]) for shard in mine] for source in everybody]
+    received = _exchange(ranks, sends, sizes, parts[batch[0]])
+    return {shard: torch.cat(pieces) for shard, pieces in zip(mine, zip(*received, strict=True), strict=True)}
+
+
+def _handed_out(
+    ranks: DataParallelGroup,
+    batch: Sequence[ParamShard],
+    workers: Mapping[ParamShard, int],
+    updates: Mapping[ParamShard, Tensor],
+    like: Tensor,
+) -> dict[ParamShard, Tensor]:
+    """Send the parts of updates to their owners; return what this rank owns of all. Collective.
+
+    like: any tensor of the updates' type and device.
+    """
+    everybody = range(ranks.world_size)
+    sends = [
+        [update[shard.parts[owner].start : shard.parts[owner].stop] for shard, update in updates.items()]
+        for owner in everybody
+    ]
+    of_worker = [[shard for shard in batch if workers[shard] == worker] for worker in everybody]
+    sizes = [[len(shard.owned) for shard in shards] for shards in of_worker]
+    received = _exchange(ranks, sends, sizes, like)
+    found: dict[ParamShard, Tensor] = {}
+    for shards, pieces in zip(of_worker, received, strict=True):
+        found.update(zip(shards, pieces, strict=True))
+    return found
 
 
 def _exchange(
@@ -175,9 +168,3 @@ def _exchange(
     incoming = [like.new_empty(sum(of_source)) for of_source in sizes]
     collectives.exchange(ranks, outgoing, incoming).wait()
     return [flat.split(list(of_source)) for flat, of_source in zip(incoming, sizes, strict=True)]
-
-
-def _place(span: Span, shard: FlatShard) -> slice:
-    """Return where in a shard a span of it stands."""
-    start = span.master.storage_offset() - shard.master.storage_offset()
-    return slice(start, start + span.master.numel())

@@ -8,7 +8,7 @@ from launcher.optim.onebit.flat import OneBitFlat, ParamState, descend
 class OneBitAdam(OneBitFlat):
     """AdamW for `freeze_step` steps; then the variance stays and momenta are exchanged."""
 
-    name = "OneBitAdam"
+    title = "OneBitAdam"
 
     @property
     def wants_local_gradients(self) -> bool:

@@ -17,7 +17,7 @@ class OneBitLamb(OneBitFlat):
     counts for the share of the update that is not decay.
     """
 
-    name = "OneBitLamb"
+    title = "OneBitLamb"
 
     @property
     def wants_local_gradients(self) -> bool:

@@ -9,14 +9,14 @@ from torch import nn
 
 from launcher.comm.groups import DataParallelGroup
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
-from launcher.optim.api import FlatOptimizer, FlatShard
+from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.optim.factory import Means, OptimizerPlan, as_groups
 from launcher.optim.onebit.adam import OneBitAdam
 from launcher.optim.onebit.flat import OneBitFlat
 from launcher.optim.onebit.lamb import OneBitLamb
 from launcher.optim.onebit.zero_one import ZeroOneAdam
 
-ONE_BIT: dict[str, type[OneBitFlat]] = {kind.name: kind for kind in (OneBitAdam, ZeroOneAdam, OneBitLamb)}
+ONE_BIT: dict[str, type[OneBitFlat]] = {kind.title: kind for kind in (OneBitAdam, ZeroOneAdam, OneBitLamb)}
 
 # What a parameter group may set for itself; the rest of the params are about all ranks and parameters together.
 _GROUP_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "max_coeff", "min_coeff")
@@ -38,7 +38,7 @@ def one_bit_plan(
     given = as_groups(model.parameters() if model_parameters is None else model_parameters)
     groups = [{**defaults, **group_options} for group_options in given]
 
-    def build(shards: list[FlatShard], _means: Means) -> FlatOptimizer:
+    def build(shards: list[ParamShard], _means: Means) -> FlatOptimizer:
         return ONE_BIT[name](shards, param_groups=groups, group=group, options=options)
 
-    return OptimizerPlan(name, groups, defaults, build, whole_parameters=True)
+    return OptimizerPlan(name, groups, defaults, build)

@@ -33,7 +33,7 @@ class ZeroOneAdam(OneBitFlat):
     Between exchanges parameters differ from rank to rank; after each they are the same again, to the bit.
     """
 
-    name = "ZeroOneAdam"
+    title = "ZeroOneAdam"
 
     @property
     def wants_local_gradients(self) -> bool:
