@@ -22,11 +22,18 @@ from launcher.config.load import load_config
 from launcher.config.policies import DType
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
-from launcher.engine.casting import Casting, buffer_dtype, buffers_kept, keep_autocast_to, set_tf32
+from launcher.engine.casting import (
+    Casting,
+    buffer_dtype,
+    buffers_kept,
+    frozen_in_other_types,
+    keep_autocast_to,
+    set_tf32,
+)
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts
-from launcher.engine.model_check import check_for_ranks, check_model, leaves_not_found
+from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
 from launcher.engine.sharded import ShardedModel, end_engine_of
@@ -110,6 +117,7 @@ def initialize(
     settings, choices = resolve_auto(loaded.config, facts)
     batch = _batch(settings, group)
     policy = zero_policy(settings, group)
+    check_types(model, policy.precision.param_dtype)
     mesh = build_mesh(group, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
     use_section(settings.activation_checkpointing)
     if group.device.type == "cuda":
@@ -213,8 +221,11 @@ def _place_model(model: nn.Module, settings: Config, policy: ZeroPolicy, group: 
     named = None if buffers is None else TORCH_DTYPES[DType(buffers)]
     param_dtype = policy.precision.param_dtype
     stays = policy.offload.params is not Place.DEVICE
+    frozen = frozen_in_other_types(model, param_dtype)
     with buffers_kept(model, group.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)):
         model.to(device=None if stays else group.device, dtype=param_dtype)
+    for param, values in frozen:
+        param.data = values.to(param.device)
     whole = [param for param in model.parameters() if home_of(param) is None]  # `zero.Init` has sharded the others
     tensors = [tensor.data for tensor in (*(() if stays else whole), *model.buffers())]
     collectives.broadcast(group, [torch.view_as_real(t) if t.is_complex() else t for t in tensors])

@@ -130,3 +130,17 @@ def _compute_in_fp32(module: nn.Module, device_type: str) -> None:
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
+
+
+def frozen_in_other_types(model: nn.Module, param_dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the frozen parameters that an fp32 run keeps in the type they have, such as a bf16 base under adapters.
+
+    With their values, which `model.to(dtype)` would widen. A 16-bit run casts everything, as DeepSpeed does.
+    """
+    if param_dtype != torch.float32:
+        return []
+    return [
+        (param, param.data)
+        for param in model.parameters()
+        if not param.requires_grad and param.is_floating_point() and param.dtype != param_dtype and param.numel()
+    ]

@@ -27,6 +27,16 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def check_types(model: nn.Module, param_dtype: torch.dtype) -> None:
+    """Raise EngineError for a model whose arithmetic fp32 would narrow without a word."""
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dtype == torch.float64 and param_dtype == torch.float32:
+            raise EngineError(
+                f"the parameter {name} is float64, and the engine trains in fp32 or 16 bits",
+                hint="call model.float() before initialize(), and give it float32 inputs",
+            )
+
+
 def check_for_ranks(model: nn.Module, world_size: int) -> None:
     """Raise EngineError for a model that would become another one on each of several ranks."""
     for name, module in model.named_modules() if world_size > 1 else ():

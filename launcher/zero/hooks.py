@@ -213,6 +213,14 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
             self._on_access(param)
         return param
 
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param is not super().get(name):
+            raise EngineError(
+                f"the parameter {name} was added or replaced after initialize(), which would not train the new one",
+                hint="write into the one there is (param.data.copy_(...)), or change the model before initialize()",
+            )
+        super().__setitem__(name, param)
+
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]  # dict_values is no public class
         self._on_listing(super().values())
         return super().values()

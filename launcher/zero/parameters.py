@@ -340,6 +340,14 @@ class UnitParameters:
                 return slot
         return None
 
+    def first_elsewhere(self) -> int | None:
+        """Return the slot of the first parameter whose memory is not the unit's, or None."""
+        is_released = self.is_sharded and self.state is ParameterState.SHARDED
+        for slot, (param, view) in enumerate(zip(self._params, self._views, strict=True)):
+            if param.numel() if is_released else param.data_ptr() != view.data_ptr():
+                return slot
+        return None
+
     def renew_copy(self) -> None:
         """Take over that the master was written from elsewhere: what sits a step out is sent from the copy too."""
         if self.copy is not None and self.copy is not self.shard:

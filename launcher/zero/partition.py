@@ -32,7 +32,7 @@ class _Member:
     @property
     def key(self) -> tuple[object, ...]:
         """What is equal for parameters that stay together."""
-        return (self.is_persistent, self.info.is_trainable, *map(id, self.anchors))
+        return (self.is_persistent, self.info.is_trainable, self.info.dtype, *map(id, self.anchors))
 
 
 def full_numel(param: nn.Parameter) -> int:
@@ -50,7 +50,7 @@ def build_units(
     """Move the parameters of `model` into units, in forward order as registered.
 
     Trained ones always; others where parameters are sharded. group_of: the optimizer group of each parameter that is
-    trained. Parameters must have the policy's dtype and the mesh's device. Every
+    trained; these must have the policy's dtype, and all the mesh's device. Every
     rank must call it with the same model.
     """
     units: list[FlatUnit] = []
@@ -89,7 +89,9 @@ def _members(model: nn.Module, group_of: dict[nn.Parameter, int], policy: ZeroPo
     """Return the parameters that become parts of units, each with the modules that read it."""
     shards_parameters, dtype = policy.stage.shards_parameters, policy.precision.param_dtype
     members = {
-        param: _Member(param_info(name, param, dtype, group_of.get(param)), param, [])
+        param: _Member(
+            param_info(name, param, dtype if param in group_of else param.dtype, group_of.get(param)), param, []
+        )
         for name, param in model.named_parameters()
         if param in group_of or (shards_parameters and param.is_floating_point())
     }

@@ -57,7 +57,8 @@ class FlatUnit:
         rests_away = policy.offload.params is not Place.DEVICE
         is_sharded = policy.stage.shards_parameters and not members.is_persistent and (rests_away or not alone)
         shard_home = homes.of_shard(len(owned)) if is_sharded else HERE
-        residence = Residence(policy.precision.param_dtype, owned, is_sharded, shard_home, self.label)
+        dtype = policy.precision.param_dtype if layout.is_trainable else members.params[0].dtype
+        residence = Residence(dtype, owned, is_sharded, shard_home, self.label)
         self.params = UnitParameters(members.params, layout, mesh, residence)
         self.params.claim()
         for param in members.params:
@@ -79,9 +80,16 @@ class FlatUnit:
     def take_edits(self) -> None:
         """Take over what was written into parameters from outside since the last step: a clamp, an average.
 
-        Raises: EngineError for a write into a sharded parameter, which is lost.
+        Raises: EngineError for a write into a sharded parameter, which is lost, and for a parameter with other memory.
         """
         params = self.params
+        slot = params.first_elsewhere()
+        if slot is not None:
+            raise EngineError(
+                f"the parameter {self.layout.names[slot]} was given other memory after initialize() (param.data = ...),"
+                " which the engine does not train",
+                hint="write into it, param.data.copy_(...); at stage 3 within GatheredParameters(..., modifier_rank=0)",
+            )
         if self.is_sharded:
             slot = params.first_written()
             if slot is not None:

@@ -86,3 +86,67 @@ def _shorten_rows(rank: int, world_size: int) -> None:
 
 def test_weights_that_change_in_forward_are_refused() -> None:
     run_on_ranks(2, _shorten_rows)
+
+
+def _give_other_memory(rank: int, world_size: int, stage: int) -> None:
+    engine = engine_of(build("Plain"), stage, world_size)
+    x, y = batches(1)[0]
+    engine.backward(engine(x, y))
+    weight = engine.module.blocks[1].up.weight
+    weight.data = torch.zeros_like(weight.data) if stage < 3 else torch.zeros(32, 16)
+    with pytest.raises(EngineError, match=r"blocks\.1\.up\.weight was given other memory"):
+        engine.step()
+    with pytest.raises(EngineError, match="the parameter weight was added or replaced after initialize"):
+        engine.module.blocks[2].up.weight = nn.Parameter(torch.zeros(32, 16))
+    with pytest.raises(EngineError, match="the parameter extra was added or replaced after initialize"):
+        engine.module.blocks[2].up.extra = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_other_memory_and_other_parameters_are_errors(stage: int) -> None:
+    run_on_ranks(2, _give_other_memory, stage)
+
+
+class _Adapted(nn.Module):
+    """A frozen base in 16 bits, and adapters in fp32 that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.base = nn.ModuleList(nn.Linear(16, 16).bfloat16().requires_grad_(False) for _ in range(3))
+        self.adapters = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for base, adapter in zip(self.base, self.adapters, strict=True):
+            x = torch.tanh(base(x.bfloat16()).float() + adapter(x))
+        return (x.mean(-1) - y).pow(2).mean()
+
+
+def _train_adapters(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
+    engine = engine_of(_Adapted(), stage, world_size)
+    for x, y in batches(STEPS):
+        engine.backward(engine(x.chunk(world_size)[rank], y.chunk(world_size)[rank]))
+        engine.step()
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_frozen_base_keeps_its_type(stage: int) -> None:
+    model = _Adapted()
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+    for weights in run_on_ranks(2, _train_adapters, stage):
+        assert all(weights[name].dtype == value.dtype for name, value in model.state_dict().items())
+        assert weight_distance(weights, dict(model.state_dict())) <= 1e-5
+
+
+def _train_doubles(rank: int, world_size: int) -> None:
+    with pytest.raises(EngineError, match=r"blocks\.0\.scale is float64, and the engine trains in fp32 or 16 bits"):
+        engine_of(build("Plain").double(), 2, world_size)
+
+
+def test_a_float64_model_is_refused() -> None:
+    run_on_ranks(2, _train_doubles)
