@@ -26,6 +26,9 @@ from launcher.comm import observe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+FEW_STAGES = pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=pytest.mark.soak if stage in (0, 2) else []) for stage in (0, 1, 2, 3)]
+)
 UNIT_NUMEL = 2500  # a block of the model: several units at every stage
 EXACT = {"communication_data_type": "fp32"}
 
@@ -87,7 +90,7 @@ def test_bf16_that_travels_is_added_in_bf16_on_nccl(stage: int) -> None:
     assert worst_relative(found.losses, exact.losses) <= 0.01
 
 
-@STAGES
+@FEW_STAGES
 @pytest.mark.parametrize("name", ["predivided", "summed", "all-reduced", "fp16"])
 def test_other_reductions_are_those_of_gloo(stage: int, name: str) -> None:
     """Of two terms the order does not matter, and powers of two are exact."""
@@ -114,7 +117,7 @@ TRAVELS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", ["gloo", "nccl"])
 @pytest.mark.parametrize("what", TRAVELS)
-@STAGES
+@FEW_STAGES
 def test_nothing_is_read_or_written_before_a_collective_has_ended(stage: int, what: str, kind: str) -> None:
     precision, accumulation, settings = TRAVELS[what]
     case = small(stage, precision, accumulation, unused=True, settings=settings)
