@@ -340,10 +340,10 @@ class UnitParameters:
                 return slot
         return None
 
-    def first_elsewhere(self) -> int | None:
+    def first_elsewhere(self) -> ParamSlot | None:
         """Return the slot of the first parameter whose memory is not the unit's, or None."""
         is_released = self.is_sharded and self.state is ParameterState.SHARDED
-        for slot, (param, view) in enumerate(zip(self._params, self._views, strict=True)):
+        for slot, param, view in zip(self._layout.slots, self._params, self._views, strict=True):
             if param.numel() if is_released else param.data_ptr() != view.data_ptr():
                 return slot
         return None

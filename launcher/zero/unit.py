@@ -86,7 +86,7 @@ class FlatUnit:
         slot = params.first_elsewhere()
         if slot is not None:
             raise EngineError(
-                f"the parameter {self.layout.names[slot]} was given other memory after initialize() (param.data = ...),"
+                f"the parameter {slot.name} was given other memory after initialize() (param.data = ...),"
                 " which the engine does not train",
                 hint="write into it, param.data.copy_(...); at stage 3 within GatheredParameters(..., modifier_rank=0)",
             )
