@@ -17,6 +17,7 @@ from launcher.comm import pending
 _TIMEOUT = datetime.timedelta(seconds=5)
 _GLOO_THREAD = "pt_gloo_runloop"
 _POLL_S = 0.001
+_IDLE_POLLS = 5  # one is not enough: a thread that waits for the interpreter, which the poll holds, looks idle
 
 
 @functools.cache
@@ -36,7 +37,9 @@ def _leave() -> None:
     pending.settle(_TIMEOUT)
     dist.destroy_process_group()
     deadline_s = time.monotonic() + _TIMEOUT.total_seconds()
-    while _is_gloo_busy() and time.monotonic() < deadline_s:
+    num_idle = 0
+    while num_idle < _IDLE_POLLS and time.monotonic() < deadline_s:
+        num_idle = 0 if _is_gloo_busy() else num_idle + 1
         time.sleep(_POLL_S)
 
 

@@ -210,6 +210,6 @@ def _group_of_reductions(world: dist.ProcessGroup, device: torch.device) -> dist
     """Return a second process group of all ranks, the same one as long as the first one lasts."""
     if not _reduce_groups or _reduce_groups[0][0] is not world:
         options = world._get_backend(device).options  # a new group would not take the timeout over
-        group = dist.new_group(timeout=options._timeout, group_desc="reductions")
+        group = dist.new_group(timeout=getattr(options, "_timeout", None), group_desc="reductions")
         _reduce_groups[:] = [(world, group)]
     return _reduce_groups[0][1]
