@@ -6,13 +6,14 @@ import atexit
 import contextlib
 import datetime
 import functools
+import gc
 import sys
 import time
 from pathlib import Path
 
 import torch.distributed as dist
 
-from launcher.comm import pending
+from launcher.comm import groups, mesh, pending
 
 _TIMEOUT = datetime.timedelta(seconds=5)
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -32,10 +33,14 @@ def leave_in_order() -> None:
 
 
 def _leave() -> None:
-    if hasattr(sys, "last_value") or not dist.is_initialized():
+    if hasattr(sys, "last_value"):
         return
     pending.settle(_TIMEOUT)
-    dist.destroy_process_group()
+    if dist.is_initialized():  # else the script has ended it, and its threads may still be there
+        dist.destroy_process_group()
+    mesh.forget_meshes()
+    groups.forget_process_groups()
+    gc.collect()
     deadline_s = time.monotonic() + _TIMEOUT.total_seconds()
     num_idle = 0
     while num_idle < _IDLE_POLLS and time.monotonic() < deadline_s:

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,9 @@ DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _DEFAULT_PORT = 29500
 
 
+_made: list[weakref.ref[DataParallelGroup]] = []  # of this process, for its end
+
+
 @dataclass(frozen=True)
 class DataParallelGroup:
     """The ranks that hold the same model and different data. Ranks are those of the group, not of the world."""
@@ -35,6 +39,9 @@ class DataParallelGroup:
     process_group: dist.ProcessGroup | None  # None: a single process, no communication
     runtime: DeviceRuntime = field(compare=False, repr=False)  # shared by all groups of an engine
     reduce_process_group: dist.ProcessGroup | None = None  # of the same ranks; None: reductions have no own one
+
+    def __post_init__(self) -> None:
+        _made.append(weakref.ref(self))
 
     @property
     def device(self) -> torch.device:
@@ -213,3 +220,18 @@ def _group_of_reductions(world: dist.ProcessGroup, device: torch.device) -> dist
         group = dist.new_group(timeout=getattr(options, "_timeout", None), group_desc="reductions")
         _reduce_groups[:] = [(world, group)]
     return _reduce_groups[0][1]
+
+
+def forget_process_groups() -> None:
+    """Let go of every process group of torch that a group here holds, at the end of the process.
+
+    What ends with the interpreter is too late: the threads of a process group may need it as they end.
+    """
+    _reduce_groups.clear()
+    for reference in _made:
+        group = reference()
+        if group is not None:
+            group.__dict__.pop("communicator", None)
+            group.__dict__.pop("reductions", None)
+            object.__setattr__(group, "process_group", None)
+            object.__setattr__(group, "reduce_process_group", None)

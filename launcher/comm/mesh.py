@@ -85,3 +85,8 @@ def _rows(world: dist.ProcessGroup, device_type: str, row_size: int) -> tuple[De
     mesh = init_device_mesh(device_type, (num_rows, row_size), mesh_dim_names=("across", "within"))
     second, _ = dist.new_subgroups(row_size, group_desc="reductions")
     return mesh, second
+
+
+def forget_meshes() -> None:
+    """Let go of the meshes of this process, at its end."""
+    _rows.cache_clear()

@@ -45,6 +45,22 @@ def test_a_rank_leaves_when_the_last_steps_exchange_has_ended(tmp_path: Path) ->
     assert result.code == 0, result.err
 
 
+# Run after everything that `initialize` has registered.
+LEFT = """
+    import atexit, pathlib
+    tasks = lambda: [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+    atexit.register(lambda: print("THREADS", sum("gloo" in name for name in tasks())))
+"""
+
+
+@pytest.mark.parametrize("after", ["", "torch.distributed.destroy_process_group()"])
+def test_no_thread_of_gloo_is_left_when_python_ends(tmp_path: Path, after: str) -> None:
+    script = scripts.write(tmp_path, LEFT + TRAIN.format(before="", after=after))
+    result = run_launch(tmp_path, "--num_gpus", "2", script)
+    assert result.code == 0, result.err
+    assert result.out.count("THREADS 0") == 2, result.out
+
+
 def test_an_exception_waits_for_nobody(tmp_path: Path) -> None:
     after = "if os.environ['RANK'] == '1': raise ValueError('bad'); time.sleep(600)".replace("; time", "\n    time")
     start_s = time.monotonic()
