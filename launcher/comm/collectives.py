@@ -44,7 +44,7 @@ def all_gather(group: DataParallelGroup, flat: Tensor, own: Tensor | None = None
     """Fill `flat` with every rank's chunk.
 
     flat: 1-D, numel = world size * chunk. own: this rank's chunk, 1-D, which must stay as it is until `wait()`; None:
-    it stands in its place already. Every rank must call it, in the same order.
+    it is in its place already. Every rank must call it, in the same order.
     """
     if own is None:
         numel = flat.numel() // group.world_size

@@ -41,7 +41,7 @@ class DataParallelGroup:
     reduce_process_group: dist.ProcessGroup | None = None  # of the same ranks; None: reductions have no own one
 
     def __post_init__(self) -> None:
-        _made.append(weakref.ref(self))
+        _made.append(weakref.ref(self, _made.remove))
 
     @property
     def device(self) -> torch.device:
@@ -223,12 +223,12 @@ def _group_of_reductions(world: dist.ProcessGroup, device: torch.device) -> dist
 
 
 def forget_process_groups() -> None:
-    """Let go of every process group of torch that a group here holds, at the end of the process.
+    """Drop every reference to a process group of torch that a group here holds, at the end of the process.
 
     What ends with the interpreter is too late: the threads of a process group may need it as they end.
     """
     _reduce_groups.clear()
-    for reference in _made:
+    for reference in list(_made):
         group = reference()
         if group is not None:
             group.__dict__.pop("communicator", None)

@@ -88,5 +88,5 @@ def _rows(world: dist.ProcessGroup, device_type: str, row_size: int) -> tuple[De
 
 
 def forget_meshes() -> None:
-    """Let go of the meshes of this process, at its end."""
+    """Drop the meshes of this process, at its end."""
     _rows.cache_clear()

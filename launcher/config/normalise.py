@@ -86,7 +86,7 @@ def _rounded(value: Any, written: Path, found: Normalised) -> Any:
 
 
 def _lift_aio(zero: dict[str, Any], found: Normalised) -> None:
-    """Move an `aio` section that stands inside `zero_optimization`, as in older guides, to the top level."""
+    """Move an `aio` section inside `zero_optimization`, as in older guides, to the top level."""
     if "aio" not in zero:
         return
     written: Path = (*found.as_written((_ZERO,)), "aio")

@@ -176,7 +176,7 @@ def zero_policy(config: Config, world_size: int) -> ZeroPolicy:
     """Return what a config without `"auto"` asks for. world_size: data-parallel ranks."""
     zero = config.zero_optimization
     offload = offload_policy(config)
-    # Alone there is nobody to shard over; stage 0 is the same arithmetic without the copies.
+    # A single rank has no other to shard with; stage 0 is the same arithmetic without the copies.
     stage = STAGES[int(zero.stage) if world_size > 1 or offload.is_any else 0]
     overlaps = zero.overlap_comm is not False
     mesh = _mesh(config)

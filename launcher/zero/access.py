@@ -148,7 +148,8 @@ def _owned_grad(unit: FlatUnit) -> Tensor | None:
 def _sum_late_gradients(unit: FlatUnit) -> None:
     """Add gradients that came after the unit's sum was begun, which `engine.step()` would do. Collective."""
     assert unit.grads is not None
-    if any(collectives.gather_scalars(unit.group, float(unit.grads.has_late))):
+    # All ranks decide together: the reduction includes the ranks of other copies of the shards.
+    if any(collectives.gather_scalars(unit.mesh.data, float(unit.grads.has_late))):
         unit.grads.finish_reduction()
         unit.grads.reduce_late()
 

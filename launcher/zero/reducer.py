@@ -76,7 +76,7 @@ class GradientReducer:
     def _drop_foreign(self, gradients: UnitGradients, index: int) -> None:
         """Drop a gradient that the backward pass of another engine has left on this one's parameter.
 
-        A generator's loss goes back through the discriminator, whose gradients of it nobody wants: a plain loop calls
+        A generator's loss goes back through the discriminator, whose gradients of it are not used: a plain loop calls
         `zero_grad()` before the discriminator's own backward. Raises: EngineError when no engine runs the pass.
         """
         if not _running_passes:

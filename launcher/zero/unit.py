@@ -85,23 +85,22 @@ class FlatUnit:
         params = self.params
         slot = params.first_elsewhere()
         if slot is not None:
-            raise EngineError(
-                f"the parameter {slot.name} was given other memory after initialize() (param.data = ...),"
-                " which the engine does not train",
-                hint="write into it, param.data.copy_(...); at stage 3 within GatheredParameters(..., modifier_rank=0)",
-            )
+            raise self._lost(slot, "was given other memory after initialize() (param.data = ...)")
         if self.is_sharded:
             slot = params.first_written()
             if slot is not None:
-                raise EngineError(
-                    f"the parameter {slot.name} was written in place while it was sharded, or in a forward,"
-                    " which is lost",
-                    hint="write it within launcher.zero.GatheredParameters(params, modifier_rank=0)",
-                )
+                raise self._lost(slot, "was written in place while it was sharded, or in a forward")
         elif params.may_be_edited and params.master is not params.shard and params.pending is None:
             params.wait()
             with self.in_memory():
                 params.take_edits()
+
+    def _lost(self, slot: ParamSlot, what: str) -> EngineError:
+        within = "within launcher.zero.GatheredParameters(params, modifier_rank=0)" if self.is_sharded else "in place"
+        return EngineError(
+            f"the parameter {slot.name} {what}: the engine would not train that value",
+            hint=f"write it {within}: param.data.copy_(...)",
+        )
 
     def free(self) -> None:
         """End the unit: parameters belong to no engine. Sharded ones stay shards, which another engine takes over."""

@@ -1,4 +1,4 @@
-"""Which device a rank has, and what is told to torch about it. No GPU is touched: torch is asked through doubles."""
+"""Which device a rank has, and which calls of torch set it. No GPU is used: torch is replaced by doubles."""
 
 from __future__ import annotations
 

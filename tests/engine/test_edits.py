@@ -1,4 +1,4 @@
-"""Weights that are written by hand between steps count on every rank; where a write would be lost, it is an error."""
+"""Weights that a script writes between steps count on every rank; a write that would be lost is an error."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_a_shared_encoder_is_refused_while_its_engine_lives() -> None:
     run_on_ranks(2, _share_an_encoder)
 
 
-def _backward_of_nobody(rank: int, world_size: int) -> None:
+def _backward_without_an_engine(rank: int, world_size: int) -> None:
     x, y = batches(1)[0]
     engine = engine_of(build("Plain"), 2, world_size)
     loss = engine(x, y)
@@ -109,7 +109,7 @@ def _backward_of_nobody(rank: int, world_size: int) -> None:
 
 
 def test_a_backward_that_no_engine_runs_is_refused() -> None:
-    run_on_ranks(2, _backward_of_nobody)
+    run_on_ranks(2, _backward_without_an_engine)
 
 
 # ---- one model again ----
