@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -110,16 +109,15 @@ def spawn(
 
 
 def test_a_start_that_takes_longer_than_the_lease_ends_nothing(agent: Agent, tmp_path: Path) -> None:
-    """Each started rank is told of at once, so that the launcher hears of the host; its own silence does not count."""
+    """Each started rank is reported at once, so that the launcher hears from the host; its own silence does not count."""
     job = spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), ranks=150, lease_s=0.2, grace_s=0.0)
+    begin_s = time.monotonic()
     agent.send(job)
-    arrivals_s = []
-    while len(arrivals_s) < 150:
+    assert isinstance(agent.receive(), Started)
+    assert len(members_of_job(job.job_id)) < 150, "all were reported together, at the end"
+    for _ in range(149):
         assert isinstance(agent.receive(), Started)
-        arrivals_s.append(time.monotonic())
-    assert arrivals_s[-1] - arrivals_s[0] > 0.2, "the start was too quick to show anything"
-    longest_s = max(later - earlier for earlier, later in itertools.pairwise(arrivals_s))
-    assert longest_s < (arrivals_s[-1] - arrivals_s[0]) / 2, "all were told of at once, at the end"
+    assert time.monotonic() - begin_s > 0.2, "the start was too quick to show anything"
     agent.send(Ping())
     assert isinstance(agent.receive(), Pong), "the ranks were ended"
     agent.send(Stop(0.0))
