@@ -170,7 +170,7 @@ def _command_line() -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Say whether a Python package is there."""
+    """Whether a Python package is there."""
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -66,7 +66,7 @@ class Steps:
 
     def _settle(self) -> None:
         for disk in self._disks:
-            disk.settle(max_writes=0)
+            disk.drain(max_writes=0)
 
 
 class Transfers:

@@ -164,7 +164,7 @@ def _run_script(path: str) -> None:
 
 
 def _is_importable_from(path: str) -> bool:
-    """Say whether `path` is a folder or an archive of modules, as python finds it out."""
+    """Whether `path` is a folder or an archive of modules, as python finds it out."""
     for hook in sys.path_hooks:
         with contextlib.suppress(ImportError):
             hook(path)
@@ -195,7 +195,7 @@ def _explain_missing_input() -> None:
 
 
 def _has_input() -> bool:
-    """Say whether the agent has given this rank the standard input of `launch`, and not /dev/null."""
+    """Whether the agent has given this rank the standard input of `launch`, and not /dev/null."""
     try:
         return os.fstat(0).st_rdev != os.makedev(1, 3)
     except OSError:
@@ -265,7 +265,7 @@ def _record(error: BaseException, trace: TracebackType | None) -> dict[str, obje
 
 
 def _lacks_input(error: BaseException) -> bool:
-    """Say whether `input()` or a debugger has found the end of a standard input that was never there."""
+    """Whether `input()` or a debugger has found the end of a standard input that was never there."""
     is_about_input = isinstance(error, EOFError) and _text_of(error) == "EOF when reading a line"
     return (is_about_input or type(error).__name__ == "BdbQuit") and not _has_input()
 

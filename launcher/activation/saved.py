@@ -46,7 +46,7 @@ class SavedInputs:
 
     @property
     def is_partitioned(self) -> bool:
-        """Say whether the ranks of a group keep a part of each input."""
+        """Whether the ranks of a group keep a part of each input."""
         return self._group is not None
 
     @contextlib.contextmanager

@@ -83,7 +83,7 @@ def use_section(section: ActivationCheckpointing) -> None:
 
 
 def is_configured() -> bool:
-    """Say whether `configure()` was called, or an engine's config has the section."""
+    """Whether `configure()` was called, or an engine's config has the section."""
     return _sources.section is not None or _sources.said is not None
 
 

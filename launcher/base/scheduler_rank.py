@@ -44,7 +44,7 @@ class SchedulerRank(Record):
 
     @property
     def is_one_host(self) -> bool:
-        """Say whether all ranks are known to be on this host."""
+        """Whether all ranks are known to be on this host."""
         return self.local_world_size == self.world_size
 
     def variables(self, environ: Mapping[str, str], default_port: int) -> dict[str, str]:
@@ -102,7 +102,7 @@ def port_of_step(job_id: int, step_id: int) -> int:
 
 
 def is_srun_step(environ: Mapping[str, str]) -> bool:
-    """Say whether srun has started this process as a task: a batch script and a shell of salloc are none."""
+    """Whether srun has started this process as a task: a batch script and a shell of salloc are none."""
     step_id = environ.get(env.SLURM_STEP_ID.name, "")
     has_tasks = env.SLURM_STEP_NUM_TASKS.name in environ
     return has_tasks and _is_number(step_id) and int(step_id) < _MAX_STEP_ID

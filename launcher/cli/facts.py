@@ -34,7 +34,7 @@ class Pace:
 
     @property
     def is_stalled(self) -> bool:
-        """Say whether a step takes so much longer than before that the rate means nothing."""
+        """Whether a step takes so much longer than before that the rate means nothing."""
         usual_s = 1 / self.steps_per_s if self.steps_per_s else 0.0
         return self.step is not None and self.idle_s > max(_STALL_S, 3 * usual_s)
 

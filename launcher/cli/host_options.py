@@ -106,7 +106,7 @@ class Reaching:
 
     @property
     def shows_debug(self) -> bool:
-        """Say whether to show what SSH does."""
+        """Whether to show what SSH does."""
         return self.verbose
 
     @property

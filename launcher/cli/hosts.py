@@ -24,7 +24,7 @@ class HostOptions(Reaching):
 
     @property
     def in_slurm(self) -> bool:
-        """Say whether the hosts are those of the Slurm allocation this command runs in."""
+        """Whether the hosts are those of the Slurm allocation this command runs in."""
         return self.hostfile is None and in_allocation(os.environ)
 
     def reach(self, cluster: Cluster, *, shell_only: bool = False) -> Reach:

@@ -38,7 +38,7 @@ COMMANDS = {
     "estimate": _Lazy("launcher.cli.estimate", "estimate", "Say what memory a model needs, and which setting fits."),
     "io": _Lazy("launcher.cli.io", "io", "Measure a disk, and print the best aio section."),
     "sbatch": _Lazy("launcher.cli.sbatch", "sbatch", "Write, check or submit a batch script for Slurm."),
-    "check": _Lazy("launcher.cli.check", "check", "Say whether a job could run on the hosts."),
+    "check": _Lazy("launcher.cli.check", "check", "Check whether a job could run on the hosts."),
     "exec": _Lazy("launcher.cli.exec", "exec_command", "Run a command on all hosts."),
     "ps": _Lazy("launcher.cli.jobs", "ps", "Show jobs that ended today, or run."),
     "logs": _Lazy("launcher.cli.jobs", "logs", "Show what the ranks of a job wrote."),

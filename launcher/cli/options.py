@@ -256,29 +256,29 @@ class RunOptions(Reaching):
 
     @property
     def in_slurm(self) -> bool:
-        """Say whether the hosts are those of the Slurm allocation this command runs in."""
+        """Whether the hosts are those of the Slurm allocation this command runs in."""
         is_chosen = self.hostfile is not None or self.standalone or self.is_by_hand
         return not is_chosen and in_allocation(os.environ)
 
     @property
     def is_by_hand(self) -> bool:
-        """Say whether every node runs a command of its own."""
+        """Whether every node runs a command of its own."""
         return self.no_ssh or self.node_rank is not None
 
     @property
     def is_here_only(self) -> bool:
-        """Say whether the one host is this machine, so that its agent may start before the run is planned."""
+        """Whether the one host is this machine, so that its agent may start before the run is planned."""
         is_one_host = self.is_by_hand or (self.hostfile is None and not self.force_multi)
         return is_one_host and not self.in_slurm
 
     @property
     def wants_panel(self) -> bool:
-        """Say whether a terminal may show the panel: part of what `info` shows."""
+        """Whether a terminal may show the panel: part of what `info` shows."""
         return not (self.plain or self.quiet or self.shows_debug) and self.log_level == "info"
 
     @property
     def shows_debug(self) -> bool:
-        """Say whether to show what SSH does."""
+        """Whether to show what SSH does."""
         return self.verbose or self.log_level == "debug"
 
     @property

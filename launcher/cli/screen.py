@@ -156,7 +156,7 @@ class Screen:
         self._write_all(frame)
 
     def _has_screen(self) -> bool:
-        """Say whether the screen is ours: not while a shell has it back (`launch ... &`, Ctrl-Z)."""
+        """Whether the screen is ours: not while a shell has it back (`launch ... &`, Ctrl-Z)."""
         try:
             return os.tcgetpgrp(self._descriptor) == os.getpgrp()
         except OSError:  # not our controlling terminal, so no shell shares it

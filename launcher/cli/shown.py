@@ -20,7 +20,7 @@ class ShownOutput:
         self._tails[rank] = ((tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:], self._num_lines)
 
     def has(self, rank: int | None, text: str) -> bool:
-        """Say whether this rank wrote `text`, and so short a while ago that it is still on the screen."""
+        """Whether this rank wrote `text`, and so short a while ago that it is still on the screen."""
         if rank not in self._tails or not text.strip():
             return False
         tail, num_lines = self._tails[rank]

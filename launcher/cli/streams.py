@@ -32,7 +32,7 @@ def open_missing() -> None:
 
 
 def has_terminal_input() -> bool:
-    """Say whether somebody may type what is read from standard input."""
+    """Whether somebody may type what is read from standard input."""
     return os.isatty(0)
 
 
@@ -60,7 +60,7 @@ def write(stream: BinaryIO, data: bytes) -> None:
 
 
 def shows_colors(stream: TextIO) -> bool:
-    """Say whether our own lines may have colours there: on a terminal, unless NO_COLOR is set (no-color.org)."""
+    """Whether our own lines may have colours there: on a terminal, unless NO_COLOR is set (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -81,7 +81,7 @@ def say_if_possible(text: str) -> None:
 
 
 def is_same_terminal(one: int, other: int) -> bool:
-    """Say whether two descriptors are the same terminal."""
+    """Whether two descriptors are the same terminal."""
     with contextlib.suppress(OSError):
         return os.isatty(other) and os.fstat(one).st_rdev == os.fstat(other).st_rdev
     return False

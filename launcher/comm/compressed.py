@@ -80,15 +80,15 @@ class CompressedMean:
         self._block_roots = (~is_padding).view(-1, BLOCK_NUMEL).sum(1, keepdim=True).clamp(min=1).float().sqrt()
         self._table = sign_table(group.device)
 
-    def average(self, flat: Tensor, resting: Sequence[int] = ()) -> None:
+    def average(self, flat: Tensor, inactive: Sequence[int] = ()) -> None:
         """Replace `flat` (1-D fp32, `numel`) by its compressed mean over the ranks: the same bits on each of them.
 
-        resting: runs that sit out, the same on every rank; their values and errors stay. Every rank must call it, in
-        the same order among all collectives. Blocks until the mean is there.
+        inactive: indices of places that take no part, the same on every rank; their values and errors stay. Every rank
+        must call it, in the same order among all collectives. Blocks until the mean is there.
         """
         if self._group.process_group is None:
             return
-        kept = [(part, part.clone()) for run in resting for part in self._parts(flat, self.places[run])]
+        kept = [(part, part.clone()) for index in inactive for part in self._parts(flat, self.places[index])]
         rank, world_size, buffers = self._group.rank, self._group.world_size, self._group.buffers
         wire, received = (buffers.borrow(self.numel // BLOCK_NUMEL * _BLOCK_BYTES, torch.uint8) for _ in range(2))
         chunks, roots = flat.chunk(world_size), self._block_roots.chunk(world_size)

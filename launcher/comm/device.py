@@ -11,7 +11,7 @@ import torch.distributed as dist
 from launcher.base import env
 from launcher.base.errors import EngineError
 from launcher.comm.buffers import BufferPool
-from launcher.comm.link import HostLink
+from launcher.comm.copier import HostDeviceCopier
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,11 +20,11 @@ class DeviceRuntime:
 
     device: torch.device
     buffers: BufferPool = field(init=False, repr=False)  # memory of everything in flight
-    link: HostLink = field(init=False, repr=False)  # to and from host memory
+    copier: HostDeviceCopier = field(init=False, repr=False)  # to and from host memory
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buffers", BufferPool(self.device))
-        object.__setattr__(self, "link", HostLink(self.device))
+        object.__setattr__(self, "copier", HostDeviceCopier(self.device))
 
 
 def local_device(dist_backend: str | None = None) -> torch.device:

@@ -35,7 +35,7 @@ def leave_in_order() -> None:
 def _leave() -> None:
     if hasattr(sys, "last_value"):
         return
-    pending.settle(_TIMEOUT)
+    pending.drain(_TIMEOUT)
     if dist.is_initialized():  # else the script has ended it, and its threads may still be there
         dist.destroy_process_group()
     mesh.forget_meshes()
@@ -49,7 +49,7 @@ def _leave() -> None:
 
 
 def _is_gloo_busy() -> bool:
-    """Say whether a thread of gloo still runs.
+    """Whether a thread of gloo still runs.
 
     A collective is done before its thread has released the tensors. To release one that Python has dropped, the thread
     needs the interpreter; if that is being finalized, the process is aborted.

@@ -18,9 +18,9 @@ from launcher.base.errors import EngineError
 from launcher.base.scheduler_rank import scheduler_rank
 from launcher.comm.buffers import BufferPool
 from launcher.comm.communicator import Alone, Communicator
+from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.device import DeviceRuntime, backend_name, local_device, use_local_device
 from launcher.comm.gloo import GlooCommunicator
-from launcher.comm.link import HostLink
 from launcher.comm.nccl import NcclCommunicator
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
@@ -54,9 +54,9 @@ class DataParallelGroup:
         return self.runtime.buffers
 
     @property
-    def link(self) -> HostLink:
+    def copier(self) -> HostDeviceCopier:
         """The copies between the device and host memory."""
-        return self.runtime.link
+        return self.runtime.copier
 
     @functools.cached_property
     def communicator(self) -> Communicator:
@@ -206,7 +206,7 @@ def data_parallel_group(*, has_reductions: bool = False) -> DataParallelGroup:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one of all ranks that speaks for them."""
+    """Whether this process is the one of all ranks that prints for them."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -39,14 +39,14 @@ class NcclCommunicator(Connected):
     def reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending:
         """See `Communicator`. The sum is taken in the type of `flat`."""
         observe.note_sent(flat.nbytes // self.world_size * (self.world_size - 1))
-        operation, rest = self._operation(scale)
+        operation, remaining = self._operation(scale)
         if flat.dtype == output.dtype:
             work = reduce_scatter_single(output, flat, operation, group=self.process_group, async_op=True)
-            return Pending([work], lambda: scale_in_place(output, rest))
+            return Pending([work], lambda: scale_in_place(output, remaining))
         total = self._buffers.borrow(output.numel(), flat.dtype)
 
         def finish() -> None:
-            _convert(total, output, rest)
+            _convert(total, output, remaining)
             self._buffers.give_back(total)
 
         work = reduce_scatter_single(total, flat, operation, group=self.process_group, async_op=True)
@@ -55,9 +55,9 @@ class NcclCommunicator(Connected):
     def all_reduce(self, flat: Tensor, sent: Tensor, scale: float) -> Pending:
         """See `Communicator`. The sum is taken in the type of `sent`."""
         observe.note_sent(2 * (self.world_size - 1) * sent.nbytes // self.world_size)  # a ring's: the least there is
-        operation, rest = self._operation(scale)
+        operation, remaining = self._operation(scale)
         work = dist.all_reduce(sent, operation, group=self.process_group, async_op=True)
-        return Pending([work], lambda: _convert(sent, flat, rest))
+        return Pending([work], lambda: _convert(sent, flat, remaining))
 
     def all_to_all(self, flat: Tensor, output: Tensor) -> Pending:
         """See `Communicator`."""

@@ -1,4 +1,4 @@
-"""Collectives on their way."""
+"""Collectives in flight."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from launcher.comm import observe
 
 @dataclass(eq=False)
 class Pending:
-    """A collective on its way. Buffers must not be touched before `wait()`, which is idempotent.
+    """A collective in flight. Buffers must not be touched before `wait()`, which is idempotent.
 
-    A collective may have phases: what `finish` returns is the next one, on its way.
+    A collective may have phases: what `finish` returns is the next one, in flight.
     """
 
     works: list[dist.Work] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Pending:
 
     def __post_init__(self) -> None:
         if self.works:
-            _on_their_way[self] = None
+            _in_flight[self] = None
 
     def advance(self) -> Pending:
         """Block until this phase has ended; return the next one, or a finished collective."""
@@ -39,11 +39,11 @@ class Pending:
         for work in self._take_works():
             work.wait()
         finish, self.finish = self.finish, None
-        following = finish() if finish is not None else None
-        if following is None:
+        next_phase = finish() if finish is not None else None
+        if next_phase is None:
             return self
-        following.kind = self.kind
-        return following
+        next_phase.kind = self.kind
+        return next_phase
 
     def then(self, begin: Callable[[], Pending]) -> Pending:
         """Have a further collective follow as the next phase; return this one."""
@@ -66,24 +66,24 @@ class Pending:
     def _take_works(self) -> list[dist.Work]:
         """Return the works for their one wait: gloo never answers a second one."""
         works, self.works = self.works, []
-        _on_their_way.pop(self, None)
+        _in_flight.pop(self, None)
         return works
 
 
 # Held until they have been waited for, also when their engine has gone: gloo forgets a transfer whose handle is freed,
-# and the peer's half of it would meet the next transfer between the two. The garbage collector frees at another moment
-# on every rank.
-_on_their_way: dict[Pending, None] = {}
+# and the peer's half of it would be matched with the next transfer between the two. The garbage collector frees at
+# another moment on every rank.
+_in_flight: dict[Pending, None] = {}
 
 
-def settle(timeout: datetime.timedelta | None = None) -> None:
-    """Wait for every collective under way, at most `timeout` each (None: that of the group); failures do not matter.
+def drain(timeout: datetime.timedelta | None = None) -> None:
+    """Wait for every collective in flight, at most `timeout` each (None: that of the group); failures do not matter.
 
-    For the end of a process, because gloo aborts one that leaves with transfers under way, such as the last step's
+    For the end of a process, because gloo aborts one that leaves with transfers in flight, such as the last step's
     gathers; and for the start of an engine, because these hold the buffers of engines that have gone. Every rank has
     begun what is waited for here, so it waits for no call of another rank that is yet to come.
     """
-    for pending in list(_on_their_way):
+    for pending in list(_in_flight):
         for work in pending._take_works():
             with contextlib.suppress(RuntimeError):  # the peer has gone
                 if timeout is None:

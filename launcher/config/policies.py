@@ -93,7 +93,7 @@ class Reduction:
 class ParameterPolicy:
     """When sharded parameters are gathered and released; counts are elements. Names follow the config's."""
 
-    persistence_threshold: int = 0  # smaller parameters stay whole ...
+    persistence_threshold: int = 0  # smaller parameters stay unsharded ...
     model_persistence_threshold: int = 0  # ... up to this many elements of them
     prefetch_numel: int = 0  # gathered ahead of their use
     max_live_numel: int = 0  # whole at the same time: above it nothing is fetched ahead or kept
@@ -128,7 +128,7 @@ class OffloadPolicy:
 
     @property
     def is_any(self) -> bool:
-        """Say whether anything is offloaded."""
+        """Whether anything is offloaded."""
         return self.optimizer is not Place.DEVICE or self.params is not Place.DEVICE
 
     @property

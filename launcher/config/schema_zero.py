@@ -100,7 +100,7 @@ class LocoParam(Section):
 
 
 class LeafModule(Section):
-    """`leaf_module`: modules that are fetched whole, without hooks inside."""
+    """`leaf_module`: modules that are gathered as one, without hooks inside."""
 
     status = AT_STAGE_3
 
@@ -130,10 +130,10 @@ class ZeroOptimization(Section):
         50_000_000, "elements fetched ahead", AT_STAGE_3, alias=("prefetch_bucket_size",)
     )
     stage3_param_persistence_threshold: Elements = key(
-        100_000, "smaller parameters stay whole", AT_STAGE_3, alias=("param_persistence_threshold",)
+        100_000, "smaller parameters stay unsharded", AT_STAGE_3, alias=("param_persistence_threshold",)
     )
     stage3_model_persistence_threshold: Elements = key(
-        sys.maxsize, "elements that may stay whole", AT_STAGE_3, alias=("model_persistence_threshold",)
+        sys.maxsize, "elements that may stay unsharded", AT_STAGE_3, alias=("model_persistence_threshold",)
     )
     stage3_max_live_parameters: Elements = key(
         1_000_000_000,
@@ -151,7 +151,7 @@ class ZeroOptimization(Section):
         alias=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     )
     stage3_module_granularity_threshold: Elements = key(
-        0, "fetch modules with smaller parts whole", AT_STAGE_3, alias=("module_granularity_threshold",)
+        0, "gather modules with smaller parts as one", AT_STAGE_3, alias=("module_granularity_threshold",)
     )
     stage3_use_all_reduce_for_fetch_params: Flag = key(
         False,
@@ -187,7 +187,7 @@ class ZeroOptimization(Section):
     log_trace_cache_warnings: Flag = key(False, "say when the order of modules has changed", AT_STAGE_3)
     enable_sanity_checks: Flag = key(False, "check more at run time", inert("the checks are always on"))
     save_muon_momentum_buffer_in_memory: Flag = key(False, "keep momentum buffers (Muon, SGD) in memory", WITH_NVME)
-    leaf_module: LeafModule = key(LeafModule, "modules that are fetched whole")
+    leaf_module: LeafModule = key(LeafModule, "modules that are gathered as one")
     cpu_offload: OptFlag = key(None, 'true: device "cpu"', old_name_of("offload_optimizer.device"))
     cpu_offload_param: OptFlag = key(
         None, 'true: device "cpu"', old_name_of("offload_param.device"), alias=("cpu_offload_params",)

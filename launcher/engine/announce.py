@@ -17,7 +17,7 @@ from launcher.engine.engine import EngineParts
 from launcher.engine.policy import precision_notice
 from launcher.kernels.select import describe_kernel
 from launcher.optim.factory import OptimizerPlan
-from launcher.zero.home import Disks
+from launcher.zero.placement import Disks
 
 
 def announce_disks(disks: Disks) -> None:

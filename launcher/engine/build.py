@@ -42,7 +42,7 @@ from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
 from launcher.optim.api import UnitOptimizer
 from launcher.optim.factory import (
-    Means,
+    OptimizerBackend,
     OptimizerPlan,
     ZeroRules,
     group_of_parameters,
@@ -56,12 +56,12 @@ from launcher.optim.rules import COLLECTIVE
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
 from launcher.zero.delayed import DelayedUpdate
-from launcher.zero.home import Disks
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
 from launcher.zero.order import CollectiveOrder
-from launcher.zero.parameters import home_of
+from launcher.zero.parameters import unit_params_of
 from launcher.zero.partition import build_units
+from launcher.zero.placement import Disks
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import TORCH_DTYPES, Place, Precision, ZeroPolicy
@@ -105,7 +105,7 @@ def initialize(
     check_model(model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     leave_in_order()
-    pending.settle()
+    pending.drain()
     group = data_parallel_group(has_reductions=True)
     check_for_ranks(model, group.world_size)
     if end_engine_of(model) and group.rank == 0:
@@ -210,7 +210,7 @@ def _check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, *, forces_ker
 def _place_model(model: nn.Module, settings: Config, policy: ZeroPolicy, group: DataParallelGroup) -> None:
     """Bring the model to the device, in the configured precision and with rank 0's values.
 
-    Parameters that are going to rest elsewhere stay where they are: the device may not hold them all.
+    Parameters that will be offloaded stay where they are: the device may not hold them all.
     """
     leaves = settings.zero_optimization.leaf_module
     if group.rank == 0 and settings.zero_optimization.stage == 3:
@@ -226,10 +226,11 @@ def _place_model(model: nn.Module, settings: Config, policy: ZeroPolicy, group: 
         model.to(device=None if stays else group.device, dtype=param_dtype)
     for param, values in frozen:
         param.data = values.to(param.device)
-    whole = [param for param in model.parameters() if home_of(param) is None]  # `zero.Init` has sharded the others
-    tensors = [tensor.data for tensor in (*(() if stays else whole), *model.buffers())]
+    # `zero.Init` has sharded the others.
+    full = [param for param in model.parameters() if unit_params_of(param) is None]
+    tensors = [tensor.data for tensor in (*(() if stays else full), *model.buffers())]
     collectives.broadcast(group, [torch.view_as_real(t) if t.is_complex() else t for t in tensors])
-    for param in whole if stays else ():
+    for param in full if stays else ():
         on_device = param.data.to(group.device)
         collectives.broadcast(group, [on_device])
         param.data = on_device.to(param.device)
@@ -268,20 +269,20 @@ def _shard(
     needs_kernel = policy.offload.optimizer is Place.DISK or policy.offload.is_delayed
     last_resort = ReferenceKernel() if needs_kernel else None
     found = {kind: kernel_for(kind) or last_resort for kind in (group.device.type, "cpu")}
-    means = Means(
+    backend = OptimizerBackend(
         {kind: kernel for kind, kernel in found.items() if kernel is not None},
         group.buffers,
         policy.precision.param_dtype if policy.precision.has_16bit_states else torch.float32,
         (lambda sums: collectives.sum_scalars(group, sums.to(group.device))) if is_split else None,
         group,
     )
-    flat_optimizer = plan.build(shards, means)
+    flat_optimizer = plan.build(shards, backend)
     if isinstance(flat_optimizer, UnitOptimizer):
         for unit in units:
             unit.reserve_states(flat_optimizer)
     if isinstance(flat_optimizer, OneBitFlat):
         one_bit = flat_optimizer
-        reducer.keeps_local = lambda: one_bit.wants_local_gradients
+        reducer.skips_reduction = lambda: one_bit.skips_reduction
     scaler = None if scale_rules is None else LossScaler(scale_rules)
     delayed = None
     if policy.offload.is_delayed and isinstance(flat_optimizer, UnitOptimizer):

@@ -31,10 +31,10 @@ def state_text(settings: Config, batch: BatchPlan, policy: ZeroPolicy, units: li
     is_trained = any(unit.grads is not None for unit in units)
     lines += ["precision in force:", *(f"  {what}: {name}" for what, name in _dtypes(policy.precision, is_trained))]
     lines.append(f"stage {policy.stage.number}, {len(units)} units:")
-    for number, unit in enumerate(units):
+    for index, unit in enumerate(units):
         names = unit.layout.names
         lines.append(
-            f"  unit {number}: {len(names)} parameters from {names[0]} to {names[-1]},"
+            f"  unit {index}: {len(names)} parameters from {names[0]} to {names[-1]},"
             f" {unit.layout.padded_numel:,} elements, {len(unit.owned):,} here"
         )
     return "\n".join(lines)

@@ -27,7 +27,7 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.overflow import reason
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import StepFacts, Watch
-from launcher.monitor.loss import LossTeller
+from launcher.monitor.loss import LossReporter
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.optim.torch_schedules import steps_by_itself
 from launcher.zero.gathered import GatheredParameters
@@ -84,7 +84,7 @@ class Engine(nn.Module):
         self._backward_done = False  # a backward of this micro-step has run
         self._grad_norm: float | None = None
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
-        self._loss_teller = LossTeller(is_wanted=self.global_rank == 0)
+        self._loss_reporter = LossReporter(is_wanted=self.global_rank == 0)
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
         self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.compute_dtype)
         self._model_facts = ModelFacts(model)
@@ -128,7 +128,7 @@ class Engine(nn.Module):
         return 1.0 if scaler is None else 0.0 if scaler.rules.is_dynamic else scaler.scale
 
     def dynamic_loss_scale(self) -> bool:
-        """Say whether the loss scale follows overflows."""
+        """Whether the loss scale follows overflows."""
         return self.optimizer is not None and self.optimizer.dynamic_loss_scale
 
     def get_lr(self) -> list[float]:
@@ -136,7 +136,7 @@ class Engine(nn.Module):
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Say whether the current micro-batch is the last one before the optimizer step."""
+        """Whether the current micro-batch is the last one before the optimizer step."""
         if self._parts.policy.reduction.at_step_only:
             return True
         if self._boundary_override is not None:
@@ -224,7 +224,7 @@ class Engine(nn.Module):
         return self._pass.begins_at(scaled_up(loss / num_parts, optimizer.loss_scale), begin)
 
     def _reduces_at_boundary(self) -> bool:
-        """Say whether the backward pass about to run is known to be the last one before a step."""
+        """Whether the backward pass about to run is known to be the last one before a step."""
         is_open = self._is_in_no_sync or self._parts.policy.reduction.at_step_only
         return self.is_gradient_accumulation_boundary() and not is_open
 
@@ -322,7 +322,7 @@ class Engine(nn.Module):
         losses, self._losses = self._losses, []
         optimizer = self._trained()
         scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
-        self._loss_teller.step(losses)
+        self._loss_reporter.step(losses)
         self._watch.after_step(StepFacts(self.global_steps, self.global_samples, losses, self.get_lr()[0], scale))
         every = self._steps_per_print
         if not every or self.global_steps % every or self.global_rank != 0:
@@ -345,13 +345,13 @@ class Engine(nn.Module):
         """End this engine and give the model back, without hooks. Every rank must call it; once is enough.
 
         Parameters keep the values of the last step. Those that are sharded at stage 3 stay so: `GatheredParameters` and
-        another `initialize()` make them whole. Optimizer states are freed with the last reference to the engine.
+        another `initialize()` unshard them. Optimizer states are freed with the last reference to the engine.
         """
         self._sharded.end()
         self._watch.stop()
 
     def any_rank(self, condition: bool) -> bool:
-        """Say whether `condition` holds on any rank. Collective.
+        """Whether `condition` holds on any rank. Collective.
 
         For loops whose length differs between ranks, such as generation at stage 3 (every forward needs all ranks):
         `while engine.any_rank(not done): ...` continues, on finished ranks too, until the last one has finished.
@@ -365,7 +365,7 @@ class Engine(nn.Module):
         every rank must call it.
         """
         if self._sharded.delayed is not None:
-            self._sharded.delayed.publish()
+            self._sharded.delayed.write_back()
         self._wait_for_parameters()
 
     def _wait_for_parameters(self) -> None:

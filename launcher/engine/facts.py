@@ -16,7 +16,7 @@ from torch import nn
 from launcher.comm.buffers import BufferPool
 from launcher.kernels.select import describe_kernel, kernel_for
 from launcher.optim.api import ParamShard
-from launcher.optim.factory import SUPPORTED_TYPES, Means, plan_from_config
+from launcher.optim.factory import SUPPORTED_TYPES, OptimizerBackend, plan_from_config
 
 
 def torch_facts() -> dict[str, Any]:
@@ -50,8 +50,10 @@ def _kernel(optimizer: str, device: str) -> str:
     master, grad = torch.zeros(8, device=device), torch.ones(8, device=device)
     shard = ParamShard("weight", master.shape, range(8), master, grad, group=0)
     try:
-        means = Means({device: kernel} if (kernel := kernel_for(device)) else {}, BufferPool(torch.device(device)))
-        built = plan_from_config(optimizer, {}, nn.Linear(1, 1), None).build([shard], means)
+        backend = OptimizerBackend(
+            {device: kernel} if (kernel := kernel_for(device)) else {}, BufferPool(torch.device(device))
+        )
+        built = plan_from_config(optimizer, {}, nn.Linear(1, 1), None).build([shard], backend)
         built.step()
     except RuntimeError as error:  # torch's own: no kernel for this device, a driver that does not fit
         return f"does not run: {str(error).splitlines()[0]}"

@@ -50,7 +50,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Say whether the loss scale follows overflows."""
+        """Whether the loss scale follows overflows."""
         return self.loss_scaler is not None and self.loss_scaler.rules.is_dynamic
 
     def note_step(self, *, overflow: bool) -> str | None:
@@ -84,7 +84,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         States that are kept on disk are copied to host memory, which must hold them all; the others are live.
         """
-        self._settle()
+        self._wait_for_update()
         state = self.optimizer.state_dict()
         for unit in self._units:
             if unit.swap is not None:
@@ -94,7 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()` of the same rank, world size and stage, or of others that cover its ranges."""
-        self._settle()
+        self._wait_for_update()
         states = self.optimizer.accept(state_dict)
         for unit in self._units:
             with unit.with_new_states():
@@ -102,8 +102,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.loss_scaler is not None and "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
 
-    def _settle(self) -> None:
+    def _wait_for_update(self) -> None:
         """Wait for updates that still run; parameters that do not have them yet do not matter here."""
         for unit in self._units:
             if unit.params.pending is not None:
-                unit.params.pending.settle()
+                unit.params.pending.wait()

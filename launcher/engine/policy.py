@@ -8,7 +8,7 @@ from launcher.config.policies import DType, autocast_dtype
 from launcher.config.schema import Config
 from launcher.config.schema_training import Fp16
 from launcher.optim.scaling import LossScaleRules
-from launcher.zero.home import Disks, open_disk
+from launcher.zero.placement import Disks, open_disk
 from launcher.zero.stages import ZeroPolicy
 
 

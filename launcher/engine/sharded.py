@@ -47,7 +47,7 @@ class ShardedModel:
     def end(self) -> None:
         """Give the model back: whole parameters are ordinary ones again, with the last step's values. Collective.
 
-        Sharded ones stay sharded: `GatheredParameters` and another `initialize()` make them whole. The second call does
+        Sharded ones stay sharded: `GatheredParameters` and another `initialize()` unshard them. The second call does
         nothing.
         """
         if self.has_ended:

@@ -59,5 +59,5 @@ def with_tiles(given: Iterable[Any], tiles: Tiles) -> list[Any]:
 def _text(layer: LargeLayer, bound: int) -> str:
     why = f"stage3_max_live_parameters is {bound:,}"
     if not layer.tiles:
-        return f"note: {layer.name} has {layer.numel:,} elements and stays whole ({layer.reason}); {why}"
+        return f"note: {layer.name} has {layer.numel:,} elements and stays unsharded ({layer.reason}); {why}"
     return f"tiled: {layer.name}, {layer.numel:,} elements, in {len(layer.tiles)} parts; {why}"

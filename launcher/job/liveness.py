@@ -41,7 +41,7 @@ class Liveness:
         self._looked_s = wall_s()
 
     def was_away(self) -> bool:
-        """Say whether this process was stopped since the last call, and forget the silence of that time."""
+        """Whether this process was stopped since the last call, and forget the silence of that time."""
         now_s = wall_s()
         away_s, self._looked_s = now_s - self._looked_s, now_s
         if away_s < _ABSENCE_S:

@@ -93,7 +93,7 @@ class JobPlan:
     max_restarts: int = 0
 
     def needs_lease(self, node_rank: int) -> bool:
-        """Say whether a network lies between: messages prove that the other side lives.
+        """Whether a network lies between: messages prove that the other side lives.
 
         A local agent's pipe ends with it. One that is suspended must not be sent what it does not take out: we would
         wait for it in turn.

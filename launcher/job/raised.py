@@ -23,13 +23,13 @@ class RaisedWatch:
         self._since_s.pop(rank, None)
 
     def is_to_be_told(self, now_s: float) -> bool:
-        """Say whether the user should hear of it now; True once."""
+        """Whether the user should hear of it now; True once."""
         is_due = not self._was_told and self._is_older(TELL_AFTER_S, now_s)
         self._was_told = self._was_told or is_due
         return is_due
 
     def is_over(self, now_s: float) -> bool:
-        """Say whether a rank has had its time."""
+        """Whether a rank has had its time."""
         return self._is_older(self._limit_s, now_s)
 
     def _is_older(self, age_s: float, now_s: float) -> bool:

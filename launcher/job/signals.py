@@ -41,7 +41,7 @@ class SignalQueue:
         return new
 
     def asks_to_leave(self) -> bool:
-        """Say whether a stop signal came since signals were last taken; for waits that only wait. Obeys Ctrl-Z."""
+        """Whether a stop signal came since signals were last taken; for waits that only wait. Obeys Ctrl-Z."""
         if self.wants_suspension:
             self.suspend()
         return any(number in self._stop_signals for number in self.take())

@@ -23,7 +23,7 @@ class Window:
 
     @property
     def is_half_full(self) -> bool:
-        """Say whether so much is held here that the ranks may have to wait."""
+        """Whether so much is held here that the ranks may have to wait."""
         return self.num_bytes is not None and self._arrived_bytes - min(self._handled_bytes) > self.num_bytes // 2
 
     def arrived(self, output: Output) -> None:

@@ -15,15 +15,15 @@ from launcher.base.progress import tell
 INTERVAL_S = 1.0  # agents ask as often
 
 
-class LossTeller:
-    """Tells a rank's loss about once a second. On a GPU it is copied beside the computation, told when it arrives."""
+class LossReporter:
+    """Reports a rank's loss about once a second. On a GPU it is reported when its asynchronous copy is there."""
 
     def __init__(self, *, is_wanted: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """is_wanted: whether this rank's loss is the one that is shown."""
         self._is_wanted = is_wanted and env.PROGRESS_FILE.name in os.environ
         self._clock = clock
         self._next_s = clock()
-        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # on its way to the host
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # being copied to the host
 
     def step(self, losses: Sequence[Tensor]) -> None:
         """Note the losses of the micro-batches of one step: detached scalars."""

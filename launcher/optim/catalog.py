@@ -64,12 +64,12 @@ FUSED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether it is exactly one of `BY_NAME`, or Muon; a subclass may do anything."""
+    """Whether it is exactly one of `BY_NAME`, or Muon; a subclass may do anything."""
     return type(optimizer) in (*BY_NAME.values(), *MUON_KINDS)
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether it holds state of steps taken; Adagrad makes its state before the first one."""
+    """Whether it holds state of steps taken; Adagrad makes its state before the first one."""
     if type(optimizer) is torch.optim.Adagrad:
         return any(float(state["step"]) > 0 for state in optimizer.state.values())
     return bool(optimizer.state)

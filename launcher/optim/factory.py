@@ -28,7 +28,7 @@ from launcher.optim.catalog import (
     retarget,
 )
 from launcher.optim.flat import TorchFlat
-from launcher.optim.kernel_flat import KernelChoice, KernelFlat
+from launcher.optim.kernel_flat import KernelFlat, KernelSet
 from launcher.optim.rules import torch_can, why_no_rule
 from launcher.optim.staged import StagedFlat
 
@@ -44,7 +44,7 @@ class ZeroRules:
 
 
 @dataclass(frozen=True)
-class Means:
+class OptimizerBackend:
     """With what shards can be updated."""
 
     kernels: Mapping[str, Kernel]  # by kind of device; where one is missing torch's own optimizers serve
@@ -62,7 +62,7 @@ class OptimizerPlan:
     name: str
     param_groups: list[dict[str, Any]]  # live: "params" and every option of the optimizer
     defaults: dict[str, Any]
-    build: Callable[[list[ParamShard], Means], FlatOptimizer]  # over this rank's shards
+    build: Callable[[list[ParamShard], OptimizerBackend], FlatOptimizer]  # over this rank's shards
     client: torch.optim.Optimizer | None = None
     kind: type[torch.optim.Optimizer] | None = None  # whose steps kernels can take; None: only the class itself can
     why_torch: str | None = None  # why kernels cannot, for the start line
@@ -76,23 +76,23 @@ def build_of_kind(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     kind: type[torch.optim.Optimizer] | None,
     shards: list[ParamShard],
-    means: Means,
+    backend: OptimizerBackend,
 ) -> FlatOptimizer:
     """Build an optimizer of a torch class, by kernels where they are there and can take its steps."""
     if kind is not None:
         devices = {shard.master.device.type for shard in shards}
-        kernels = {device: means.kernels.get(device, ReferenceKernel()) for device in devices}
-        if devices <= set(means.kernels) or not torch_can(kind, param_groups):
-            choice = KernelChoice(kernels, means.state_dtype, means.sum_over_ranks, means.ranks)
+        kernels = {device: backend.kernels.get(device, ReferenceKernel()) for device in devices}
+        if devices <= set(backend.kernels) or not torch_can(kind, param_groups):
+            choice = KernelSet(kernels, backend.state_dtype, backend.sum_over_ranks, backend.ranks)
             return KernelFlat(kind, shards, param_groups, choice)
 
     def build(over: list[ParamShard]) -> FlatOptimizer:
         return TorchFlat(name, over, param_groups, make)
 
     in_fp32 = all(kept.dtype == torch.float32 for shard in shards for kept in (shard.master, shard.grad))
-    if in_fp32 or means.state_dtype != torch.float32:
+    if in_fp32 or backend.state_dtype != torch.float32:
         return build(shards)
-    return StagedFlat(shards, means.buffers, build)
+    return StagedFlat(shards, backend.buffers, build)
 
 
 def as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
@@ -227,13 +227,13 @@ def group_of_parameters(plan: OptimizerPlan, model: nn.Module) -> dict[nn.Parame
     """
     names = {param: name for name, param in model.named_parameters()}
     found: dict[nn.Parameter, int] = {}
-    for number, group in enumerate(plan.param_groups):
+    for index, group in enumerate(plan.param_groups):
         for param in group["params"]:
             if param not in names:
                 raise EngineError(
-                    f"optimizer group {number} holds a parameter of shape {tuple(param.shape)} that is not the model's"
+                    f"optimizer group {index} holds a parameter of shape {tuple(param.shape)} that is not the model's"
                 )
-            if found.setdefault(param, number) != number:
+            if found.setdefault(param, index) != index:
                 raise EngineError(f"parameter {names[param]} is in two optimizer groups")
     for param, name in names.items():
         if param.requires_grad and param not in found:
@@ -241,4 +241,4 @@ def group_of_parameters(plan: OptimizerPlan, model: nn.Module) -> dict[nn.Parame
                 f"trainable parameter {name} is in no optimizer group",
                 hint="add it to a group, or freeze it with requires_grad_(False)",
             )
-    return {param: number for param, number in found.items() if param.requires_grad}
+    return {param: index for param, index in found.items() if param.requires_grad}

@@ -22,7 +22,7 @@ from launcher.optim.rules import COLLECTIVE, RULES, check_steps, counts_steps, s
 
 
 @dataclass(frozen=True)
-class KernelChoice:
+class KernelSet:
     """With what, and how, shards are updated."""
 
     kernels: Mapping[str, Kernel]  # by kind of device
@@ -46,7 +46,7 @@ class KernelFlat(UnitOptimizer):
         kind: type[torch.optim.Optimizer],
         shards: Sequence[ParamShard],
         param_groups: list[dict[str, Any]],
-        choice: KernelChoice,
+        choice: KernelSet,
     ) -> None:
         """kind: one of `RULES`; shards: of the same parameters, in the same order, on every rank."""
         super().__init__(kind.__name__, shards, param_groups)
@@ -92,8 +92,8 @@ class KernelFlat(UnitOptimizer):
             spans = self._with_trust_ratios(shards, spans, grad_scale)
         self._take([span for shard, span in spans.items() if shard not in self._matrices], grad_scale)
         matrices = [shard for shard in shards if shard in self._matrices]
-        for descents in self._matrices.descents(matrices, spans, grad_scale):
-            self._take(descents, 1.0)
+        for updates in self._matrices.updates(matrices, spans, grad_scale):
+            self._take(updates, 1.0)
 
     def _take(self, spans: Sequence[Span], grad_scale: float) -> None:
         for device, kernel in self._choice.kernels.items():
@@ -118,24 +118,24 @@ class KernelFlat(UnitOptimizer):
     ) -> dict[ParamShard, Span]:
         """Count a step of the units' shards; return spans by their first shard. grads: as `prepare` has them."""
         names_of = [self._names(group) for group in range(len(self.param_groups))]
-        rules: dict[tuple[int, int], Rule] = {}  # of (group, number of the step)
+        rules: dict[tuple[int, int], Rule] = {}  # of (group, step)
         spans: dict[ParamShard, Span] = {}
         for neighbours in (joined for unit in units for joined in self._neighbours[unit]):
             names = names_of[neighbours[0].group]
-            for number, alike in _by_step(neighbours, names, unused):
-                key = (alike[0].group, number)
+            for step, alike in _by_step(neighbours, names, unused):
+                key = (alike[0].group, step)
                 if key not in rules:
-                    rules[key] = RULES[self._kind](self.param_groups[key[0]], number)
-                self._count(alike, names, number)
+                    rules[key] = RULES[self._kind](self.param_groups[key[0]], step)
+                self._count(alike, names, step)
                 spans[alike[0]] = _span(rules[key], names, alike, grads)
         return spans
 
-    def _count(self, shards: Sequence[ParamShard], names: Sequence[str], number: int) -> None:
-        for shard in shards if number == 1 else ():
+    def _count(self, shards: Sequence[ParamShard], names: Sequence[str], step: int) -> None:
+        for shard in shards if step == 1 else ():
             first = self.param_groups[shard.group].get("initial_accumulator_value", 0.0)
             shard.state.update({name: self._memory_of(shard, name).fill_(first) for name in names})
         for shard in shards if names else ():
-            shard.state["step"] = number
+            shard.state["step"] = step
 
     def _with_trust_ratios(
         self, shards: Sequence[ParamShard], spans: Mapping[ParamShard, Span], grad_scale: float
@@ -215,14 +215,14 @@ def _by_step(
     """Yield neighbours that take the same step, and its number, from 1: also where one of the states `names` is new."""
     # SGD may be given its momentum later, and has no state to count for without.
     last = names[-1] if names else None
-    numbers = [shard.state["step"] + 1 if last in shard.state else 1 for shard in neighbours]
-    if not unused and numbers.count(numbers[0]) == len(numbers):
-        yield numbers[0], neighbours
+    steps = [shard.state["step"] + 1 if last in shard.state else 1 for shard in neighbours]
+    if not unused and steps.count(steps[0]) == len(steps):
+        yield steps[0], neighbours
         return
-    taken = [0 if shard.name in unused else number for shard, number in zip(neighbours, numbers, strict=True)]
-    for number, pairs in itertools.groupby(zip(taken, neighbours, strict=True), key=operator.itemgetter(0)):
-        if number:
-            yield number, [shard for _, shard in pairs]
+    taken = [0 if shard.name in unused else step for shard, step in zip(neighbours, steps, strict=True)]
+    for step, pairs in itertools.groupby(zip(taken, neighbours, strict=True), key=operator.itemgetter(0)):
+        if step:
+            yield step, [shard for _, shard in pairs]
 
 
 def _span(

@@ -74,28 +74,28 @@ def why_no_rule(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]])
 
 def check_steps(groups: Sequence[Group]) -> None:
     """Raises: EngineError for an option that no rule knows, set after the optimizer was built."""
-    for number, group in enumerate(groups):
+    for index, group in enumerate(groups):
         for option in ("amsgrad", "maximize"):
             if group.get(option):
                 raise EngineError(
-                    f"optimizer group {number} sets {option}, which the kernel that was chosen at start does not know",
+                    f"optimizer group {index} sets {option}, which the kernel that was chosen at start does not know",
                     hint=f"set {option} before initialize(), which then takes torch's own optimizer",
                 )
 
 
 def check_torch_steps(kind: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
     """Raises: EngineError for an option that kernels know and torch's class does not, set after the start."""
-    for number, group in enumerate(groups):
+    for index, group in enumerate(groups):
         if issubclass(kind, torch.optim.Adam | torch.optim.AdamW) and not group.get("bias_correction", True):
             raise EngineError(
-                f"optimizer group {number} turns bias_correction off, but torch's {kind.__name__}, chosen at start,"
+                f"optimizer group {index} turns bias_correction off, but torch's {kind.__name__}, chosen at start,"
                 " always corrects",
                 hint="turn it off before initialize(), which then takes a kernel",
             )
 
 
 def torch_can(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> bool:
-    """Say whether the class itself takes the same steps over flat shards."""
+    """Whether the class itself takes the same steps over flat shards."""
     return kind not in COLLECTIVE and all(group.get("bias_correction", True) for group in groups)
 
 
@@ -110,5 +110,5 @@ def states_of(rule: Rule) -> tuple[str, ...]:
 
 
 def counts_steps(kind: type[torch.optim.Optimizer], group: Group) -> bool:
-    """Say whether torch keeps a `step` beside the states of a group's elements."""
+    """Whether torch keeps a `step` beside the states of a group's elements."""
     return not isinstance(RULES[kind](group, 1), Lion | Sgd)

@@ -41,5 +41,5 @@ def schedule_from_client(client: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def steps_by_itself(schedule: Any) -> bool:
-    """Say whether the engine is to step it: one that needs a metric is stepped by the script that has it."""
+    """Whether the engine is to step it: one that needs a metric is stepped by the script that has it."""
     return schedule is not None and not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)

@@ -65,7 +65,7 @@ class ArchitectureConfig:
 
     @property
     def has_head(self) -> bool:
-        """Say whether the model class has an output layer over the vocabulary."""
+        """Whether the model class has an output layer over the vocabulary."""
         names = self.data.get("architectures")
         if not isinstance(names, list) or not names:
             return self.model_type not in ("bert", "roberta")

@@ -30,7 +30,7 @@ class Machines:
 
     @property
     def are_bounded(self) -> bool:
-        """Say whether a memory is known, so that there is something to fit into."""
+        """Whether a memory is known, so that there is something to fit into."""
         return self.gpu_memory_bytes is not None or self.cpu_memory_bytes is not None
 
 
@@ -45,7 +45,7 @@ class Row:
     refusals: tuple[str, ...]  # why this release's engine would not run it
 
     def fits(self, machines: Machines, gpu_memory_bytes: int | None = None) -> bool:
-        """Say whether it fits. gpu_memory_bytes: instead of the machines'."""
+        """Whether it fits. gpu_memory_bytes: instead of the machines'."""
         gpu = gpu_memory_bytes or machines.gpu_memory_bytes
         cpu = machines.cpu_memory_bytes
         return (gpu is None or self.memory.device <= gpu) and (cpu is None or self.host_per_node <= cpu)

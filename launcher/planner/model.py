@@ -113,7 +113,7 @@ class ModelFacts:
         return max((param.numel for param in self.params if param.trainable), default=0)
 
     def numel_below(self, threshold_numel: int) -> int:
-        """Return the elements of all parameters smaller than the threshold: they stay whole at stage 3."""
+        """Return the elements of all parameters smaller than the threshold: they stay unsharded at stage 3."""
         return sum(param.numel for param in self.params if param.numel < threshold_numel)
 
     def unit_numels(self, max_unit_numel: int, *, shards_params: bool, offloads_optimizer: bool = False) -> list[int]:

@@ -32,7 +32,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Say whether the file's name is that of one PyTorch saved."""
+    """Whether the file's name is that of one PyTorch saved."""
     return path.suffix in _TORCH_SUFFIXES
 
 

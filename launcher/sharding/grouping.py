@@ -43,7 +43,7 @@ def form_units(numels: Sequence[int], keys: Sequence[Hashable], *, min_numel: in
 def min_unit_numel(*, shards_params: bool, offloads_optimizer: bool) -> int:
     """Return below how many elements neighbouring units are joined.
 
-    Where parameters are sharded none are: small ones stay whole, and what is joined would also be gathered together.
+    Where parameters are sharded none are: joined units would also be gathered together.
     """
     if shards_params:
         return 0

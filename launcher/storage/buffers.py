@@ -32,7 +32,7 @@ def aligned_buffer(num_bytes: int) -> memoryview:
 
 
 def is_aligned(view: memoryview) -> bool:
-    """Say whether a direct transfer can use this memory. False for read-only memory, whose address Python hides."""
+    """Whether a direct transfer can use this memory. False for read-only memory, whose address Python hides."""
     if view.readonly or len(view) % ALIGNMENT_BYTES:
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT_BYTES == 0

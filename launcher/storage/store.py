@@ -57,7 +57,7 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Say whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return, or raise, at once."""
         return all(request.done() for request in self._requests)
 
     def wait(self) -> None:

@@ -80,7 +80,7 @@ def agent_shell_command(
 
 
 def is_relative(python: str | None) -> bool:
-    """Say whether an interpreter is looked for in the folder that the command is started in."""
+    """Whether an interpreter is looked for in the folder that the command is started in."""
     return python is not None and "/" in python and not python.startswith(("/", "~"))
 
 

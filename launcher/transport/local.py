@@ -113,7 +113,7 @@ class LocalTransport:
 
 
 def _is_in_background() -> bool:
-    """Say whether our standard input is a terminal that others read from now: the shell, after `launch ... &`.
+    """Whether our standard input is a terminal that others read from now: the shell, after `launch ... &`.
 
     The kernel would stop us for reading it. It would not stop a rank, which belongs to another session.
     """

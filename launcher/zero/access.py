@@ -141,7 +141,7 @@ def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _
 def _owned_grad(unit: FlatUnit) -> Tensor | None:
     if unit.grads is None:
         return None
-    unit.grads.settle()
+    unit.grads.finish()
     return unit.grads.owned_grad if unit.grads.state is UnitState.REDUCED else None
 
 
@@ -159,8 +159,8 @@ def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:
     if unit is None or unit.grads is None:
         return None
     if unit.params.pending is not None:
-        unit.params.pending.settle()
-    unit.group.link.synchronize()  # a copy of the last step may still write, or read, what is going to be touched
+        unit.params.pending.wait()
+    unit.group.copier.synchronize()  # a copy of the last step may still write, or read, what is going to be touched
     return unit, unit.params.slot_of(param)
 
 
@@ -188,8 +188,8 @@ def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
         # A rank that owns nothing but padding has no state, and must take part in gathering that of the others.
         if not any(collectives.gather_scalars(unit.group, float(owned is not None))):
             return None
-        whole = unit.whole(torch.zeros(len(unit.owned)) if owned is None else owned.float())
-    return whole[slot.offset : slot.end].view(slot.shape).clone()
+        full = unit.unsharded(torch.zeros(len(unit.owned)) if owned is None else owned.float())
+    return full[slot.offset : slot.end].view(slot.shape).clone()
 
 
 def _part(unit: FlatUnit, slot: ParamSlot, owned: Tensor) -> Tensor:

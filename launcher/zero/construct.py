@@ -20,8 +20,8 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.config.policies import param_dtype
 from launcher.sharding.layout import layout_unit
 from launcher.zero.gathered import GatheredParameters
-from launcher.zero.home import HERE, Home, settings_for_construction, shard_homes
-from launcher.zero.parameters import Residence, UnitParameters, home_of, param_info
+from launcher.zero.parameters import ShardSpec, UnitParameters, param_info, unit_params_of
+from launcher.zero.placement import ON_DEVICE, Placement, settings_for_construction, shard_placements
 from launcher.zero.stages import TORCH_DTYPES
 
 _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
@@ -36,10 +36,10 @@ _REFUSED = frozenset(
 class Init:
     """Within this `with` block every module's parameters are sharded once the module has been built.
 
-    A model larger than one rank's memory can be built: what is whole at a time is one module. Shards rest where the
-    config's `offload_param` says, in host memory or on disk, also those of a single rank, which are whole. Rank 0's
-    initial values count. Functions of `torch.nn.init` and `Module.apply` see whole parameters; other changes need
-    `GatheredParameters(params, modifier_rank=0)`. Every rank must build the same modules in the same order. With a
+    A model larger than one rank's memory can be built: one module is unsharded at a time. Shards are stored where
+    the config's `offload_param` says, in host memory or on disk, also those of a single rank, which are full. The
+    initial values of rank 0 count. Functions of `torch.nn.init` and `Module.apply` see full parameters; other changes
+    need `GatheredParameters(params, modifier_rank=0)`. Every rank must build the same modules in the same order. With a
     single rank and no offload, or `enabled=False`, nothing is sharded. A block within a block does nothing of its own.
     """
 
@@ -74,12 +74,12 @@ class Init:
         if enabled:
             init_distributed()
         self._group = all_ranks()
-        self._homes = shard_homes(settings, remote_device) if enabled else None
+        self._placements = shard_placements(settings, remote_device) if enabled else None
         self._stack = contextlib.ExitStack()
         self._built: list[weakref.ref[nn.Module]] = []
         if module is not None and enabled:
             self._shard_all(module)
-            self._homes = None
+            self._placements = None
 
     def __enter__(self) -> Init:
         if self._enabled and not _active:
@@ -104,7 +104,7 @@ class Init:
                 if module is not None:
                     self._shard_own(module)
         self._built.clear()
-        self._homes = None  # the file goes when the last parameter has moved to an engine
+        self._placements = None  # the file goes when the last parameter has moved to an engine
 
     def _remember(self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(module, *args, **kwargs)
@@ -121,28 +121,32 @@ class Init:
 
     def _shard_own(self, module: nn.Module) -> None:
         for param in module.parameters(recurse=False):
-            if home_of(param) is None and not param.is_meta:
-                home = HERE if self._homes is None else self._homes.of_shard(param.numel() // self._group.world_size)
-                shard_parameter(param, self._group, self._dtype, home)
+            if unit_params_of(param) is None and not param.is_meta:
+                placement = (
+                    ON_DEVICE
+                    if self._placements is None
+                    else self._placements.of_shard(param.numel() // self._group.world_size)
+                )
+                shard_parameter(param, self._group, self._dtype, placement)
 
 
 def shard_parameter(
-    param: nn.Parameter, group: DataParallelGroup, dtype: torch.dtype | None = None, home: Home = HERE
+    param: nn.Parameter, group: DataParallelGroup, dtype: torch.dtype | None = None, placement: Placement = ON_DEVICE
 ) -> None:
-    """Keep only this rank's chunk of a parameter, of rank 0's values, at `home`. Every rank must call it.
+    """Keep only this rank's chunk of a parameter, of rank 0's values, at `placement`. Every rank must call it.
 
-    dtype: to convert floating-point parameters to. With a single rank and no other home only device and dtype change.
+    dtype: to convert floating-point parameters to. With a single rank and no offloading only device and dtype change.
     """
     converted = dtype if dtype is not None and param.is_floating_point() else param.dtype
     param.data = param.data.to(device=group.device, dtype=converted)
-    if group.process_group is None and not home.is_away:
+    if group.process_group is None and not placement.is_offloaded:
         return
     layout = layout_unit([param_info("", param, converted)], group.world_size)
     owned = layout.chunk_range(group.rank)
     parts = UnitParameters(
-        [param], layout, ParallelMesh(group, group), Residence(converted, owned, is_sharded=True, home=home)
+        [param], layout, ParallelMesh(group, group), ShardSpec(converted, owned, is_sharded=True, placement=placement)
     )
-    parts.claim()
+    parts.register()
     parts.describe()
     parts.broadcast([param], 0)
     parts.release()
@@ -176,7 +180,7 @@ def _apply_gathered(
 
 
 def _initialize_gathered(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(tensor, nn.Parameter) or home_of(tensor) is None:
+    if not isinstance(tensor, nn.Parameter) or unit_params_of(tensor) is None:
         return original(tensor, *args, **kwargs)
     with GatheredParameters(tensor, modifier_rank=0):
         return original(tensor, *args, **kwargs)

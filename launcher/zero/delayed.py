@@ -16,7 +16,7 @@ from launcher.zero.unit import FlatUnit
 
 
 class DelayedUpdate:
-    """Takes the steps of one engine in a thread. Every rank must call `begin` and `publish` in the same order."""
+    """Takes the steps of one engine in a thread. Every rank must call `begin` and `write_back` in the same order."""
 
     def __init__(
         self,
@@ -32,42 +32,42 @@ class DelayedUpdate:
         self._num_left_in_order = policy.offload.num_steps_in_order
         self._thread = ThreadPoolExecutor(1, "launch-update")
         self._running: Future[None] | None = None
-        self._is_published = True
+        self._is_written_back = True
         for unit in self._units:
             unit.params.pending = self
 
     def begin(self, unused: Collection[str], grad_scale: float) -> None:
-        """Take the units' gradients over and start a step with them. The step before must have been published."""
+        """Take the units' gradients over and start a step with them. The step before must have been written back."""
         grads = {unit.index: unit.grads.hand_over() for unit in self._units if unit.grads is not None}
         update = self._optimizer.prepare(grad_scale, unused, grads)
-        self._is_published = False
+        self._is_written_back = False
         self._running = self._thread.submit(self._run, update)
         if self._num_left_in_order > 0:
             self._num_left_in_order -= 1
-            self.publish()
+            self.write_back()
 
     def _run(self, update: Callable[[], None]) -> None:
-        self._group.link.synchronize()  # copies of the step before may still read what this one writes
+        self._group.copier.synchronize()  # copies of the step before may still read what this one writes
         with using_part_of_threads(self._policy.offload.cores_fraction):
             update()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until masters, copies and states are not written any more. Raises what went wrong in the thread."""
         if self._running is not None:
             running, self._running = self._running, None
             running.result()
 
-    def publish(self) -> None:
-        """Let the parameters follow the masters, if they do not yet. Collective."""
-        self.settle()
-        if not self._is_published:
-            self._is_published = True
+    def write_back(self) -> None:
+        """Write the updated masters back to the parameters, unless that is done. Collective."""
+        self.wait()
+        if not self._is_written_back:
+            self._is_written_back = True
             for unit in self._units:
-                unit.publish_update(is_written=self._optimizer.writes_params, overlaps=self._policy.overlap_comm)
+                unit.write_back(is_written=self._optimizer.writes_params, overlaps=self._policy.overlap_comm)
 
     def end(self) -> None:
-        """Publish the last update and end the thread. Collective."""
-        self.publish()
+        """Write the last update back and end the thread. Collective."""
+        self.write_back()
         self._thread.shutdown()
         for unit in self._units:
             unit.params.pending = None

@@ -26,7 +26,7 @@ MAX_WRITES = 2
 class SwapState(Enum):
     """Where the values are.
 
-    OUT -> READING (start_reading) -> IN (bring_in) -> WRITING (send_out) -> OUT (settle). `drop` leads to OUT.
+    OUT -> READING (start_reading) -> IN (bring_in) -> WRITING (send_out) -> OUT (finish_write). `drop` leads to OUT.
     """
 
     OUT = auto()  # on disk only, if anywhere: there is no memory
@@ -39,7 +39,7 @@ class Disk:
     """Swap space of one rank in one folder, with the memory that what is in use has in the meantime."""
 
     def __init__(self, folder: str, settings: AioSettings, *, writes_behind: bool = False) -> None:
-        """writes_behind: a unit's states may be on their way to the disk while the next unit's are updated.
+        """writes_behind: a unit's states may still be written while the next unit's are updated.
 
         Raises: EngineError for a folder that cannot be written.
         """
@@ -49,14 +49,14 @@ class Disk:
         self.writes_behind = writes_behind
         self._writing: deque[Swapped] = deque()
 
-    def note_writing(self, swapped: Swapped) -> None:
+    def register_write(self, swapped: Swapped) -> None:
         """Remember whose memory a write has."""
         self._writing.append(swapped)
 
-    def settle(self, *, max_writes: int) -> None:
+    def drain(self, *, max_writes: int) -> None:
         """Wait until at most so many writes are in flight, and take their memory back."""
         while len(self._writing) > max_writes:
-            self._writing.popleft().settle()
+            self._writing.popleft().finish_write()
 
 
 def _aligned_storage(num_bytes: int) -> torch.UntypedStorage:
@@ -110,10 +110,10 @@ class Swapped:
         """
         self._transfer = self._disk.store.write(self._extent, self._memory())
         self.state = SwapState.WRITING
-        self._disk.note_writing(self)
-        self._disk.settle(max_writes=max_writes)
+        self._disk.register_write(self)
+        self._disk.drain(max_writes=max_writes)
 
-    def settle(self) -> None:
+    def finish_write(self) -> None:
         """Wait for a write, unless the values have been brought back in since it began."""
         if self.state is SwapState.WRITING and self._transfer is not None:
             self._transfer.wait()
@@ -128,9 +128,9 @@ class Swapped:
         if self.state in (SwapState.READING, SwapState.IN):
             self._take_back()
 
-    def settle_disk(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait for every write of the disk: none may come after what is written next to this."""
-        self._disk.settle(max_writes=0)
+        self._disk.drain(max_writes=0)
 
     def _lend(self) -> None:
         self._disk.memory.lend(self._storage, self._num_bytes)
@@ -176,7 +176,7 @@ class UnitSwap:
 
     def forget_states(self) -> None:
         """Make room for states that take the place of those there are."""
-        self._disk.settle(max_writes=0)
+        self._disk.drain(max_writes=0)
         self._states.clear()
         self._free = list(self._room)
 
@@ -212,7 +212,7 @@ class UnitSwap:
             self._gradient.drop()
         for swapped in changed:
             swapped.send_out(max_writes=2 * len(changed))
-        self._disk.settle(max_writes=len(changed) if self._disk.writes_behind else 0)
+        self._disk.drain(max_writes=len(changed) if self._disk.writes_behind else 0)
 
     def drop(self) -> None:
         """Give the memory of everything back without writing."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from launcher.zero.parameters import UnitParameters, home_of
+from launcher.zero.parameters import UnitParameters, unit_params_of
 from launcher.zero.stages import ParameterState
 
 
@@ -30,30 +30,30 @@ class GatheredParameters:
         """fwd_module: part of the signature scripts use; what a module reads is found when it runs."""
         given: list[Any] = [params] if isinstance(params, nn.Parameter) else list(params or ())
         self._modifier_rank = modifier_rank
-        self._homes: dict[UnitParameters, list[nn.Parameter]] = {}
+        self._unit_params: dict[UnitParameters, list[nn.Parameter]] = {}
         for param in dict.fromkeys(given) if enabled else ():
-            home = home_of(param) if param is not None else None
-            if home is not None:
-                self._homes.setdefault(home, []).append(param)
+            found = unit_params_of(param) if param is not None else None
+            if found is not None:
+                self._unit_params.setdefault(found, []).append(param)
         self._fetched: list[UnitParameters] = []
 
     def __enter__(self) -> None:
-        for home in self._homes:
-            if self._modifier_rank is not None and home.pending is not None:
-                home.pending.publish()  # an update to come would be lost to the values that this block leaves
-            if home.state is ParameterState.SHARDED:
-                home.start_gather()
-                self._fetched.append(home)
-        for home in self._homes:
-            home.wait()
+        for found in self._unit_params:
+            if self._modifier_rank is not None and found.pending is not None:
+                found.pending.write_back()  # an update to come would be lost to the values that this block leaves
+            if found.state is ParameterState.SHARDED:
+                found.start_gather()
+                self._fetched.append(found)
+        for found in self._unit_params:
+            found.wait()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None and self._modifier_rank is not None:
-            for home, params in self._homes.items():
-                home.broadcast(params, self._modifier_rank)
-        for home in self._fetched:
-            home.note_versions()  # without a modifier rank changes are forgotten, which is the caller's choice
-            home.release()
+            for found, params in self._unit_params.items():
+                found.broadcast(params, self._modifier_rank)
+        for found in self._fetched:
+            found.note_versions()  # without a modifier rank changes are forgotten, which is the caller's choice
+            found.release()
         self._fetched.clear()

@@ -12,9 +12,9 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.sharding.layout import UnitLayout
 from launcher.zero.disk import Swapped
-from launcher.zero.home import HERE, Home
 from launcher.zero.local_gradients import LocalGradients
 from launcher.zero.owned_gradient import OwnedGradient, sum_of_squares
+from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 
 
@@ -34,10 +34,10 @@ class UnitGradients:
         mesh: ParallelMesh,
         owned: range,
         *,
-        home: Home = HERE,
+        placement: Placement = ON_DEVICE,
         label: str = "",
     ) -> None:
-        """home: where the optimizer updates the unit. label: of the unit, for profilers and the debug log."""
+        """placement: where the optimizer updates the unit. label: of the unit, for profilers and the debug log."""
         self._label = label
         self._layout = layout
         self._policy = policy
@@ -46,36 +46,38 @@ class UnitGradients:
         self._replicate = mesh.replicate
         self._num_copies = mesh.num_copies
         self._owned = owned
-        self._is_whole = len(owned) == layout.padded_numel
+        self._owns_all = len(owned) == layout.padded_numel
         self._scale = policy.reduction.factor(mesh.data.world_size)
         self._wire_dtype = policy.precision.wire_dtype or policy.precision.param_dtype
         self.state = UnitState.IDLE
-        leaves = home.is_away and policy.stage.shards_gradients  # as soon as it is summed
-        self._is_kept_whole = not leaves and (self._is_whole or not policy.stage.shards_gradients)
-        self._early_scale = self._exact_scale() if self._is_kept_whole else 1.0  # of gradients as they are taken
+        offloads_sums = placement.is_offloaded and policy.stage.shards_gradients  # as soon as it is summed
+        self._is_kept_full = not offloads_sums and (self._owns_all or not policy.stage.shards_gradients)
+        self._early_scale = self._exact_scale() if self._is_kept_full else 1.0  # of gradients as they are taken
         sum_dtype = policy.precision.grad_dtype
         # 1-D [padded] in the type of sums, where all of it is kept until the step.
-        whole = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device) if self._is_kept_whole else None
+        full = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device) if self._is_kept_full else None
         self._local = LocalGradients(
-            params, layout, group.buffers, dtype=self._wire_dtype, kept=whole, scale=self._early_scale
+            params, layout, group.buffers, dtype=self._wire_dtype, kept=full, scale=self._early_scale
         )
-        here = torch.zeros(len(owned), dtype=sum_dtype, device=group.device) if whole is None and not leaves else None
+        own_sum = None if full is None else full[owned.start : owned.stop]
+        if full is None and not offloads_sums:
+            own_sum = torch.zeros(len(owned), dtype=sum_dtype, device=group.device)
         self._sum = OwnedGradient(
             len(owned),
             sum_dtype,
             group,
-            home,
-            kept=here if whole is None else whole[owned.start : owned.stop],
+            placement,
+            kept=own_sum,
             turns=policy.offload.is_delayed,
         )
-        self._wire: Tensor | None = None  # 1-D [padded], a copy of the gradients in the wire's dtype on its way
+        self._wire: Tensor | None = None  # 1-D [padded], a copy of the gradients in the wire's dtype, in flight
         self._arriving: Tensor | None = None  # the sum of a further micro-batch: 1-D [owned], or [padded] of all ranks
         self._reduction: Pending | None = None
         self._is_sent = False  # the sum of the current backward was begun
         self._factor = 1.0  # what the last sum over the ranks was multiplied by
         self._is_summed_over_copies = mesh.replicate is None  # what is owned
-        self._is_local = False  # the last reduction left every rank its own gradient
-        own = layout.chunk_range(group.rank) if self._is_whole else range(len(owned))
+        self._is_unreduced = False  # the last reduction left every rank its own gradient
+        own = layout.chunk_range(group.rank) if self._owns_all else range(len(owned))
         self._counted = slice(own.start, own.stop)  # of what is owned: each element is counted by one rank
         self._square: Tensor | None = None  # scalar fp64: the sum of squares, when it is known
 
@@ -85,9 +87,9 @@ class UnitGradients:
         return self._sum.grad
 
     @property
-    def home_grad(self) -> Tensor:
+    def optimizer_grad(self) -> Tensor:
         """The same, 1-D [owned], where the optimizer reads it."""
-        return self._sum.home_grad
+        return self._sum.optimizer_grad
 
     @property
     def swap(self) -> Swapped | None:
@@ -103,8 +105,8 @@ class UnitGradients:
 
     def begin_backward(self) -> None:
         """Forget which gradients of the previous backward have arrived."""
-        if self._is_kept_whole and self.state is UnitState.REDUCED:
-            self._reopen()
+        if self._is_kept_full and self.state is UnitState.REDUCED:
+            self._unreduce()
         self._sum.begin_backward()
         self._local.begin_backward()
         self._square = None
@@ -140,34 +142,34 @@ class UnitGradients:
 
     # ---- over the ranks ----
 
-    def start_reduction(self, *, is_last: bool, stays_local: bool = False) -> None:
+    def start_reduction(self, *, is_last: bool, skips_reduction: bool = False) -> None:
         """Start summing, or averaging, the gradients over the ranks. Every rank must call it in the same order.
 
         is_last: before a step. Where there are several copies of the shards, their sums are added then.
-        stays_local: send nothing; every rank's own gradient becomes what has the same mean over the ranks as the sum.
+        skips_reduction: send nothing; each rank keeps its own gradient, scaled so that their mean is that of the sum.
         """
         self.state = check_transition(self.state, UnitState.ACCUMULATING)
         self.state = check_transition(self.state, UnitState.REDUCING)
         self._is_sent = True
         local = self._local.completed()
-        self._factor = rest = self._scale / self._early_scale
-        self._is_local = stays_local
-        if stays_local:
-            if rest * self._group.world_size != 1.0:
-                local.mul_(rest * self._group.world_size)
+        self._factor = remaining = self._scale / self._early_scale
+        self._is_unreduced = skips_reduction
+        if skips_reduction:
+            if remaining * self._group.world_size != 1.0:
+                local.mul_(remaining * self._group.world_size)
             self._reduction = Pending()
             return
         reduction = self._policy.reduction
         if reduction.predivide != 1.0 and self._group.process_group is not None:
             local.mul_(1.0 / reduction.predivide)
-            rest *= reduction.predivide
+            remaining *= reduction.predivide
         with observe.unit_span("reduction", self._label):
-            self._reduction = self._started(local, self._sent(local), rest, is_last=is_last)
+            self._reduction = self._started(local, self._sent(local), remaining, is_last=is_last)
 
     def _started(self, local: Tensor, sent: Tensor, scale: float, *, is_last: bool) -> Pending:
         """Start the collective that sums `sent`, times `scale`, to where the sum is kept."""
         scatters = self._policy.reduction.scatters
-        if self._is_kept_whole and (self._is_whole or not scatters):
+        if self._is_kept_full and (self._owns_all or not scatters):
             return collectives.all_reduce(self._reductions, local, scale, sent=sent)
         if not scatters:
             self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
@@ -216,7 +218,7 @@ class UnitGradients:
         if self._reduction is not None:
             with observe.unit_span("wait for the reduction", self._label):
                 self._reduction = self._reduction.advance()
-            self._give_wire_back()  # what was sent has been added: the sum itself is on its way now
+            self._give_wire_back()  # what was sent has been added: the sum itself is in flight now
 
     def finish_reduction(self, *, measure: bool = False) -> None:
         """Wait for the sum and give temporary buffers back. measure: sum its squares while the sum is in the cache."""
@@ -229,13 +231,13 @@ class UnitGradients:
         kept = self.owned_grad if self._arriving is None else self._kept(self._arriving)
         if measure:
             self._square = self._measured(kept)
-        self._sum.publish()
+        self._sum.copy_to_optimizer()
         if self._arriving is not None:
             self._group.buffers.give_back(self._arriving)
             self._arriving = None
         self._give_wire_back()
         self._local.empty()
-        self._sum.holds_sum = not self._is_kept_whole
+        self._sum.holds_sum = not self._is_kept_full
 
     def _kept(self, arrived: Tensor) -> Tensor:
         """Add what has arrived to the owned sum; return the total on the device, which may be `arrived` itself."""
@@ -258,9 +260,9 @@ class UnitGradients:
         self._sum.holds_sum = True
         self._sum_over_copies(total).wait()
         self._kept(total)
-        self._sum.publish()
+        self._sum.copy_to_optimizer()
         self._group.buffers.give_back(total)
-        self._sum.holds_sum = not self._is_kept_whole
+        self._sum.holds_sum = not self._is_kept_full
         self._square = None
 
     def reduce_late(self) -> None:
@@ -268,8 +270,8 @@ class UnitGradients:
 
         Every rank must call it in the same order, also one that has no such gradients.
         """
-        if self._is_kept_whole:
-            self._reopen()
+        if self._is_kept_full:
+            self._unreduce()
         self._local.num_backwards += 1
         self._is_sent = False
         self.state = check_transition(self.state, UnitState.ACCUMULATING)
@@ -277,20 +279,20 @@ class UnitGradients:
         self._square = None
         self.start_reduction(is_last=True)
 
-    def _reopen(self) -> None:
+    def _unreduce(self) -> None:
         """Turn the sum over ranks back into something to add to: a further backward comes before the step.
 
         What is left on each rank is such that the next sum over the ranks counts the gradients so far once.
         """
         local = self._local.flat()
-        if self._is_whole:
+        if self._owns_all:
             local.mul_(1.0 / (self._factor * self._group.world_size))
         else:
             local[: self._owned.start].zero_()
             local[self._owned.stop :].zero_()
             self.owned_grad.mul_(1.0 / (self._factor * (self._num_copies if self._is_summed_over_copies else 1)))
             self._is_summed_over_copies = self._replicate is None
-        self._local.reopen()
+        self._local.resume()
         self.state = check_transition(self.state, UnitState.ACCUMULATING)
 
     @property
@@ -300,28 +302,28 @@ class UnitGradients:
         Where every rank has its own gradient the whole is their mean square, which no norm of their mean exceeds.
         """
         if self._square is None:
-            self.settle()
-            square = self._sum.square(slice(None) if self._is_local else self._counted)
-            self._square = square / self._group.world_size if self._is_local else square
+            self.finish()
+            square = self._sum.square(slice(None) if self._is_unreduced else self._counted)
+            self._square = square / self._group.world_size if self._is_unreduced else square
         return self._square
 
     def _measured(self, grad: Tensor) -> Tensor:
-        if self._is_local:
+        if self._is_unreduced:
             return sum_of_squares(grad) / self._group.world_size
         return sum_of_squares(grad[self._counted])
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait until `owned_grad` can be read and written by the host, wherever it is kept."""
         self.finish_reduction()
-        self._group.link.synchronize()
+        self._group.copier.synchronize()
 
     def note_written(self) -> None:
         """Take over that `owned_grad` was written from elsewhere."""
         self._square = None
-        self._sum.publish()
+        self._sum.copy_to_optimizer()
 
     def hand_over(self) -> Tensor:
-        """Return the gradient in `home_grad`; the next one comes into other memory, the one after into this again."""
+        """Return `optimizer_grad`; the next gradient comes into other memory, the one after into this again."""
         return self._sum.hand_over()
 
     def discard(self) -> None:

@@ -50,17 +50,17 @@ def install_hooks(
     """
     installed = InstalledHooks()
     handles = installed.handles
-    readers: dict[nn.Module, list[FlatUnit]] = {model: []}
+    units_of: dict[nn.Module, list[FlatUnit]] = {model: []}
     if any(unit.is_sharded for unit in units):  # each may read parameters of others
-        readers.update((module, []) for module in model.modules() if any(True for _ in module.children()))
+        units_of.update((module, []) for module in model.modules() if any(True for _ in module.children()))
     for unit in units:
-        for anchor in unit.members.anchors:
-            readers.setdefault(anchor, []).append(unit)
+        for module in unit.members.modules:
+            units_of.setdefault(module, []).append(unit)
         if unit.grads is not None and reducer is not None:
             for index, param in enumerate(unit.members.params):
                 hook = _gradient_hook(reducer, unit, index)
                 handles.append(param.register_post_accumulate_grad_hook(hook))
-    for module, read in readers.items():
+    for module, read in units_of.items():
         reader = _Reader(schedule, reducer, read)
         handles.append(module.register_forward_pre_hook(reader.before_forward, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(reader.after_forward, always_call=True))

@@ -17,7 +17,7 @@ _EXTERNAL_MARK = "_launch_external_parameters"
 def set_z3_leaf_modules(
     model: nn.Module, leaf_modules: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Have modules gathered whole, with everything inside, when their forward begins. Call it before `initialize`.
+    """Have modules gathered as one, with everything inside, when their forward begins. Call it before `initialize`.
 
     leaf_modules: classes, or their names. For modules whose parts run in an order that differs between ranks, such as
     mixtures of experts. Returns the modules found. Raises: EngineError when there are none.
@@ -48,17 +48,17 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_modules: Iterable[type[nn.Modul
 
 
 def set_z3_leaf_module(module: nn.Module, is_leaf: bool) -> None:
-    """Mark one module as gathered whole, or not."""
+    """Mark one module as gathered as one, or not."""
     setattr(module, _LEAF_MARK, is_leaf)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules marked as gathered whole."""
+    """Return the modules marked as gathered as one."""
     return [module for module in model.modules() if is_leaf(module)]
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Say whether a module is marked as gathered whole."""
+    """Whether a module is marked as gathered as one."""
     return bool(module.__dict__.get(_LEAF_MARK, False))
 
 
@@ -66,12 +66,12 @@ z3_leaf_module = is_leaf
 
 
 def set_tile(module: nn.Module) -> None:
-    """Mark a module as a tile: gathered by itself, whatever it is part of (a leaf is gathered whole all the same)."""
+    """Mark a module as a tile: gathered by itself, whatever it is part of (a leaf is gathered as one anyway)."""
     setattr(module, _TILE_MARK, True)
 
 
 def is_tile(module: nn.Module) -> bool:
-    """Say whether a module is a tile."""
+    """Whether a module is a tile."""
     return bool(module.__dict__.get(_TILE_MARK, False))
 
 

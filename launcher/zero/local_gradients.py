@@ -105,7 +105,7 @@ class LocalGradients:
         flat[self._layout.numel :].zero_()
         return flat
 
-    def reopen(self) -> None:
+    def resume(self) -> None:
         """Note that the buffer holds what a further backward adds to."""
         self._filled = [True] * len(self._filled)
         self.num_backwards = 1

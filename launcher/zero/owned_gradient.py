@@ -7,7 +7,7 @@ from torch import Tensor
 
 from launcher.comm.groups import DataParallelGroup
 from launcher.kernels.select import kernel_for
-from launcher.zero.home import Home
+from launcher.zero.placement import Placement
 
 
 def sum_of_squares(grad: Tensor) -> Tensor:
@@ -20,29 +20,36 @@ def sum_of_squares(grad: Tensor) -> Tensor:
 
 
 class OwnedGradient:
-    """Sums over ranks and micro-batches. `grad` is where they are added up, `home_grad` what the optimizer reads."""
+    """Sums over ranks and micro-batches, added up in `grad`. The optimizer reads `optimizer_grad`."""
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, group: DataParallelGroup, home: Home, *, kept: Tensor | None, turns: bool
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        group: DataParallelGroup,
+        placement: Placement,
+        *,
+        kept: Tensor | None,
+        turns: bool,
     ) -> None:
-        """kept: 1-D [owned], memory of the device to add up in, which is copied to `home` before a step; None: each sum
-        goes to `home` as soon as it is there.
+        """kept: 1-D [owned], memory of the device to add up in, copied to `optimizer_grad` before a step; None: each
+        sum goes to `optimizer_grad` as soon as it is there.
 
         turns: two buffers take turns, because a delayed update reads one beside the next backward.
         """
         self._group = group
-        self._link = group.link
-        self._is_away = home.is_away and kept is None
+        self._copier = group.copier
+        self._is_offloaded = placement.is_offloaded and kept is None
         if kept is not None:
             self.grad = kept
         else:
-            self.grad = home.empty(numel, dtype, group).zero_()
-        self.home_grad = self.grad
-        if home.is_away and not self._is_away:
-            self.home_grad = home.empty(numel, dtype, group).zero_()
-        self._spare_grad = home.empty(numel, dtype, group) if turns else self.home_grad
+            self.grad = placement.empty(numel, dtype, group).zero_()
+        self.optimizer_grad = self.grad
+        if placement.is_offloaded and not self._is_offloaded:
+            self.optimizer_grad = placement.empty(numel, dtype, group).zero_()
+        self._spare_grad = placement.empty(numel, dtype, group) if turns else self.optimizer_grad
         self._is_handed_over = False
-        self.swap = home.swapped(self.home_grad)
+        self.swap = placement.swapped(self.optimizer_grad)
         if self.swap is not None:
             self.swap.drop()
         self.holds_sum = False  # of an earlier micro-batch, to which the next one is added
@@ -50,48 +57,48 @@ class OwnedGradient:
     @property
     def has_buffer(self) -> bool:
         """Whether a sum over the ranks can arrive in `grad` itself."""
-        return not self._is_away
+        return not self._is_offloaded
 
     def begin_backward(self) -> None:
         """Have the next gradient come into other memory than the one that was handed over."""
         if self._is_handed_over:
-            self.home_grad, self._spare_grad, self._is_handed_over = self._spare_grad, self.home_grad, False
-            if self._is_away:
-                self.grad = self.home_grad
+            self.optimizer_grad, self._spare_grad, self._is_handed_over = self._spare_grad, self.optimizer_grad, False
+            if self._is_offloaded:
+                self.grad = self.optimizer_grad
 
     def keep(self, arrived: Tensor) -> Tensor:
         """Add a sum, 1-D [owned] on the device, to what is kept. Returns the total, on the device."""
-        if not self._is_away:
+        if not self._is_offloaded:
             return (self.grad.add_ if self.holds_sum else self.grad.copy_)(arrived)
         if self.holds_sum:
             self.add_to(arrived)
         kept = arrived.to(self.grad.dtype)  # rounded before it is measured, as where it stays on the device
-        self._send_home(kept)
+        self._offload_grad(kept)
         return kept
 
     def add_to(self, arrived: Tensor) -> None:
         """Add what is kept to `arrived`, 1-D [owned] on the device."""
         if self.swap is not None:
             self.swap.bring_in()
-        arrived.add_(self._link.on_device(self.grad) if self._is_away else self.grad)
+        arrived.add_(self._copier.to_device(self.grad) if self._is_offloaded else self.grad)
 
-    def publish(self) -> None:
-        """Bring what was added up on the device to where the optimizer reads it."""
-        if self.home_grad is not self.grad:
-            self._send_home(self.grad)
+    def copy_to_optimizer(self) -> None:
+        """Copy what was added up on the device to `optimizer_grad`."""
+        if self.optimizer_grad is not self.grad:
+            self._offload_grad(self.grad)
 
-    def _send_home(self, grad: Tensor) -> None:
+    def _offload_grad(self, grad: Tensor) -> None:
         if self.swap is None:
-            self._link.copy(self.home_grad, grad)
+            self._copier.copy(self.optimizer_grad, grad)
             return
         self.swap.bring_in(reads=False)
-        self._link.copy(self.home_grad, grad)
-        self._link.synchronize()
+        self._copier.copy(self.optimizer_grad, grad)
+        self._copier.synchronize()
         self.swap.send_out()
 
     def square(self, counted: slice) -> Tensor:
         """Return the sum of squares of a part of what is kept, scalar fp64 on the device."""
-        on_disk = self.swap if self._is_away else None
+        on_disk = self.swap if self._is_offloaded else None
         if on_disk is not None:
             on_disk.bring_in()
         square = sum_of_squares(self.grad[counted]).to(self._group.device)
@@ -100,9 +107,9 @@ class OwnedGradient:
         return square
 
     def hand_over(self) -> Tensor:
-        """Return the gradient in `home_grad`; the next one comes into other memory, the one after into this again."""
+        """Return `optimizer_grad`; the next gradient comes into other memory, the one after into this again."""
         self._is_handed_over = True
-        return self.home_grad
+        return self.optimizer_grad
 
     def end_step(self) -> None:
         """Forget the sum; the memory is used again."""

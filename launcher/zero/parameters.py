@@ -1,4 +1,4 @@
-"""The parameters of a unit on one rank: whole in a flat buffer, or a chunk that is made whole around its use.
+"""The parameters of a unit on one rank: full in a flat buffer, or a shard that is unsharded around its use.
 
 Users keep their `nn.Parameter`s; only the storage under them is replaced by views into the flat buffer.
 """
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import collectives, observe
+from launcher.comm.copier import CopyEvent, completed
 from launcher.comm.groups import DataParallelGroup
-from launcher.comm.link import Arrival, at_once
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.sharding.tensors import ParamInfo
 from launcher.zero.disk import Swapped
-from launcher.zero.home import HERE, Home
+from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.stages import ParameterState, Place, Precision
 
 _ids = itertools.count()
-_HOME = "_launch_home"
+_UNIT_PARAMS = "_launch_unit_params"
 
 
 class ZeroParamStatus(Enum):
@@ -41,23 +41,23 @@ class ZeroParamStatus(Enum):
 class PendingUpdate(Protocol):
     """An update of masters that may still run while the parameters are used."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until masters are not written any more."""
         ...
 
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Let the parameters follow the masters, if they do not yet. Collective."""
         ...
 
 
 @dataclass(frozen=True)
-class Residence:
+class ShardSpec:
     """How the parameters of one unit are kept on this rank."""
 
     dtype: torch.dtype
     owned: range  # elements this rank updates
     is_sharded: bool  # only the owned range is kept, the whole is gathered around its use
-    home: Home = HERE  # where the owned range of a sharded unit is kept
+    placement: Placement = ON_DEVICE  # where the owned range of a sharded unit is kept
     label: str = ""  # of the unit, for profilers and the debug log
 
 
@@ -73,21 +73,21 @@ class UnitParameters:
         params: list[nn.Parameter],
         layout: UnitLayout,
         mesh: ParallelMesh,
-        residence: Residence,
+        spec: ShardSpec,
     ) -> None:
-        """Take the values over from `params`, which must be whole on every rank, in the residence's dtype."""
+        """Take the values over from `params`, which must be whole on every rank, in the spec's dtype."""
         self._params = params
-        self._label = residence.label
+        self._label = spec.label
         self._layout = layout
         self.group = group = mesh.shard
         self._data = mesh.data
-        self._node = mesh.node if residence.is_sharded else None
-        self.owned = owned = residence.owned
-        self.is_sharded = is_sharded = residence.is_sharded
-        dtype = residence.dtype
+        self._node = mesh.node if spec.is_sharded else None
+        self.owned = owned = spec.owned
+        self.is_sharded = is_sharded = spec.is_sharded
+        dtype = spec.dtype
         self.state = ParameterState.WHOLE
         self._gather: Pending | None = None
-        self._arrival: Arrival = at_once  # of the last copy into `shard`, or from it into `flat`
+        self._arrival: CopyEvent = completed  # of the last copy into `shard`, or from it into `flat`
         self._num_bytes = layout.padded_numel * dtype.itemsize
         if is_sharded:
             self.flat = group.buffers.borrow(layout.padded_numel, dtype)  # 1-D [padded], model precision
@@ -103,13 +103,13 @@ class UnitParameters:
         self._has_second = False  # it holds the values of now
         self._views = [self._view_of(index) for index in range(len(params))]
         self._absent = torch.empty(0, dtype=dtype, device=group.device)
-        self._adopt()
+        self._move_params_in()
         # 1-D [owned], model precision; a view of `flat` unless sharded.
         self.shard = self._own_flat
-        self.home = residence.home if is_sharded else HERE  # where the shard is kept
+        self.placement = spec.placement if is_sharded else ON_DEVICE  # where the shard is kept
         if is_sharded:
-            self.shard = self.home.empty(len(owned), dtype, group).copy_(self._own_flat)
-        self._swap = self.home.swapped(self.shard)
+            self.shard = self.placement.empty(len(owned), dtype, group).copy_(self._own_flat)
+        self._swap = self.placement.swapped(self.shard)
         if self._swap is not None:
             self._swap.send_out()
         self.master = self.shard  # 1-D [owned]; in fp32 the parameters are their own master
@@ -123,23 +123,23 @@ class UnitParameters:
         slot = self._layout.slots[index]
         return self.flat[slot.offset : slot.end].view(slot.shape)
 
-    def _adopt(self) -> None:
+    def _move_params_in(self) -> None:
         with torch.no_grad():
             for param, view in zip(self._params, self._views, strict=True):
                 view.copy_(param.data)
                 param.data = view
                 param.grad = None
 
-    def claim(self) -> None:
-        """Have `home_of` find this unit for its parameters."""
+    def register(self) -> None:
+        """Have `unit_params_of` find this unit for its parameters."""
         for param in self._params:
-            setattr(param, _HOME, self)
+            setattr(param, _UNIT_PARAMS, self)
 
     def unclaim(self) -> None:
-        """Have `home_of` find nothing for its parameters: they are ordinary ones."""
+        """Have `unit_params_of` find nothing for its parameters: they are ordinary ones."""
         for param in self._params:
-            if home_of(param) is self:
-                delattr(param, _HOME)
+            if unit_params_of(param) is self:
+                delattr(param, _UNIT_PARAMS)
 
     def describe(self) -> None:
         """Give parameters the attributes scripts for DeepSpeed read at stage 3: `ds_id`, `ds_shape`, ..."""
@@ -156,33 +156,33 @@ class UnitParameters:
             param.ds_persist = not self.is_sharded  # type: ignore[attr-defined]
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
-    def keep_master(self, precision: Precision, home: Home, *, is_apart: bool = False) -> Swapped | None:
-        """Make what the optimizer updates at `home`, unless the shard itself is that. Returns its swap on disk.
+    def keep_master(self, precision: Precision, placement: Placement, *, is_apart: bool = False) -> Swapped | None:
+        """Make what the optimizer updates at `placement`, unless the shard itself is that. Returns its swap on disk.
 
         is_apart: nothing that the optimizer writes may be the shard, which is read meanwhile.
         """
-        is_with_shard = home.place is self.home.place and not is_apart
+        is_with_shard = placement.place is self.placement.place and not is_apart
         if not precision.has_master and is_with_shard:
             return self._swap
         dtype = torch.float32 if precision.has_master else precision.param_dtype
-        self.master = home.empty(len(self.owned), dtype, self.group)
+        self.master = placement.empty(len(self.owned), dtype, self.group)
         with self.shard_in_memory(reads=True):
             self.master.copy_(self.shard)
-        self._master_swap = home.swapped(self.master)
+        self._master_swap = placement.swapped(self.master)
         if self._master_swap is not None:
             self._master_swap.send_out()
         if dtype != self.shard.dtype and self._swap is None:
             if is_with_shard:
                 self.copy = self.shard
-            elif home.place is Place.HOST:  # half of the master's bytes go to the device
-                self.copy = home.empty(len(self.owned), self.shard.dtype, self.group)
+            elif placement.place is Place.HOST:  # half of the master's bytes go to the device
+                self.copy = placement.empty(len(self.owned), self.shard.dtype, self.group)
                 self.renew_copy()
         return self._master_swap
 
-    def abandon(self) -> None:
+    def free(self) -> None:
         """Give memory and disk back: the parameters have moved to another unit."""
         if self._swap is not None:
-            self._swap.settle_disk()
+            self._swap.wait_for_writes()
         if self.is_sharded and self.state is not ParameterState.SHARDED:
             self.group.buffers.take_back(self.flat.untyped_storage())
             self.state = ParameterState.SHARDED
@@ -206,10 +206,10 @@ class UnitParameters:
         self.group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
         if self._node is not None and self._second is not None and self._has_second:
             self._gather = self._start_all_gather(self._second, self._node)
-        elif self.home.is_away or self.group.process_group is None:
+        elif self.placement.is_offloaded or self.group.process_group is None:
             with self.shard_in_memory(reads=True):
                 self._arrival()
-                self._arrival = self.group.link.copy(self._own_flat, self.shard)
+                self._arrival = self.group.copier.copy(self._own_flat, self.shard)
             self._gather = self._start_all_gather(self._own_flat)
         else:
             self._gather = self._start_all_gather(self.shard)
@@ -226,7 +226,7 @@ class UnitParameters:
         try:
             yield
         finally:
-            self.group.link.synchronize()  # a copy may still read or write memory that others get from here on
+            self.group.copier.synchronize()  # a copy may still read or write memory that others get from here on
             if writes:
                 self._swap.send_out()
             else:
@@ -247,11 +247,11 @@ class UnitParameters:
 
         group: None for the ranks that own a chunk each.
         """
-        with observe.unit_span("gather", self._label), self.group.link.following():
+        with observe.unit_span("gather", self._label), self.group.copier.ordered_after_copies():
             return collectives.all_gather(group or self.group, self.flat, own)
 
     def wait(self) -> None:
-        """Block until what is on its way has arrived: the values are those of the last step. Cheap when nothing is."""
+        """Block until what is in flight has arrived: the values are those of the last step. Cheap when nothing is."""
         if self._gather is None:
             return
         with observe.unit_span("wait for the gather", self._label):
@@ -285,7 +285,7 @@ class UnitParameters:
 
     # ---- updates ----
 
-    def publish_update(self, *, is_written: bool = False) -> None:
+    def write_back(self, *, is_written: bool = False) -> None:
         """Write the updated master range into the parameters; unless sharded, start gathering the others' ranges.
 
         is_written: the optimizer has done the first part.
@@ -296,10 +296,10 @@ class UnitParameters:
         source = self.copy if is_written and self.copy is not None else self.master
         if source is not self.shard:
             with self.shard_in_memory(reads=False, writes=True):
-                self._arrival = self.group.link.copy(self.shard, source)
+                self._arrival = self.group.copier.copy(self.shard, source)
         if not self.is_sharded:
-            is_whole = len(self.owned) == self._layout.padded_numel
-            self._gather = Pending() if is_whole else self._start_all_gather(self._own_flat)
+            owns_all = len(self.owned) == self._layout.padded_numel
+            self._gather = Pending() if owns_all else self._start_all_gather(self._own_flat)
             self.state = ParameterState.GATHERING
 
     def refresh(self) -> None:
@@ -363,7 +363,7 @@ def param_info(name: str, param: nn.Parameter, dtype: torch.dtype, group: int | 
     return ParamInfo(name, shape, str(dtype).removeprefix("torch."), group is not None, group or 0)
 
 
-def home_of(param: nn.Parameter) -> UnitParameters | None:
+def unit_params_of(param: nn.Parameter) -> UnitParameters | None:
     """Return where the values of a parameter are kept; None for one that no engine and no `zero.Init` has taken."""
-    home: UnitParameters | None = getattr(param, _HOME, None)
-    return home
+    found: UnitParameters | None = getattr(param, _UNIT_PARAMS, None)
+    return found

@@ -11,9 +11,9 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.sharding.grouping import choose_small, form_units, min_unit_numel
 from launcher.sharding.layout import UnitLayout, layout_unit
 from launcher.sharding.tensors import ParamInfo
-from launcher.zero.home import NO_DISKS, Disks, Homes
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
-from launcher.zero.parameters import home_of, param_info
+from launcher.zero.parameters import param_info, unit_params_of
+from launcher.zero.placement import NO_DISKS, Disks, Placements
 from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.unit import FlatUnit, UnitMembers
 
@@ -26,13 +26,13 @@ class _Member:
 
     info: ParamInfo
     param: nn.Parameter
-    anchors: list[nn.Module]  # modules whose forward reads it
+    modules: list[nn.Module]  # modules whose forward reads it
     is_persistent: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
         """What is equal for parameters that stay together."""
-        return (self.is_persistent, self.info.is_trainable, self.info.dtype, *map(id, self.anchors))
+        return (self.is_persistent, self.info.is_trainable, self.info.dtype, *map(id, self.modules))
 
 
 def full_numel(param: nn.Parameter) -> int:
@@ -54,33 +54,35 @@ def build_units(
     rank must call it with the same model.
     """
     units: list[FlatUnit] = []
-    homes = Homes(policy.offload, disks, sum(full_numel(param) for param in group_of))
+    placements = Placements(policy.offload, disks, sum(full_numel(param) for param in group_of))
     found = _members(model, group_of, policy)
     offloads = policy.offload.optimizer is not Place.DEVICE
     min_numel = min_unit_numel(shards_params=policy.stage.shards_parameters, offloads_optimizer=offloads)
     numels, keys = [member.info.numel for member in found], [member.key for member in found]
     for indices in form_units(numels, keys, min_numel=min_numel, max_numel=policy.max_unit_numel):
         chosen = [found[index] for index in indices]
-        anchors = dict.fromkeys(anchor for member in chosen for anchor in member.anchors)
-        members = UnitMembers([member.param for member in chosen], list(anchors), chosen[0].is_persistent)
+        modules = dict.fromkeys(module for member in chosen for module in member.modules)
+        members = UnitMembers([member.param for member in chosen], list(modules), chosen[0].is_persistent)
         layout = layout_unit([member.info for member in chosen], mesh.shard.world_size, mesh.num_copies)
-        unit = _adopt(members, layout, policy, mesh, homes)
+        unit = _build_unit(members, layout, policy, mesh, placements)
         unit.index = len(units)
         units.append(unit)
     return units
 
 
-def _adopt(members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, mesh: ParallelMesh, homes: Homes) -> FlatUnit:
-    """Build a unit; parameters that `zero.Init` has sharded are whole while it takes their values over."""
-    before = [home for home in map(home_of, members.params) if home is not None]
-    for home in before:
-        home.start_gather()
-    for home in before:
-        home.wait()
-    unit = FlatUnit(members, layout, policy, mesh, homes)
-    for home in before:
-        home.abandon()
-    del before
+def _build_unit(
+    members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, mesh: ParallelMesh, placements: Placements
+) -> FlatUnit:
+    """Build a unit; parameters that `zero.Init` has sharded are unsharded while it takes their values over."""
+    built_sharded = [found for found in map(unit_params_of, members.params) if found is not None]
+    for unit_params in built_sharded:
+        unit_params.start_gather()
+    for unit_params in built_sharded:
+        unit_params.wait()
+    unit = FlatUnit(members, layout, policy, mesh, placements)
+    for unit_params in built_sharded:
+        unit_params.free()
+    del built_sharded
     mesh.shard.buffers.note_freed(layout.numel)
     return unit
 
@@ -95,23 +97,23 @@ def _members(model: nn.Module, group_of: dict[nn.Parameter, int], policy: ZeroPo
         for name, param in model.named_parameters()
         if param in group_of or (shards_parameters and param.is_floating_point())
     }
-    for home, modules in _homes(model, policy):
-        for module in modules:
+    for unit_module, covered in _unit_modules(model, policy):
+        for module in covered:
             for param in (*module.parameters(recurse=False), *external_parameters(module)):
-                if param in members and home not in members[param].anchors:
-                    members[param].anchors.append(home)
+                if param in members and unit_module not in members[param].modules:
+                    members[param].modules.append(unit_module)
     found = list(members.values())
     if shards_parameters:
         limits = policy.parameters.persistence_threshold, policy.parameters.model_persistence_threshold
         for index in choose_small([member.info.numel for member in found], *limits):
-            found[index].anchors, found[index].is_persistent = [model], True
+            found[index].modules, found[index].is_persistent = [model], True
     return found
 
 
 # ---- which module's forward reads which modules' parameters ----
 
 
-def _homes(model: nn.Module, policy: ZeroPolicy) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+def _unit_modules(model: nn.Module, policy: ZeroPolicy) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Yield modules whose forward a unit is tied to, each with the modules whose own parameters it covers."""
     blocks = dict.fromkeys(_blocks(model))
     inside = {module for block in blocks for module in block.modules()}
@@ -144,7 +146,7 @@ def _items(module: nn.Module) -> Iterator[nn.Module]:
 
 def _split(module: nn.Module, policy: ZeroPolicy) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Yield a module whole, or where it is too large or holds tiles its parts."""
-    if _stays_whole(module, policy):
+    if _is_persistent(module, policy):
         yield module, list(module.modules())
         return
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -153,8 +155,8 @@ def _split(module: nn.Module, policy: ZeroPolicy) -> Iterator[tuple[nn.Module, l
         yield from _split(child, policy)
 
 
-def _stays_whole(module: nn.Module, policy: ZeroPolicy) -> bool:
-    """Say whether a module with everything inside is gathered as one."""
+def _is_persistent(module: nn.Module, policy: ZeroPolicy) -> bool:
+    """Whether a module with everything inside is gathered as one."""
     if is_leaf(module) or is_tile(module) or not any(True for _ in module.children()):
         return True
     if any(is_tile(part) for part in module.modules()):
@@ -171,7 +173,7 @@ def _largest_block(policy: ZeroPolicy) -> int:
 
 
 def _is_fine_grained(module: nn.Module, policy: ZeroPolicy) -> bool:
-    """Say whether a module has so many small parts that fetching each would cost more than fetching all."""
+    """Whether a module has so many small parts that fetching each would cost more than fetching all."""
     num_parts = sum(1 for part in module.modules() if any(True for _ in part.parameters(recurse=False)))
     numel = sum(full_numel(param) for param in module.parameters())
     return num_parts > 1 and numel / num_parts < policy.parameters.granularity_threshold

@@ -44,7 +44,7 @@ class GradientReducer:
         self._group = group
         self._follows_modules = any(unit.is_sharded for unit in units)
         # Asked at each reduction, alike on every rank: is the next step to get each rank's own gradients? Stage 0 only.
-        self.keeps_local: Callable[[], bool] = lambda: False
+        self.skips_reduction: Callable[[], bool] = lambda: False
         self._in_backward = False
         self._reduces = False
         self._is_boundary = False
@@ -70,8 +70,8 @@ class GradientReducer:
             return
         gradients.take(index)
         if self._reduces and self._policy.overlap_comm and not self._follows_modules:
-            while self._unsent and (following := next(iter(self._unsent))).is_complete:
-                self._reduce(following)
+            while self._unsent and (oldest := next(iter(self._unsent))).is_complete:
+                self._reduce(oldest)
 
     def _drop_foreign(self, gradients: UnitGradients, index: int) -> None:
         """Drop a gradient that the backward pass of another engine has left on this one's parameter.
@@ -159,7 +159,7 @@ class GradientReducer:
         self._make_room()
         del self._unsent[gradients]
         self.order.note(Collective.REDUCTION, self._index_of[gradients])
-        gradients.start_reduction(is_last=self._is_boundary, stays_local=self.keeps_local())
+        gradients.start_reduction(is_last=self._is_boundary, skips_reduction=self.skips_reduction())
         self._in_flight.append(gradients)
 
     def _make_room(self) -> None:

@@ -1,4 +1,4 @@
-"""When units are made whole and when they are released: around each use, ahead of it, and not longer than needed."""
+"""When units are unsharded and when they are released: around each use, ahead of it, and not longer than needed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ParameterSchedule:
         self._in_backward = False
         self._is_broken = False  # an exception ended a forward: units may still be gathered, or on their way
         self._open_uses = OpenUses(len(units))
-        self._live: set[int] = set()  # units made whole from here; what the user gathers is the user's to release
+        self._live: set[int] = set()  # units unsharded from here; what the user gathers is the user's to release
         self._live_numel = 0
         self._reading: set[int] = set()  # units whose shards were read ahead of being fetched
         self._ahead = 0  # how many of the upcoming uses have been looked at
@@ -99,7 +99,7 @@ class ParameterSchedule:
         """Release what is not needed again soon: the forward of the innermost running module has ended.
 
         keeps: units whose memory its caller reads from now on. Returns whether it was the outermost one; then `keeps`
-        are whole until `release` is called.
+        are unsharded until `release` is called.
         """
         units = self._running.pop() if self._running else []
         for unit in units:
@@ -247,7 +247,7 @@ class ParameterSchedule:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Start reading, of the shards that rest on disk, those of the units that are fetched after these."""
+        """Start reading, of the shards that are on disk, those of the units that are fetched after these."""
         for distance in range(self._policy.num_read_ahead):
             index = self._follower.upcoming(self._ahead + distance)
             if index is not None:

@@ -91,7 +91,7 @@ class UnitState(Enum):
 
     IDLE = auto()  # no gradient since the last step
     ACCUMULATING = auto()  # the local gradient buffer holds at least one micro-batch's gradient
-    REDUCING = auto()  # the sum over ranks is on its way; the buffer belongs to the collective
+    REDUCING = auto()  # the sum over ranks is in flight; the buffer belongs to the collective
     REDUCED = auto()  # the owned range holds the sum over ranks
 
 

@@ -1,4 +1,4 @@
-"""The optimizer step over owned ranges: norm, clip, update, publish."""
+"""The optimizer step over owned ranges: norm, clip, update, write back."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
 def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> _StepFacts:
     """Wait for the sums of all gradients, late ones included, and return what all ranks know of them. Collective."""
     reducer.complete()
-    mesh.data.link.synchronize()  # gradients in host memory are read from here on
+    mesh.data.copier.synchronize()  # gradients in host memory are read from here on
     facts = _exchange_facts(gradients, reducer, mesh)
     if facts.num_late == 0:
         return facts
     reducer.reduce_late()
-    mesh.data.link.synchronize()
+    mesh.data.copier.synchronize()
     return _exchange_facts(gradients, reducer, mesh)
 
 
@@ -101,7 +101,7 @@ def step_units(
     if unused and not policy.accepts_unused:
         raise _unused_error(unused)
     if delayed is not None:
-        delayed.publish()
+        delayed.write_back()
     if math.isfinite(norm) or not policy.skips_overflow:
         scale = _grad_scale(norm, policy.max_grad_norm, loss_scale)
         if delayed is not None:
@@ -117,7 +117,7 @@ def step_units(
 def _update(
     units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, unused: Collection[str], scale: float
 ) -> None:
-    """Update the trained units and publish what they became, in their order: that of collectives on every rank."""
+    """Update the trained units and write back their parameters, in their order: that of collectives on every rank."""
     if policy.offload.optimizer is Place.DEVICE:
         optimizer.step(scale, unused)
     else:
@@ -127,30 +127,30 @@ def _update(
                 return
             optimizer.step(scale, unused)
     for unit in units:
-        _publish(unit, optimizer, policy)
+        _write_back(unit, optimizer, policy)
 
 
 def _update_in_turn(
     units: list[FlatUnit], optimizer: UnitOptimizer, policy: ZeroPolicy, unused: Collection[str], scale: float
 ) -> None:
-    """Update one unit after another, each in memory for that long; publishing overlaps with the update of the next."""
+    """Update one unit after another, in memory for that long; writing back overlaps with the update of the next."""
     swaps = [unit.swap for unit in units]
-    for number, unit in enumerate(units):
+    for index, unit in enumerate(units):
         swap = unit.swap
         if swap is not None:
             swap.bring_in()
-            following = next((later for later in swaps[number + 1 :] if later is not None), None)
-            if policy.offload.reads_ahead and following is not None:
-                following.start_reading()
+            next_swap = next((later for later in swaps[index + 1 :] if later is not None), None)
+            if policy.offload.reads_ahead and next_swap is not None:
+                next_swap.start_reading()
         optimizer.step_unit(unit.index, scale, unused)
-        _publish(unit, optimizer, policy)
+        _write_back(unit, optimizer, policy)
         if swap is not None:
-            unit.group.link.synchronize()  # a copy of the master to the device still reads memory that others get next
+            unit.group.copier.synchronize()  # a copy of the master may still read memory that others get next
             swap.send_out(unit.state_tensors())
 
 
-def _publish(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy) -> None:
-    unit.publish_update(is_written=optimizer.writes_params, overlaps=policy.overlap_comm)
+def _write_back(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy) -> None:
+    unit.write_back(is_written=optimizer.writes_params, overlaps=policy.overlap_comm)
 
 
 def _grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:
@@ -174,16 +174,16 @@ def first_bad_gradient(units: list[FlatUnit], group: DataParallelGroup) -> str |
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
     names = [name for unit, _ in trained for name in unit.layout.names]
-    found, number = len(names), 0
+    found, num_before = len(names), 0
     for unit, own in trained:
         if own.swap is not None:
             own.swap.bring_in()
         for slot, shared in unit.layout.slots_in(unit.owned):
             grad = own.owned_grad[shared.start - unit.owned.start : shared.stop - unit.owned.start]
             if found == len(names) and not torch.isfinite(grad).all():
-                found = number + slot.index
+                found = num_before + slot.index
         if own.swap is not None:
             own.swap.drop()
-        number += len(unit.layout.names)
+        num_before += len(unit.layout.names)
     first = min(collectives.gather_scalars(group, float(found)))
     return names[int(first)] if first < len(names) else None

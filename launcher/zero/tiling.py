@@ -18,7 +18,7 @@ from launcher.base.errors import EngineError
 from launcher.zero.construct import shard_parameter
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.leaves import external_parameters, get_z3_leaf_modules, set_tile
-from launcher.zero.parameters import home_of
+from launcher.zero.parameters import unit_params_of
 from launcher.zero.partition import full_numel
 
 
@@ -68,8 +68,8 @@ class TiledLinear(nn.Module):
         last = in_splits - 1
         self.linears: Any = nn.ModuleList(  # of lists of modules, which no annotation can say
             nn.ModuleList(
-                linear_cls(num_in, num_out, bias=bias and number == last, **linear_options)
-                for number, num_in in enumerate(self.in_sizes)
+                linear_cls(num_in, num_out, bias=bias and index == last, **linear_options)
+                for index, num_in in enumerate(self.in_sizes)
             )
             for num_out in self.out_sizes
         )
@@ -129,9 +129,9 @@ class TiledLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
 
 
-def _range(sizes: list[int], number: int) -> slice:
-    start = sum(sizes[:number])
-    return slice(start, start + sizes[number])
+def _range(sizes: list[int], index: int) -> slice:
+    start = sum(sizes[:index])
+    return slice(start, start + sizes[index])
 
 
 # ---- layers of a model that exists ----
@@ -196,17 +196,17 @@ class LargeLayer:
     name: str
     param: nn.Parameter
     numel: int
-    tiles: tuple[nn.Parameter, ...] = ()  # in its place now; none: it stays whole
-    reason: str = ""  # why it stays whole
+    tiles: tuple[nn.Parameter, ...] = ()  # in its place now; none: it stays unsharded
+    reason: str = ""  # why it stays unsharded
 
 
 def tile_large_layers(model: nn.Module, max_numel: int, max_tile_numel: int | None = None) -> list[LargeLayer]:
     """Split the weight of each `nn.Linear` and `nn.Embedding` of more than `max_numel` elements into tiles.
 
     max_tile_numel: elements of a tile at most, unless a row has more; None: as `max_numel`. State dicts are as before;
-    `named_parameters()` has the tiles, as `<layer>.tiles.<number>.weight`. Call it on every rank, before an optimizer
-    is built over the parameters. Shared weights, subclasses of the two and parts of leaf modules stay whole. Returns
-    every parameter above the bound.
+    `named_parameters()` has the tiles, as `<layer>.tiles.<index>.weight`. Call it on every rank, before an optimizer
+    is built over the parameters. Shared weights, subclasses of the two and parts of leaf modules stay
+    unsharded. Returns every parameter above the bound.
     """
     readers: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
@@ -218,13 +218,13 @@ def tile_large_layers(model: nn.Module, max_numel: int, max_tile_numel: int | No
         if numel > max_numel:
             prefix, module, name = places[0]
             full_name = f"{prefix}.{name}" if prefix else name
-            reason = _why_whole(model, param, places)
+            reason = _why_untiled(model, param, places)
             tiles = () if reason else _tile(module, param, max_tile_numel or max_numel)
             found.append(LargeLayer(full_name, param, numel, tiles, reason))
     return found
 
 
-def _why_whole(model: nn.Module, param: nn.Parameter, places: list[tuple[str, nn.Module, str]]) -> str:
+def _why_untiled(model: nn.Module, param: nn.Parameter, places: list[tuple[str, nn.Module, str]]) -> str:
     """Return why a parameter is not split; "": it is."""
     _, module, name = places[0]
     if len(places) > 1:
@@ -260,14 +260,14 @@ def _tile(module: Any, param: nn.Parameter, max_numel: int) -> tuple[nn.Paramete
 
 def _cut(param: nn.Parameter, sizes: list[int], dim: int) -> Iterator[nn.Parameter]:
     """Yield the tiles of a weight; of one that `zero.Init` has sharded, sharded too."""
-    before = home_of(param)
+    before = unit_params_of(param)
     with GatheredParameters(param):
         for part in param.detach().split(sizes, dim):
             tile = nn.Parameter(part.clone() if before is not None else part.contiguous(), param.requires_grad)
             if hasattr(param, "use_muon"):
                 tile.use_muon = param.use_muon  # type: ignore[attr-defined]  # what users say of it to Muon
             if before is not None:
-                shard_parameter(tile, before.group, home=before.home)
+                shard_parameter(tile, before.group, placement=before.placement)
             yield tile
 
 
@@ -276,7 +276,7 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def _keys(module: _Tiled, prefix: str) -> list[str]:
-    return [f"{prefix}tiles.{number}.weight" for number in range(len(module.tiles))]
+    return [f"{prefix}tiles.{index}.weight" for index in range(len(module.tiles))]
 
 
 def _join_in_state(module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

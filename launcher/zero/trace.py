@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 
 class Trace:
-    """The uses of one pass (unit numbers, in order) with the distance of each to the unit's next use."""
+    """The uses of one pass (unit indices, in order) with the distance of each to the unit's next use."""
 
     def __init__(self, uses: Sequence[int], numels: Sequence[int]) -> None:
-        """numels: elements of every unit, by its number."""
+        """numels: elements of every unit, by its index."""
         self.uses = tuple(uses)
         # Elements used before each position: distances are differences of these.
         before = [0, *itertools.accumulate(numels[unit] for unit in self.uses)]
-        following: dict[int, int] = {}
+        next_position: dict[int, int] = {}
         self._reuse_distances: list[int | None] = [None] * len(self.uses)
         for position in range(len(self.uses) - 1, -1, -1):
             unit = self.uses[position]
-            later = following.get(unit)
+            later = next_position.get(unit)
             if later is not None:
                 self._reuse_distances[position] = before[later] - before[position + 1]
-            following[unit] = position
+            next_position[unit] = position
 
     def reuse_distance(self, position: int) -> int | None:
         """Return the elements used between the use at `position` and the unit's next one; None: it is the last."""
@@ -46,7 +46,7 @@ class TraceFollower:
 
     @property
     def is_open(self) -> bool:
-        """Say whether a pass has begun and not ended."""
+        """Whether a pass has begun and not ended."""
         return self.kind is not None
 
     @property

@@ -16,8 +16,8 @@ from launcher.optim.api import ParamShard, UnitOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
-from launcher.zero.home import HERE, Homes
-from launcher.zero.parameters import Residence, UnitParameters
+from launcher.zero.parameters import ShardSpec, UnitParameters
+from launcher.zero.placement import ON_DEVICE, Placements
 from launcher.zero.stages import Place, ZeroPolicy
 
 _UNIT = "_launch_unit"
@@ -28,8 +28,8 @@ class UnitMembers:
     """The parameters of a unit, by slot, and the modules that read them."""
 
     params: list[nn.Parameter]
-    anchors: list[nn.Module]  # modules whose forward reads the unit's parameters
-    is_persistent: bool = False  # stays whole at every stage
+    modules: list[nn.Module]  # modules whose forward reads the unit's parameters
+    is_persistent: bool = False  # stays unsharded at every stage
 
 
 class FlatUnit:
@@ -41,9 +41,9 @@ class FlatUnit:
         layout: UnitLayout,
         policy: ZeroPolicy,
         mesh: ParallelMesh,
-        homes: Homes,
+        placements: Placements,
     ) -> None:
-        """homes: asked where the unit is kept."""
+        """placements: asked where the unit is kept."""
         self.members = members
         self.layout = layout
         self.index = -1  # position among the engine's units
@@ -56,11 +56,11 @@ class FlatUnit:
         self.owned = owned
         rests_away = policy.offload.params is not Place.DEVICE
         is_sharded = policy.stage.shards_parameters and not members.is_persistent and (rests_away or not alone)
-        shard_home = homes.of_shard(len(owned)) if is_sharded else HERE
+        shard_placement = placements.of_shard(len(owned)) if is_sharded else ON_DEVICE
         dtype = policy.precision.param_dtype if layout.is_trainable else members.params[0].dtype
-        residence = Residence(dtype, owned, is_sharded, shard_home, self.label)
-        self.params = UnitParameters(members.params, layout, mesh, residence)
-        self.params.claim()
+        spec = ShardSpec(dtype, owned, is_sharded, shard_placement, self.label)
+        self.params = UnitParameters(members.params, layout, mesh, spec)
+        self.params.register()
         for param in members.params:
             setattr(param, _UNIT, self)
         if policy.stage.shards_parameters:
@@ -71,11 +71,13 @@ class FlatUnit:
         self.swap: UnitSwap | None = None  # None: what the optimizer works on is always in memory
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         if layout.is_trainable:
-            home = homes.of_optimizer(layout.numel)
-            master = self.params.keep_master(policy.precision, home, is_apart=policy.offload.is_delayed)
-            self.grads = UnitGradients(members.params, layout, policy, mesh, owned, home=home, label=self.label)
-            if home.disk is not None and master is not None and self.grads.swap is not None:
-                self.swap = UnitSwap(home.disk, master, self.grads.swap)
+            placement = placements.of_optimizer(layout.numel)
+            master = self.params.keep_master(policy.precision, placement, is_apart=policy.offload.is_delayed)
+            self.grads = UnitGradients(
+                members.params, layout, policy, mesh, owned, placement=placement, label=self.label
+            )
+            if placement.disk is not None and master is not None and self.grads.swap is not None:
+                self.swap = UnitSwap(placement.disk, master, self.grads.swap)
 
     def take_edits(self) -> None:
         """Take over what was written into parameters from outside since the last step: a clamp, an average.
@@ -124,7 +126,7 @@ class FlatUnit:
 
     @property
     def is_sharded(self) -> bool:
-        """Say whether the parameters are kept as shards."""
+        """Whether the parameters are kept as shards."""
         return self.params.is_sharded
 
     @contextlib.contextmanager
@@ -137,7 +139,7 @@ class FlatUnit:
         try:
             yield
         finally:
-            self.group.link.synchronize()  # copies still read memory that others get from here on
+            self.group.copier.synchronize()  # copies still read memory that others get from here on
             if writes:
                 self.swap.send_out(self.state_tensors(), keeps_gradient=True)
             else:
@@ -160,7 +162,7 @@ class FlatUnit:
             ranks = range(self.group.world_size)
             chunks = tuple(self.layout.chunk_range(rank) if is_split else self.owned for rank in ranks)
             for slot in self.layout.slots:
-                self.shards.append(self._shard(slot, self.grads.home_grad, chunks))
+                self.shards.append(self._shard(slot, self.grads.optimizer_grad, chunks))
         return self.shards
 
     def _shard(self, slot: ParamSlot, grad: Tensor, chunks: tuple[range, ...]) -> ParamShard:
@@ -188,12 +190,12 @@ class FlatUnit:
             sizes = optimizer.state_sizes(self.index)
             self.swap.reserve(num_bytes for name, num_bytes in sizes if name not in self._resident_states)
 
-    def publish_update(self, *, is_written: bool, overlaps: bool) -> None:
+    def write_back(self, *, is_written: bool, overlaps: bool) -> None:
         """Have the parameters follow the masters, which must be in memory. Every rank must call it in the same order.
 
         is_written: the optimizer has written `ParamShard.param` too. overlaps: whoever reads the parameters waits.
         """
-        self.params.publish_update(is_written=is_written)
+        self.params.write_back(is_written=is_written)
         if not overlaps:
             self.params.wait()
 
@@ -216,7 +218,7 @@ class FlatUnit:
             state[shard.place] = value.reshape(-1)
         return state
 
-    def whole(self, owned: Tensor) -> Tensor:
+    def unsharded(self, owned: Tensor) -> Tensor:
         """Return the whole of something of which each rank holds its owned range. Collective.
 
         owned: 1-D [owned]. Returns 1-D [padded], a new tensor of the same dtype.

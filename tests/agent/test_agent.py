@@ -109,7 +109,7 @@ def spawn(
 
 
 def test_a_start_that_takes_longer_than_the_lease_ends_nothing(agent: Agent, tmp_path: Path) -> None:
-    """Each started rank is reported at once, so that the launcher hears from the host; its own silence does not count."""
+    """Each started rank is reported at once, so the launcher hears from the host; its own silence does not count."""
     job = spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), ranks=150, lease_s=0.2, grace_s=0.0)
     begin_s = time.monotonic()
     agent.send(job)

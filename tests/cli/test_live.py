@@ -45,7 +45,7 @@ def steps_of(rows: list[str], rank: int) -> list[int]:
 
 
 def is_whole(job: TerminalLaunch) -> bool:
-    """Say whether the panel stands at the end of the screen, once: what is read may end within a drawing."""
+    """Whether the panel stands at the end of the screen, once: what is read may end within a drawing."""
     return len(job.panel) == 2 and job.visible[-2:] == job.panel
 
 

@@ -106,7 +106,7 @@ def test_all_gather_fills_in_every_chunk(world_size: int) -> None:
         assert torch.equal(found, expected)
 
 
-def _several_on_their_way(rank: int, world_size: int) -> list[torch.Tensor]:
+def _several_in_flight(rank: int, world_size: int) -> list[torch.Tensor]:
     group = data_parallel_group()
     flats = [contribution(rank + 10 * number, world_size, torch.float32) for number in range(4)]
     pending = [collectives.all_reduce(group, flat) for flat in flats]
@@ -116,7 +116,7 @@ def _several_on_their_way(rank: int, world_size: int) -> list[torch.Tensor]:
 
 
 def test_several_at_once_do_not_mix() -> None:
-    results = run_on_ranks(4, _several_on_their_way)
+    results = run_on_ranks(4, _several_in_flight)
     for number in range(4):
         expected = contribution(10 * number, 4, torch.float32)
         for rank in range(1, 4):
@@ -136,7 +136,7 @@ def _settle_what_nobody_holds(rank: int, world_size: int, key: str) -> torch.Ten
     gc.collect()
     if rank == 0:
         store.set(key, "about to settle")
-    pending.settle(datetime.timedelta(seconds=60))
+    pending.drain(datetime.timedelta(seconds=60))
     return flat
 
 
@@ -148,14 +148,14 @@ def test_what_nobody_waits_for_is_settled() -> None:
 
 def _held_after(rank: int, world_size: int) -> int:
     group = data_parallel_group()
-    pending.settle()
+    pending.drain()
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.zeros(world_size * CHUNK)
         collectives.all_reduce(group, flat, sent=contribution(rank, world_size, dtype)).wait()
         collectives.reduce_scatter(group, flat, torch.empty(CHUNK)).wait()
         collectives.all_gather(group, flat).wait()
-    held = len(pending._on_their_way)
-    pending.settle()  # waits for nothing a second time
+    held = len(pending._in_flight)
+    pending.drain()  # waits for nothing a second time
     return held
 
 

@@ -16,10 +16,10 @@ from torch import nn
 import launcher
 from launcher.base.errors import EngineError
 from launcher.comm.communicator import Alone
+from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.gloo import GlooCommunicator
 from launcher.comm.groups import communicator_for, data_parallel_group, init_distributed
-from launcher.comm.link import HostLink
 from launcher.comm.nccl import NcclCommunicator
 
 CPU = torch.device("cpu")
@@ -148,14 +148,14 @@ def test_real_ranks_choose_gloo() -> None:
 
 def _num_links(rank: int, world_size: int) -> tuple[int, bool]:
     """Return the links that an engine at stage 3 makes, with layers that are tiled; and whether all units share one."""
-    made: list[HostLink] = []
-    original = HostLink.__init__
+    made: list[HostDeviceCopier] = []
+    original = HostDeviceCopier.__init__
 
-    def counting(link: HostLink, device: torch.device) -> None:
+    def counting(link: HostDeviceCopier, device: torch.device) -> None:
         made.append(link)
         original(link, device)
 
-    with mock.patch.object(HostLink, "__init__", counting):
+    with mock.patch.object(HostDeviceCopier, "__init__", counting):
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 2**18},

@@ -24,7 +24,7 @@ def _drop_one_after_the_other(rank: int, world_size: int, stage: int, key: str) 
     Of the last step rank 1 begins to send its part only when rank 0's garbage collector has taken the engine.
     """
     store = torch.distributed.distributed_c10d._get_default_store()
-    publish, losses = FlatUnit.publish_update, []
+    publish, losses = FlatUnit.write_back, []
 
     def publish_late(unit: FlatUnit, **how: Any) -> None:
         store.wait([f"{key} {len(losses)}"])
@@ -44,7 +44,7 @@ def _drop_one_after_the_other(rank: int, world_size: int, stage: int, key: str) 
             loss = engine(x.chunk(world_size)[rank], y.chunk(world_size)[rank])
             engine.backward(loss)
             is_late = rank == 1 and number == STEPS - 1
-            with mock.patch.object(FlatUnit, "publish_update", publish_late if is_late else publish):
+            with mock.patch.object(FlatUnit, "write_back", publish_late if is_late else publish):
                 engine.step()
             losses[-1].append(loss.item())
         del engine, loss

@@ -26,14 +26,14 @@ TRAIN = """
 # Rank 1 sends its part of the last step when rank 0 has come to its end, and would have gone if it did not wait.
 LATE = """
     from launcher.zero.unit import FlatUnit
-    leaving, publish = pathlib.Path("leaving"), FlatUnit.publish_update
+    leaving, publish = pathlib.Path("leaving"), FlatUnit.write_back
     def publish_late(unit, **how):
         while not leaving.exists():
             time.sleep(0.01)
         time.sleep(1.5)
         publish(unit, **how)
     if os.environ["RANK"] == "1":
-        FlatUnit.publish_update = publish_late
+        FlatUnit.write_back = publish_late
     else:
         atexit.register(leaving.touch)
 """

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from launcher.comm.link import Arrival, HostLink, at_once
+from launcher.comm.copier import CopyEvent, HostDeviceCopier, completed
 from launcher.kernels.api import Span
 from launcher.kernels.reference import ReferenceKernel
 from launcher.zero.parameters import UnitParameters
@@ -20,7 +20,7 @@ from launcher.zero.unit import FlatUnit
 Event = tuple[str, int]  # what happened, and to which unit
 
 
-class LateLink(HostLink):
+class LateCopier(HostDeviceCopier):
     """Copies as late as a GPU's may run: when somebody waits for them. Until then there are NaNs in the target.
 
     Whoever reads too early, or writes into what is still going to be copied, gets other results. As on a GPU, memory of
@@ -35,13 +35,13 @@ class LateLink(HostLink):
         self._lock = threading.RLock()  # a delayed update waits in a thread of its own
 
     def empty(self, numel: int, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
-        LateLink.host.append(super().empty(numel, dtype, is_pinned=is_pinned))
-        return LateLink.host[-1]
+        LateCopier.host.append(super().empty(numel, dtype, is_pinned=is_pinned))
+        return LateCopier.host[-1]
 
-    def copy(self, target: Tensor, source: Tensor) -> Arrival:
+    def copy(self, target: Tensor, source: Tensor) -> CopyEvent:
         if is_in_host_memory(target) == is_in_host_memory(source):
             target.copy_(source)
-            return at_once
+            return completed
         to_device = not is_in_host_memory(target)
         job = (target, source if to_device else source.clone())
         target.fill_(torch.nan)
@@ -55,12 +55,12 @@ class LateLink(HostLink):
 
         return arrive
 
-    def on_device(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         self.synchronize()
         return tensor.clone()
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
+    def ordered_after_copies(self) -> Iterator[None]:
         with self._lock:
             while self._queues[True]:
                 self._run_first(True)
@@ -78,16 +78,16 @@ class LateLink(HostLink):
 
 
 def is_in_host_memory(tensor: Tensor) -> bool:
-    """Say whether a tensor is, or is a view of, memory that a `LateLink` gave."""
+    """Whether a tensor is, or is a view of, memory that a `LateCopier` gave."""
     storage = tensor.untyped_storage().data_ptr()
-    return any(kept.untyped_storage().data_ptr() == storage for kept in LateLink.host)
+    return any(kept.untyped_storage().data_ptr() == storage for kept in LateCopier.host)
 
 
 @contextlib.contextmanager
 def late_link() -> Iterator[None]:
-    """Give groups made within this block a `LateLink`."""
-    LateLink.host.clear()
-    with mock.patch("launcher.comm.device.HostLink", LateLink):
+    """Give groups made within this block a `LateCopier`."""
+    LateCopier.host.clear()
+    with mock.patch("launcher.comm.device.HostDeviceCopier", LateCopier):
         yield
 
 
@@ -103,7 +103,7 @@ class Recorder:
         for unit in units:
             assert unit.grads is not None
             for name, tensor in (
-                ("gradient to host", unit.grads.home_grad),
+                ("gradient to host", unit.grads.optimizer_grad),
                 ("update to device", unit.params.shard),
                 ("update", unit.params.master),
                 ("fetch", unit.params.flat),
@@ -116,7 +116,7 @@ class Recorder:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Record within this block. Updates are taken by the reference kernel."""
-        recorder, copy, wait = self, HostLink.copy, UnitParameters.wait
+        recorder, copy, wait = self, HostDeviceCopier.copy, UnitParameters.wait
 
         class Kernel(ReferenceKernel):
             def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
@@ -124,7 +124,7 @@ class Recorder:
                     recorder.note("update", recorder._units[span.master.untyped_storage()._cdata][1])
                 super().update(spans, grad_scale)
 
-        def recorded_copy(link: HostLink, target: Tensor, source: Tensor) -> Arrival:
+        def recorded_copy(link: HostDeviceCopier, target: Tensor, source: Tensor) -> CopyEvent:
             known = recorder._units.get(target.untyped_storage()._cdata)
             if known is not None:
                 recorder.note(*known)
@@ -137,7 +137,7 @@ class Recorder:
 
         with (
             mock.patch("launcher.engine.build.kernel_for", return_value=Kernel()),
-            mock.patch.object(HostLink, "copy", recorded_copy),
+            mock.patch.object(HostDeviceCopier, "copy", recorded_copy),
             mock.patch.object(UnitParameters, "wait", recorded_wait),
         ):
             yield

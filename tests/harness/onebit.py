@@ -219,7 +219,7 @@ def reference_lamb(seen: list[list[Signs]], steps: list[tuple[Tensor, Tensor]]) 
 def reference_zero_one(seen: list[list[Signs]], steps: list[tuple[Tensor, Tensor]]) -> Reference:
     """Variance at steps 0, 1, 3, 7; from 8 on apart: 4 exchanges after one step each, then after 2, 2, 4, 4."""
     ours = Reference(seen)
-    num_variances, anchor, path, path_rate = 0, None, None, 0.0
+    num_variances, module, path, path_rate = 0, None, None, 0.0
     for t, (x, y) in enumerate(steps):
         grads = ours.gradients(x, y)
         if t in (0, 1, 3, 7):
@@ -231,7 +231,7 @@ def reference_zero_one(seen: list[list[Signs]], steps: list[tuple[Tensor, Tensor
             ours.move(lambda *_: 1e-2, t + 1, num_variances)
             continue
         if path is None:
-            anchor = [p.detach().clone() for p in ours.trained[0]]
+            module = [p.detach().clone() for p in ours.trained[0]]
             path, path_rate = [[torch.zeros_like(m) for m in m_of] for m_of in ours.m], 0.0
         rate = 1e-2 / (1 - BETAS[0] ** (t + 1))
         path_rate += rate
@@ -243,7 +243,7 @@ def reference_zero_one(seen: list[list[Signs]], steps: list[tuple[Tensor, Tensor
             ours.m = [[way / path_rate for way in path_of] for path_of in path]
             ours.exchange()
             for params, m_of in zip(ours.trained, ours.m, strict=True):
-                for p, a, m, v in zip(params, anchor or [], m_of, ours.v, strict=True):
+                for p, a, m, v in zip(params, module or [], m_of, ours.v, strict=True):
                     root = (v / (1 - BETAS[1] ** num_variances)).sqrt() + EPS
                     p.data = a - path_rate * (m / root).view(p.shape)
             path = None

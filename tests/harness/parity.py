@@ -218,12 +218,12 @@ def train_mixed(case: Case, world_size: int, grad_norms: list[float], *, num_in_
             master.grad = mean_gradient([[grads[index] for grads in ranks] for ranks in by_micro], case.stage)
         is_finite = clip_by(masters, case.clipping, grad_norms[number], scale.value)
         if num_in_order is not None:
-            _publish(trained, masters)
+            _write_back(trained, masters)
         if is_finite:
             num_taken += 1
             optimizer.step()
             if num_in_order is None or num_taken <= num_in_order:
-                _publish(trained, masters)
+                _write_back(trained, masters)
         scale.note(overflow=not is_finite)
         losses.append(total / world_size / case.accumulation)
         scales.append(scale.value)
@@ -231,7 +231,7 @@ def train_mixed(case: Case, world_size: int, grad_norms: list[float], *, num_in_
 
 
 @torch.no_grad()
-def _publish(params: list[nn.Parameter], masters: list[Tensor]) -> None:
+def _write_back(params: list[nn.Parameter], masters: list[Tensor]) -> None:
     for param, master in zip(params, masters, strict=True):
         param.copy_(master)
 
@@ -258,7 +258,7 @@ def _sum(terms: list[Tensor]) -> Tensor:
 
 
 def clip_by(params: list[Tensor], max_norm: float, norm: float, scale: float) -> bool:
-    """Unscale and clip as `clip_grad_norm_` does, by a norm that is checked first; say whether it is finite."""
+    """Unscale and clip as `clip_grad_norm_` does, by a norm that is checked first; whether it is finite."""
     grads = [param.grad for param in params if param.grad is not None]
     own = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().item() / scale
     if not math.isfinite(own):

@@ -240,7 +240,7 @@ class Experts(nn.Module):
 
 
 class Mixture(Plain):
-    """Blocks of experts; each is gathered whole."""
+    """Blocks of experts; each is gathered as one."""
 
     def __init__(self) -> None:
         super().__init__()

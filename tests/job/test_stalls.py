@@ -299,6 +299,6 @@ def test_an_early_ctrl_c_always_ends_the_command(tmp_path: Path) -> None:
 
 
 def listens(pid: int) -> bool:
-    """Say whether the command has installed its handlers, the one for notices last."""
+    """Whether the command has installed its handlers, the one for notices last."""
     caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)  # type: ignore[index]
     return bool(caught >> (signal.SIGUSR1 - 1) & 1)

@@ -13,7 +13,7 @@ import torch
 
 from launcher.kernels import triton_kernels
 
-HERE = Path(__file__).parent
+ON_DEVICE = Path(__file__).parent
 NEEDS_TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None and not os.environ.get("CI"),  # a skip in CI would pass for a test
     reason="needs Triton",
@@ -24,9 +24,9 @@ def run_pytest(name: str, cache: Path, *options: str, **environment: str) -> Non
     """Run the tests of another file of this folder, which must all pass."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name), *options],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ON_DEVICE / name), *options],
         env={**inherited, "TRITON_CACHE_DIR": str(cache), **environment},
-        cwd=HERE.parent.parent,
+        cwd=ON_DEVICE.parent.parent,
         capture_output=True,
         text=True,
     )

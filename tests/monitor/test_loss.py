@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launcher.base import env, progress
-from launcher.monitor.loss import INTERVAL_S, LossTeller
+from launcher.monitor.loss import INTERVAL_S, LossReporter
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_the_mean_of_a_step_is_told_at_most_once_in_an_interval(record: int) -> None:
     now_s = 5.0
-    teller = LossTeller(is_wanted=True, clock=lambda: now_s)
+    teller = LossReporter(is_wanted=True, clock=lambda: now_s)
     teller.step([torch.tensor(1.0), torch.tensor(2.0, dtype=torch.bfloat16)])
     assert progress.read_counter(record).loss == 1.5
     teller.step([torch.tensor(9.0)])
@@ -40,7 +40,7 @@ def test_the_mean_of_a_step_is_told_at_most_once_in_an_interval(record: int) -> 
 
 
 def test_only_the_rank_that_is_shown_tells(record: int) -> None:
-    LossTeller(is_wanted=False).step([torch.tensor(1.0)])
+    LossReporter(is_wanted=False).step([torch.tensor(1.0)])
     assert progress.read_counter(record).loss is None
 
 
@@ -48,7 +48,7 @@ def test_only_the_rank_that_is_shown_tells(record: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_no_step_waits_for_the_device(record: int) -> None:
     now_s = 5.0
-    teller = LossTeller(is_wanted=True, clock=lambda: now_s)
+    teller = LossReporter(is_wanted=True, clock=lambda: now_s)
     loss = torch.tensor(3.0, device="cuda")
     torch.empty((), pin_memory=True)  # the first one sets up the allocator of pinned memory
     torch.cuda._sleep(1_000_000_000)  # cycles: the device is busy for about half a second

@@ -217,7 +217,7 @@ def test_collectives_are_counted(stage: int, kinds: set[str]) -> None:
 def test_only_the_named_collectives_with_their_callers() -> None:
     rules = {"prof_all": False, "prof_ops": ["all_gather"], "debug": True, "verbose": True}
     _, lines, totals = run_on_ranks(2, _train_logged, 2, rules)[0]
-    assert {kind for kind, _ in totals} == {"all_gather (publish_update)", "all_gather (complete_sums)"}
+    assert {kind for kind, _ in totals} == {"all_gather (write_back)", "all_gather (complete_sums)"}
     assert any(re.match(r"comm op: all_gather .* \| time: [\d.]+ ms \| message: \d+ bytes", line) for line in lines)
 
 

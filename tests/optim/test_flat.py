@@ -17,7 +17,7 @@ from launcher.comm.buffers import BufferPool
 from launcher.kernels.reference import ReferenceKernel
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.optim.catalog import ELEMENTWISE
-from launcher.optim.factory import Means, OptimizerPlan, ZeroRules, plan_from_client, plan_from_config
+from launcher.optim.factory import OptimizerBackend, OptimizerPlan, ZeroRules, plan_from_client, plan_from_config
 
 SIZES = (6, 1, 9, 4)
 OFFSETS = (0, 6, 7, 16, 20)
@@ -37,10 +37,12 @@ MakeFlat = Callable[[str, list[ParamShard]], FlatOptimizer]
 
 @pytest.fixture(params=["torch", "kernel"])
 def make_flat(request: pytest.FixtureRequest) -> MakeFlat:
-    means = Means({"cpu": ReferenceKernel()} if request.param == "kernel" else {}, BufferPool(torch.device("cpu")))
+    backend = OptimizerBackend(
+        {"cpu": ReferenceKernel()} if request.param == "kernel" else {}, BufferPool(torch.device("cpu"))
+    )
 
     def make(name: str, shards: list[ParamShard]) -> FlatOptimizer:
-        return plan_from_config(name, OPTIONS.get(name, {}), nn.Linear(1, 1), None).build(shards, means)
+        return plan_from_config(name, OPTIONS.get(name, {}), nn.Linear(1, 1), None).build(shards, backend)
 
     return make
 
@@ -165,7 +167,7 @@ def test_a_rank_may_own_nothing_of_a_group() -> None:
         plan = plan_from_config(name, {}, model, groups)
         shard = full_shard(torch.ones(4), group=1)
         shard.grad.fill_(1.0)
-        plan.build([shard], Means({}, BufferPool(torch.device("cpu")))).step()
+        plan.build([shard], OptimizerBackend({}, BufferPool(torch.device("cpu")))).step()
         assert not torch.equal(shard.master, torch.ones(4))
 
 

@@ -11,15 +11,15 @@ from launcher.comm.buffers import BufferPool
 from launcher.kernels.select import kernel_for
 from launcher.monitor.phases import PhaseTimer
 from launcher.optim.catalog import ELEMENTWISE
-from launcher.optim.factory import Means, plan_from_config
+from launcher.optim.factory import OptimizerBackend, plan_from_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NUMEL = 1000
 
 
-def means_of(device: str) -> Means:
+def means_of(device: str) -> OptimizerBackend:
     kernel = kernel_for(device)
-    return Means({} if kernel is None else {device: kernel}, BufferPool(torch.device(device)))
+    return OptimizerBackend({} if kernel is None else {device: kernel}, BufferPool(torch.device(device)))
 
 
 def train(name: str, device: str) -> torch.Tensor:

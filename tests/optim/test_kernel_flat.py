@@ -17,7 +17,7 @@ from launcher.kernels.api import Kernel, Span
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
 from launcher.optim.api import FlatOptimizer
-from launcher.optim.factory import Means, ZeroRules, plan_from_client, plan_from_config
+from launcher.optim.factory import OptimizerBackend, ZeroRules, plan_from_client, plan_from_config
 
 NUMEL = 10
 TYPES: list[tuple[str, dict[str, Any]]] = [
@@ -38,7 +38,7 @@ def make(name: str, params: dict[str, Any], by: dict[str, Kernel]) -> FlatOptimi
     """Two parameters in one unit: of 4 elements, and of the rest."""
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).split([4, NUMEL - 4])
     plan = plan_from_config(name, params, nn.Linear(1, 1), None)
-    return plan.build(shards_of_unit(values, range(NUMEL)), Means(by, BufferPool(torch.device("cpu"))))
+    return plan.build(shards_of_unit(values, range(NUMEL)), OptimizerBackend(by, BufferPool(torch.device("cpu"))))
 
 
 def master(flat: FlatOptimizer) -> Tensor:
@@ -144,7 +144,7 @@ def test_groups_without_parameters_are_left_alone() -> None:
     plan = plan_from_client(client, model, None, ZeroRules(1))
     shard = full_shard(torch.ones(4))
     shard.grad.fill_(1.0)
-    flat = plan.build([shard], Means(kernels(), BufferPool(torch.device("cpu"))))
+    flat = plan.build([shard], OptimizerBackend(kernels(), BufferPool(torch.device("cpu"))))
     flat.step()
     flat.load_state_dict(copy.deepcopy(flat.state_dict()))
     assert len(flat.state_dict()["groups"]) == 2
@@ -164,7 +164,7 @@ class Counting(ReferenceKernel):
 def test_many_small_shards_are_one_call_with_one_rule_and_no_copy() -> None:
     plan, counting = plan_from_config("AdamW", {}, nn.Linear(1, 1), None), Counting()
     shards = [full_shard(torch.ones(3), name=f"p{number}", unit=number) for number in range(2000)]
-    flat = plan.build(shards, Means({"cpu": counting}, BufferPool(torch.device("cpu"))))
+    flat = plan.build(shards, OptimizerBackend({"cpu": counting}, BufferPool(torch.device("cpu"))))
     flat.step()
     [spans] = counting.calls
     assert len(spans) == 2000
@@ -175,7 +175,7 @@ def test_many_small_shards_are_one_call_with_one_rule_and_no_copy() -> None:
 def test_neighbours_that_take_the_same_step_are_one_span() -> None:
     plan, counting = plan_from_config("AdamW", {}, nn.Linear(1, 1), None), Counting()
     shards = shards_of_unit([torch.ones(3)] * 5, range(1, 13))  # some of the first and last, all of the others
-    flat = plan.build(shards, Means({"cpu": counting}, BufferPool(torch.device("cpu"))))
+    flat = plan.build(shards, OptimizerBackend({"cpu": counting}, BufferPool(torch.device("cpu"))))
     for unused in ([], ["p2"], []):
         flat.step(unused=unused)
     assert [[span.master.numel() for span in spans] for spans in counting.calls] == [[12], [5, 4], [5, 3, 4]]
@@ -203,7 +203,7 @@ def test_the_kernel_gets_every_element_once_in_many_shards() -> None:
         model = nn.Linear(1, 1)
         groups = [{"params": [model.weight], "momentum": 0.9}, {"params": [model.bias], "momentum": 0.0}]
         flat = plan_from_config("SGD", {"lr": 0.1}, model, groups).build(
-            shards, Means(by, BufferPool(torch.device("cpu")))
+            shards, OptimizerBackend(by, BufferPool(torch.device("cpu")))
         )
         for _ in range(2):
             flat.step(grad_scale=0.5)

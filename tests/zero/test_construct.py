@@ -14,7 +14,7 @@ import launcher
 from launcher.base.errors import ConfigError, EngineError
 from launcher.config.load import load_config
 from launcher.zero import GatheredParameters, Init, ZeroParamStatus
-from launcher.zero.home import shard_homes
+from launcher.zero.placement import shard_placements
 from launcher.zero.stages import Place
 
 STEPS = 3
@@ -149,9 +149,9 @@ def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize("asked", [{"offload_param": {"device": "cpu"}}, {"cpu_offload_param": True}])
 def test_init_reads_a_config_as_the_engine_does(asked: dict[str, Any]) -> None:
-    homes = shard_homes(load_config({"zero_optimization": {"stage": 3, **asked}}).config, None)
-    assert homes is not None
-    assert homes.of_shard(1).place is Place.HOST
+    placements = shard_placements(load_config({"zero_optimization": {"stage": 3, **asked}}).config, None)
+    assert placements is not None
+    assert placements.of_shard(1).place is Place.HOST
     with pytest.raises(ConfigError, match='did you mean "stage"'):
         Init(config_dict_or_path={"zero_optimization": {"stagee": 3, **asked}})
 

@@ -1,6 +1,6 @@
 """`delayed_update`: the same bits as a loop that is one step behind; the update runs beside forward and backward.
 
-Copies run as late as a GPU's may (`LateLink`): what a thread reads or overwrites too early shows in the bits.
+Copies run as late as a GPU's may (`LateCopier`): what a thread reads or overwrites too early shows in the bits.
 """
 
 from __future__ import annotations

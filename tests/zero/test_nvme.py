@@ -239,9 +239,9 @@ def _peaks(rank: int, world_size: int, num_layers: int, folder: str) -> list[int
         engine.backward(engine(x, x[:, 0]))
         engine.step()
     units = engine._sharded.units
-    disks = {unit.swap._disk for unit in units} | {unit.params.home.disk for unit in units}
+    disks = {unit.swap._disk for unit in units} | {unit.params.placement.disk for unit in units}
     assert len(disks) == 2
-    assert all(unit.params.home.disk is not None for unit in units)
+    assert all(unit.params.placement.disk is not None for unit in units)
     held = [disk.memory.peak_bytes for disk in disks]
     assert all(disk.memory.lent_bytes + disk.memory._free_bytes <= disk.memory.peak_bytes for disk in disks)
     return sorted(held)
@@ -420,7 +420,7 @@ def test_every_key_that_works_with_nvme_is_read(tmp_path: Path) -> None:
     engine = engine_of(build("Plain"), 1, zero, aio=aio)
     units, policy = engine._sharded.units, engine._parts.policy
     states = next(unit.swap._disk for unit in units if unit.swap is not None)
-    shards = next(unit.params.home.disk for unit in units if unit.params.home.disk is not None)
+    shards = next(unit.params.placement.disk for unit in units if unit.params.placement.disk is not None)
     for disk, name in ((states, "a"), (shards, "b")):
         settings = disk.store.settings
         assert disk.store.folder == str(tmp_path / name)
@@ -429,7 +429,7 @@ def test_every_key_that_works_with_nvme_is_read(tmp_path: Path) -> None:
     assert (policy.offload.reads_ahead, states.writes_behind) == (True, True)
     assert policy.parameters.num_read_ahead == 2
     assert max(unit.numel for unit in units) <= 700
-    in_host = sum(unit.numel for unit in units if unit.params.home.disk is None)
+    in_host = sum(unit.numel for unit in units if unit.params.placement.disk is None)
     assert 0 < in_host <= 600
 
 

@@ -1,6 +1,6 @@
 """Optimizer and parameters in host memory: the same bits as without, whatever a script does in between.
 
-Copies run as late as a GPU's may (`LateLink`): what is read before it was waited for would be NaN.
+Copies run as late as a GPU's may (`LateCopier`): what is read before it was waited for would be NaN.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _tiny_units(rank: int, world_size: int, stage: int, offload: dict[str, Any])
     with late_link():
         engine = start(world_size, stage, {**offload, "reduce_bucket_size": 1})
         if offload:
-            assert all(is_in_host_memory(unit.grads.home_grad) for unit in engine._sharded.units)
+            assert all(is_in_host_memory(unit.grads.optimizer_grad) for unit in engine._sharded.units)
         take_steps(engine, rank, world_size, range(3))
         return engine.state_dict()
 

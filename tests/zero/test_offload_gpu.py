@@ -9,7 +9,7 @@ import torch
 from harness.zoo import LR, WEIGHT_DECAY, batches, build
 
 import launcher
-from launcher.comm.link import HostLink
+from launcher.comm.copier import HostDeviceCopier
 from launcher.zero.access import safe_get_full_grad, safe_get_full_optimizer_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -65,8 +65,8 @@ def test_where_things_rest() -> None:
     units = engine._sharded.units
     assert all(unit.params.shard.is_pinned() for unit in units)
     assert [unit.params.master.is_cuda for unit in units] == [False, False, True, True, True]
-    assert [unit.grads.home_grad.is_cuda for unit in units] == [False, False, True, True, True]
-    assert all(unit.grads.home_grad.is_pinned() for unit in units[:2])
+    assert [unit.grads.optimizer_grad.is_cuda for unit in units] == [False, False, True, True, True]
+    assert all(unit.grads.optimizer_grad.is_pinned() for unit in units[:2])
 
 
 def test_what_a_script_sees_between_backward_and_step() -> None:
@@ -85,7 +85,7 @@ def test_what_a_script_sees_between_backward_and_step() -> None:
 
 def test_a_copy_runs_beside_the_computing_and_its_arrival_is_in_order() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    link = HostLink(device)
+    link = HostDeviceCopier(device)
     host = link.empty(64 * MEBI, torch.float32, is_pinned=True).fill_(1.0)
     there = torch.zeros(64 * MEBI, device=device)
     torch.cuda.synchronize()

@@ -270,6 +270,6 @@ def test_what_was_tiled_is_said_once() -> None:
     why = "stage3_max_live_parameters is 1,048,576"
     assert first == [
         f"tiled: head.weight, 2,097,152 elements, in 4 parts; {why}",
-        f"note: head.weight has 2,097,152 elements and stays whole (shared with twin.weight); {why}",
+        f"note: head.weight has 2,097,152 elements and stays unsharded (shared with twin.weight); {why}",
     ]
     assert others == []

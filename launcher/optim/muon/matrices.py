@@ -43,7 +43,7 @@ class Matrices:
     def __contains__(self, shard: ParamShard) -> bool:
         return shard in self._shards
 
-    def descents(
+    def updates(
         self, shards: Sequence[ParamShard], spans: Mapping[ParamShard, Span], grad_scale: float
     ) -> Iterator[list[Span]]:
         """Update momenta; yield, batch by batch, spans with the step that weights have to take, gradients scaled.

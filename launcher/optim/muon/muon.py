@@ -35,8 +35,8 @@ class Muon(torch.optim.Optimizer):
         dimensions.
         """
         groups = [dict(group) for group in param_groups]
-        for number, group in enumerate(groups):
-            _check(number, group)
+        for index, group in enumerate(groups):
+            _check(index, group)
         defaults = (self.OF_MATRICES if group["use_muon"] else self.OF_THE_REST for group in groups)
         super().__init__([{**full, **group} for full, group in zip(defaults, groups, strict=True)], {})
 
@@ -76,20 +76,20 @@ MUON_KINDS: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 
-def _check(number: int, group: Mapping[str, Any]) -> None:
+def _check(index: int, group: Mapping[str, Any]) -> None:
     if "use_muon" not in group:
         raise EngineError(
-            f"optimizer group {number} does not say whether Muon updates it", hint='add "use_muon": True or False'
+            f"optimizer group {index} does not whether Muon updates it", hint='add "use_muon": True or False'
         )
     flat = [shape_of(param) for param in group["params"] if len(shape_of(param)) < 2]
     if group["use_muon"] and flat:
         raise EngineError(
-            f"optimizer group {number} uses Muon for a parameter of shape {tuple(flat[0])}, which is not a matrix",
+            f"optimizer group {index} uses Muon for a parameter of shape {tuple(flat[0])}, which is not a matrix",
             hint='move it to a group with "use_muon": False',
         )
     if group.get("ns_method", NS_METHODS[0]) not in NS_METHODS:
         raise EngineError(
-            f"optimizer group {number} has the unknown ns_method {group['ns_method']!r}",
+            f"optimizer group {index} has the unknown ns_method {group['ns_method']!r}",
             hint=f"use one of {', '.join(NS_METHODS)}",
         )
 
@@ -106,7 +106,7 @@ def as_matrix(shape: torch.Size) -> tuple[int, int]:
 
 
 def uses_muon(group: Mapping[str, Any]) -> bool:
-    """Say whether a group's parameters are matrices to orthogonalise; torch's own class has no others."""
+    """Whether a group's parameters are matrices to orthogonalise; torch's own class has no others."""
     return bool(group.get("use_muon", True))
 
 

@@ -11,12 +11,12 @@ class OneBitAdam(OneBitFlat):
     title = "OneBitAdam"
 
     @property
-    def wants_local_gradients(self) -> bool:
+    def skips_reduction(self) -> bool:
         return self._num_steps >= int(self._options["freeze_step"])
 
     def _advance(self, active: list[ParamState]) -> None:
         self._add_to_momentum(active)
-        if self.wants_local_gradients:
+        if self.skips_reduction:
             self._average_momenta(active)
         else:
             self._add_to_variance(active)

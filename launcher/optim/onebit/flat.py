@@ -74,7 +74,7 @@ class OneBitFlat(FlatOptimizer):
         """shards: whole parameters, masters fp32. options: the complete params of the config's section."""
         super().__init__(self.title, shards, param_groups)
         self._options = options
-        self._speaks = group.rank == 0
+        self._is_rank0 = group.rank == 0
         self._mean = CompressedMean(group, [shard.master.numel() for shard in shards])
         self._momenta = torch.zeros(self._mean.numel, device=group.device)
         self._params = []
@@ -85,12 +85,12 @@ class OneBitFlat(FlatOptimizer):
         self._num_steps = 0
         self._sent_bytes = observe.sent_bytes()  # up to the last step
         self._summed_bytes: int | None = None  # of one step with summed gradients
-        self._has_told = False
+        self._has_warned = False
 
     @property
     @abstractmethod
-    def wants_local_gradients(self) -> bool:
-        """Say whether the next step is to get this rank's own gradients, not their sum over the ranks."""
+    def skips_reduction(self) -> bool:
+        """Whether the next step is to get this rank's own gradients, not their sum over the ranks."""
 
     @abstractmethod
     def _advance(self, active: list[ParamState]) -> None:
@@ -105,7 +105,7 @@ class OneBitFlat(FlatOptimizer):
     @torch.no_grad()
     def step(self, grad_scale: float = 1.0, unused: Collection[str] = ()) -> None:
         """Update every parameter from its gradient times `grad_scale`, except the `unused` ones."""
-        is_compressed = self.wants_local_gradients
+        is_compressed = self.skips_reduction
         if grad_scale != 1.0:
             torch._foreach_mul_([param.shard.grad for param in self._params], grad_scale)
         self._advance([param for param in self._params if param.shard.name not in unused])
@@ -132,9 +132,9 @@ class OneBitFlat(FlatOptimizer):
         sent, self._sent_bytes = observe.sent_bytes() - self._sent_bytes, observe.sent_bytes()
         if not is_compressed:  # the least: a skipped step leaves its bytes to the one after it
             self._summed_bytes = min(sent, sent if self._summed_bytes is None else self._summed_bytes)
-        elif sent and not self._has_told:
-            self._has_told = True
-            if self._speaks:
+        elif sent and not self._has_warned:
+            self._has_warned = True
+            if self._is_rank0:
                 get_logger().info("%s", self._savings(sent))
 
     def _savings(self, sent: int) -> str:

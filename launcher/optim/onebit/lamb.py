@@ -20,11 +20,11 @@ class OneBitLamb(OneBitFlat):
     title = "OneBitLamb"
 
     @property
-    def wants_local_gradients(self) -> bool:
+    def skips_reduction(self) -> bool:
         return self._num_steps >= int(self._options["freeze_step"])
 
     def _advance(self, active: list[ParamState]) -> None:
-        if not self.wants_local_gradients:
+        if not self.skips_reduction:
             self._add_to_momentum(active)
             self._add_to_variance(active)
             for param in active:

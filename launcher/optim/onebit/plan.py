@@ -10,7 +10,7 @@ from torch import nn
 from launcher.comm.groups import DataParallelGroup
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.optim.api import FlatOptimizer, ParamShard
-from launcher.optim.factory import Means, OptimizerPlan, as_groups
+from launcher.optim.factory import OptimizerBackend, OptimizerPlan, as_groups
 from launcher.optim.onebit.adam import OneBitAdam
 from launcher.optim.onebit.flat import OneBitFlat
 from launcher.optim.onebit.lamb import OneBitLamb
@@ -38,7 +38,7 @@ def one_bit_plan(
     given = as_groups(model.parameters() if model_parameters is None else model_parameters)
     groups = [{**defaults, **group_options} for group_options in given]
 
-    def build(shards: list[ParamShard], _means: Means) -> FlatOptimizer:
+    def build(shards: list[ParamShard], _means: OptimizerBackend) -> FlatOptimizer:
         return ONE_BIT[name](shards, param_groups=groups, group=group, options=options)
 
     return OptimizerPlan(name, groups, defaults, build)

@@ -16,13 +16,13 @@ from launcher.optim.onebit.flat import OneBitFlat, ParamState, descend, move_aga
 
 
 def is_variance_step(step: int, scaler: int) -> bool:
-    """Say whether `step` (from 0) updates the variance: intervals of 1, 2, 4, ... steps, `scaler` of each."""
+    """Whether `step` (from 0) updates the variance: intervals of 1, 2, 4, ... steps, `scaler` of each."""
     interval = 1 << ((step // scaler + 1).bit_length() - 1)  # its first one begins at step scaler * (interval - 1)
     return (step - scaler * (interval - 1)) % interval == 0
 
 
 def is_exchange_step(step: int, scaler: int, clipper: int) -> bool:
-    """Say whether ranks exchange after local step `step` (from 0, counted from `var_freeze_step`)."""
+    """Whether ranks exchange after local step `step` (from 0, counted from `var_freeze_step`)."""
     interval = min(clipper, 1 << min(step // scaler, clipper.bit_length()))
     return (step + 1) % interval == 0
 
@@ -36,14 +36,14 @@ class ZeroOneAdam(OneBitFlat):
     title = "ZeroOneAdam"
 
     @property
-    def wants_local_gradients(self) -> bool:
+    def skips_reduction(self) -> bool:
         if self._num_steps >= int(self._options["var_freeze_step"]):
             return True
         return not is_variance_step(self._num_steps, int(self._options["var_update_scaler"]))
 
     def _advance(self, active: list[ParamState]) -> None:
         self._add_to_momentum(active)
-        if not self.wants_local_gradients:
+        if not self.skips_reduction:
             self._add_to_variance(active)
         elif self._exchanges() and not any(param.state.get("path_steps") for param in self._params):
             self._average_momenta(active)
@@ -70,7 +70,7 @@ class ZeroOneAdam(OneBitFlat):
         self._average_momenta(moved)
         for param in moved:
             state = param.state
-            torch.mul(state["anchor"], state["path_decay"], out=param.master)
+            torch.mul(state["module"], state["path_decay"], out=param.master)
             move_against(param, state["path_rate"])
             state.update(path_steps=0, path_rate=0.0)
 
@@ -79,7 +79,7 @@ def _step_apart(param: ParamState) -> None:
     """Step by this rank's own momentum, and remember from where and along which way."""
     state = param.state
     if not state.get("path_steps"):
-        state.setdefault("anchor", torch.empty_like(param.master)).copy_(param.master)
+        state.setdefault("module", torch.empty_like(param.master)).copy_(param.master)
         state.setdefault("path", torch.empty_like(param.master)).zero_()
         state.update(path_steps=0, path_rate=0.0, path_decay=1.0)
     state["path"].add_(param.momentum, alpha=param.rate)

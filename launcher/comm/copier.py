@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-# Lets the device's work from the call on see a copy. The host does not wait.
-Arrival = Callable[[], None]
+# Makes the work queued on the device from this call on wait for a copy. The host does not wait.
+CopyEvent = Callable[[], None]
 
 
-def at_once() -> None:
-    """Be the arrival of what is there already."""
+def completed() -> None:
+    """Do nothing: the copy has ended."""
 
 
-class HostLink:
+class HostDeviceCopier:
     """Copies in the order they are asked for, on streams of their own where the device is a GPU.
 
     There is one stream for each direction: a bus carries both at once. With a CPU as device a copy has ended when
@@ -29,15 +29,15 @@ class HostLink:
         self._to_device, self._to_host = (torch.cuda.Stream(device) if self._is_gpu else None for _ in range(2))
 
     def empty(self, numel: int, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
-        """Return host memory, 1-D; pinned memory is what a GPU copies from and to without blocking anybody."""
+        """Return host memory, 1-D; pinned memory is what a GPU copies from and to without blocking the host."""
         return torch.empty(numel, dtype=dtype, pin_memory=is_pinned and self._is_gpu)
 
-    def copy(self, target: Tensor, source: Tensor) -> Arrival:
+    def copy(self, target: Tensor, source: Tensor) -> CopyEvent:
         """Copy `source`, as the device's work so far leaves it, into `target` of the same shape."""
         stream = self._to_device if target.is_cuda else self._to_host
         if stream is None or target.device == source.device:
             target.copy_(source)
-            return at_once
+            return completed
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -47,7 +47,7 @@ class HostLink:
         copied = stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
-    def on_device(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """Return host memory as the device's work from here on may read it, after all copies so far."""
         for stream in (self._to_device, self._to_host):
             if stream is not None:
@@ -55,8 +55,8 @@ class HostLink:
         return tensor.to(self._device, non_blocking=True)
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Let a collective started within follow the device's work and the copies to it so far.
+    def ordered_after_copies(self) -> Iterator[None]:
+        """Order a collective started within after the device's work and the copies to it so far.
 
         The device's later work waits for neither, until it waits for the collective.
         """

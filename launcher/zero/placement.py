@@ -1,4 +1,4 @@
-"""Where the parts of a unit rest between their uses: on the device, in host memory or on disk."""
+"""Where the parts of a unit are stored between their uses: on the device, in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launcher.zero.stages import OffloadPolicy, Place
 
 
 @dataclass(frozen=True)
-class Home:
+class Placement:
     """One place."""
 
     place: Place = Place.DEVICE
@@ -30,22 +30,22 @@ class Home:
     disk: Disk | None = None  # where the place is one
 
     @property
-    def is_away(self) -> bool:
-        """Say whether it is not the device."""
+    def is_offloaded(self) -> bool:
+        """Whether it is not the device."""
         return self.place is not Place.DEVICE
 
     def empty(self, numel: int, dtype: torch.dtype, group: DataParallelGroup) -> Tensor:
         """Return memory there, 1-D; for a disk the host memory that is going to be swapped."""
-        if not self.is_away:
+        if not self.is_offloaded:
             return torch.empty(numel, dtype=dtype, device=group.device)
-        return group.link.empty(numel, dtype, is_pinned=self.is_pinned and self.disk is None)
+        return group.copier.empty(numel, dtype, is_pinned=self.is_pinned and self.disk is None)
 
     def swapped(self, tensor: Tensor) -> Swapped | None:
-        """Let a tensor from `empty` rest on the disk, where this is one. Its values are not written yet."""
+        """Put a tensor from `empty` on the disk, if the placement has one. Its values are not written yet."""
         return None if self.disk is None else Swapped(self.disk, tensor)
 
 
-HERE = Home()
+ON_DEVICE = Placement()
 _REMOTE_DEVICES = frozenset(place.value for place in Place)
 
 
@@ -92,8 +92,8 @@ def settings_for_construction(config: Any) -> Config:
     return resolve_auto(loaded, AutoFacts())[0]
 
 
-def shard_homes(settings: Config, remote_device: str | None) -> Homes | None:
-    """Return the homes of shards that are made before there is an engine; None where they rest on the device.
+def shard_placements(settings: Config, remote_device: str | None) -> Placements | None:
+    """Return the placements of shards that are made before there is an engine; None where they stay on the device.
 
     settings: of the engine to come. remote_device: instead of its `offload_param.device`. Raises: EngineError.
     """
@@ -108,11 +108,11 @@ def shard_homes(settings: Config, remote_device: str | None) -> Homes | None:
     if policy.params is Place.DEVICE:
         return None
     section = section.model_copy(update={"device": device})
-    return Homes(policy, Disks(params=open_disk(section, settings.aio, writes_behind=True)), trained_numel=0)
+    return Placements(policy, Disks(params=open_disk(section, settings.aio, writes_behind=True)), trained_numel=0)
 
 
-class Homes:
-    """Gives each unit its homes; asked in unit order."""
+class Placements:
+    """Gives each unit its placements; asked in unit order."""
 
     def __init__(self, policy: OffloadPolicy, disks: Disks, trained_numel: int) -> None:
         self._policy = policy
@@ -120,17 +120,17 @@ class Homes:
         self._optimizer_left = policy.optimizer_ratio * trained_numel  # elements whose optimizer goes away
         self._host_left = policy.max_host_params  # elements of shards that stay in host memory
 
-    def of_optimizer(self, numel: int) -> Home:
-        """Return the home of the master, the states and the summed gradient of a unit of `numel` elements."""
+    def of_optimizer(self, numel: int) -> Placement:
+        """Return the placement of the master, the states and the summed gradient of a unit of `numel` elements."""
         if self._policy.optimizer is Place.DEVICE or self._optimizer_left <= 0:
-            return HERE
+            return ON_DEVICE
         self._optimizer_left -= numel
-        return Home(self._policy.optimizer, self._policy.pins_optimizer, self._disks.optimizer)
+        return Placement(self._policy.optimizer, self._policy.pins_optimizer, self._disks.optimizer)
 
-    def of_shard(self, numel: int) -> Home:
-        """Return the home of a sharded unit's shard of `numel` elements."""
+    def of_shard(self, numel: int) -> Placement:
+        """Return the placement of a sharded unit's shard of `numel` elements."""
         policy = self._policy
         if policy.params is Place.DISK and numel <= self._host_left:
             self._host_left -= numel
-            return Home(Place.HOST, policy.pins_params)
-        return Home(policy.params, policy.pins_params, self._disks.params)
+            return Placement(Place.HOST, policy.pins_params)
+        return Placement(policy.params, policy.pins_params, self._disks.params)
