@@ -13,7 +13,7 @@ from typing import Any
 from launcher.agent.probe import host_facts
 from launcher.transport.command import own_argv, package_root
 
-TORCH_FACTS_MODULE = "launcher.engine.facts"
+TORCH_FACTS_MODULE = "launcher.probes.environment"
 _TORCH_TIMEOUT_S = 120.0  # the first import of torch from a cold network disk
 _VERSION_TIMEOUT_S = 10.0
 _VERSION = re.compile(r"\d+\.\d+[\w.]*")

@@ -16,7 +16,7 @@ from launcher.planner.architectures import ArchitectureConfig
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape, parse_count, typical_model, typical_shape
 from launcher.transport.command import own_argv
 
-MODEL_FACTS_MODULE = "launcher.engine.model_facts"
+MODEL_FACTS_MODULE = "launcher.probes.model"
 FORMS = "a count such as 7B, a folder or file of a model, or module:function"
 _QUIET_S = 2.0
 _Waiting = Callable[[str], None]

@@ -351,7 +351,7 @@ def test_a_function_that_builds_no_model_is_told_so(models: Path) -> None:
     assert "no trainable parameters" in run_here(models, "estimate", "models:nothing_to_train").err
     code = (  # one process for all: each would import torch
         "import json, sys; from launcher.base.errors import Diagnostic\n"
-        "from launcher.engine.model_facts import facts_of\n"
+        "from launcher.probes.model import facts_of\n"
         "for name in sys.argv[1:]: print(Diagnostic(**facts_of('function', name)['error']), file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, *WRONG_FUNCTIONS]

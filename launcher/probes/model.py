@@ -1,4 +1,4 @@
-"""`python -m launcher.engine.model_facts KIND TARGET`: the parameters of a model, as one line of JSON.
+"""`python -m launcher.probes.model KIND TARGET`: the parameters of a model, as one line of JSON.
 
 `launch estimate` runs this in a process of its own, because the command line never imports torch, and because it runs
 the user's code. KIND is `function` (TARGET `module:name` or `file.py:name`), `transformers` (a config.json or its
