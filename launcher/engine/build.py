@@ -26,8 +26,8 @@ from launcher.engine.casting import (
     Casting,
     buffer_dtype,
     buffers_kept,
-    frozen_in_other_types,
     keep_autocast_to,
+    params_left_out,
     set_tf32,
 )
 from launcher.engine.data import DistributedLoader, build_loader
@@ -123,7 +123,8 @@ def initialize(
     if group.device.type == "cuda":
         set_tf32(settings.tf32)
     casting = _casting(model, settings, policy.precision, group)
-    _place_model(model, settings, policy, group)
+    _mark_leaves(model, settings, group)
+    _place_buffers(model, settings, policy.precision, group)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
@@ -207,33 +208,37 @@ def _check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, *, forces_ker
         )
 
 
-def _place_model(model: nn.Module, settings: Config, policy: ZeroPolicy, group: DataParallelGroup) -> None:
-    """Bring the model to the device, in the configured precision and with rank 0's values.
-
-    Parameters that will be offloaded stay where they are: the device may not hold them all.
-    """
+def _mark_leaves(model: nn.Module, settings: Config, group: DataParallelGroup) -> None:
     leaves = settings.zero_optimization.leaf_module
     if group.rank == 0 and settings.zero_optimization.stage == 3:
         for sentence in leaves_not_found(model, leaves):
             get_logger().warning("%s", sentence)
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
+
+
+def _place_buffers(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> None:
+    """Bring everything but parameters to the device, buffers in their configured type and with rank 0's values.
+
+    Parameters stay where they are until their unit is built: the device may not hold them all.
+    """
     buffers = settings.data_types.buffer_dtype
     named = None if buffers is None else TORCH_DTYPES[DType(buffers)]
-    param_dtype = policy.precision.param_dtype
-    stays = policy.offload.params is not Place.DEVICE
-    frozen = frozen_in_other_types(model, param_dtype)
-    with buffers_kept(model, group.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)):
-        model.to(device=None if stays else group.device, dtype=param_dtype)
-    for param, values in frozen:
-        param.data = values.to(param.device)
-    # `zero.Init` has sharded the others.
-    full = [param for param in model.parameters() if unit_params_of(param) is None]
-    tensors = [tensor.data for tensor in (*(() if stays else full), *model.buffers())]
+    param_dtype = precision.param_dtype
+    with (
+        params_left_out(model),
+        buffers_kept(model, group.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)),
+    ):
+        model.to(device=group.device, dtype=param_dtype)
+    tensors = [buffer.data for buffer in model.buffers()]
     collectives.broadcast(group, [torch.view_as_real(t) if t.is_complex() else t for t in tensors])
-    for param in full if stays else ():
-        on_device = param.data.to(group.device)
-        collectives.broadcast(group, [on_device])
-        param.data = on_device.to(param.device)
+
+
+def _place_others(model: nn.Module, precision: Precision, group: DataParallelGroup) -> None:
+    """Bring parameters that are in no unit to the device, in their type and with rank 0's values: frozen ones."""
+    others = [param for param in model.parameters() if unit_params_of(param) is None]
+    for param in others:
+        param.data = param.data.to(device=group.device, dtype=precision.dtype_of(param))
+    collectives.broadcast(group, [param.data for param in others])
 
 
 def _casting(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> Casting:
@@ -256,6 +261,7 @@ def _shard(
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
     group = mesh.shard
     units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, mesh, disks)
+    _place_others(model, policy.precision, mesh.data)
     order = CollectiveOrder([unit.label for unit in units])
     reducer = GradientReducer(units, policy, mesh.data, order)
     schedule = ParameterSchedule(units, policy.parameters, order)

@@ -67,6 +67,19 @@ def buffers_kept(model: nn.Module, device: torch.device, dtype_of: Callable[[Ten
             module._buffers[name] = moved[buffer]
 
 
+@contextlib.contextmanager
+def params_left_out(model: nn.Module) -> Iterator[None]:
+    """Have `model.to(...)` leave parameters alone within this block: they have no elements. Gradients are dropped."""
+    kept = [(param, param.data) for param in model.parameters()]
+    for param, values in kept:
+        param.grad, param.data = None, values.new_empty(0)
+    try:
+        yield
+    finally:
+        for param, values in kept:
+            param.data = values
+
+
 def set_tf32(allowed: bool | None) -> None:
     """Let fp32 products on GPUs use TF32 (10 bits of mantissa), or forbid it; None: leave torch as it is set."""
     if allowed is not None:
@@ -130,17 +143,3 @@ def _compute_in_fp32(module: nn.Module, device_type: str) -> None:
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
-
-
-def frozen_in_other_types(model: nn.Module, param_dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
-    """Return the frozen parameters that an fp32 run keeps in the type they have, such as a bf16 base under adapters.
-
-    With their values, which `model.to(dtype)` would widen. A 16-bit run casts everything, as DeepSpeed does.
-    """
-    if param_dtype != torch.float32:
-        return []
-    return [
-        (param, param.data)
-        for param in model.parameters()
-        if not param.requires_grad and param.is_floating_point() and param.dtype != param_dtype and param.numel()
-    ]

@@ -26,11 +26,11 @@ from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.overflow import reason
 from launcher.engine.sharded import ShardedModel
+from launcher.engine.state import collect_state, load_state
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.loss import LossReporter
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.optim.torch_schedules import steps_by_itself
-from launcher.zero.gathered import GatheredParameters
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units
 
@@ -372,21 +372,30 @@ class Engine(nn.Module):
         for unit in self._sharded.units:
             unit.params.wait()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # overloads
-        """Return the model's state dict: plain tensors that do not share the flat buffers' storage."""
+    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # overloads
+        """Return the model's state dict in host memory, in plain tensors of its own.
+
+        At stage 3 every rank must call it: units are gathered and copied one after another, so that the device never
+        holds the whole model. rank0_only: the other ranks copy nothing and get an empty dictionary. Other arguments are
+        those of `nn.Module.state_dict`.
+        """
         self._wait_for_parameters()
-        with GatheredParameters(self.module.parameters()):
-            state: Mapping[str, Any] = self.module.state_dict(*args, **kwargs)
-            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        is_wanted = self.global_rank == 0 or not rank0_only
+        return collect_state(self.module, args, kwargs, is_wanted=is_wanted)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights into the model and refresh the fp32 master copies from them."""
+        """Load weights into the model, this rank's own `state_dict`, and have masters and shards follow.
+
+        Every rank must call it, with equal values. At stage 3 units are gathered, loaded and sharded one after another.
+        Raises: EngineError for `assign`, and what `nn.Module.load_state_dict` does.
+        """
+        if assign:
+            raise EngineError(
+                "load_state_dict(assign=True) would put other parameters in place of those that the engine trains",
+                hint="leave assign out, which copies the values, or load before initialize()",
+            )
         self.synchronize_parameters()
-        with GatheredParameters(self.module.parameters()):
-            result = self.module.load_state_dict(state_dict, strict=strict)
-            for unit in self._sharded.units:
-                unit.params.refresh()
-        return result
+        return load_state(self.module, state_dict, strict=strict)
 
     def __getattr__(self, name: str) -> Any:
         try:

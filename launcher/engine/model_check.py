@@ -25,6 +25,13 @@ def check_model(model: nn.Module) -> None:
                 f"the parameter {name} is complex, which fp32 and 16-bit training cannot hold",
                 hint="keep torch.view_as_real(...) of it as the parameter, and use torch.view_as_complex in forward",
             )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise EngineError(
+                f"{name} is on the meta device: it has no values",
+                hint="build the model within launcher.zero.Init(), or load values: model.to_empty(device='cpu') and"
+                " model.load_state_dict(...)",
+            )
 
 
 def check_types(model: nn.Module, param_dtype: torch.dtype) -> None:

@@ -138,8 +138,8 @@ def shard_parameter(
     dtype: to convert floating-point parameters to. With a single rank and no offloading only device and dtype change.
     """
     converted = dtype if dtype is not None and param.is_floating_point() else param.dtype
-    param.data = param.data.to(device=group.device, dtype=converted)
     if group.process_group is None and not placement.is_offloaded:
+        param.data = param.data.to(device=group.device, dtype=converted)
         return
     layout = layout_unit([param_info("", param, converted)], group.world_size)
     owned = layout.chunk_range(group.rank)
@@ -148,7 +148,6 @@ def shard_parameter(
     )
     parts.register()
     parts.describe()
-    parts.broadcast([param], 0)
     parts.release()
     group.buffers.note_freed(layout.slots[0].numel)
 

@@ -59,6 +59,7 @@ class ShardSpec:
     is_sharded: bool  # only the owned range is kept, the whole is gathered around its use
     placement: Placement = ON_DEVICE  # where the owned range of a sharded unit is kept
     label: str = ""  # of the unit, for profilers and the debug log
+    has_equal_values: bool = False  # the parameters are alike on every rank; else rank 0's values are sent to all
 
 
 class UnitParameters:
@@ -75,7 +76,7 @@ class UnitParameters:
         mesh: ParallelMesh,
         spec: ShardSpec,
     ) -> None:
-        """Take the values over from `params`, which must be whole on every rank, in the spec's dtype."""
+        """Take the values over from `params`, which must be whole: on any device, in any type. Collective."""
         self._params = params
         self._label = spec.label
         self._layout = layout
@@ -103,7 +104,7 @@ class UnitParameters:
         self._has_second = False  # it holds the values of now
         self._views = [self._view_of(index) for index in range(len(params))]
         self._absent = torch.empty(0, dtype=dtype, device=group.device)
-        self._move_params_in()
+        self._move_params_in(has_equal_values=spec.has_equal_values)
         # 1-D [owned], model precision; a view of `flat` unless sharded.
         self.shard = self._own_flat
         self.placement = spec.placement if is_sharded else ON_DEVICE  # where the shard is kept
@@ -123,12 +124,17 @@ class UnitParameters:
         slot = self._layout.slots[index]
         return self.flat[slot.offset : slot.end].view(slot.shape)
 
-    def _move_params_in(self) -> None:
+    def _move_params_in(self, *, has_equal_values: bool) -> None:
+        """Fill `flat`, converting on the way, and make the parameters views of it: their own memory is freed."""
+        is_read = has_equal_values or self._data.rank == 0
         with torch.no_grad():
             for param, view in zip(self._params, self._views, strict=True):
-                view.copy_(param.data)
+                if is_read:
+                    view.copy_(param.data)
                 param.data = view
                 param.grad = None
+        if not has_equal_values:
+            collectives.broadcast(self._data, [self.flat])
 
     def register(self) -> None:
         """Have `unit_params_of` find this unit for its parameters."""
@@ -180,7 +186,13 @@ class UnitParameters:
         return self._master_swap
 
     def free(self) -> None:
-        """Give memory and disk back: the parameters have moved to another unit."""
+        """Give memory and disk back: parameters have moved to another unit. Those that have not stay shards here."""
+        moved = [unit_params_of(param) is not self for param in self._params]
+        # A gather for the others must not touch those that have moved.
+        self._params = [
+            nn.Parameter(self._absent, requires_grad=False) if has_moved else param
+            for param, has_moved in zip(self._params, moved, strict=True)
+        ]
         if self._swap is not None:
             self._swap.wait_for_writes()
         if self.is_sharded and self.state is not ParameterState.SHARDED:

@@ -47,11 +47,12 @@ def build_units(
     mesh: ParallelMesh,
     disks: Disks = NO_DISKS,
 ) -> list[FlatUnit]:
-    """Move the parameters of `model` into units, in forward order as registered.
+    """Move the parameters of `model` into units, in forward order as registered, with rank 0's values.
 
     Trained ones always; others where parameters are sharded. group_of: the optimizer group of each parameter that is
-    trained; these must have the policy's dtype, and all the mesh's device. Every
-    rank must call it with the same model.
+    trained. Parameters may be on any device, in any type, or shards of `zero.Init`: a unit is filled from them, sharded
+    and released before the next one, so the device never holds more than two whole ones. Every rank must call it with
+    the same model.
     """
     units: list[FlatUnit] = []
     placements = Placements(policy.offload, disks, sum(full_numel(param) for param in group_of))
@@ -74,7 +75,7 @@ def _build_unit(
     members: UnitMembers, layout: UnitLayout, policy: ZeroPolicy, mesh: ParallelMesh, placements: Placements
 ) -> FlatUnit:
     """Build a unit; parameters that `zero.Init` has sharded are unsharded while it takes their values over."""
-    built_sharded = [found for found in map(unit_params_of, members.params) if found is not None]
+    built_sharded = [found for found in dict.fromkeys(map(unit_params_of, members.params)) if found is not None]
     for unit_params in built_sharded:
         unit_params.start_gather()
     for unit_params in built_sharded:
@@ -89,11 +90,9 @@ def _build_unit(
 
 def _members(model: nn.Module, group_of: dict[nn.Parameter, int], policy: ZeroPolicy) -> list[_Member]:
     """Return the parameters that become parts of units, each with the modules that read it."""
-    shards_parameters, dtype = policy.stage.shards_parameters, policy.precision.param_dtype
+    shards_parameters = policy.stage.shards_parameters
     members = {
-        param: _Member(
-            param_info(name, param, dtype if param in group_of else param.dtype, group_of.get(param)), param, []
-        )
+        param: _Member(param_info(name, param, policy.precision.dtype_of(param), group_of.get(param)), param, [])
         for name, param in model.named_parameters()
         if param in group_of or (shards_parameters and param.is_floating_point())
     }

@@ -39,6 +39,15 @@ class Precision(policies.Precision):
     def param_dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.param]
 
+    def dtype_of(self, param: torch.nn.Parameter) -> torch.dtype:
+        """Return the type in which a parameter is kept: that of the run, where it is a floating-point one.
+
+        An fp32 run keeps frozen parameters in the type they have, such as a bf16 base under adapters. A 16-bit run
+        casts everything, as DeepSpeed does.
+        """
+        keeps_own = self.param is DType.FP32 and not param.requires_grad
+        return self.param_dtype if param.is_floating_point() and not keeps_own else param.dtype
+
     @property
     def grad_dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.grad]

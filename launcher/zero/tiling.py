@@ -224,6 +224,11 @@ def tile_large_layers(model: nn.Module, max_numel: int, max_tile_numel: int | No
     return found
 
 
+def is_tiled(module: nn.Module) -> bool:
+    """Whether the weight of a layer is in tiles: its state dict is put together and split by hooks of the layer."""
+    return isinstance(module, _Tiled)
+
+
 def _why_untiled(model: nn.Module, param: nn.Parameter, places: list[tuple[str, nn.Module, str]]) -> str:
     """Return why a parameter is not split; "": it is."""
     _, module, name = places[0]

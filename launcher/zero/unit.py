@@ -16,7 +16,7 @@ from launcher.optim.api import ParamShard, UnitOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
-from launcher.zero.parameters import ShardSpec, UnitParameters
+from launcher.zero.parameters import ShardSpec, UnitParameters, unit_params_of
 from launcher.zero.placement import ON_DEVICE, Placements
 from launcher.zero.stages import Place, ZeroPolicy
 
@@ -57,8 +57,9 @@ class FlatUnit:
         rests_away = policy.offload.params is not Place.DEVICE
         is_sharded = policy.stage.shards_parameters and not members.is_persistent and (rests_away or not alone)
         shard_placement = placements.of_shard(len(owned)) if is_sharded else ON_DEVICE
-        dtype = policy.precision.param_dtype if layout.is_trainable else members.params[0].dtype
-        spec = ShardSpec(dtype, owned, is_sharded, shard_placement, self.label)
+        dtype = getattr(torch, layout.slots[0].param.dtype)  # of all of them
+        is_sharded_before = all(unit_params_of(param) is not None for param in members.params)
+        spec = ShardSpec(dtype, owned, is_sharded, shard_placement, self.label, has_equal_values=is_sharded_before)
         self.params = UnitParameters(members.params, layout, mesh, spec)
         self.params.register()
         for param in members.params:
