@@ -38,6 +38,7 @@ SHORT = {
     "nvme": ("--size 4MiB --seconds 0.01 --rounds 1", 0),
     "nvme_step": ("--layers 1 --rounds 1", 0),
     "growth": ("--units 2 --rounds 1", 0),
+    "start_7b": ("--worlds 8 --layers 2", 0),
     "cpu_kernels": ("--numel-mi 1 --rounds 1 --threads 1 --cases Lion", 0),
     "onebit": ("--width 64 --steps 2 --training_steps 8", 2),
     "scale_model": ("--many 26 --rounds 1", 0),

@@ -56,19 +56,29 @@ def build_units(
     """
     units: list[FlatUnit] = []
     placements = Placements(policy.offload, disks, sum(full_numel(param) for param in group_of))
-    found = _members(model, group_of, policy)
-    offloads = policy.offload.optimizer is not Place.DEVICE
-    min_numel = min_unit_numel(shards_params=policy.stage.shards_parameters, offloads_optimizer=offloads)
-    numels, keys = [member.info.numel for member in found], [member.key for member in found]
-    for indices in form_units(numels, keys, min_numel=min_numel, max_numel=policy.max_unit_numel):
-        chosen = [found[index] for index in indices]
-        modules = dict.fromkeys(module for member in chosen for module in member.modules)
-        members = UnitMembers([member.param for member in chosen], list(modules), chosen[0].is_persistent)
-        layout = layout_unit([member.info for member in chosen], mesh.shard.world_size, mesh.num_copies)
+    for members, infos in plan_units(model, group_of, policy):
+        layout = layout_unit(infos, mesh.shard.world_size, mesh.num_copies)
         unit = _build_unit(members, layout, policy, mesh, placements)
         unit.index = len(units)
         units.append(unit)
     return units
+
+
+def plan_units(
+    model: nn.Module, group_of: dict[nn.Parameter, int], policy: ZeroPolicy
+) -> list[tuple[UnitMembers, list[ParamInfo]]]:
+    """Return what each unit is going to have, in the order of `build_units`, and change nothing. No values are read."""
+    found = _members(model, group_of, policy)
+    offloads = policy.offload.optimizer is not Place.DEVICE
+    min_numel = min_unit_numel(shards_params=policy.stage.shards_parameters, offloads_optimizer=offloads)
+    numels, keys = [member.info.numel for member in found], [member.key for member in found]
+    planned = []
+    for indices in form_units(numels, keys, min_numel=min_numel, max_numel=policy.max_unit_numel):
+        chosen = [found[index] for index in indices]
+        modules = dict.fromkeys(module for member in chosen for module in member.modules)
+        members = UnitMembers([member.param for member in chosen], list(modules), chosen[0].is_persistent)
+        planned.append((members, [member.info for member in chosen]))
+    return planned
 
 
 def _build_unit(

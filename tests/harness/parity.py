@@ -75,6 +75,7 @@ class Case:
             "zero_optimization": {
                 "stage": self.stage,
                 "reduce_bucket_size": self.unit_numel,
+                "sub_group_size": -(-self.unit_numel // world_size),  # what bounds units at stage 3
                 "overlap_comm": self.overlap,
                 **self.zero,
             },

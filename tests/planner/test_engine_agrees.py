@@ -10,10 +10,14 @@ from harness.offload import is_in_host_memory, late_link
 from harness.ranks import run_on_ranks
 from torch import nn
 
+from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
-from launcher.planner.memory import RankMemory, rank_memory
+from launcher.config.policies import zero_policy
+from launcher.planner.memory import RankMemory, Setting, in_flight_bytes, rank_memory
 from launcher.planner.model import ModelFacts, Parameter
 from launcher.planner.settings import setting_of
+from launcher.zero.partition import plan_units
+from launcher.zero.stages import ZeroPolicy
 
 WIDTH, NUM_BLOCKS, WORLD_SIZE = 600, 8, 2
 
@@ -143,3 +147,63 @@ def _offloaded(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, i
         for place in ("device", "host"):
             found[place] += sum(_storages(engine, in_host_memory=place == "host").values())
         return found
+
+
+# ---- what "auto" makes of a large model ----
+
+HIDDEN, NUM_LAYERS = 4096, 4
+BLOCK_NUMEL = 4 * HIDDEN**2 + 3 * HIDDEN * 11008  # without norms, which stay unsharded
+
+
+def _llama() -> nn.Module:
+    """Return the parameters of a few blocks of Llama-7B, without values."""
+    ffn, vocabulary = 11008, 32000
+    sizes = [(HIDDEN, HIDDEN)] * 4 + [(HIDDEN, ffn)] * 2 + [(ffn, HIDDEN)]
+    with torch.device("meta"):
+        model = nn.Module()
+        model.embed = nn.Embedding(vocabulary, HIDDEN)
+        model.layers = nn.ModuleList(
+            nn.Sequential(nn.RMSNorm(HIDDEN), *(nn.Linear(*size, bias=False) for size in sizes))
+            for _ in range(NUM_LAYERS)
+        )
+        model.head = nn.Linear(HIDDEN, vocabulary, bias=False)
+    return model
+
+
+AUTO = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+)
+# What Hugging Face's Trainer writes in place of these, before the engine sees the config.
+FILLED = {
+    "reduce_bucket_size": HIDDEN * HIDDEN,
+    "stage3_prefetch_bucket_size": int(0.9 * HIDDEN * HIDDEN),
+    "stage3_param_persistence_threshold": 10 * HIDDEN,
+}
+
+
+def _policy(zero: dict[str, Any], world_size: int) -> tuple[ZeroPolicy, Setting]:
+    given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+    settings, _ = resolve_auto(load_config(given).config, AutoFacts(world_size=world_size, hidden_size=HIDDEN))
+    return ZeroPolicy.of(zero_policy(settings, world_size)), setting_of(settings, world_size)
+
+
+@pytest.mark.parametrize("world_size", [8, 3000])
+@pytest.mark.parametrize("zero", [{}, AUTO, FILLED, {"stage3_max_live_parameters": HIDDEN * HIDDEN}])
+def test_auto_never_cuts_a_block_at_stage_3(zero: dict[str, Any], world_size: int) -> None:
+    model = _llama()
+    policy, setting = _policy(zero, world_size)
+    units = plan_units(model, dict.fromkeys(model.parameters(), 0), policy)
+    sizes = [sum(info.numel for info in infos) for _, infos in units]
+    large = {name: value for name, value in zero.items() if name != "reduce_bucket_size"}
+    llama = ModelFacts("llama", "test", tuple(Parameter(name, p.numel()) for name, p in model.named_parameters()))
+    planned, of_large, by_default = (
+        in_flight_bytes(llama, one, world_size)
+        for one in (setting, _policy(large, world_size)[1], _policy({}, world_size)[1])
+    )
+    assert planned == of_large, "the planner divides as the engine does"
+    if "stage3_max_live_parameters" in zero:
+        assert len(units) == 1 + 7 * NUM_LAYERS + 2, "that key does: the norms, and a unit a layer"
+        assert planned < by_default
+    else:
+        assert len(units) == 1 + NUM_LAYERS + 2
+        assert sizes.count(BLOCK_NUMEL) == NUM_LAYERS
