@@ -69,8 +69,13 @@ def buffers_kept(model: nn.Module, device: torch.device, dtype_of: Callable[[Ten
 
 @contextlib.contextmanager
 def params_left_out(model: nn.Module) -> Iterator[None]:
-    """Have `model.to(...)` leave parameters alone within this block: they have no elements. Gradients are dropped."""
-    kept = [(param, param.data) for param in model.parameters()]
+    """Have `model.to(...)` leave parameters alone within this block: they have no elements, and lose their gradients.
+
+    Those that no unit takes are not left out: integers, and tensors of classes with memory of their own.
+    """
+    kept = [
+        (param, param.data) for param in model.parameters() if param.is_floating_point() and type(param.data) is Tensor
+    ]
     for param, values in kept:
         param.grad, param.data = None, values.new_empty(0)
     try:

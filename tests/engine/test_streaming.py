@@ -335,6 +335,43 @@ def test_engines_that_divide_a_model_otherwise_follow_each_other(kinds: list[dic
         assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
+class Moved(Model):
+    """A model that moves more than parameters and buffers, and that has a parameter of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(WIDTH)  # no buffer
+        self.count = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.recurrent = nn.GRU(WIDTH, WIDTH)
+        self.seen: list[int] = []
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.table = fn(self.table)
+        self.seen.append(max(param.numel() for param in self.blocks.parameters()))
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.recurrent(x + self.table)[0])
+
+
+def _moved(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    model = Moved()
+    with torch.no_grad():
+        model.count.add_(rank)
+    engine = launcher.initialize(model=model, config=config(stage))[0]
+    engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)))
+    engine.step()
+    return {"table": model.table.dtype, "seen": model.seen, "count": model.count.tolist()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_model_moves_besides_goes_to_the_device(stage: int) -> None:
+    for found in run_on_ranks(WORLD_SIZE, _moved, stage):
+        assert found["table"] == torch.bfloat16
+        assert found["seen"] == [0], "no parameter was moved with it"
+        assert found["count"] == [0, 1, 2], "rank 0's values"
+
+
 @pytest.mark.parametrize("what", ["blocks.1.first.weight", "offset"])
 def test_a_model_without_values_is_refused(what: str) -> None:
     model = Model()
