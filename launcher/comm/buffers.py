@@ -2,6 +2,18 @@
 
 A large buffer that is freed and allocated at every step costs page faults on a CPU. The pool keeps what was given
 back; a step needs the same sizes as the one before.
+
+[Note: memory and streams] On a GPU the allocator gives memory that was freed to the next work of the stream on which it
+was allocated, its owner, and orders nothing else: what another stream still does with it would meet the new content.
+(Collectives keep their tensors until `wait()` only: see https://github.com/pytorch/pytorch/issues/188655, where memory
+of one stream is freed after a wait on another.) `record_stream` makes the allocator wait, but for an unknown time, in
+which it takes more memory: the peak would depend on how far the host runs ahead. So here events do it, and the peak is
+known:
+
+* What comes back from its owner goes to the allocator at once.
+* What comes back from another stream, whose work so far has been ordered after every other use, either has the owner
+  wait at once (`take_back`), where the owner has nothing to do but to use such memory; or it is held, and the owner
+  waits when it is lent memory again (`give_back`): computing is not kept back before it needs the buffer.
 """
 
 from __future__ import annotations
@@ -13,6 +25,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from launcher.comm.streams import NoStreams, Side, StreamEvent, Streams
 
 # Moves memory from one storage to another, so that tensors (and what autograd saved of them) keep their storage while
 # its memory comes and goes. torch has it since 2.12; before, and on GPUs, the allocator's own cache is used.
@@ -28,12 +42,21 @@ def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
 class BufferPool:
     """Lends memory to storages of one device. One pool serves one engine; not thread-safe."""
 
-    def __init__(self, device: torch.device, allocate: Callable[[int], torch.UntypedStorage] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        allocate: Callable[[int], torch.UntypedStorage] | None = None,
+        streams: Streams | None = None,
+    ) -> None:
         """allocate: makes memory of so many bytes, of a kind the caller needs; None: torch's own.
 
-        With it the pool never holds more than the most that was lent at the same time.
+        With it the pool never holds more than the most that was lent at the same time. streams: of the device; None: it
+        has none.
         """
         self.device = device
+        self._streams = NoStreams() if streams is None else streams
+        self._owners: dict[int, Side | None] = {}  # storage -> the stream it was lent memory on
+        self._held: defaultdict[Side | None, list[tuple[torch.UntypedStorage, StreamEvent]]] = defaultdict(list)
         self._allocate = allocate
         self._pools = device.type == "cpu" and _CAN_SWAP
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)  # bytes -> memory to lend
@@ -42,7 +65,10 @@ class BufferPool:
         self.peak_bytes = 0  # largest `lent_bytes` so far
 
     def lend(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Give an empty storage `num_bytes` of memory with undefined content."""
+        """Give an empty storage `num_bytes` of memory with undefined content, for work of the current stream."""
+        if self._streams.is_async:
+            self.reclaim()
+            self._owners[storage._cdata] = self._streams.current()
         self.lent_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
         if self._pools and self._free[num_bytes]:
@@ -55,7 +81,19 @@ class BufferPool:
             storage.resize_(num_bytes)
 
     def take_back(self, storage: torch.UntypedStorage) -> None:
-        """Empty a storage that got its memory from `lend`. Nothing may read it until it is lent memory again."""
+        """Empty a storage that got its memory from `lend`. Nothing may read it until it is lent memory again.
+
+        On a GPU the memory's owner waits for the current stream's work so far.
+        """
+        if self._streams.is_async:
+            owner = self._owners.pop(storage._cdata)
+            if owner is not None and owner is not self._streams.current():
+                so_far = self._streams.record()
+                with self._streams.on(owner):
+                    so_far.wait()
+        self._empty(storage)
+
+    def _empty(self, storage: torch.UntypedStorage) -> None:
         num_bytes = storage.nbytes()
         self.lent_bytes -= num_bytes
         if not self._pools:
@@ -83,8 +121,23 @@ class BufferPool:
         return tensor
 
     def give_back(self, tensor: Tensor) -> None:
-        """Take the memory of a tensor from `borrow` back."""
-        self.take_back(tensor.untyped_storage())
+        """Take the memory of a tensor from `borrow` back.
+
+        On a GPU the memory's owner waits for the current stream's work so far when it is lent memory again.
+        """
+        storage = tensor.untyped_storage()
+        if self._streams.is_async:
+            owner = self._owners.pop(storage._cdata)
+            if owner is not self._streams.current():
+                self._held[owner].append((storage, self._streams.record()))
+                return
+        self._empty(storage)
+
+    def reclaim(self) -> None:
+        """Have the current stream wait for, and free, what other streams have given back of its memory."""
+        for storage, last_use in self._held.pop(self._streams.current(), ()):
+            last_use.wait()
+            self._empty(storage)
 
     def note_freed(self, numel: int) -> None:
         """Give freed memory inside this process's heap back to the system, when a large tensor has gone.

@@ -2,73 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-
 import torch
 from torch import Tensor
 
-# Makes the work queued on the device from this call on wait for a copy. The host does not wait.
-CopyEvent = Callable[[], None]
-
-
-def completed() -> None:
-    """Do nothing: the copy has ended."""
+from launcher.comm.streams import NoStreams, Side, StreamEvent, Streams
 
 
 class HostDeviceCopier:
-    """Copies in the order they are asked for, on streams of their own where the device is a GPU.
+    """Copies in the order they are asked for, on a side stream for each direction: a bus carries both at once.
 
-    There is one stream for each direction: a bus carries both at once. With a CPU as device a copy has ended when
-    `copy` returns, and there is nothing to wait for.
+    With a CPU as device a copy has ended when `copy` returns, and there is nothing to wait for.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        """streams: of the device; None: it has none."""
         self._device = device
-        self._is_gpu = device.type == "cuda"
-        self._to_device, self._to_host = (torch.cuda.Stream(device) if self._is_gpu else None for _ in range(2))
+        self._streams = NoStreams() if streams is None else streams
 
     def empty(self, numel: int, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
         """Return host memory, 1-D; pinned memory is what a GPU copies from and to without blocking the host."""
-        return torch.empty(numel, dtype=dtype, pin_memory=is_pinned and self._is_gpu)
+        return torch.empty(numel, dtype=dtype, pin_memory=is_pinned and self._device.type != "cpu")
 
-    def copy(self, target: Tensor, source: Tensor) -> CopyEvent:
-        """Copy `source`, as the device's work so far leaves it, into `target` of the same shape."""
-        stream = self._to_device if target.is_cuda else self._to_host
-        if stream is None or target.device == source.device:
-            target.copy_(source)
-            return completed
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        for tensor in (target, source):
-            if tensor.is_cuda:  # its memory may be given back before the copy has run
-                tensor.record_stream(stream)
-        copied = stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether the device computes with this memory as it is."""
+        return tensor.device.type == self._device.type
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Return host memory as the device's work from here on may read it, after all copies so far."""
-        for stream in (self._to_device, self._to_host):
-            if stream is not None:
-                torch.cuda.current_stream(self._device).wait_stream(stream)
-        return tensor.to(self._device, non_blocking=True)
+    def copy(self, target: Tensor, source: Tensor) -> StreamEvent:
+        """Copy `source`, as the current stream's work so far leaves it, into `target` of the same shape.
 
-    @contextlib.contextmanager
-    def ordered_after_copies(self) -> Iterator[None]:
-        """Order a collective started within after the device's work and the copies to it so far.
-
-        The device's later work waits for neither, until it waits for the collective.
+        Neither may be written, and the memory of neither may be given back, but by work that waits for what is
+        returned; the host has to `synchronize` before it reads or writes the one in host memory.
         """
-        if self._to_device is None:
-            yield
-            return
-        self._to_device.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._to_device):
-            yield
+        to_device = self.is_on_device(target)
+        if to_device == self.is_on_device(source):
+            target.copy_(source)
+            return self._streams.record()
+        so_far = self._streams.record()
+        with self._streams.on(Side.TO_DEVICE if to_device else Side.TO_HOST):
+            so_far.wait()
+            target.copy_(source, non_blocking=True)
+            return self._streams.record()
 
     def synchronize(self) -> None:
         """Block until everything copied so far is where it was copied to."""
-        for stream in (self._to_device, self._to_host):
-            if stream is not None:
-                stream.synchronize()
+        self._streams.synchronize(Side.TO_DEVICE, Side.TO_HOST)

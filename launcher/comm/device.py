@@ -12,6 +12,7 @@ from launcher.base import env
 from launcher.base.errors import EngineError
 from launcher.comm.buffers import BufferPool
 from launcher.comm.copier import HostDeviceCopier
+from launcher.comm.streams import Streams, streams_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,12 +20,14 @@ class DeviceRuntime:
     """What an engine has on its device: one for each engine, for all groups that it communicates in."""
 
     device: torch.device
+    streams: Streams = field(init=False, repr=False)  # what runs beside the computing
     buffers: BufferPool = field(init=False, repr=False)  # memory of everything in flight
     copier: HostDeviceCopier = field(init=False, repr=False)  # to and from host memory
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "buffers", BufferPool(self.device))
-        object.__setattr__(self, "copier", HostDeviceCopier(self.device))
+        object.__setattr__(self, "streams", streams_of(self.device))
+        object.__setattr__(self, "buffers", BufferPool(self.device, streams=self.streams))
+        object.__setattr__(self, "copier", HostDeviceCopier(self.device, self.streams))
 
 
 def local_device(dist_backend: str | None = None) -> torch.device:

@@ -22,6 +22,7 @@ from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.device import DeviceRuntime, backend_name, local_device, use_local_device
 from launcher.comm.gloo import GlooCommunicator
 from launcher.comm.nccl import NcclCommunicator
+from launcher.comm.streams import Streams
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _DEFAULT_PORT = 29500
@@ -52,6 +53,11 @@ class DataParallelGroup:
     def buffers(self) -> BufferPool:
         """Memory of everything in flight on the device."""
         return self.runtime.buffers
+
+    @property
+    def streams(self) -> Streams:
+        """What runs beside the computing on the device."""
+        return self.runtime.streams
 
     @property
     def copier(self) -> HostDeviceCopier:

@@ -1,4 +1,15 @@
-"""The gradients of a unit on one rank, from autograd to their owner's sum: one state, and the reduction in flight."""
+"""The gradients of a unit on one rank, from autograd to their owner's sum: one state, and the reduction in flight.
+
+[Note: the stream of reductions] On a GPU a reduction is started on a stream of its own (`Side.REDUCE`), which waits for
+the computing once, for the gradients. All that follows runs there: waiting for NCCL, scaling, adding to the sum of
+earlier micro-batches, the norm, the copy to host memory. The computing waits for it in two places only:
+
+* where it is lent the memory of a gradient buffer that reductions have had (see "memory and streams" in
+  `comm.buffers`): that bounds how far it runs ahead;
+* where it reads the sums: before the optimizer (`GradientReducer.wait`), and when somebody asks for one earlier.
+
+What reductions write, the computing has read before it starts the next one, for which they wait.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +21,7 @@ from torch import Tensor, nn
 from launcher.comm import collectives, observe
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
+from launcher.comm.streams import Side
 from launcher.sharding.layout import UnitLayout
 from launcher.zero.disk import Swapped
 from launcher.zero.local_gradients import LocalGradients
@@ -43,6 +55,7 @@ class UnitGradients:
         self._policy = policy
         self._group = group = mesh.shard
         self._reductions = group.reductions
+        self._streams = group.streams
         self._replicate = mesh.replicate
         self._num_copies = mesh.num_copies
         self._owned = owned
@@ -163,7 +176,10 @@ class UnitGradients:
         if reduction.predivide != 1.0 and self._group.process_group is not None:
             local.mul_(1.0 / reduction.predivide)
             remaining *= reduction.predivide
-        with observe.unit_span("reduction", self._label):
+        ready = self._streams.record()
+        with observe.unit_span("reduction", self._label), self._streams.on(Side.REDUCE):
+            ready.wait()
+            self._sum.start_fetch()
             self._reduction = self._started(local, self._sent(local), remaining, is_last=is_last)
 
     def _started(self, local: Tensor, sent: Tensor, scale: float, *, is_last: bool) -> Pending:
@@ -216,16 +232,24 @@ class UnitGradients:
     def advance_reduction(self) -> None:
         """Wait for the phase under way and start the next one, where there is one."""
         if self._reduction is not None:
-            with observe.unit_span("wait for the reduction", self._label):
-                self._reduction = self._reduction.advance()
-            self._give_wire_back()  # what was sent has been added: the sum itself is in flight now
+            with self._streams.on(Side.REDUCE):
+                with observe.unit_span("wait for the reduction", self._label):
+                    self._reduction = self._reduction.advance()
+                self._give_wire_back()  # what was sent has been added: the sum itself is in flight now
 
     def finish_reduction(self, *, measure: bool = False) -> None:
-        """Wait for the sum and give temporary buffers back. measure: sum its squares while the sum is in the cache."""
+        """Wait for the sum and give temporary buffers back. measure: sum its squares while the sum is in the cache.
+
+        On a GPU neither the host nor the computing waits: what is left to do is queued.
+        """
         if self._reduction is None:
             return
+        with self._streams.on(Side.REDUCE):
+            self._finish_reduction(self._reduction, measure=measure)
+
+    def _finish_reduction(self, reduction: Pending, *, measure: bool) -> None:
         with observe.unit_span("wait for the reduction", self._label):
-            self._reduction.wait()
+            reduction.wait()
         self._reduction = None
         self.state = check_transition(self.state, UnitState.REDUCED)
         kept = self.owned_grad if self._arriving is None else self._kept(self._arriving)
@@ -233,7 +257,7 @@ class UnitGradients:
             self._square = self._measured(kept)
         self._sum.copy_to_optimizer()
         if self._arriving is not None:
-            self._group.buffers.give_back(self._arriving)
+            self._sum.give_back(self._arriving)
             self._arriving = None
         self._give_wire_back()
         self._local.empty()
@@ -261,7 +285,7 @@ class UnitGradients:
         self._sum_over_copies(total).wait()
         self._kept(total)
         self._sum.copy_to_optimizer()
-        self._group.buffers.give_back(total)
+        self._sum.give_back(total)
         self._sum.holds_sum = not self._is_kept_full
         self._square = None
 
@@ -284,6 +308,7 @@ class UnitGradients:
 
         What is left on each rank is such that the next sum over the ranks counts the gradients so far once.
         """
+        self._streams.join(Side.REDUCE)
         local = self._local.flat()
         if self._owns_all:
             local.mul_(1.0 / (self._factor * self._group.world_size))
@@ -313,8 +338,9 @@ class UnitGradients:
         return sum_of_squares(grad[self._counted])
 
     def finish(self) -> None:
-        """Wait until `owned_grad` can be read and written by the host, wherever it is kept."""
+        """Wait until `owned_grad` can be read and written, wherever it is kept."""
         self.finish_reduction()
+        self._streams.join(Side.REDUCE)
         self._group.copier.synchronize()
 
     def note_written(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm.groups import DataParallelGroup
+from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.kernels.select import kernel_for
 from launcher.zero.placement import Placement
 
@@ -53,6 +54,9 @@ class OwnedGradient:
         if self.swap is not None:
             self.swap.drop()
         self.holds_sum = False  # of an earlier micro-batch, to which the next one is added
+        self._stored: StreamEvent = PASSED  # the last copy into `optimizer_grad`
+        self._fetched: Tensor | None = None  # 1-D [owned], what is kept, on the device or on its way there
+        self._arrival: StreamEvent = PASSED  # of it
 
     @property
     def has_buffer(self) -> bool:
@@ -66,6 +70,20 @@ class OwnedGradient:
             if self._is_offloaded:
                 self.grad = self.optimizer_grad
 
+    def start_fetch(self) -> None:
+        """Start bringing what is kept to the device: a sum that is going to be added to it is on its way."""
+        if not (self.holds_sum and self._is_offloaded):
+            return
+        if self.swap is not None:
+            self.swap.start_reading()
+        elif not self._copier.is_on_device(self.grad):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        self._stored.wait()
+        self._fetched = self._group.buffers.borrow(self.grad.numel(), self.grad.dtype)
+        self._arrival = self._copier.copy(self._fetched, self.grad)
+
     def keep(self, arrived: Tensor) -> Tensor:
         """Add a sum, 1-D [owned] on the device, to what is kept. Returns the total, on the device."""
         if not self._is_offloaded:
@@ -74,13 +92,35 @@ class OwnedGradient:
             self.add_to(arrived)
         kept = arrived.to(self.grad.dtype)  # rounded before it is measured, as where it stays on the device
         self._offload_grad(kept)
+        if kept is not arrived:
+            self._group.streams.keep(kept, Side.TO_HOST)
         return kept
 
     def add_to(self, arrived: Tensor) -> None:
         """Add what is kept to `arrived`, 1-D [owned] on the device."""
-        if self.swap is not None:
+        if self._is_offloaded and self.swap is not None:
             self.swap.bring_in()
-        arrived.add_(self._copier.to_device(self.grad) if self._is_offloaded else self.grad)
+        if not self._is_offloaded or self._copier.is_on_device(self.grad):
+            arrived.add_(self.grad)
+            return
+        if self._fetched is None:
+            self._fetch()
+        fetched, self._fetched = self._fetched, None
+        assert fetched is not None
+        self._arrival.wait()
+        arrived.add_(fetched)
+        self._group.buffers.give_back(fetched)
+
+    def give_back(self, arrived: Tensor) -> None:
+        """Give borrowed memory back to its pool, which may have to be copied to the host yet. arrived: what was kept."""
+        streams = self._group.streams
+        if self._is_offloaded:
+            so_far = streams.record()
+            with streams.on(Side.TO_HOST):
+                so_far.wait()
+                self._group.buffers.give_back(arrived)
+        else:
+            self._group.buffers.give_back(arrived)
 
     def copy_to_optimizer(self) -> None:
         """Copy what was added up on the device to `optimizer_grad`."""
@@ -88,13 +128,12 @@ class OwnedGradient:
             self._offload_grad(self.grad)
 
     def _offload_grad(self, grad: Tensor) -> None:
-        if self.swap is None:
-            self._copier.copy(self.optimizer_grad, grad)
-            return
-        self.swap.bring_in(reads=False)
-        self._copier.copy(self.optimizer_grad, grad)
-        self._copier.synchronize()
-        self.swap.send_out()
+        if self.swap is not None:
+            self.swap.bring_in(reads=False)
+        self._stored = self._copier.copy(self.optimizer_grad, grad)
+        if self.swap is not None:
+            self._copier.synchronize()
+            self.swap.send_out()
 
     def square(self, counted: slice) -> Tensor:
         """Return the sum of squares of a part of what is kept, scalar fp64 on the device."""

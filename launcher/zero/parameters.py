@@ -1,6 +1,16 @@
 """The parameters of a unit on one rank: full in a flat buffer, or a shard that is unsharded around its use.
 
 Users keep their `nn.Parameter`s; only the storage under them is replaced by views into the flat buffer.
+
+[Note: what a gather waits for] On a GPU gathers start on a stream of their own. One waits for two things, and for no
+other computing:
+
+* for its input, the shard: `_written` is the last write into it, by an update or from elsewhere;
+* for its output, the memory: it is lent on the gathers' stream, which waits for each release of a unit at the time of
+  the release (see "memory and streams" in `comm.buffers`). The memory that a gather gets is that of a unit which the
+  computing has left behind, so gathers run ahead of the computing as far as there is memory, and not further.
+
+Below stage 3 the buffer is one and the same, and `_written` comes after all that has read it.
 """
 
 from __future__ import annotations
@@ -16,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import collectives, observe
-from launcher.comm.copier import CopyEvent, completed
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
+from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.sharding.tensors import ParamInfo
 from launcher.zero.disk import Swapped
@@ -88,7 +98,8 @@ class UnitParameters:
         dtype = spec.dtype
         self.state = ParameterState.WHOLE
         self._gather: Pending | None = None
-        self._arrival: CopyEvent = completed  # of the last copy into `shard`, or from it into `flat`
+        self._written: StreamEvent = PASSED  # the last write into `shard`, or into what `_second` is copied from
+        self._arrival: StreamEvent = PASSED  # of this rank's part in `flat`, where it is copied there
         self._num_bytes = layout.padded_numel * dtype.itemsize
         if is_sharded:
             self.flat = group.buffers.borrow(layout.padded_numel, dtype)  # 1-D [padded], model precision
@@ -113,6 +124,7 @@ class UnitParameters:
         self._swap = self.placement.swapped(self.shard)
         if self._swap is not None:
             self._swap.send_out()
+        self._written = group.streams.record()
         self.master = self.shard  # 1-D [owned]; in fp32 the parameters are their own master
         self._master_swap: Swapped | None = None
         self.pending: PendingUpdate | None = None  # None: updates end before a step does
@@ -215,24 +227,28 @@ class UnitParameters:
         """Start making a sharded unit whole. Every rank must call it in the same order."""
         if self.state is not ParameterState.SHARDED:
             return
-        self.group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
-        if self._node is not None and self._second is not None and self._has_second:
-            self._gather = self._start_all_gather(self._second, self._node)
-        elif self.placement.is_offloaded or self.group.process_group is None:
-            with self.shard_in_memory(reads=True):
-                self._arrival()
-                self._arrival = self.group.copier.copy(self._own_flat, self.shard)
-            self._gather = self._start_all_gather(self._own_flat)
-        else:
-            self._gather = self._start_all_gather(self.shard)
+        with self.group.streams.on(Side.GATHER):
+            self.group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
+            self._written.wait()
+            if self._node is not None and self._second is not None and self._has_second:
+                self._gather = self._start_all_gather(self._second, self._node)
+            elif self.placement.is_offloaded or self.group.process_group is None:
+                with self.shard_in_memory(reads=True):
+                    self._arrival = self.group.copier.copy(self._own_flat, self.shard)
+                self._arrival.wait()
+                self._gather = self._start_all_gather(self._own_flat)
+            else:
+                self._gather = self._start_all_gather(self.shard)
         self.state = ParameterState.GATHERING
         self._mark(ZeroParamStatus.INFLIGHT)
 
     @contextlib.contextmanager
     def shard_in_memory(self, *, reads: bool = True, writes: bool = False) -> Iterator[None]:
-        """Have the shard in memory; reads, writes: whether the disk's values are read, or changed."""
+        """Have the shard in memory; reads, writes: whether its values are read, or changed."""
         if self._swap is None:
             yield
+            if writes:
+                self._written = self.group.streams.record()
             return
         self._swap.bring_in(reads=reads)
         try:
@@ -255,11 +271,11 @@ class UnitParameters:
             self._swap.drop()
 
     def _start_all_gather(self, own: Tensor, group: DataParallelGroup | None = None) -> Pending:
-        """Start filling `flat` with what every rank has of it, after the copies so far. own: what this rank has.
+        """Start filling `flat` with what every rank has of it. own: what this rank has.
 
-        group: None for the ranks that own a chunk each.
+        group: None for the ranks that own a chunk each. Call it on the gathers' stream.
         """
-        with observe.unit_span("gather", self._label), self.group.copier.ordered_after_copies():
+        with observe.unit_span("gather", self._label):
             return collectives.all_gather(group or self.group, self.flat, own)
 
     def wait(self) -> None:
@@ -269,7 +285,7 @@ class UnitParameters:
         with observe.unit_span("wait for the gather", self._label):
             self._gather.wait()
         self._gather = None
-        self._arrival()
+        self._arrival.wait()
         self.state = ParameterState.WHOLE
         if self.is_sharded:
             for param, view in zip(self._params, self._views, strict=True):
@@ -283,6 +299,7 @@ class UnitParameters:
         self.wait()
         if self._second is not None and not self._has_second:
             self._second.copy_(self._own_second)
+            self._written = self.group.streams.record()
             self._has_second = True
         for param in self._params:
             param.data = self._absent
@@ -305,13 +322,19 @@ class UnitParameters:
         if not self.is_sharded:
             self.wait()  # for the update before this one, where no forward has used the unit since
         self._has_second = False
+        streams = self.group.streams
         source = self.copy if is_written and self.copy is not None else self.master
+        self._written = streams.record()  # by the optimizer, if it has written the shard itself
         if source is not self.shard:
             with self.shard_in_memory(reads=False, writes=True):
-                self._arrival = self.group.copier.copy(self.shard, source)
+                copied = self.group.copier.copy(self.shard, source)
+            self._written = copied
         if not self.is_sharded:
+            self._arrival = self._written
             owns_all = len(self.owned) == self._layout.padded_numel
-            self._gather = Pending() if owns_all else self._start_all_gather(self._own_flat)
+            with streams.on(Side.GATHER):
+                self._written.wait()
+                self._gather = Pending() if owns_all else self._start_all_gather(self._own_flat)
             self.state = ParameterState.GATHERING
 
     def refresh(self) -> None:

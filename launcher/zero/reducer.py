@@ -18,6 +18,7 @@ import torch
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
+from launcher.comm.streams import Side
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.order import Collective, CollectiveOrder
 from launcher.zero.stages import ZeroPolicy
@@ -54,7 +55,7 @@ class GradientReducer:
 
     def begin_backward(self, *, is_boundary: bool) -> None:
         """Prepare for one backward pass; `is_boundary` says that a step follows it."""
-        self.wait()  # sums of the micro-batch before may have been on their way through this forward
+        self._finish_all()  # sums of the micro-batch before may have been on their way through this forward
         self._in_backward = True
         _running_passes.add(self)
         self._is_boundary = is_boundary
@@ -140,7 +141,12 @@ class GradientReducer:
             gradients.drop_late()
 
     def wait(self) -> None:
-        """Block until every reduction that was started has finished."""
+        """Wait for every reduction that was started; on a GPU the computing does, and the host does not."""
+        self._finish_all()
+        self._group.streams.join(Side.REDUCE)
+        self._group.buffers.reclaim()  # nothing is left to wait for: the optimizer may have the memory
+
+    def _finish_all(self) -> None:
         while self._in_flight:
             self._advance_oldest()
         for gradients in self._advanced:

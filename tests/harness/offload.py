@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from launcher.comm.copier import CopyEvent, HostDeviceCopier, completed
+from launcher.comm.copier import HostDeviceCopier
+from launcher.comm.streams import PASSED, StreamEvent, Streams
 from launcher.kernels.api import Span
 from launcher.kernels.reference import ReferenceKernel
 from launcher.zero.parameters import UnitParameters
@@ -29,8 +31,8 @@ class LateCopier(HostDeviceCopier):
 
     host: ClassVar[list[Tensor]] = []  # what `empty` has returned, of all links of this process
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        super().__init__(device, streams)
         self._queues: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # by "to the device"
         self._lock = threading.RLock()  # a delayed update waits in a thread of its own
 
@@ -38,33 +40,24 @@ class LateCopier(HostDeviceCopier):
         LateCopier.host.append(super().empty(numel, dtype, is_pinned=is_pinned))
         return LateCopier.host[-1]
 
-    def copy(self, target: Tensor, source: Tensor) -> CopyEvent:
+    def is_on_device(self, tensor: Tensor) -> bool:
+        return not is_in_host_memory(tensor)
+
+    def copy(self, target: Tensor, source: Tensor) -> StreamEvent:
         if is_in_host_memory(target) == is_in_host_memory(source):
             target.copy_(source)
-            return completed
+            return PASSED
         to_device = not is_in_host_memory(target)
         job = (target, source if to_device else source.clone())
         target.fill_(torch.nan)
-        queue = self._queues[to_device]
-        queue.append(job)
+        self._queues[to_device].append(job)
+        return _LateCopy(self, to_device, job)
 
-        def arrive() -> None:
-            with self._lock:
-                while any(job is waiting for waiting in queue):
-                    self._run_first(to_device)
-
-        return arrive
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        self.synchronize()
-        return tensor.clone()
-
-    @contextlib.contextmanager
-    def ordered_after_copies(self) -> Iterator[None]:
+    def run_until(self, to_device: bool, job: tuple[Tensor, Tensor]) -> None:
+        """Run what was asked for before `job`, and it, unless that has been done."""
         with self._lock:
-            while self._queues[True]:
-                self._run_first(True)
-        yield
+            while any(job is waiting for waiting in self._queues[to_device]):
+                self._run_first(to_device)
 
     def synchronize(self) -> None:
         with self._lock:
@@ -75,6 +68,16 @@ class LateCopier(HostDeviceCopier):
     def _run_first(self, to_device: bool) -> None:
         target, source = self._queues[to_device].pop(0)
         target.copy_(source)
+
+
+@dataclass(frozen=True)
+class _LateCopy:
+    copier: LateCopier
+    to_device: bool
+    job: tuple[Tensor, Tensor]
+
+    def wait(self) -> None:
+        self.copier.run_until(self.to_device, self.job)
 
 
 def is_in_host_memory(tensor: Tensor) -> bool:
@@ -124,7 +127,7 @@ class Recorder:
                     recorder.note("update", recorder._units[span.master.untyped_storage()._cdata][1])
                 super().update(spans, grad_scale)
 
-        def recorded_copy(link: HostDeviceCopier, target: Tensor, source: Tensor) -> CopyEvent:
+        def recorded_copy(link: HostDeviceCopier, target: Tensor, source: Tensor) -> StreamEvent:
             known = recorder._units.get(target.untyped_storage()._cdata)
             if known is not None:
                 recorder.note(*known)
