@@ -1,0 +1,162 @@
+"""What runs beside the computing on a device: side streams by name, and what waits for what.
+
+[Note: side streams] The model computes on the stream that is current when the engine is called, one stream for the
+whole run. What the engine does beside it has a stream for each purpose (`Side`). Work of one stream runs in the order
+in which it was queued; between streams nothing is ordered but by an event: recorded on the one, waited for on the
+other. A collective of NCCL runs on a stream of NCCL's own, which waits for the stream that is current when the
+collective is started; `wait()` makes the stream that is current then wait for it. So a collective that is started
+within `on(side)` waits for that side alone, not for the computing.
+
+The host waits for nothing here except in `synchronize`. On a CPU there is one order, that of the calls: all of this
+does nothing then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Side(Enum):
+    """A stream beside that of the computing."""
+
+    GATHER = auto()  # starts all-gathers of parameters; its memory is that of unsharded parameters
+    REDUCE = auto()  # starts reductions of gradients, and works on what they leave: sums, norms, conversions
+    TO_DEVICE = auto()  # copies from host memory; a bus carries both directions at once
+    TO_HOST = auto()  # copies to host memory
+
+
+class StreamEvent(Protocol):
+    """A point in the work of one stream."""
+
+    def wait(self) -> None:
+        """Have what is queued on the current stream from here on wait for it. The host does not wait."""
+        ...
+
+
+class Streams(Protocol):
+    """The side streams of one device."""
+
+    is_async: bool  # the device works beside the host
+
+    def on(self, side: Side) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which `side` is the current stream. It waits for nothing by itself."""
+        ...
+
+    def current(self) -> Side | None:
+        """Return the side that is the current stream; None: the computing is."""
+        ...
+
+    def record(self) -> StreamEvent:
+        """Return the point that the current stream's work so far reaches."""
+        ...
+
+    def join(self, side: Side) -> None:
+        """Have what is queued on the current stream from here on wait for all of a side's work so far."""
+        ...
+
+    def keep(self, tensor: Tensor, side: Side) -> None:
+        """Keep a tensor's memory, which the allocator may get back at any time, for a side's work so far."""
+        ...
+
+    def synchronize(self, *sides: Side) -> None:
+        """Block the host until all work of these sides has ended."""
+        ...
+
+
+class _Passed:
+    """A point that has been reached."""
+
+    def wait(self) -> None:
+        """See `StreamEvent`."""
+
+
+PASSED: StreamEvent = _Passed()
+_NO_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class NoStreams:
+    """Of a device that works while the host waits: a CPU."""
+
+    is_async = False
+
+    def on(self, side: Side) -> contextlib.AbstractContextManager[None]:
+        """See `Streams`."""
+        return _NO_CONTEXT
+
+    def current(self) -> Side | None:
+        """See `Streams`."""
+        return None
+
+    def record(self) -> StreamEvent:
+        """See `Streams`."""
+        return PASSED
+
+    def join(self, side: Side) -> None:
+        """See `Streams`."""
+
+    def keep(self, tensor: Tensor, side: Side) -> None:
+        """See `Streams`."""
+
+    def synchronize(self, *sides: Side) -> None:
+        """See `Streams`."""
+
+
+class _DeviceEvent:
+    def __init__(self, module: Any, device: torch.device, event: Any) -> None:
+        self._module, self._device, self._event = module, device, event
+
+    def wait(self) -> None:
+        """See `StreamEvent`."""
+        self._module.current_stream(self._device).wait_event(self._event)
+
+
+class DeviceStreams:
+    """Of a GPU."""
+
+    is_async = True
+
+    def __init__(self, device: torch.device) -> None:
+        """device: any for which torch has streams."""
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._sides = {side: self._module.Stream(device) for side in Side}
+
+    @contextlib.contextmanager
+    def on(self, side: Side) -> Iterator[None]:
+        """See `Streams`."""
+        with self._module.stream(self._sides[side]):
+            yield
+
+    def current(self) -> Side | None:
+        """See `Streams`. torch is asked: autograd calls hooks in threads of its own."""
+        current = self._module.current_stream(self._device)
+        return next((side for side, stream in self._sides.items() if stream == current), None)
+
+    def record(self) -> StreamEvent:
+        """See `Streams`."""
+        event = self._module.current_stream(self._device).record_event()
+        return _DeviceEvent(self._module, self._device, event)
+
+    def join(self, side: Side) -> None:
+        """See `Streams`."""
+        self._module.current_stream(self._device).wait_stream(self._sides[side])
+
+    def keep(self, tensor: Tensor, side: Side) -> None:
+        """See `Streams`."""
+        tensor.record_stream(self._sides[side])
+
+    def synchronize(self, *sides: Side) -> None:
+        """See `Streams`."""
+        for side in sides:
+            self._sides[side].synchronize()
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the side streams of a device."""
+    return NoStreams() if device.type == "cpu" else DeviceStreams(device)
