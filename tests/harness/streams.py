@@ -99,6 +99,10 @@ class StreamModel(TorchDispatchMode):
     def time(self, lane: str) -> int:
         return self._clocks[lane][lane]
 
+    def awaited(self, lane: str, other: str) -> int:
+        """How much of the other lane comes before what is queued on a lane next."""
+        return self._clocks[lane][other]
+
     def merge(self, lane: str, point: Clock) -> None:
         """Have a lane come after a point."""
         self._clocks[lane] |= point
@@ -289,7 +293,7 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Te
 
 
 @dataclass(frozen=True)
-class _ModelEvent:
+class ModelEvent:
     model: StreamModel
     point: Clock
 
@@ -297,7 +301,7 @@ class _ModelEvent:
         self.model.merge(self.model.lane, self.point)
 
 
-class _ModelStreams:
+class ModelStreams:
     is_async = True
 
     def __init__(self, model: StreamModel) -> None:
@@ -310,7 +314,7 @@ class _ModelStreams:
         return None if self._model.lane == COMPUTING else Side[self._model.lane]
 
     def record(self) -> StreamEvent:
-        return _ModelEvent(self._model, self._model.point(self._model.lane))
+        return ModelEvent(self._model, self._model.point(self._model.lane))
 
     def join(self, side: Side) -> None:
         self._model.merge(self._model.lane, self._model.point(side.name))
@@ -425,7 +429,7 @@ def modelled_streams() -> Iterator[StreamModel]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(communicators("nccl"))
         stack.enter_context(reference_kernels(model))
-        stack.enter_context(mock.patch("launcher.comm.device.streams_of", lambda device: _ModelStreams(model)))
+        stack.enter_context(mock.patch("launcher.comm.device.streams_of", lambda device: ModelStreams(model)))
         stack.enter_context(mock.patch("launcher.comm.device.HostDeviceCopier", _copier_for(model)))
         stack.enter_context(mock.patch("launcher.comm.device.BufferPool", _pool_for(model)))
         for patch in (*_late_collectives(model), *_disk_hooks(model)):

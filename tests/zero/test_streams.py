@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from harness.collective import communicators
 from harness.parity import Case, Trajectory, make_model, micro_batches
 from harness.ranks import run_on_ranks
-from harness.streams import modelled_streams, reference_kernels
-from harness.collective import communicators
+from harness.streams import COMPUTING, ModelEvent, ModelStreams, StreamModel, modelled_streams, reference_kernels
 
 import launcher
+from launcher.comm.buffers import BufferPool
+from launcher.comm.copier import HostDeviceCopier
+from launcher.comm.streams import PASSED, Side
+from launcher.zero.owned_gradient import OwnedGradient
+from launcher.zero.parameters import UnitParameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_STEPS = 3
@@ -35,32 +41,29 @@ PLACES: dict[str, Any] = {
 }
 
 
-def _train(rank: int, world_size: int, case: Case, *, is_modelled: bool) -> Trajectory:
-    """Train with NCCL's communicator; on request in the model of streams."""
-    with contextlib.ExitStack() as stack:
-        model = None
-        if is_modelled:
-            model = stack.enter_context(modelled_streams())
-        else:
-            stack.enter_context(communicators("nccl"))
-            stack.enter_context(reference_kernels())
-        engine = launcher.initialize(model=make_model(case), config=case.config(world_size))[0]
-        part = slice(rank * case.batch // world_size, (rank + 1) * case.batch // world_size)
-        losses = []
-        with model if model is not None else contextlib.nullcontext():
-            for step in micro_batches(case):
-                for tokens, targets in step:
-                    loss = engine(tokens[part], targets[part])
-                    engine.backward(loss)
-                    engine.step()
-                    losses.append(loss.item())
-        weights = engine.state_dict()
-        engine.destroy()
-    return Trajectory(losses, weights, [])
+def _train(rank: int, world_size: int, case: Case, model: StreamModel | None = None) -> Trajectory:
+    """Train; what is done after the engine has been built is written down in the model of streams, if there is one."""
+    engine = launcher.initialize(model=make_model(case), config=case.config(world_size))[0]
+    part = slice(rank * case.batch // world_size, (rank + 1) * case.batch // world_size)
+    losses = []
+    with model if model is not None else contextlib.nullcontext():
+        for step in micro_batches(case):
+            for tokens, targets in step:
+                loss = engine(tokens[part], targets[part])
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())  # not `item()`, for which the host would wait
+    weights = engine.state_dict()
+    engine.destroy()
+    return Trajectory([loss.item() for loss in losses], weights, [])
 
 
 def _both(rank: int, world_size: int, case: Case) -> bool:
-    found, expected = (_train(rank, world_size, case, is_modelled=is_modelled) for is_modelled in (True, False))
+    with communicators("nccl"), reference_kernels():
+        expected = _train(rank, world_size, case)
+    with modelled_streams() as model:
+        found = _train(rank, world_size, case, model)
+    assert model.num_accesses[Side.REDUCE.name] or case.stage < 2, "nothing ran beside the computing"
     same = all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
     return same and found.losses == expected.losses
 
@@ -80,3 +83,123 @@ def test_nothing_races(stage: int, place: str, precision: str, accumulation: int
     zero = {**SHARDED, **PLACES[place](str(tmp_path))}
     case = Case(stage, precision, accumulation, num_steps=NUM_STEPS, unit_numel=2500, zero=zero, unused=True)
     assert run_on_ranks(2, _both, case) == [True, True]
+
+
+# ---- each wait is needed, and the model finds that it is missing ----
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _frees_at_once(pool: BufferPool, tensor: torch.Tensor) -> None:
+    pool._owners.pop(tensor.untyped_storage()._cdata)
+    pool._empty(tensor.untyped_storage())
+
+
+def _leaves_its_owner(pool: BufferPool, storage: torch.UntypedStorage) -> None:
+    pool._owners.pop(storage._cdata)
+    pool._empty(storage)
+
+
+_start_gather, _add_to = UnitParameters.start_gather, OwnedGradient.add_to
+
+
+def _gathers_at_once(params: UnitParameters) -> None:
+    params._written = PASSED
+    _start_gather(params)
+
+
+def _adds_at_once(owned: OwnedGradient, arrived: torch.Tensor) -> None:
+    owned._arrival = PASSED
+    _add_to(owned, arrived)
+
+
+BROKEN: dict[str, tuple[Any, str, Any, int, str, str]] = {
+    "events": (ModelEvent, "wait", _nothing, 2, "device", "is not ordered after"),
+    "before the optimizer": (ModelStreams, "join", _nothing, 1, "device", "is not ordered after"),
+    "gradient buffers": (BufferPool, "give_back", _frees_at_once, 2, "device", "computing gets memory back"),
+    "parameter memory": (BufferPool, "take_back", _leaves_its_owner, 3, "device", "GATHER gets memory back"),
+    "updated shards": (UnitParameters, "start_gather", _gathers_at_once, 3, "device", "by all-gather"),
+    "copied shards": (UnitParameters, "start_gather", _gathers_at_once, 3, "parameters on host", "is not ordered after"),
+    "gradients on host": (HostDeviceCopier, "synchronize", _nothing, 2, "optimizer on host", "host"),
+    "gradients on disk": (HostDeviceCopier, "synchronize", _nothing, 3, "both on disk", "of a disk"),
+    "sums on host": (OwnedGradient, "add_to", _adds_at_once, 2, "optimizer on host", "TO_DEVICE"),
+}
+
+
+def _broken(rank: int, world_size: int, name: str, case: Case) -> str:
+    owner, attribute, replacement, *_ = BROKEN[name]
+    with modelled_streams() as model, mock.patch.object(owner, attribute, replacement):
+        try:
+            _train(rank, world_size, case, model)
+        except AssertionError as error:
+            return str(error)
+    return "nothing was found"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_model_finds_a_wait_that_is_missing(name: str, tmp_path: Path) -> None:
+    *_, stage, place, message = BROKEN[name]
+    zero = {**SHARDED, **PLACES[place](str(tmp_path))}
+    case = Case(stage, "bf16", 2, num_steps=2, unit_numel=2500, zero=zero)
+    for found in run_on_ranks(2, _broken, name, case):
+        assert message in found
+
+
+# ---- and none is there without need ----
+
+
+def _gathers(rank: int, world_size: int, place: str, folder: str) -> list[tuple[int, int, int]]:
+    """Gather a unit while the device has much to compute: return how much it had, from when on, and what was awaited."""
+    zero = {**SHARDED, **PLACES[place](folder)}
+    case = Case(3, "bf16", 1, unit_numel=2500, zero=zero)
+    found = []
+    with modelled_streams() as model:
+        engine = launcher.initialize(model=make_model(case), config=case.config(world_size))[0]
+        tokens, targets = micro_batches(case)[0][0]
+        params = [unit.params for unit in engine._sharded.units if unit.is_sharded]
+        with model:
+            engine.backward(engine(tokens[:4], targets[:4]))
+            engine.step()
+            written = model.time(COMPUTING)
+            for number in range(2):  # its memory has been another unit's, and is used again
+                busy = torch.ones(8, 8)
+                for _ in range(20):
+                    busy = busy @ busy
+                params[number].start_gather()
+                found.append((*model.gathers[-1], written))
+                params[number].wait()
+                params[number].release()
+                written = model.time(COMPUTING)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("place", ["device", "parameters on host", "both on host"])
+def test_a_gather_waits_for_the_update_and_for_its_memory_alone(place: str, tmp_path: Path) -> None:
+    for gathers in run_on_ranks(2, _gathers, place, str(tmp_path)):
+        for computed, awaited, written in gathers:
+            assert awaited <= written < computed - 20
+
+
+def _backward(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:
+    """Return how much work reductions have after a backward pass, what the computing has waited for, and will."""
+    case = Case(stage, "bf16", 1, unit_numel=2500, zero=SHARDED)
+    with modelled_streams() as model:
+        engine = launcher.initialize(model=make_model(case), config=case.config(world_size))[0]
+        tokens, targets = micro_batches(case)[0][0]
+        with model:
+            engine.backward(engine(tokens[:4], targets[:4]))
+            work, awaited = model.time(Side.REDUCE.name), model.awaited(COMPUTING, Side.REDUCE.name)
+            engine.step()
+        at_step = model.awaited(COMPUTING, Side.REDUCE.name)
+        engine.destroy()
+    return work, awaited, at_step
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_computing_waits_for_a_buffer_and_before_the_optimizer(stage: int) -> None:
+    for work, awaited, at_step in run_on_ranks(2, _backward, stage):
+        assert awaited < work <= at_step
+        assert (awaited > 0) == (stage >= 2), "buffers are used again at stages 2 and 3"
