@@ -70,7 +70,13 @@ class UnitGradients:
         # 1-D [padded] in the type of sums, where all of it is kept until the step.
         full = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device) if self._is_kept_full else None
         self._local = LocalGradients(
-            params, layout, group.buffers, dtype=self._wire_dtype, kept=full, scale=self._early_scale
+            params,
+            layout,
+            group.buffers,
+            dtype=self._wire_dtype,
+            kept=full,
+            scale=self._early_scale,
+            moves_together=group.streams.is_async,
         )
         own_sum = None if full is None else full[owned.start : owned.stop]
         if full is None and not offloads_sums:
@@ -143,6 +149,11 @@ class UnitGradients:
         if not self._is_sent:
             self.state = check_transition(self.state, UnitState.ACCUMULATING)
             self._local.take(index)
+
+    def end_backward(self) -> None:
+        """Move what this backward has left into the buffer, where no reduction does."""
+        if not self._is_sent:
+            self._local.move_all()
 
     def drop(self, index: int) -> None:
         """Forget the gradient autograd left on parameter `index`."""

@@ -1,4 +1,11 @@
-"""What autograd leaves on a unit's parameters on this rank, collected in one flat buffer."""
+"""What autograd leaves on a unit's parameters on this rank, collected in one flat buffer.
+
+[Note: when gradients move] On a CPU each gradient moves as soon as it has been computed: it is in the cache then, and
+its memory is free for the next one, so that a unit has one buffer and not two. On a GPU such a copy is a kernel launch
+from Python within backward for each parameter, and the launches cost more than the bytes. There gradients stay in
+`param.grad` until the unit has all of them, and one call of torch's `_foreach_copy_` moves them; until then the buffer
+is not borrowed, and the gradients are freed as the buffer is filled.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +28,11 @@ class LocalGradients:
         dtype: torch.dtype,
         kept: Tensor | None,
         scale: float,
+        moves_together: bool = False,
     ) -> None:
         """kept: 1-D [padded], a buffer that lasts; None: one of `dtype` is borrowed from `buffers` while it is needed.
 
-        scale: what gradients are multiplied by as they are taken.
+        scale: what gradients are multiplied by as they are taken. moves_together: once a unit has all of them.
         """
         self._params = params
         self._layout = layout
@@ -33,6 +41,7 @@ class LocalGradients:
         self._is_kept = kept is not None
         self._flat = kept
         self._scale = scale
+        self._moves_together = moves_together
         self._filled = [False] * len(params)  # has a gradient in the buffer
         self._arrived = [False] * len(params)  # has a gradient of the current backward
         self._num_arrived = 0
@@ -56,30 +65,61 @@ class LocalGradients:
         return any(param.grad is not None for param in self._params)
 
     def take(self, index: int) -> None:
-        """Move the gradient that autograd has left on parameter `index`, if there is one, into the buffer."""
-        param = self._params[index]
-        grad, param.grad = param.grad, None
-        if grad is None:
+        """Take the gradient over that autograd has left on parameter `index`, if there is one."""
+        if self._params[index].grad is None:
             return
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        slot = self._layout.slots[index]
-        target = self.flat()[slot.offset : slot.end].view(grad.shape)
-        if self._filled[index]:
+        self.used[index] = True
+        if not self._arrived[index]:
+            self._arrived[index] = True
+            self._num_arrived += 1
+        if not self._moves_together:
+            self._move(index)
+        elif self.is_complete:
+            self.move_all()
+
+    def take_all(self) -> None:
+        """Take every gradient there is."""
+        for index in range(len(self._params)):
+            self.take(index)
+
+    def move_all(self) -> None:
+        """Move the gradients that were taken and not moved yet into the buffer."""
+        if not self._moves_together:
+            return
+        first: list[tuple[Tensor, Tensor]] = []
+        further: list[tuple[Tensor, Tensor]] = []
+        for index, param in enumerate(self._params):
+            if param.grad is not None:
+                (further if self._filled[index] else first).append(self._target_and_gradient(index))
+        if first:
+            targets, grads = map(list, zip(*first, strict=True))
+            torch._foreach_copy_(targets, grads)
+            if self._scale != 1.0:
+                torch._foreach_mul_(targets, self._scale)
+        if further:
+            targets, grads = map(list, zip(*further, strict=True))
+            torch._foreach_add_(targets, grads, alpha=self._scale)
+
+    def _move(self, index: int) -> None:
+        is_further = self._filled[index]
+        target, grad = self._target_and_gradient(index)
+        if is_further:
             target.add_(grad, alpha=self._scale)
         elif self._scale == 1.0:
             target.copy_(grad)
         else:
             torch.mul(grad, self._scale, out=target)
-        self._filled[index] = self.used[index] = True
-        if not self._arrived[index]:
-            self._arrived[index] = True
-            self._num_arrived += 1
 
-    def take_all(self) -> None:
-        """Move every gradient there is into the buffer."""
-        for index in range(len(self._params)):
-            self.take(index)
+    def _target_and_gradient(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return a parameter's place in the buffer and what is going to be moved there, of the same shape."""
+        param = self._params[index]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        slot = self._layout.slots[index]
+        self._filled[index] = True
+        return self.flat()[slot.offset : slot.end].view(grad.shape), grad
 
     def drop(self, index: int) -> None:
         """Forget the gradient autograd left on parameter `index`."""
@@ -98,6 +138,7 @@ class LocalGradients:
 
     def completed(self) -> Tensor:
         """Return the buffer with zeros where this rank has no gradient: other ranks may have one."""
+        self.move_all()
         flat = self.flat()
         for slot, filled in zip(self._layout.slots, self._filled, strict=True):
             if not filled:

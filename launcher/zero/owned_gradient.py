@@ -112,7 +112,7 @@ class OwnedGradient:
         self._group.buffers.give_back(fetched)
 
     def give_back(self, arrived: Tensor) -> None:
-        """Give borrowed memory back to its pool, which may have to be copied to the host yet. arrived: what was kept."""
+        """Give the borrowed memory of what was kept back to its pool; it may have to be copied to the host yet."""
         streams = self._group.streams
         if self._is_offloaded:
             so_far = streams.record()

@@ -98,6 +98,8 @@ class GradientReducer:
         _running_passes.discard(self)
         while self._reduces and self._unsent:
             self._reduce(next(iter(self._unsent)))
+        for gradients in () if self._reduces else self._gradients:
+            gradients.end_backward()
 
     @property
     def num_late(self) -> int:

@@ -40,7 +40,17 @@ HOST, COMPUTING = "host", "computing"
 Clock = Counter[str]  # lane -> how much of it has come before
 
 # What reads or writes no element of its arguments.
-_METADATA = {"empty_like", "new_empty", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "set_", "resize_"}
+_METADATA = {
+    "empty_like",
+    "new_empty",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "set_",
+    "resize_",
+}
 _BLOCKS_HOST = {"_local_scalar_dense", "is_nonzero", "equal"}
 # Copies, and what the engine does after `.to(another device)`, a blocking copy that does not show where all is a CPU's.
 _MOVES = {"copy_", "_to_copy", "ne", "where"}
@@ -88,6 +98,7 @@ class StreamModel(TorchDispatchMode):
         self._freed: defaultdict[str, list[_Access]] = defaultdict(list)  # lane -> uses of what its allocator got back
         self._is_paused = False
         self.num_accesses: Counter[str] = Counter()  # by lane
+        self.operations: Counter[str] = Counter()  # by name
         self.gathers: list[tuple[int, int]] = []  # how much computing there was, and how much each one waits for
 
     # ---- lanes and what they wait for ----
@@ -173,7 +184,7 @@ class StreamModel(TorchDispatchMode):
 
     def gave_back(self, memory: _Memory) -> None:
         """Note that the allocator has memory back."""
-        done = {lane: time for lane, time in memory.kept_for.items()}
+        done = memory.kept_for
         others = [access for access in memory.accesses if access.lane != memory.owner]
         self._freed[memory.owner] += [access for access in others if access.time > done.get(access.lane, 0)]
 
@@ -230,6 +241,7 @@ class StreamModel(TorchDispatchMode):
         if is_mixed and name not in _MOVES:
             raise AssertionError(f"{name} takes tensors of the device and of the host")
         lane = HOST if on_host else self.lane
+        self.operations[name] += 1
         for tensor in (*reads, *writes) if on_host else ():
             if tensor.untyped_storage()._cdata in self._new:
                 self._memories.pop(tensor.untyped_storage()._cdata, None)
@@ -358,11 +370,18 @@ def _pool_for(model: StreamModel) -> type[BufferPool]:
 
 
 def _late_collectives(model: StreamModel) -> Iterator[Any]:
-    gather, scatter, reduce, exchange = nccl.all_gather_single, nccl.reduce_scatter_single, dist.all_reduce, dist.all_to_all_single
+    gather, scatter, reduce, exchange = (
+        nccl.all_gather_single,
+        nccl.reduce_scatter_single,
+        dist.all_reduce,
+        dist.all_to_all_single,
+    )
 
     def all_gather(flat: Tensor, own: Tensor, *, group: Any, async_op: bool) -> _Work:
         assert async_op
-        return model.collective("all-gather", group, lambda: gather(flat, own, group=group, async_op=True), [own], [flat])
+        return model.collective(
+            "all-gather", group, lambda: gather(flat, own, group=group, async_op=True), [own], [flat]
+        )
 
     def reduce_scatter(output: Tensor, flat: Tensor, operation: Any, *, group: Any, async_op: bool) -> _Work:
         assert async_op
@@ -429,7 +448,7 @@ def modelled_streams() -> Iterator[StreamModel]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(communicators("nccl"))
         stack.enter_context(reference_kernels(model))
-        stack.enter_context(mock.patch("launcher.comm.device.streams_of", lambda device: ModelStreams(model)))
+        stack.enter_context(mock.patch("launcher.comm.device.streams_of", return_value=ModelStreams(model)))
         stack.enter_context(mock.patch("launcher.comm.device.HostDeviceCopier", _copier_for(model)))
         stack.enter_context(mock.patch("launcher.comm.device.BufferPool", _pool_for(model)))
         for patch in (*_late_collectives(model), *_disk_hooks(model)):

@@ -10,6 +10,7 @@ from harness.zoo import LR, WEIGHT_DECAY, batches, build
 
 import launcher
 from launcher.comm.copier import HostDeviceCopier
+from launcher.comm.streams import Side, streams_of
 from launcher.zero.access import safe_get_full_grad, safe_get_full_optimizer_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -85,7 +86,8 @@ def test_what_a_script_sees_between_backward_and_step() -> None:
 
 def test_a_copy_runs_beside_the_computing_and_its_arrival_is_in_order() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    link = HostDeviceCopier(device)
+    streams = streams_of(device)
+    link = HostDeviceCopier(device, streams)
     host = link.empty(64 * MEBI, torch.float32, is_pinned=True).fill_(1.0)
     there = torch.zeros(64 * MEBI, device=device)
     torch.cuda.synchronize()
@@ -94,11 +96,12 @@ def test_a_copy_runs_beside_the_computing_and_its_arrival_is_in_order() -> None:
     torch.ones(1, device=device)  # does not wait for the copy
     behind.record()
     behind.synchronize()
-    assert not link._to_device.query(), "256 MiB were copied before one number was set"
-    arrival()
+    assert not streams._sides[Side.TO_DEVICE].query(), "256 MiB were copied before one number was set"  # type: ignore[attr-defined]
+    arrival.wait()
     assert there.sum().item() == 64 * MEBI
     there.add_(1)
     link.copy(host, there)
+    streams.keep(there, Side.TO_HOST)
     there = torch.zeros(1, device=device)  # memory that is being copied may be given back
     link.synchronize()
     assert host.sum().item() == 2 * 64 * MEBI
