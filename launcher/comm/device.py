@@ -24,6 +24,11 @@ class DeviceRuntime:
     buffers: BufferPool = field(init=False, repr=False)  # memory of everything in flight
     copier: HostDeviceCopier = field(init=False, repr=False)  # to and from host memory
 
+    @property
+    def runs_behind_host(self) -> bool:
+        """Whether the device works through what the host has queued: the host should not wait for its numbers."""
+        return self.device.type != "cpu"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "streams", streams_of(self.device))
         object.__setattr__(self, "buffers", BufferPool(self.device, streams=self.streams))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import os
@@ -40,6 +39,7 @@ class DataParallelGroup:
     process_group: dist.ProcessGroup | None  # None: a single process, no communication
     runtime: DeviceRuntime = field(compare=False, repr=False)  # shared by all groups of an engine
     reduce_process_group: dist.ProcessGroup | None = None  # of the same ranks; None: reductions have no own one
+    host_process_group: dist.ProcessGroup | None = None  # of the same ranks, for host memory; see `hosts`
 
     def __post_init__(self) -> None:
         _made.append(weakref.ref(self, _made.remove))
@@ -74,7 +74,7 @@ class DataParallelGroup:
         """The same ranks, for reductions: collectives of the two are not ordered among each other."""
         if self.reduce_process_group is None:
             return self
-        return dataclasses.replace(self, process_group=self.reduce_process_group, reduce_process_group=None)
+        return DataParallelGroup(self.rank, self.world_size, self.reduce_process_group, self.runtime)
 
     def of_ranks(
         self, process_group: dist.ProcessGroup, reduce_process_group: dist.ProcessGroup | None = None
@@ -208,7 +208,8 @@ def data_parallel_group(*, has_reductions: bool = False) -> DataParallelGroup:
     world = dist.group.WORLD
     assert world is not None
     own = _group_of_reductions(world, runtime.device) if has_reductions else None
-    return DataParallelGroup(dist.get_rank(), dist.get_world_size(), world, runtime, own)
+    hosts = _group_of_hosts(world, runtime.device) if has_reductions and runtime.runs_behind_host else None
+    return DataParallelGroup(dist.get_rank(), dist.get_world_size(), world, runtime, own, hosts)
 
 
 def is_first_rank() -> bool:
@@ -216,16 +217,28 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-_reduce_groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # at most one: all ranks, and their second group
+# By what they are for: all ranks, and a further group of them.
+_further_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def _group_of_reductions(world: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Return a second process group of all ranks, the same one as long as the first one lasts."""
-    if not _reduce_groups or _reduce_groups[0][0] is not world:
+    return _further_group(world, device, "reductions", None)
+
+
+def _group_of_hosts(world: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return a process group of all ranks for host memory, the same one as long as the first one lasts."""
+    return _further_group(world, device, "hosts", "gloo")
+
+
+def _further_group(
+    world: dist.ProcessGroup, device: torch.device, purpose: str, backend: str | None
+) -> dist.ProcessGroup:
+    if purpose not in _further_groups or _further_groups[purpose][0] is not world:
         options = world._get_backend(device).options  # a new group would not take the timeout over
-        group = dist.new_group(timeout=getattr(options, "_timeout", None), group_desc="reductions")
-        _reduce_groups[:] = [(world, group)]
-    return _reduce_groups[0][1]
+        group = dist.new_group(timeout=getattr(options, "_timeout", None), backend=backend, group_desc=purpose)
+        _further_groups[purpose] = (world, group)
+    return _further_groups[purpose][1]
 
 
 def forget_process_groups() -> None:
@@ -233,7 +246,7 @@ def forget_process_groups() -> None:
 
     What ends with the interpreter is too late: the threads of a process group may need it as they end.
     """
-    _reduce_groups.clear()
+    _further_groups.clear()
     for reference in list(_made):
         group = reference()
         if group is not None:
@@ -241,3 +254,4 @@ def forget_process_groups() -> None:
             group.__dict__.pop("reductions", None)
             object.__setattr__(group, "process_group", None)
             object.__setattr__(group, "reduce_process_group", None)
+            object.__setattr__(group, "host_process_group", None)

@@ -33,6 +33,7 @@ from launcher.engine.casting import (
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts
+from launcher.engine.kernels import trusted_kernel
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
@@ -274,13 +275,18 @@ def _shard(
     # hyper-parameters of the moment, which in a thread would be another.
     needs_kernel = policy.offload.optimizer is Place.DISK or policy.offload.is_delayed
     last_resort = ReferenceKernel() if needs_kernel else None
-    found = {kind: kernel_for(kind) or last_resort for kind in (group.device.type, "cpu")}
+    state_dtype = policy.precision.param_dtype if policy.precision.has_16bit_states else torch.float32
+    found = {kind: kernel_for(kind) for kind in (group.device.type, "cpu")}
+    if group.device.type != "cpu":
+        found[group.device.type] = trusted_kernel(found[group.device.type], plan, shards, state_dtype, mesh.data)
+    found = {kind: kernel or last_resort for kind, kernel in found.items()}
     backend = OptimizerBackend(
         {kind: kernel for kind, kernel in found.items() if kernel is not None},
         group.buffers,
-        policy.precision.param_dtype if policy.precision.has_16bit_states else torch.float32,
+        state_dtype,
         (lambda sums: collectives.sum_scalars(group, sums.to(group.device))) if is_split else None,
         group,
+        needs_kernel,
     )
     flat_optimizer = plan.build(shards, backend)
     if isinstance(flat_optimizer, UnitOptimizer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +21,14 @@ from launcher.config.schema import Config
 from launcher.engine.backward import BackwardPass, check_loss, scaled_up
 from launcher.engine.casting import Casting
 from launcher.engine.data import DistributedLoader
+from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.overflow import reason
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.state import collect_state, load_state
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.loss import LossReporter
 from launcher.monitor.throughput import ThroughputTimer
-from launcher.optim.torch_schedules import steps_by_itself
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units
 
@@ -76,13 +74,12 @@ class Engine(nn.Module):
         self.global_steps = 0  # optimizer steps taken or skipped
         self.global_samples = 0
         self.micro_steps = 0
-        self.skipped_steps = 0
         self._batch = parts.batch
         self._boundary_override: bool | None = None
         self._is_in_no_sync = False
         self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
-        self._grad_norm: float | None = None
+        self._last_step = LastStep(parts.sharded.units, self.optimizer, parts.lr_scheduler, parts.group)
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
         self._loss_reporter = LossReporter(is_wanted=self.global_rank == 0)
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
@@ -119,8 +116,16 @@ class Engine(nn.Module):
         return int(self._parts.settings.zero_optimization.stage)
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the gradient norm of the last step before clipping; None before the first."""
-        return self._grad_norm
+        """Return the gradient norm of the last step before clipping; None before the first.
+
+        On a GPU it waits until the device has computed it; each rank may ask by itself.
+        """
+        return self._last_step.norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """The optimizer steps that updated nothing, because a norm was not finite. On a GPU it waits for the last."""
+        return self._last_step.num_skipped
 
     def loss_scale(self) -> float:
         """Return the configured loss scale, 0 for a dynamic one; `optimizer.cur_scale` is the one in force."""
@@ -197,6 +202,7 @@ class Engine(nn.Module):
         optimizer = self._trained()
         check_loss(loss)
         self._begin()
+        self._last_step.report()
         self._losses.append(loss.detach())
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
@@ -214,6 +220,7 @@ class Engine(nn.Module):
         optimizer = self._trained()
         check_loss(loss)
         self._begin()
+        self._last_step.report()
         self._losses.append(loss.detach())
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
 
@@ -280,23 +287,14 @@ class Engine(nn.Module):
 
     def _take_step(self) -> None:
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
-        scale, delayed = optimizer.loss_scale, sharded.delayed
-        norm = step_units(sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed)
+        scale, delayed = None if optimizer.loss_scaler is None else optimizer.loss_scale, sharded.delayed
+        outcome = step_units(
+            sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed
+        )
         sharded.schedule.forget_uses()
-        self._grad_norm = norm
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        is_finite = math.isfinite(norm)
-        why = "" if is_finite else reason(sharded.units, parts.group, self._losses, norm)
-        scale_says = optimizer.note_step(overflow=not is_finite and parts.policy.skips_overflow)
-        if not is_finite and self.global_rank == 0:
-            done = "skipped" if optimizer.overflow else "taken all the same"
-            text = f"step {self.global_steps} {done}: {why}"
-            get_logger().warning("%s", f"{scale_says} ({text})" if scale_says else text)
-        if optimizer.overflow:
-            self.skipped_steps += 1
-        elif steps_by_itself(self.lr_scheduler):
-            self.lr_scheduler.step()
+        self._last_step.begin(self.global_steps, outcome, self._losses)
         self._note_path()
 
     def _note_path(self) -> None:
@@ -335,7 +333,7 @@ class Engine(nn.Module):
             self.global_steps,
             loss,
             self.get_lr()[0],
-            self._grad_norm,
+            self._last_step.norm,
             rate,
         )
 
@@ -347,6 +345,8 @@ class Engine(nn.Module):
         Parameters keep the values of the last step. Those that are sharded at stage 3 stay so: `GatheredParameters` and
         another `initialize()` unshard them. Optimizer states are freed with the last reference to the engine.
         """
+        if not self._sharded.has_ended:
+            self._last_step.report()
         self._sharded.end()
         self._watch.stop()
 

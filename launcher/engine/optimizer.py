@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._client = plan.client
         self._units = units
         self.loss_scaler = loss_scaler
-        self.overflow = False  # the last step was skipped because the gradient norm was not finite
+        self.settle: Callable[[], None] = lambda: None  # has `overflow` and the states be those of the last step
+        self._overflow = False
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, its gradient norm being not finite. On a GPU it waits for the norm."""
+        self.settle()
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, overflow: bool) -> None:
+        self._overflow = overflow
 
     @property
     def loss_scale(self) -> float:
@@ -104,6 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _wait_for_update(self) -> None:
         """Wait for updates that still run; parameters that do not have them yet do not matter here."""
+        self.settle()
         for unit in self._units:
             if unit.params.pending is not None:
                 unit.params.pending.wait()

@@ -93,6 +93,20 @@ Rule = Adam | Adagrad | Lion | Sgd | Lamb
 
 
 @dataclass(frozen=True)
+class DeviceScale:
+    """What gradients are multiplied by, and whether anything is updated, as the device knows it and the host does not.
+
+    Both are fp32 tensors of no dimension, on the device of the spans.
+    """
+
+    factor: Tensor
+    skip: Tensor  # 1: nothing is written, whatever the gradients are; else 0
+
+
+GradScale = float | DeviceScale
+
+
+@dataclass(frozen=True)
 class Span:
     """A run of elements that take the same step. All tensors are 1-D, contiguous, of equal length, on one device."""
 
@@ -111,8 +125,10 @@ class Kernel(Protocol):
         """What the start line and `launch report` call it, such as `C++ AVX-512`."""
         ...
 
-    def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
+    def update(self, spans: Sequence[Span], grad_scale: GradScale = 1.0) -> None:
         """Update every span from its gradient times `grad_scale`, in one pass over memory.
+
+        With a `DeviceScale` the host waits for nothing that the device computes.
 
         The rules of all spans must be of one class. A gradient that is not finite is used as it is.
         """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from launcher.base.env import CPU_KERNEL
-from launcher.kernels.api import Adagrad, Adam, Kernel, Lamb, Lion, Rule, Sgd, Span
+from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Kernel, Lamb, Lion, Rule, Sgd, Span
 
 LIBRARY = Path(__file__).with_name("libcpu_kernels.so")
 _ABI_VERSION = 1  # of csrc/library.cpp
@@ -67,8 +67,12 @@ class CpuKernel:
         self._isa = isa
         self.name = f"C++ {library.launch_isa(isa).decode()}"
 
-    def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
+    def update(self, spans: Sequence[Span], grad_scale: GradScale = 1.0) -> None:
         """Update every span from its gradient times `grad_scale`. Raises: ValueError for tensors it cannot take."""
+        if isinstance(grad_scale, DeviceScale):  # and the device is this CPU
+            if grad_scale.skip.item():
+                return
+            grad_scale = grad_scale.factor.item()
         self._library.launch_update(self._isa, _spans(spans), len(spans), grad_scale, torch.get_num_threads())
 
     def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:

@@ -7,6 +7,7 @@ instruction for it, so here the sum is taken in fp64, in which the product is ex
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import TypeVar
@@ -14,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from launcher.kernels.api import Adagrad, Adam, Lamb, Lion, Rule, Sgd, Span
+from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Lamb, Lion, Rule, Sgd, Span
 
 _Moments = TypeVar("_Moments", Adam, Lamb)
 
@@ -24,16 +25,20 @@ class ReferenceKernel:
 
     name = "torch reference"
 
-    def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
+    def update(self, spans: Sequence[Span], grad_scale: GradScale = 1.0) -> None:
         """Update every span from its gradient times `grad_scale`."""
+        factor, skip = (
+            (grad_scale.factor, grad_scale.skip) if isinstance(grad_scale, DeviceScale) else (grad_scale, None)
+        )
         for span in spans:
-            master, states = span.master.float(), [state.float() for state in span.states]
-            updated = _updated(span.rule, master, _scaled(span.grad, grad_scale), states)
-            span.master.copy_(updated)
+            # Copies: what is updated in place may be the span's own memory, which a skipped step must not touch.
+            master, states = span.master.float(), [state.to(torch.float32, copy=True) for state in span.states]
+            updated = _updated(span.rule, master, _scaled(span.grad, factor), states)
+            _write(span.master, updated, skip)
             for kept, state in zip(span.states, states, strict=True):
-                kept.copy_(state)
+                _write(kept, state, skip)
             if span.param is not None:
-                span.param.copy_(updated)
+                _write(span.param, updated, skip)
 
     def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:
         """Update the moments of LAMB; return fp64 [num_spans, 2]: sums of squares of weights and directions."""
@@ -53,8 +58,14 @@ class ReferenceKernel:
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
 
 
-def _scaled(grad: Tensor, grad_scale: float) -> Tensor:
+def _scaled(grad: Tensor, grad_scale: float | Tensor) -> Tensor:
     return grad.float() * grad_scale
+
+
+def _write(target: Tensor, values: Tensor, skip: Tensor | None) -> None:
+    """Write values in the type of `target`; where `skip` is 1 it keeps its own."""
+    rounded = values.to(target.dtype)
+    target.copy_(rounded if skip is None else torch.where(skip != 0, target, rounded))
 
 
 def _updated(rule: Rule, master: Tensor, grad: Tensor, states: list[Tensor]) -> Tensor:
@@ -126,7 +137,7 @@ def _lamb_direction(rule: Lamb, master: Tensor, states: list[Tensor]) -> Tensor:
 
 def _fp32(value: float) -> float:
     """Return the nearest number of fp32: what torch multiplies an fp32 tensor by."""
-    return torch.tensor(value, dtype=torch.float32).item()
+    return ctypes.c_float(value).value
 
 
 def _fused(factor: Tensor | float, other: Tensor, addend: Tensor) -> Tensor:

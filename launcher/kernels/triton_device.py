@@ -41,6 +41,35 @@ def update(
     BLOCK: tl.constexpr,
 ) -> None:
     """Update one block by the rule of the name RULE. DTYPES: of gradient, master, parameter, states; None for none."""
+    _update_program(table, block_spans, factors, grad_scale, RULE, DTYPES, BLOCK)
+
+
+@triton.jit
+def update_unless_skipped(
+    table: tl.tensor,
+    block_spans: tl.tensor,
+    factors: tl.tensor,
+    grad_scale: tl.tensor,
+    skip: tl.tensor,
+    RULE: tl.constexpr,
+    DTYPES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Do what `update` does, if `skip` is 0. grad_scale, skip: addresses of one fp32 number each."""
+    if tl.load(skip) == 0:
+        _update_program(table, block_spans, factors, tl.load(grad_scale), RULE, DTYPES, BLOCK)
+
+
+@triton.jit
+def _update_program(
+    table: tl.tensor,
+    block_spans: tl.tensor,
+    factors: tl.tensor,
+    grad_scale: tl.tensor,
+    RULE: tl.constexpr,
+    DTYPES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     span = tl.load(block_spans + tl.program_id(0))
     row = table + span * NUM_COLUMNS
     factor = factors + span * NUM_FACTORS

@@ -4,13 +4,14 @@ A launch reads three tables on the device. What is uploaded, and when:
 
 * The table of spans (int64 [num_spans, 9]: lengths, first blocks, addresses) and the span of each block (int32
   [num_blocks]): when a call brings spans at other addresses or of other lengths than the last `_NUM_KEPT` calls did. In
-  training that is in the first step.
+  training that is in the first step: the engine updates, and measures, all units in one call each.
 * The table of hyper-parameters (fp32 [num_spans, 9]): when one of them has changed. With Adam that is in every step,
   because of its bias corrections, which are computed here in fp64.
 
 Uploads go from pinned memory and do not wait: torch keeps a pinned block until the copy that was queued from it is
-done. `grad_scale` is an argument of the launch. So a step never waits for the device, and because Triton specialises
-on none of these numbers, it compiles once for each rule and set of dtypes.
+done. `grad_scale` is an argument of the launch, or in the device's memory with the decision to skip. So a step never
+waits for the device, and because Triton specialises on none of these numbers, it compiles once for each rule and set of
+dtypes.
 
 Spans whose tensors all begin at multiples of 16 bytes are moved 16 bytes at a time, except for their last block; others
 work, element by element. Spans of other dtypes than the rest of the call cost a launch of their own.
@@ -31,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.kernels.api import Adagrad, Adam, Kernel, Lamb, Lion, Rule, Span
+from launcher.kernels import check
+from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Kernel, Lamb, Lion, Rule, Span
 
 BLOCK_NUMEL = 1024  # 8 elements for each of 128 threads: 16 bytes of a 16-bit gradient
 CHUNK_NUMEL = 1024  # partial sums that one program adds at a time
@@ -85,12 +87,16 @@ class TritonKernel:
         self._tables = lru_cache(_NUM_KEPT)(_upload_tables)
         self._factors = lru_cache(_NUM_KEPT)(_upload_factors)
 
-    def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
+    def update(self, spans: Sequence[Span], grad_scale: GradScale = 1.0) -> None:
         """Update every span from its gradient times `grad_scale`."""
         for part in _parts([_tensors_of(span) for span in spans]):
             tables, factors = self._tables_of(part), self._factors_of(part, spans)
             rule = type(spans[0].rule).__name__
-            self._launch(self._code.update, part, tables, factors, float(grad_scale), RULE=rule)
+            if isinstance(grad_scale, DeviceScale):
+                decision = grad_scale.factor, grad_scale.skip
+                self._launch(self._code.update_unless_skipped, part, tables, factors, *decision, RULE=rule)
+            else:
+                self._launch(self._code.update, part, tables, factors, float(grad_scale), RULE=rule)
 
     def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:
         """Update the moments of LAMB; return fp64 [num_spans, 2]: sums of squares of weights and directions."""
@@ -239,11 +245,11 @@ def find_triton_kernel() -> TritonKernel | str:
     if kernel.is_interpreted:
         return "TRITON_INTERPRET is set, and interpreted kernels cannot read a GPU's memory"
     try:
-        kernel.sum_of_squares([torch.zeros(1, device="cuda")])
+        problem = check.norm_problem(kernel, torch.device("cuda"))
     except (
         OSError,
         RuntimeError,
         subprocess.SubprocessError,
     ) as error:  # it needs a C compiler
         return f"Triton cannot compile: {str(error).splitlines()[0]}"
-    return kernel
+    return kernel if problem is None else f"Triton {problem}"

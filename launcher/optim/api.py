@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from launcher.kernels.api import GradScale
 from launcher.optim.states import check_state, options_of, saved_piece, state_of
 
 
@@ -146,6 +147,26 @@ class FlatOptimizer(ABC):
     @abstractmethod
     def load_state(self, shard: ParamShard, state: Mapping[str, Any]) -> None:
         """Replace the state of a shard by a copy of `state`, of the same elements; empty: as before the first step."""
+
+
+@runtime_checkable
+class DeviceScaled(Protocol):
+    """An optimizer whose steps the host can begin before it knows what gradients are multiplied by."""
+
+    writes_params: ClassVar[bool]  # as `FlatOptimizer` has it
+
+    @property
+    def takes_device_scale(self) -> bool:
+        """Whether it can now; alike on every rank."""
+        ...
+
+    def step(self, grad_scale: GradScale = 1.0, unused: Collection[str] = ()) -> None:
+        """Do what `FlatOptimizer.step` does. With a `DeviceScale` the host waits for nothing."""
+        ...
+
+    def take_back(self) -> None:
+        """Uncount the last step, which the device has skipped: values and states are those from before it."""
+        ...
 
 
 class UnitOptimizer(FlatOptimizer):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.kernels.api import DeviceScale, GradScale
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.optim.catalog import kernel_of, ready_fused_sgd
 from launcher.optim.rules import check_torch_steps
@@ -41,13 +42,32 @@ class TorchFlat(FlatOptimizer):
     def label(self) -> str:
         return f"{self.name}[{kernel_of(self._inner)}]"
 
-    def step(self, grad_scale: float = 1.0, unused: Collection[str] = ()) -> None:
+    @property
+    def takes_device_scale(self) -> bool:
+        """Whether the scale may be known to the device only: the kernels of fused Adam and AdamW read it themselves."""
+        is_adam = type(self._inner) in (torch.optim.Adam, torch.optim.AdamW)
+        return is_adam and all(group.get("fused") for group in self._inner.param_groups if group["params"])
+
+    def step(self, grad_scale: GradScale = 1.0, unused: Collection[str] = ()) -> None:
         """Update every shard from its gradient times `grad_scale`, except those of `unused` parameters.
 
         Raises: EngineError for an option set since, that the class does not know.
         """
-        if grad_scale != 1.0 and self._params:
+        if isinstance(grad_scale, DeviceScale):
+            # What `torch.amp.GradScaler` hands to a fused kernel: it divides by its scale, and may find an overflow.
+            self._inner.grad_scale, self._inner.found_inf = grad_scale.factor.reciprocal(), grad_scale.skip  # type: ignore[attr-defined]
+        elif grad_scale != 1.0 and self._params:
             torch._foreach_mul_([shard.grad for shard in self._params], grad_scale)
+        try:
+            self._step(unused)
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                self._inner.__dict__.pop(name, None)
+
+    def take_back(self) -> None:
+        """Do nothing: in a step that is skipped the fused kernel takes its counters back itself, on the device."""
+
+    def _step(self, unused: Collection[str]) -> None:
         taking = {shard: param for shard, param in self._params.items() if shard.name not in unused}
         for shard, param in taking.items():
             param.grad = shard.grad.view(param.shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm.groups import DataParallelGroup
-from launcher.kernels.api import Kernel, Rule, Span
+from launcher.kernels.api import DeviceScale, GradScale, Kernel, Rule, Span
 from launcher.optim.api import ParamShard, UnitOptimizer
 from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
 from launcher.optim.muon.matrices import Matrices
@@ -55,6 +55,7 @@ class KernelFlat(UnitOptimizer):
         self._memory: dict[ParamShard, dict[str, Tensor]] = {}  # of states, which may not have taken a step
         self._matrices = Matrices(shards if kind in MUON_KINDS else [], param_groups, choice.ranks)
         self._neighbours = {unit: self._joined(of_unit) for unit, of_unit in self._of_unit.items()}
+        self._counted: list[tuple[Sequence[ParamShard], Sequence[str], int]] = []  # shards, states, number of the step
 
     @property
     def label(self) -> str:
@@ -63,12 +64,33 @@ class KernelFlat(UnitOptimizer):
 
     # ---- the step ----
 
-    def step(self, grad_scale: float = 1.0, unused: Collection[str] = ()) -> None:
+    @property
+    def takes_device_scale(self) -> bool:
+        """Whether the scale may be known to the device only: not where the host computes norms or matrices."""
+        return self._kind not in COLLECTIVE
+
+    def step(self, grad_scale: GradScale = 1.0, unused: Collection[str] = ()) -> None:
         """Update every shard from its gradient times `grad_scale`, except those of `unused` parameters.
 
         Raises: EngineError for an option set since, that asks for steps kernels do not take.
         """
-        self._update(list(self._of_unit), grad_scale, unused)
+        if not isinstance(grad_scale, DeviceScale):
+            self._update(list(self._of_unit), grad_scale, unused)
+            return
+        check_steps(self.param_groups)
+        spans = self._spans(self._of_unit, unused)
+        self._take(list(spans.values()), grad_scale)
+
+    def take_back(self) -> None:
+        """Uncount the last step, which the device has skipped: values and states are those from before it."""
+        for shards, names, step in self._counted:
+            for shard in shards if names else ():
+                if step == 1:
+                    for name in (*names, "step"):
+                        shard.state.pop(name, None)
+                else:
+                    shard.state["step"] = step - 1
+        self._counted.clear()
 
     def step_unit(self, unit: int, grad_scale: float, unused: Collection[str] = ()) -> None:
         """Update the shards of one unit. Collective for LAMB and Muon: same units, same order. Raises: as `step`."""
@@ -95,7 +117,7 @@ class KernelFlat(UnitOptimizer):
         for updates in self._matrices.updates(matrices, spans, grad_scale):
             self._take(updates, 1.0)
 
-    def _take(self, spans: Sequence[Span], grad_scale: float) -> None:
+    def _take(self, spans: Sequence[Span], grad_scale: GradScale) -> None:
         for device, kernel in self._choice.kernels.items():
             there = [span for span in spans if span.master.device.type == device]
             if there:
@@ -119,6 +141,7 @@ class KernelFlat(UnitOptimizer):
         """Count a step of the units' shards; return spans by their first shard. grads: as `prepare` has them."""
         names_of = [self._names(group) for group in range(len(self.param_groups))]
         rules: dict[tuple[int, int], Rule] = {}  # of (group, step)
+        self._counted.clear()
         spans: dict[ParamShard, Span] = {}
         for neighbours in (joined for unit in units for joined in self._neighbours[unit]):
             names = names_of[neighbours[0].group]
@@ -127,6 +150,7 @@ class KernelFlat(UnitOptimizer):
                 if key not in rules:
                     rules[key] = RULES[self._kind](self.param_groups[key[0]], step)
                 self._count(alike, names, step)
+                self._counted.append((alike, names, step))
                 spans[alike[0]] = _span(rules[key], names, alike, grads)
         return spans
 

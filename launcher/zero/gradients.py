@@ -99,6 +99,7 @@ class UnitGradients:
         own = layout.chunk_range(group.rank) if self._owns_all else range(len(owned))
         self._counted = slice(own.start, own.stop)  # of what is owned: each element is counted by one rank
         self._square: Tensor | None = None  # scalar fp64: the sum of squares, when it is known
+        self._is_measured_early = not group.runtime.runs_behind_host or offloads_sums
 
     @property
     def owned_grad(self) -> Tensor:
@@ -264,7 +265,7 @@ class UnitGradients:
         self._reduction = None
         self.state = check_transition(self.state, UnitState.REDUCED)
         kept = self.owned_grad if self._arriving is None else self._kept(self._arriving)
-        if measure:
+        if measure and self._is_measured_early:
             self._square = self._measured(kept)
         self._sum.copy_to_optimizer()
         if self._arriving is not None:
@@ -342,6 +343,16 @@ class UnitGradients:
             square = self._sum.square(slice(None) if self._is_unreduced else self._counted)
             self._square = square / self._group.world_size if self._is_unreduced else square
         return self._square
+
+    @property
+    def unmeasured(self) -> Tensor | None:
+        """This rank's share of the gradient, 1-D on the device, where its squares are summed with those of all units.
+
+        None: `square` has them. All reductions must have been waited for.
+        """
+        if self._is_measured_early or self._is_unreduced:
+            return None
+        return self.owned_grad[self._counted]
 
     def _measured(self, grad: Tensor) -> Tensor:
         if self._is_unreduced:

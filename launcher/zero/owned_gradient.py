@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,23 @@ from launcher.zero.placement import Placement
 
 def sum_of_squares(grad: Tensor) -> Tensor:
     """Return the sum of squares of a gradient, scalar fp64; not finite when an element is not."""
-    kernel = kernel_for(grad.device.type)
+    kernel = kernel_for(grad.device.type) if grad.device.type == "cpu" else None  # elsewhere: see `sum_of_all_squares`
     if kernel is not None:
         return kernel.sum_of_squares([grad])
     norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)  # its sum in fp64 is 40 times slower on a CPU
     return norm.double().square()
+
+
+def sum_of_all_squares(grads: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of gradients of one device, at least one, scalar fp64, in one launch for each type.
+
+    A kernel on a GPU reads a table of addresses. One call a step with the same tensors has the table ready; a call for
+    each unit would need a table for each.
+    """
+    kernel = kernel_for(grads[0].device.type)
+    if kernel is not None:
+        return kernel.sum_of_squares(grads)
+    return torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)).double().square().sum()
 
 
 class OwnedGradient:

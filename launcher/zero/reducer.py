@@ -13,10 +13,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch
-
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
+from launcher.comm import hosts
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.streams import Side
 from launcher.zero.gradients import UnitGradients
@@ -113,13 +111,10 @@ class GradientReducer:
 
     def reduce_late(self) -> None:
         """Add the late gradients of all ranks to the sums. Collective; for a step that knows that there are some."""
-        has_late = [float(gradients.has_late) for gradients in self._gradients]
-        num_ranks = collectives.sum_scalars(
-            self._group, torch.tensor(has_late, dtype=torch.float64, device=self._group.device)
-        )
+        has_late = hosts.on_any_rank(self._group, [gradients.has_late for gradients in self._gradients])
         self.wait()
-        for gradients, num in reversed(list(zip(self._gradients, num_ranks.tolist(), strict=True))):
-            if num:
+        for gradients, is_late in reversed(list(zip(self._gradients, has_late, strict=True))):
+            if is_late:
                 self._make_room()
                 gradients.reduce_late()
                 self._in_flight.append(gradients)

@@ -11,17 +11,17 @@ import torch
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
+from launcher.comm.hosts import Readback, largest_of_hosts, on_any_rank
 from launcher.comm.mesh import ParallelMesh
-from launcher.optim.api import FlatOptimizer, UnitOptimizer
+from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gradients import UnitGradients
+from launcher.zero.norm import StepOutcome, device_scale, grad_scale, sum_of_squares
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.threads import using_part_of_threads
 from launcher.zero.unit import FlatUnit
 
-# Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does.
-CLIP_EPSILON = 1e-6
 MAX_NAMES = 8  # of unused parameters in an error
 
 
@@ -42,7 +42,7 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
     group = mesh.data
     if not gradients:
         return _StepFacts(0.0, 0, 0)
-    total = torch.stack([own.square.to(group.device) for own in gradients]).sum().reshape(1)
+    total = sum_of_squares(gradients, group)
     counts = [sum(own.used.count(False) for own in gradients), reducer.num_late, *reducer.order.digests]
     facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
     rows = collectives.gather_rows(group, facts)
@@ -66,12 +66,29 @@ def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh
     return _exchange_facts(gradients, reducer, mesh)
 
 
+def _complete_sums_behind_host(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> bool:
+    """Queue the sums of all gradients, late ones included; return whether a rank has parameters without a gradient.
+
+    Collective; the host does not wait for the device. Raises: EngineError as `_exchange_facts` does.
+    """
+    reducer.complete()
+    is_any_unused = any(not used for own in gradients for used in own.used)
+    digests = reducer.order.digests
+    facts = [int(is_any_unused), int(reducer.num_late > 0), *digests, *(-digest for digest in digests)]
+    is_unused, is_late, *both = largest_of_hosts(mesh.data, facts)
+    if any(most != -least for most, least in zip(both[: len(digests)], both[len(digests) :], strict=True)):
+        raise reducer.order.difference(mesh.data)
+    if is_late:
+        reducer.reduce_late()
+    return bool(is_unused)
+
+
 def _unused_anywhere(units: list[FlatUnit], group: DataParallelGroup) -> list[str]:
     """Return the names of parameters that had no gradient on any rank. units: trained ones. Collective."""
     names = [name for unit in units for name in unit.layout.names]
-    flags = [float(used) for unit in units if unit.grads is not None for used in unit.grads.used]
-    summed = collectives.sum_scalars(group, torch.tensor(flags, dtype=torch.float64, device=group.device)).tolist()
-    return [name for name, num_uses in zip(names, summed, strict=True) if num_uses == 0]
+    flags = [used for unit in units if unit.grads is not None for used in unit.grads.used]
+    are_used = on_any_rank(group, flags)
+    return [name for name, is_used in zip(names, are_used, strict=True) if not is_used]
 
 
 def step_units(
@@ -80,38 +97,88 @@ def step_units(
     optimizer: FlatOptimizer,
     policy: ZeroPolicy,
     mesh: ParallelMesh,
-    loss_scale: float = 1.0,
+    loss_scale: float | None = None,
     delayed: DelayedUpdate | None = None,
-) -> float:
-    """Take one optimizer step and return the gradient norm before clipping. Every rank must call it.
+) -> StepOutcome:
+    """Take one optimizer step and return how it went. Every rank must call it.
 
-    loss_scale: what the gradients are too large by; the norm returned is not. When the norm is not finite nothing is
-    updated: one bad micro-batch must not destroy the weights. Parameters that had no gradient on any rank are left out
-    of the step, weight decay included, as torch does. Raises: EngineError for these where the policy does not accept
-    them, for a sharded parameter that was written in place, and on all ranks where their collectives had different
-    orders. delayed: what takes the step beside the next one; the parameters get the update of the step before.
+    loss_scale: what the gradients are too large by; the norm returned is not. None: the precision needs none. When the
+    norm is not finite nothing is updated: one bad micro-batch must not destroy the weights. Parameters that had no
+    gradient on any rank are left out of the step, weight decay included, as torch does. Raises: EngineError for these
+    where the policy does not accept them, for a sharded parameter that was written in place, and on all ranks where
+    their collectives had different orders. delayed: what takes the step beside the next one; the parameters get the
+    update of the step before.
+
+    On a GPU the host waits for nothing here, where the optimizer can read the scale of gradients there: see the note in
+    `launcher.comm.hosts`. It does wait with a loss scale, which follows every norm, with an optimizer in host memory,
+    and with one whose steps the host takes part in.
     """
-    trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
-    gradients = [own for _, own in trained]
-    for unit, _ in trained:
+    trained = [unit for unit in units if unit.grads is not None]
+    gradients = [unit.grads for unit in trained if unit.grads is not None]
+    for unit in trained:
         unit.take_edits()
-    facts = complete_sums(gradients, reducer, mesh)
-    norm = facts.norm / loss_scale
-    unused = _unused_anywhere([unit for unit, _ in trained], mesh.data) if facts.num_unused else []
-    if unused and not policy.accepts_unused:
-        raise _unused_error(unused)
-    if delayed is not None:
-        delayed.write_back()
-    if math.isfinite(norm) or not policy.skips_overflow:
-        scale = _grad_scale(norm, policy.max_grad_norm, loss_scale)
-        if delayed is not None:
-            delayed.begin(frozenset(unused), scale)
-        else:
-            _update([unit for unit, _ in trained], optimizer, policy, frozenset(unused), scale)
+    is_behind = mesh.data.runtime.runs_behind_host and policy.offload.optimizer is Place.DEVICE and bool(gradients)
+    if is_behind and loss_scale is None and isinstance(optimizer, DeviceScaled) and optimizer.takes_device_scale:
+        outcome = _step_behind_host(trained, gradients, reducer, optimizer, policy, mesh)
+    else:
+        outcome = _step_with_host(trained, gradients, reducer, optimizer, policy, mesh, loss_scale or 1.0, delayed)
     for own in gradients:
         own.discard()
     reducer.order.begin_step()
-    return norm
+    return outcome
+
+
+def _step_behind_host(
+    trained: list[FlatUnit],
+    gradients: list[UnitGradients],
+    reducer: GradientReducer,
+    optimizer: DeviceScaled,
+    policy: ZeroPolicy,
+    mesh: ParallelMesh,
+) -> StepOutcome:
+    """Queue a step whose norm, factor of clipping and skip flag only the device knows."""
+    is_any_unused = _complete_sums_behind_host(gradients, reducer, mesh)
+    unused = _unused(trained, policy, mesh.data) if is_any_unused else []
+    rows = collectives.gather_rows(mesh.data, sum_of_squares(gradients, mesh.data))
+    square = rows.sum(dim=0) / mesh.num_copies
+    outcome = StepOutcome(Readback(square), skips_overflow=policy.skips_overflow)
+    optimizer.step(device_scale(square, policy.max_grad_norm, skips_overflow=policy.skips_overflow), frozenset(unused))
+    for unit in trained:
+        unit.write_back(is_written=optimizer.writes_params, overlaps=policy.overlap_comm)
+    return outcome
+
+
+def _step_with_host(
+    trained: list[FlatUnit],
+    gradients: list[UnitGradients],
+    reducer: GradientReducer,
+    optimizer: FlatOptimizer,
+    policy: ZeroPolicy,
+    mesh: ParallelMesh,
+    loss_scale: float,
+    delayed: DelayedUpdate | None,
+) -> StepOutcome:
+    """Take a step that the host decides: it knows the norm first."""
+    facts = complete_sums(gradients, reducer, mesh)
+    norm = facts.norm / loss_scale
+    unused = _unused(trained, policy, mesh.data) if facts.num_unused else []
+    if delayed is not None:
+        delayed.write_back()
+    if math.isfinite(norm) or not policy.skips_overflow:
+        scale = grad_scale(norm, policy.max_grad_norm, loss_scale)
+        if delayed is not None:
+            delayed.begin(frozenset(unused), scale)
+        else:
+            _update(trained, optimizer, policy, frozenset(unused), scale)
+    return StepOutcome(norm, skips_overflow=policy.skips_overflow)
+
+
+def _unused(trained: list[FlatUnit], policy: ZeroPolicy, group: DataParallelGroup) -> list[str]:
+    """Return the parameters without a gradient on any rank. Collective. Raises: EngineError unless they may be."""
+    unused = _unused_anywhere(trained, group)
+    if unused and not policy.accepts_unused:
+        raise _unused_error(unused)
+    return unused
 
 
 def _update(
@@ -151,12 +218,6 @@ def _update_in_turn(
 
 def _write_back(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy) -> None:
     unit.write_back(is_written=optimizer.writes_params, overlaps=policy.overlap_comm)
-
-
-def _grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:
-    """Return the one number that unscales and clips gradients; `norm` is that of the unscaled ones."""
-    coefficient = max_norm / (norm + CLIP_EPSILON) if max_norm > 0 else 1.0
-    return min(coefficient, 1.0) / loss_scale
 
 
 def _unused_error(names: list[str]) -> EngineError:

@@ -1,0 +1,85 @@
+"""What the hosts tell each other while their devices work.
+
+[Note: what a step needs to know, and when]
+Before the optimizer updates anything all ranks must know three things of the backward pass: whether a rank has
+gradients that came after their sum was begun, whether one has parameters without a gradient, and whether all issued
+their collectives in one order. These are facts of the hosts. Each host knows its own when `backward()` returns, long
+before its GPU has computed a gradient, so they must not travel through the GPU: a collective of NCCL is queued behind
+the kernels of its stream, on a stream of its own its kernel still waits for room on a busy GPU, and to read the result
+the host waits for all of it. They travel between hosts, through a gloo group beside NCCL's: about log2(ranks) messages
+of a few bytes, while the GPU works through its queue.
+
+The norm, and with it the factor of clipping and whether the step is skipped, are facts of the device. The optimizer
+reads them there. A copy goes to pinned host memory with an event, and the host reads it when somebody asks for it, at
+the latest when the next forward or backward begins: see `Readback`, and `launcher.engine.outcome` for what follows.
+
+What is late, unused or in another order is thus known before the update is queued, as on a CPU, and never guessed.
+On a CPU there is no queue: there all facts travel together in one collective, and are read at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.comm import collectives
+from launcher.comm.groups import DataParallelGroup
+
+
+def largest_of_hosts(group: DataParallelGroup, values: Sequence[int]) -> list[int]:
+    """Return the largest of all ranks' numbers, each for itself. Every rank must call it; no device is waited for.
+
+    In round k a rank sends what it knows to the rank 2^k further on. A maximum may be taken twice of the same number,
+    so this is right for any number of ranks, after log2 of it rounds. For groups with a `host_process_group`, or alone.
+    """
+    hosts = group.host_process_group
+    known = torch.tensor(values, dtype=torch.int64)
+    distance = 1
+    while hosts is not None and distance < group.world_size:
+        received = torch.empty_like(known)
+        to, source = (group.rank + distance) % group.world_size, (group.rank - distance) % group.world_size
+        operations = [
+            dist.P2POp(dist.isend, known, group=hosts, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=hosts, group_peer=source),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        known = torch.maximum(known, received)
+        distance *= 2
+    largest: list[int] = known.tolist()
+    return largest
+
+
+def on_any_rank(group: DataParallelGroup, flags: Sequence[bool]) -> list[bool]:
+    """Return which flags any rank has set. Every rank must call it."""
+    if group.runtime.runs_behind_host:
+        return [bool(value) for value in largest_of_hosts(group, [int(flag) for flag in flags])]
+    counts = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=group.device)
+    return [bool(value) for value in collectives.sum_scalars(group, counts).tolist()]
+
+
+class Readback:
+    """Numbers that a device computes, on their way to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        """values: 1-D fp64; they are copied when the device's work queued so far has ended. The host does not wait."""
+        self._found: list[float] | None = None
+        self._arrival: torch.Event | None = None
+        if values.device.type == "cpu":
+            self._host = values.clone()
+        else:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._arrival = torch.Event(values.device)
+            self._arrival.record(torch.accelerator.current_stream(values.device))
+
+    def values(self) -> list[float]:
+        """Return the numbers, and wait for them the first time."""
+        if self._found is None:
+            if self._arrival is not None:
+                self._arrival.synchronize()
+            self._found = self._host.tolist()
+        return self._found

@@ -1,0 +1,136 @@
+"""What follows from an optimizer step once the host knows its norm: at once, or while the device is behind."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from launcher.base.log import get_logger
+from launcher.comm.groups import DataParallelGroup
+from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.overflow import reason
+from launcher.optim.api import DeviceScaled
+from launcher.optim.states import options_of
+from launcher.optim.torch_schedules import steps_by_itself
+from launcher.zero.norm import StepOutcome
+from launcher.zero.unit import FlatUnit
+
+
+@dataclass
+class _Step:
+    number: int
+    outcome: StepOutcome
+    losses: list[Tensor]  # of this rank's micro-batches
+    before: tuple[Any, list[dict[str, Any]]] | None = None  # the schedule's state, and the options of groups
+    is_settled: bool = False
+    is_reported: bool = False
+
+
+class LastStep:
+    """The last optimizer step: the norm, whether it was skipped, and the schedule, counters and messages that follow.
+
+    [Note: a step that the device has not taken yet]
+    Where `StepOutcome.is_known` is false the engine goes on as after a good step: the schedule moves, counters count.
+    What is read of the step (`settle`) waits for the norm, and takes the schedule and the counters back if the device
+    has skipped the update. That is local to a rank, so each may read when it likes. Why a norm is not finite is found
+    together (`report`), when every rank begins the next backward: then the gradients are still where they were, and
+    the device has the update and the next forward to work on while the host waits for a norm that came before both.
+    """
+
+    def __init__(
+        self, units: list[FlatUnit], optimizer: ZeroOptimizer | None, schedule: Any, group: DataParallelGroup
+    ) -> None:
+        """schedule: of learning rates, or None."""
+        self._units = units
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._group = group
+        self._step: _Step | None = None
+        self._num_skipped = 0
+        if optimizer is not None:
+            optimizer.settle = self.settle
+
+    @property
+    def norm(self) -> float | None:
+        """The gradient norm of the last step before clipping; None before the first."""
+        self.settle()
+        return None if self._step is None else self._step.outcome.norm
+
+    @property
+    def num_skipped(self) -> int:
+        """The steps that updated nothing."""
+        self.settle()
+        return self._num_skipped
+
+    def begin(self, number: int, outcome: StepOutcome, losses: list[Tensor]) -> None:
+        """Follow a step. Every rank must call it. number: of the step, from 1.
+
+        Raises: EngineError when the loss scale cannot get smaller and steps overflow all the same.
+        """
+        assert self._optimizer is not None
+        step = self._step = _Step(number, outcome, losses)
+        if outcome.is_known:
+            step.is_settled = True
+            self.report()
+            self._num_skipped += outcome.is_skipped
+            if not outcome.is_skipped:
+                self._advance_schedule()
+            return
+        self._optimizer.note_step(overflow=False)
+        if outcome.skips_overflow and steps_by_itself(self._schedule):
+            if not hasattr(self._schedule, "load_state_dict"):  # it only steps forward: it must know first
+                self.settle()
+                if outcome.is_skipped:
+                    return
+            else:
+                step.before = (
+                    copy.deepcopy(self._schedule.state_dict()),
+                    [options_of(group, copies=True) for group in self._optimizer.param_groups],
+                )
+        self._advance_schedule()
+
+    def settle(self) -> None:
+        """Wait for the norm of the last step; if the device has skipped it, take back what was counted of it."""
+        step = self._step
+        if step is None or step.is_settled:
+            return
+        step.is_settled = True
+        if not step.outcome.is_skipped:
+            return
+        assert self._optimizer is not None
+        self._num_skipped += 1
+        self._optimizer.overflow = True
+        if step.before is not None:
+            state, options = step.before
+            self._schedule.load_state_dict(state)
+            for group, before in zip(self._optimizer.param_groups, options, strict=True):
+                group.update(before)
+        if isinstance(self._optimizer.optimizer, DeviceScaled):
+            self._optimizer.optimizer.take_back()
+
+    def report(self) -> None:
+        """Say why the last norm is not finite, if it is not and that was not said. Collective.
+
+        Raises: EngineError when the loss scale cannot get smaller and steps overflow all the same.
+        """
+        step = self._step
+        if step is None or step.is_reported:
+            return
+        self.settle()
+        step.is_reported = True
+        assert self._optimizer is not None
+        norm, is_skipped = step.outcome.norm, step.outcome.is_skipped
+        is_finite = math.isfinite(norm)
+        why = "" if is_finite else reason(self._units, self._group, step.losses, norm)
+        scale_says = self._optimizer.note_step(overflow=is_skipped)
+        if not is_finite and self._group.rank == 0:
+            text = f"step {step.number} {'skipped' if is_skipped else 'taken all the same'}: {why}"
+            get_logger().warning("%s", f"{scale_says} ({text})" if scale_says else text)
+
+    def _advance_schedule(self) -> None:
+        if steps_by_itself(self._schedule):
+            self._schedule.step()

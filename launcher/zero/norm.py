@@ -1,0 +1,78 @@
+"""The norm of all gradients, and what follows from it: the factor of clipping, and whether a step is skipped."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from launcher.comm.groups import DataParallelGroup
+from launcher.comm.hosts import Readback
+from launcher.kernels.api import DeviceScale
+from launcher.zero.gradients import UnitGradients
+from launcher.zero.owned_gradient import sum_of_all_squares
+
+# Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does.
+CLIP_EPSILON = 1e-6
+
+
+class StepOutcome:
+    """How an optimizer step went, as soon as the host knows it."""
+
+    def __init__(self, norm: float | Readback, *, skips_overflow: bool) -> None:
+        """norm: of all gradients before clipping; or its square, on its way from the device.
+
+        skips_overflow: a step whose norm is not finite updates nothing.
+        """
+        self._norm = norm
+        self.skips_overflow = skips_overflow
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host knows the norm: else `norm` waits for the device."""
+        return not isinstance(self._norm, Readback)
+
+    @property
+    def norm(self) -> float:
+        """The gradient norm before clipping."""
+        if isinstance(self._norm, Readback):
+            (square,) = self._norm.values()
+            self._norm = math.sqrt(square) if square >= 0 else math.nan
+        return self._norm
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing was updated."""
+        return self.skips_overflow and not math.isfinite(self.norm)
+
+
+def sum_of_squares(gradients: list[UnitGradients], group: DataParallelGroup) -> Tensor:
+    """Return the sum of squares of this rank's share of all gradients, fp64 [1] on the device.
+
+    On a GPU in one launch over all units; on a CPU each unit was measured as its sum arrived, while it was in the cache
+    and others were on their way. After the reductions.
+    """
+    together = [own.unmeasured for own in gradients]
+    squares = [own.square.to(group.device) for own, grad in zip(gradients, together, strict=True) if grad is None]
+    unmeasured = [grad for grad in together if grad is not None]
+    if unmeasured:
+        squares.append(sum_of_all_squares(unmeasured))
+    return torch.stack(squares).sum().reshape(1)
+
+
+def grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:
+    """Return the one number that unscales and clips gradients; `norm` is that of the unscaled ones."""
+    coefficient = max_norm / (norm + CLIP_EPSILON) if max_norm > 0 else 1.0
+    return min(coefficient, 1.0) / loss_scale
+
+
+def device_scale(square: Tensor, max_norm: float, *, skips_overflow: bool) -> DeviceScale:
+    """Return what `grad_scale` returns, without a loss scale, and whether to skip, of the square of the norm.
+
+    square: fp64 [1], on a device that the host does not wait for.
+    """
+    norm = square.sqrt().reshape(())
+    factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+    skip = ~torch.isfinite(norm) if skips_overflow else torch.zeros_like(norm)
+    return DeviceScale(factor.float(), skip.float())
