@@ -17,7 +17,8 @@ import torch
 from harness.spans import RULES, Shard, check_rounded, check_update, random_shard
 
 from launcher.kernels import triton_device, triton_kernels
-from launcher.kernels.api import Adam, Lamb, Lion, Rule, Sgd, Span
+from launcher.kernels.api import Adam, DeviceScale, Lamb, Lion, Rule, Sgd, Span
+from launcher.kernels.check import SpanTypes, norm_problem, update_problem
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.triton_kernels import TritonKernel
 
@@ -157,6 +158,37 @@ def test_norms_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = TritonKernel(16).lamb_moments(shard.to(DEVICE).spans())
     torch.testing.assert_close(sums.cpu(), ReferenceKernel().lamb_moments(shard.spans()), rtol=1e-6, atol=0)
     assert sums[1].tolist() == [0, 0]
+
+
+# ---- a scale that only the device knows ----
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+def test_a_scale_of_the_device(kernel: TritonKernel, kind: type[Rule]) -> None:
+    shard = random_shard(kind, 3, BLOCK_NUMEL)
+    known, unknown, skipped = (shard.to(DEVICE) for _ in range(3))
+    kernel.update(known.spans(), 0.25)
+    for taken, skip in ((unknown, 0.0), (skipped, 1.0)):
+        kernel.update(taken.spans(), DeviceScale(torch.tensor(0.25, device=DEVICE), torch.tensor(skip, device=DEVICE)))
+    for found, expected in ((unknown, known), (skipped, shard.to(DEVICE))):
+        for mine, truth in zip((found.master, *found.states), (expected.master, *expected.states), strict=True):
+            torch.testing.assert_close(mine, truth, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_check_at_start_accepts_these_kernels_and_no_changed_ones(kernel: TritonKernel) -> None:
+    device = torch.device(DEVICE)
+    assert norm_problem(kernel, device) is None
+    assert update_problem(kernel, ADAM, 2, SpanTypes(grad=torch.bfloat16, param=torch.bfloat16), device) is None
+
+    class OneBlockOnly(TritonKernel):
+        """As if the compiler had dropped all programs but the first."""
+
+        def _launch(self, kernel: Any, part: Any, tables: Any, *arguments: Any, **constants: str) -> None:
+            if tables.block_spans.numel() > 1 and kernel is not self._code.sum_of_squares:
+                tables = replace(tables, block_spans=tables.block_spans[:1])
+            super()._launch(kernel, part, tables, *arguments, **constants)
+
+    assert "computes other steps" in str(update_problem(OneBlockOnly(BLOCK_NUMEL), ADAM, 2, SpanTypes(), device))
 
 
 # ---- what a step uploads ----

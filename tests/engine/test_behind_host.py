@@ -1,0 +1,276 @@
+"""Steps that are queued on a device and not waited for: the same results, and no wait between backward and the end.
+
+There is no GPU here. The code for one runs on the CPU, where `runs_behind_host` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness.behind import Waits, runs_behind_host
+from harness.logs import logged
+from harness.parity import Case, Trajectory, make_model, micro_batches, train_engine, weight_distance
+from harness.ranks import run_on_ranks
+from harness.zoo import batches, build
+from torch import nn
+
+import launcher
+from launcher.base.errors import EngineError
+from launcher.comm.groups import data_parallel_group
+from launcher.comm.hosts import largest_of_hosts
+from launcher.kernels import triton_kernels
+from launcher.kernels.api import Kernel
+from launcher.kernels.reference import ReferenceKernel
+from launcher.kernels.triton_kernels import TritonKernel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUM_LAYERS = 20  # more units than the kernels for GPUs keep tables
+UNIT_NUMEL = 2500  # a block of the model: several units at every stage
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def small(stage: int, precision: str, accumulation: int = 1, **more: Any) -> Case:
+    return Case(stage, precision, accumulation, num_steps=4, unit_numel=UNIT_NUMEL, **more)
+
+
+def _train(rank: int, world_size: int, case: Case, is_behind: bool) -> Trajectory:
+    with runs_behind_host() if is_behind else contextlib.nullcontext():
+        return train_engine(rank, world_size, case)
+
+
+def assert_the_same(case: Case, world_size: int = 2) -> Trajectory:
+    found, expected = (run_on_ranks(world_size, _train, case, is_behind)[0] for is_behind in (True, False))
+    assert found.losses == expected.losses
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-15)
+    for name, weight in expected.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+    return found  # type: ignore[no-any-return]
+
+
+@STAGES
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_bits(stage: int, precision: str) -> None:
+    case = small(stage, precision, accumulation=2 if stage in (1, 3) else 1, unused=stage in (1, 2))
+    found = assert_the_same(case, world_size=3 if stage == 2 else 2)
+    assert any(norm > case.clipping for norm in found.grad_norms), "nothing was clipped"
+
+
+def test_what_needs_the_host_is_as_before() -> None:
+    assert_the_same(small(2, "fp16"))  # the loss scale
+    offload = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    assert_the_same(small(2, "bf16", zero=offload))
+
+
+# ---- steps that are skipped, late gradients, unused parameters ----
+
+
+class Rates:
+    """A client's schedule that only steps forward."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.groups, self.num_steps = optimizer.param_groups, 0
+
+    def step(self) -> None:
+        self.num_steps += 1
+        self.groups[0]["lr"] = 0.01 / (1 + self.num_steps)
+
+
+def _cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=20)
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> Any:
+    return Rates(optimizer)
+
+
+SCHEDULES = {"of the config": None, "torch": _cycle, "client": _rates}
+
+
+def _with_bad_steps(rank: int, world_size: int, stage: int, name: str, is_behind: bool) -> dict[str, Any]:
+    """Train with gradients that are not finite in the first step, and later in two of them."""
+    case = small(stage, "bf16")
+    found: dict[str, Any] = {"rates": [], "overflows": [], "norms": []}
+    with runs_behind_host() if is_behind else contextlib.nullcontext(), logged() as lines:
+        engine, optimizer, _, schedule = launcher.initialize(
+            model=make_model(case), config=case.config(world_size), lr_scheduler=SCHEDULES[name]
+        )
+        tokens, targets = (part.chunk(world_size)[rank] for part in micro_batches(case)[0][0])
+        for number in range(7):
+            factor = math.nan if number in (0, 3, 4) and rank == 0 else 1.0
+            engine.backward(engine(tokens, targets) * factor)
+            engine.step()
+            if number % 2:  # what is not read must be right too
+                found["norms"].append(engine.get_global_grad_norm())
+                found["overflows"].append(optimizer.overflow)
+                found["rates"].append(engine.get_lr())
+        found |= {"skipped": engine.skipped_steps, "last rates": engine.get_lr(), "states": optimizer.state_dict()}
+        found["schedule"] = schedule.state_dict() if hasattr(schedule, "state_dict") else schedule.num_steps
+        found["weights"] = {key: value.clone() for key, value in engine.state_dict().items()}
+        engine.destroy()
+    # The device of a GPU would be behind with the messages: they come when the next backward begins.
+    return found | {"lines": [line for line in lines if line.startswith("step")]}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_skipped_step_is_taken_back(stage: int, name: str) -> None:
+    found, expected = (run_on_ranks(2, _with_bad_steps, stage, name, is_behind)[0] for is_behind in (True, False))
+    assert expected["skipped"] == 3
+    assert len(expected["lines"]) == 3
+    for key in ("skipped", "rates", "overflows", "last rates", "lines", "schedule"):
+        assert found[key] == expected[key], key
+    assert repr(found["norms"]) == repr(expected["norms"])
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=0)
+    torch.testing.assert_close(found["states"]["states"], expected["states"]["states"], rtol=0, atol=0)
+    assert found["states"]["groups"] == expected["states"]["groups"]
+
+
+def _zoo(rank: int, world_size: int, name: str, stage: int, is_behind: bool) -> dict[str, torch.Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 0,
+        "bf16": {"enabled": False},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 200, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    }
+    with runs_behind_host() if is_behind else contextlib.nullcontext():
+        engine, _, _, _ = launcher.initialize(model=build(name), config=config)
+        for x, y in batches(3):
+            engine.backward(engine(x.chunk(world_size)[rank], y.chunk(world_size)[rank]))
+            engine.step()
+        return {key: value.clone() for key, value in engine.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["ReentrantTied", "Mixture", "AlternatingPath"])
+def test_late_gradients_and_unused_parameters_are_known_before_the_update(name: str) -> None:
+    found, expected = (run_on_ranks(2, _zoo, name, 2, is_behind)[0] for is_behind in (True, False))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _refuses(rank: int, world_size: int) -> str:
+    case = small(
+        1, "fp32", unused=True, settings={"zero_optimization": {"stage": 1, "ignore_unused_parameters": False}}
+    )
+    with runs_behind_host():
+        engine, _, _, _ = launcher.initialize(model=make_model(case), config=case.config(world_size))
+        tokens, targets = micro_batches(case)[0][0]
+        engine.backward(engine(tokens, targets))
+        with pytest.raises(EngineError) as error:
+            engine.step()
+    return str(error.value)
+
+
+def test_unused_parameters_that_are_not_accepted_are_refused_before_the_update() -> None:
+    assert all("no rank computed a gradient of" in text for text in run_on_ranks(2, _refuses))
+
+
+# ---- what the host waits for ----
+
+
+def _waits(rank: int, world_size: int, case: Case, has_kernel: bool, is_behind: bool) -> Counter[str]:
+    kernel: Kernel | None = ReferenceKernel() if has_kernel else None
+    waits = Waits()
+    with runs_behind_host(kernel) if is_behind else contextlib.nullcontext():
+        engine, _, _, _ = launcher.initialize(model=make_model(case), config=case.config(world_size))
+        for ((tokens, targets),) in micro_batches(case):
+            engine.backward(engine(tokens.chunk(world_size)[rank], targets.chunk(world_size)[rank]))
+            with waits.counting():
+                engine.step()
+    return waits.counts
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("precision", "has_kernel"), [("fp32", True), ("fp32", False), ("bf16", True)])
+def test_a_step_waits_for_nothing(stage: int, precision: str, has_kernel: bool) -> None:
+    assert run_on_ranks(2, _waits, small(stage, precision, unused=stage == 2), has_kernel, True) == [Counter()] * 2
+
+
+def test_waits_are_counted_where_the_host_decides() -> None:
+    counts = run_on_ranks(2, _waits, small(2, "bf16"), True, False)[0]
+    assert counts["tolist"] == 4  # once a step
+    assert counts["synchronize"] >= 4
+
+
+def test_torchs_fused_kernel_reads_the_scale() -> None:
+    case = small(2, "fp32")
+    found, expected = run_on_ranks(2, _fused, case)[0], run_on_ranks(2, _train, case, False)[0]
+    assert weight_distance(found.weights, expected.weights) <= 1e-6
+
+
+def _fused(rank: int, world_size: int, case: Case) -> Trajectory:
+    with runs_behind_host(None):
+        return train_engine(rank, world_size, case)
+
+
+# ---- what is launched ----
+
+
+class Launches(TritonKernel):
+    """Makes the tables and launches nothing. The norm is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+
+    def _launch(self, kernel: Any, part: Any, tables: Any, *arguments: Any, **constants: str) -> None:
+        self.launched.append(kernel.__name__)
+        if kernel is self._code.sum_of_squares:
+            arguments[0].zero_()
+
+
+def _launches(rank: int, world_size: int, stage: int) -> list[tuple[list[str], list[str]]]:
+    """Return what each of three steps launches, and the types of the tables it uploads."""
+    uploaded: list[str] = []
+
+    def counted(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+        uploaded.append(str(table.dtype).removeprefix("torch."))
+        return table
+
+    kernel, found = Launches(), []
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 72, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    }
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(NUM_LAYERS)])
+    with runs_behind_host(kernel), mock.patch.object(triton_kernels, "to_device", counted):
+        engine, _, _, _ = launcher.initialize(model=model, config=config)
+        for _ in range(3):
+            engine.backward(engine(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum())
+            engine.step()
+            found.append((list(kernel.launched), sorted(uploaded)))
+            kernel.launched.clear()
+            uploaded.clear()
+        assert len(engine._sharded.units) > triton_kernels._NUM_KEPT
+    return found
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@STAGES
+def test_all_units_are_measured_and_updated_in_one_launch_each(stage: int) -> None:
+    first, *others = run_on_ranks(2, _launches, stage)[0]
+    assert first == (["sum_of_squares", "update_unless_skipped"], ["float32", "int32", "int32", "int64", "int64"])
+    assert others == [(["sum_of_squares", "update_unless_skipped"], ["float32"])] * 2  # hyper-parameters
+
+
+# ---- what hosts tell each other ----
+
+
+def _largest(rank: int, world_size: int) -> list[int]:
+    with runs_behind_host():
+        group = data_parallel_group(has_reductions=True)
+    return largest_of_hosts(group, [rank, -rank, 5, 2**32 - 1 if rank == 1 else 0])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_host_knows_the_largest(world_size: int) -> None:
+    assert run_on_ranks(world_size, _largest) == [[world_size - 1, 0, 5, 2**32 - 1]] * world_size
