@@ -4,14 +4,19 @@
 Before the optimizer updates anything all ranks must know three things of the backward pass: whether a rank has
 gradients that came after their sum was begun, whether one has parameters without a gradient, and whether all issued
 their collectives in one order. These are facts of the hosts. Each host knows its own when `backward()` returns, long
-before its GPU has computed a gradient, so they must not travel through the GPU: a collective of NCCL is queued behind
-the kernels of its stream, on a stream of its own its kernel still waits for room on a busy GPU, and to read the result
-the host waits for all of it. They travel between hosts, through a gloo group beside NCCL's: about log2(ranks) messages
-of a few bytes, while the GPU works through its queue.
+before its GPU has computed a gradient, so they must not travel through the GPU. A collective of NCCL is queued behind
+the kernels of its stream and the reductions of its communicator, and to read its result the host waits for them. A
+communicator and a stream of its own would not help: NCCL does not promise that operations of two communicators make
+progress at the same time on one GPU (its user guide, "Using multiple NCCL communicators concurrently"). The facts
+travel between hosts, through a gloo group beside NCCL's: about log2(ranks) messages of a few bytes, while the GPU works
+through its queue.
+
+Not to exchange them, to let the device skip an update that turns out to be wrong and to repeat it later, is no way out:
+until then ranks would read parameters that lack the update, and the repetition is collective, where a read is not.
 
 The norm, and with it the factor of clipping and whether the step is skipped, are facts of the device. The optimizer
 reads them there. A copy goes to pinned host memory with an event, and the host reads it when somebody asks for it, at
-the latest when the next forward or backward begins: see `Readback`, and `launcher.engine.outcome` for what follows.
+the latest when the next backward begins: see `Readback`, and `launcher.engine.last_step` for what follows.
 
 What is late, unused or in another order is thus known before the update is queued, as on a CPU, and never guessed.
 On a CPU there is no queue: there all facts travel together in one collective, and are read at once.

@@ -16,6 +16,7 @@ from launcher.engine.dump import state_text
 from launcher.engine.engine import EngineParts
 from launcher.engine.policy import precision_notice
 from launcher.kernels.select import describe_kernel
+from launcher.optim.api import UnitOptimizer
 from launcher.optim.factory import OptimizerPlan
 from launcher.zero.placement import Disks
 
@@ -45,7 +46,7 @@ def announce(
         batch.train_batch_size,
     )
     if plan is not None and (plan.kind is not None or plan.why_torch is not None):
-        log.info("optimizer kernel: %s", _kernel_text(plan, parts.group.device.type))
+        log.info("optimizer kernel: %s", _kernel_text(plan, parts))
     if parts.mesh.label is not None:
         log.info("mesh: %s", parts.mesh.label)
     if parts.group.device.type == "cpu" and torch.cuda.is_available():
@@ -70,8 +71,11 @@ def announce(
         log.info("%s", state_text(parts.settings, batch, policy, parts.sharded.units))
 
 
-def _kernel_text(plan: OptimizerPlan, device_type: str) -> str:
+def _kernel_text(plan: OptimizerPlan, parts: EngineParts) -> str:
     """Say what updates the shards, and why it is that."""
+    device_type, optimizer = parts.group.device.type, parts.sharded.optimizer
     if plan.why_torch is not None:
         return f"torch's own ({plan.why_torch})"
-    return describe_kernel(device_type)
+    kernel = describe_kernel(device_type)
+    is_torch = optimizer is not None and not isinstance(optimizer.optimizer, UnitOptimizer)
+    return f"torch's own, in place of {kernel}" if is_torch and not kernel.startswith("torch") else kernel

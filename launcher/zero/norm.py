@@ -73,6 +73,8 @@ def device_scale(square: Tensor, max_norm: float, *, skips_overflow: bool) -> De
     square: fp64 [1], on a device that the host does not wait for.
     """
     norm = square.sqrt().reshape(())
-    factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+    factor = torch.ones_like(norm)
+    if max_norm > 0:  # divided, as the host does: `max_norm / norm` would multiply by a reciprocal
+        factor = torch.full_like(norm, max_norm).div_(norm + CLIP_EPSILON).clamp_(max=1.0)
     skip = ~torch.isfinite(norm) if skips_overflow else torch.zeros_like(norm)
     return DeviceScale(factor.float(), skip.float())
