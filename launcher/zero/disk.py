@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm.buffers import BufferPool
+from launcher.comm.pinned import PinnedMemory
 from launcher.storage.buffers import aligned_buffer, padded
 from launcher.storage.store import AioSettings, Extent, Store, Transfer
 
@@ -38,14 +39,17 @@ class SwapState(Enum):
 class Disk:
     """Swap space of one rank in one folder, with the memory that what is in use has in the meantime."""
 
-    def __init__(self, folder: str, settings: AioSettings, *, writes_behind: bool = False) -> None:
+    def __init__(
+        self, folder: str, settings: AioSettings, *, writes_behind: bool = False, pins_memory: bool = False
+    ) -> None:
         """writes_behind: a unit's states may still be written while the next unit's are updated.
 
-        Raises: EngineError for a folder that cannot be written.
+        pins_memory: a GPU copies from and to the memory. Raises: EngineError for a folder that cannot be written.
         """
         self.store = Store(folder, settings)
         weakref.finalize(self, self.store.close)
-        self.memory = BufferPool(torch.device("cpu"), _aligned_storage)
+        pinned = PinnedMemory() if pins_memory else None
+        self.memory = BufferPool(torch.device("cpu"), lambda num_bytes: _aligned_storage(num_bytes, pinned))
         self.writes_behind = writes_behind
         self._writing: deque[Swapped] = deque()
 
@@ -59,7 +63,9 @@ class Disk:
             self._writing.popleft().finish_write()
 
 
-def _aligned_storage(num_bytes: int) -> torch.UntypedStorage:
+def _aligned_storage(num_bytes: int, pinned: PinnedMemory | None) -> torch.UntypedStorage:
+    if pinned is not None:
+        return pinned.storage_of(aligned_buffer(num_bytes))
     return torch.frombuffer(aligned_buffer(num_bytes), dtype=torch.uint8).untyped_storage()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from launcher.base.errors import EngineError
 from launcher.base.units import format_bytes
+from launcher.comm.device import local_device
 from launcher.comm.groups import DataParallelGroup
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
@@ -78,7 +79,8 @@ def open_disk(section: OffloadOptimizer | OffloadParam, aio: Aio, *, writes_behi
     if section.device != Place.DISK.value:
         return None
     settings = AioSettings(int(aio.block_size), int(aio.queue_depth), int(aio.intra_op_parallelism))
-    return Disk(str(section.nvme_path), settings, writes_behind=writes_behind)
+    pins_memory = section.pin_memory and local_device().type == "cuda"
+    return Disk(str(section.nvme_path), settings, writes_behind=writes_behind, pins_memory=pins_memory)
 
 
 def settings_for_construction(config: Any) -> Config:

@@ -1,0 +1,46 @@
+"""Page-lock memory that others have allocated, so that a GPU copies from and to it without blocking the host."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from launcher.base.log import get_logger
+from launcher.base.units import format_bytes
+
+
+class PinnedMemory:
+    """Registers memory with CUDA, each piece once; it is registered until it is freed."""
+
+    def __init__(self) -> None:
+        self._has_failed = False
+
+    def storage_of(self, view: memoryview) -> torch.UntypedStorage:
+        """Return a storage of registered memory; where CUDA refuses that, which is said once, of the same, pageable.
+
+        view: writable; the storage keeps it.
+        """
+        memory = (ctypes.c_ubyte * len(view)).from_buffer(view)
+        if not self._has_failed:
+            unregister = self._register(ctypes.addressof(memory), len(view))
+            if unregister is not None:
+                # This is done before `memory`, which the storage holds, gives the view back: no one else has it yet.
+                weakref.finalize(memory, unregister).atexit = False  # the process takes its memory with it
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def _register(self, address: int, num_bytes: int) -> Callable[[], object] | None:
+        runtime = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(address, num_bytes, 0))
+        if error == 0:
+            return lambda: runtime.cudaHostUnregister(address)
+        self._has_failed = True
+        get_logger().warning(
+            "cudaHostRegister refused %s of the memory that is swapped to disk (error %d): copies between it and the"
+            " GPU block the host. `ulimit -l` bounds the memory that may be page-locked",
+            format_bytes(num_bytes),
+            error,
+        )
+        return None
