@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from launcher.comm.pinned import PinnedMemory
 from launcher.comm.streams import NoStreams, Side, StreamEvent, Streams
 
 
@@ -18,10 +19,14 @@ class HostDeviceCopier:
         """streams: of the device; None: it has none."""
         self._device = device
         self._streams = NoStreams() if streams is None else streams
+        self._pinned = PinnedMemory() if device.type == "cuda" else None
 
     def empty(self, numel: int, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
         """Return host memory, 1-D; pinned memory is what a GPU copies from and to without blocking the host."""
-        return torch.empty(numel, dtype=dtype, pin_memory=is_pinned and self._device.type != "cpu")
+        if self._pinned is None or not is_pinned or not numel:
+            return torch.empty(numel, dtype=dtype)
+        memory = torch.empty(0, dtype=dtype)
+        return memory.set_(self._pinned.empty(numel * dtype.itemsize), 0, (numel,), (1,))
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether the device computes with this memory as it is."""

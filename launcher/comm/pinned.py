@@ -1,8 +1,13 @@
-"""Page-lock memory that others have allocated, so that a GPU copies from and to it without blocking the host."""
+"""Host memory that is page-locked, so that a GPU copies from and to it without blocking the host.
+
+torch's `pin_memory` rounds each piece up to a power of two, which for a large model is up to twice the host memory it
+should take. Memory that is registered with CUDA where it is takes what was asked for, rounded up to whole pages.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
 from collections.abc import Callable
 
@@ -17,6 +22,12 @@ class PinnedMemory:
 
     def __init__(self) -> None:
         self._has_failed = False
+
+    def empty(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage of page-locked memory that no page shares with others. See `storage_of`."""
+        memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)  # a forked child would leave one of the two without what a copy brings
+        return self.storage_of(memoryview(memory)[:num_bytes])
 
     def storage_of(self, view: memoryview) -> torch.UntypedStorage:
         """Return a storage of registered memory; where CUDA refuses that, which is said once, of the same, pageable.
@@ -38,8 +49,8 @@ class PinnedMemory:
             return lambda: runtime.cudaHostUnregister(address)
         self._has_failed = True
         get_logger().warning(
-            "cudaHostRegister refused %s of the memory that is swapped to disk (error %d): copies between it and the"
-            " GPU block the host. `ulimit -l` bounds the memory that may be page-locked",
+            "cudaHostRegister refused to page-lock %s of host memory (error %d): copies between it and the GPU block"
+            " the host. `ulimit -l` bounds the memory that may be page-locked",
             format_bytes(num_bytes),
             error,
         )

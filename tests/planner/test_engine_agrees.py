@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from harness.cudart import Cudart
 from harness.offload import is_in_host_memory, late_link
 from harness.ranks import run_on_ranks
 from torch import nn
 
+from launcher.comm.copier import HostDeviceCopier
+from launcher.comm.pinned import PinnedMemory
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
 from launcher.config.policies import zero_policy
@@ -207,3 +212,38 @@ def test_auto_never_cuts_a_block_at_stage_3(zero: dict[str, Any], world_size: in
     else:
         assert len(units) == 1 + NUM_LAYERS + 2
         assert sizes.count(BLOCK_NUMEL) == NUM_LAYERS
+
+
+def _page_locked(rank: int, world_size: int, given: dict[str, Any]) -> tuple[int, int, list[int]]:
+    """Return the bytes that are page-locked, those of states, which need not be, and the pieces' places in a page."""
+    import launcher
+
+    begin = HostDeviceCopier.__init__
+
+    def pinning(copier: HostDeviceCopier, *arguments: Any) -> None:
+        begin(copier, *arguments)
+        copier._pinned = PinnedMemory()
+
+    cudart = Cudart()
+    with (
+        mock.patch.object(torch.cuda, "cudart", return_value=cudart),
+        mock.patch.object(HostDeviceCopier, "__init__", pinning),
+        late_link(),
+    ):
+        engine = launcher.initialize(model=build(), config=given)[0]
+        _train(engine)
+        num_bytes = sum(cudart.registered.values())
+        states = sum(state.nbytes for unit in engine._sharded.units for state in unit.state_tensors())
+        return num_bytes, states, [address % mmap.PAGESIZE for address in cudart.registered]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "offload"), [OFFLOADS[1], OFFLOADS[4]])
+def test_page_locked_memory_is_what_the_formula_says(stage: int, offload: dict[str, Any], precision: str) -> None:
+    """A power of two for each piece, as torch's allocator of such memory takes, would be more."""
+    given = config(stage, precision, stage3_max_reuse_distance=0, **offload)
+    planned = planned_for(given, WORLD_SIZE)
+    for num_bytes, states, offsets in run_on_ranks(WORLD_SIZE, _page_locked, given):
+        assert planned.host <= num_bytes + states <= 1.02 * planned.host
+        assert len(offsets) > NUM_BLOCKS
+        assert set(offsets) == {0}

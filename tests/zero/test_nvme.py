@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import json
 import os
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.cudart import Cudart
 from harness.launching import ROOT
 from harness.logs import logged
 from harness.parity import RESTLESS_SCALE, Case, train_engine
@@ -286,32 +286,7 @@ def test_memory_of_other_sizes_makes_room() -> None:
             pool.take_back(storage)
 
 
-class _Cudart:
-    """Registers memory as CUDA does: no byte twice, and only what was registered is unregistered."""
-
-    def __init__(self, error: int = 0) -> None:
-        self.error = error
-        self.registered: dict[int, int] = {}
-        self.num_calls = 0
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # CUDA's name
-        self.num_calls += 1
-        assert flags == 0
-        if not self.error:
-            assert all(
-                address >= begin + size or address + num_bytes <= begin for begin, size in self.registered.items()
-            )
-            ctypes.c_ubyte.from_address(address).value  # noqa: B018  # it is there
-            self.registered[address] = num_bytes
-        return self.error
-
-    def cudaHostUnregister(self, address: int) -> int:
-        ctypes.c_ubyte.from_address(address).value  # noqa: B018  # it is there still
-        del self.registered[address]
-        return 0
-
-
-def _swap_in_and_out(folder: Path, cudart: _Cudart, monkeypatch: pytest.MonkeyPatch) -> Disk:
+def _swap_in_and_out(folder: Path, cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> Disk:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     disk = Disk(str(folder), AioSettings(4096, 2, 1), pins_memory=True)
     tensors = [torch.full((2048,), float(number)) for number in range(3)]
@@ -328,7 +303,7 @@ def _swap_in_and_out(folder: Path, cudart: _Cudart, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="memory stays with its storage")
 def test_what_swaps_is_registered_with_cuda_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cudart = _Cudart()
+    cudart = Cudart()
     disk = _swap_in_and_out(tmp_path, cudart, monkeypatch)
     assert cudart.num_calls == 1, "one piece of memory takes turns"
     assert list(cudart.registered.values()) == [8192]
@@ -341,10 +316,10 @@ def test_what_swaps_is_registered_with_cuda_once(tmp_path: Path, monkeypatch: py
 def test_memory_that_cuda_does_not_register_serves_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cudart = _Cudart(error=2)
+    cudart = Cudart(error=2)
     with logged() as lines:
         _swap_in_and_out(tmp_path, cudart, monkeypatch)
-    assert [line for line in lines if "cudaHostRegister refused 8.0 KiB" in line and "(error 2)" in line]
+    assert [line for line in lines if "refused to page-lock 8.0 KiB" in line and "(error 2)" in line]
     assert cudart.num_calls == 1
 
 
