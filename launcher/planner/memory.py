@@ -157,7 +157,8 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
         if offloads_optimizer:  # sums, always in fp32, on their way to host memory
             total += _whole(4 * sum(units[:REDUCING_UNITS]) / world_size)
     elif world_size > 1 and element.param < element.grad:
-        total += element.param * sum(units[:REDUCING_UNITS])  # what is sent is a copy in fewer bits
+        # What is sent has fewer bits than the sum: gradients are collected in it, or it is a copy.
+        total += element.param * sum(units[: GRADIENT_UNITS if setting.policy.overlap_comm else REDUCING_UNITS])
     total += _whole(element.param * received * sum(units[:REDUCING_UNITS]))
     if stage == 3 and (world_size > 1 or offload.params is not Place.DEVICE):
         total += element.param * _gathered_numel(units, setting.policy.parameters)

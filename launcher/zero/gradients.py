@@ -67,8 +67,12 @@ class UnitGradients:
         self._is_kept_full = not offloads_sums and (self._owns_all or not policy.stage.shards_gradients)
         self._early_scale = self._exact_scale() if self._is_kept_full else 1.0  # of gradients as they are taken
         sum_dtype = policy.precision.grad_dtype
+        self._can_send_as_they_are = (
+            self._is_kept_full and group.process_group is not None and _sends_what_autograd_makes(policy)
+        )
         # 1-D [padded] in the type of sums, where all of it is kept until the step.
         full = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device) if self._is_kept_full else None
+        self._full = full
         self._local = LocalGradients(
             params,
             layout,
@@ -123,12 +127,12 @@ class UnitGradients:
 
     # ---- from autograd ----
 
-    def begin_backward(self) -> None:
-        """Forget which gradients of the previous backward have arrived."""
+    def begin_backward(self, *, is_reduced: bool) -> None:
+        """Forget which gradients of the previous backward have arrived. is_reduced: what this one leaves, and alone."""
         if self._is_kept_full and self.state is UnitState.REDUCED:
             self._unreduce()
         self._sum.begin_backward()
-        self._local.begin_backward()
+        self._local.begin_backward(is_outgoing=is_reduced and self._can_send_as_they_are)
         self._square = None
         self._is_sent = False
 
@@ -197,8 +201,8 @@ class UnitGradients:
     def _started(self, local: Tensor, sent: Tensor, scale: float, *, is_last: bool) -> Pending:
         """Start the collective that sums `sent`, times `scale`, to where the sum is kept."""
         scatters = self._policy.reduction.scatters
-        if self._is_kept_full and (self._owns_all or not scatters):
-            return collectives.all_reduce(self._reductions, local, scale, sent=sent)
+        if self._full is not None and (self._owns_all or not scatters):
+            return collectives.all_reduce(self._reductions, self._full, scale, sent=sent)
         if not scatters:
             self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
             return collectives.all_reduce(self._reductions, self._arriving, scale, sent=sent)
@@ -384,3 +388,13 @@ class UnitGradients:
         self.drop_late()
         self._is_sent = False
         self.state = check_transition(self.state, UnitState.IDLE)
+
+
+def _sends_what_autograd_makes(policy: ZeroPolicy) -> bool:
+    """Whether 16-bit gradients of a single backward need not go through the 32-bit sum, which would cost two passes.
+
+    Without overlap the buffers of all units would be needed at once.
+    """
+    precision = policy.precision
+    is_narrow = precision.wire_dtype is None and precision.param_dtype != precision.grad_dtype
+    return is_narrow and policy.overlap_comm and policy.reduction.predivide == 1.0

@@ -38,8 +38,9 @@ class LocalGradients:
         self._layout = layout
         self._buffers = buffers
         self._dtype = dtype
-        self._is_kept = kept is not None
-        self._flat = kept
+        self._kept = kept
+        self._borrowed: Tensor | None = None  # 1-D [padded]; None: none is needed now
+        self._is_outgoing = False
         self._scale = scale
         self._moves_together = moves_together
         self._filled = [False] * len(params)  # has a gradient in the buffer
@@ -48,8 +49,14 @@ class LocalGradients:
         self.num_backwards = 0  # since the buffer was last empty
         self.used = [False] * len(params)  # had a gradient on this rank since the last step
 
-    def begin_backward(self) -> None:
-        """Forget which gradients of the previous backward have arrived."""
+    def begin_backward(self, *, is_outgoing: bool) -> None:
+        """Forget which gradients of the previous backward have arrived.
+
+        is_outgoing: what this backward leaves is sent as it is. With nothing to add it to, it is collected in a
+        borrowed buffer of the type that travels, also where there is one that lasts.
+        """
+        if self.num_backwards == 0:
+            self._is_outgoing = is_outgoing
         self._arrived = [False] * len(self._arrived)
         self._num_arrived = 0
         self.num_backwards += 1
@@ -132,9 +139,11 @@ class LocalGradients:
 
     def flat(self) -> Tensor:
         """Return the buffer, 1-D [padded]."""
-        if self._flat is None:
-            self._flat = self._buffers.borrow(self._layout.padded_numel, self._dtype)
-        return self._flat
+        if self._kept is not None and not self._is_outgoing:
+            return self._kept
+        if self._borrowed is None:
+            self._borrowed = self._buffers.borrow(self._layout.padded_numel, self._dtype)
+        return self._borrowed
 
     def completed(self) -> Tensor:
         """Return the buffer with zeros where this rank has no gradient: other ranks may have one."""
@@ -155,9 +164,10 @@ class LocalGradients:
         """Note that what was in the buffer is elsewhere, and give it back unless it is kept."""
         self._filled = [False] * len(self._filled)
         self.num_backwards = 0
-        if not self._is_kept and self._flat is not None:
-            self._buffers.give_back(self._flat)
-            self._flat = None
+        self._is_outgoing = False
+        if self._borrowed is not None:
+            self._buffers.give_back(self._borrowed)
+            self._borrowed = None
 
     def end_step(self) -> None:
         """Forget everything: the next gradients are those of another step."""

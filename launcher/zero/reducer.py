@@ -59,8 +59,9 @@ class GradientReducer:
         self._is_boundary = is_boundary
         self._reduces = is_boundary or self._policy.stage.shards_gradients
         self._unsent = dict.fromkeys(reversed(self._gradients))
+        is_reduced = self._reduces and not self.skips_reduction()
         for gradients in self._gradients:
-            gradients.begin_backward()
+            gradients.begin_backward(is_reduced=is_reduced)
 
     def take_gradient(self, gradients: UnitGradients, index: int) -> None:
         """Take the gradient of one parameter over from autograd."""

@@ -21,6 +21,7 @@ from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.gloo import GlooCommunicator
 from launcher.comm.groups import communicator_for, data_parallel_group, init_distributed
 from launcher.comm.nccl import NcclCommunicator
+from launcher.comm.streams import Streams
 
 CPU = torch.device("cpu")
 
@@ -151,9 +152,9 @@ def _num_links(rank: int, world_size: int) -> tuple[int, bool]:
     made: list[HostDeviceCopier] = []
     original = HostDeviceCopier.__init__
 
-    def counting(link: HostDeviceCopier, device: torch.device) -> None:
+    def counting(link: HostDeviceCopier, device: torch.device, streams: Streams) -> None:
         made.append(link)
-        original(link, device)
+        original(link, device, streams)
 
     with mock.patch.object(HostDeviceCopier, "__init__", counting):
         config = {
