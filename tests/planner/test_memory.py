@@ -114,8 +114,10 @@ def test_disk_holds_what_the_host_would_and_the_host_holds_buffers() -> None:
 def test_units_in_flight() -> None:
     autograd = 2 * BLOCK
     received = REDUCING_UNITS * 2 * BLOCK * (N - 1) // N  # what the other ranks sent
-    assert rank_memory(MODEL, setting(1), N).in_flight == autograd + REDUCING_UNITS * 2 * BLOCK + received
     gradients = GRADIENT_UNITS * 2 * BLOCK + received
+    assert rank_memory(MODEL, setting(1), N).in_flight == autograd + gradients
+    copies = REDUCING_UNITS * 2 * BLOCK + received  # of what the sums have, in what is sent
+    assert rank_memory(MODEL, setting(1, overlap_comm=False), N).in_flight == autograd + copies
     assert rank_memory(MODEL, setting(2), N).in_flight == autograd + gradients
     # The unit in use and one ahead.
     sharded = setting(3, stage3_prefetch_bucket_size=1, stage3_max_reuse_distance=0)

@@ -18,6 +18,7 @@ import launcher
 from launcher.comm.buffers import BufferPool
 from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.streams import PASSED, Side
+from launcher.zero.gradients import UnitGradients
 from launcher.zero.owned_gradient import OwnedGradient
 from launcher.zero.parameters import UnitParameters
 
@@ -185,7 +186,8 @@ def test_a_gather_waits_for_the_update_and_for_its_memory_alone(place: str, tmp_
 
 def _backward(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:
     """Return how much work reductions have after a backward pass, what the computing has waited for, and will."""
-    case = Case(stage, "bf16", 1, unit_numel=2500, zero=SHARDED)
+    # Stage 0 has something left to do after the sum only where that is converted.
+    case = Case(stage, "fp32" if stage else "bf16", 1, unit_numel=2500, zero=SHARDED)
     with modelled_streams() as model:
         engine = launcher.initialize(model=make_model(case), config=case.config(world_size))[0]
         tokens, targets = micro_batches(case)[0][0]
@@ -228,3 +230,26 @@ def test_the_gradients_of_a_unit_are_copied_together(stage: int) -> None:
         adds = stage < 2  # else each micro-batch is reduced, and its buffer is new
         assert num_units > 2
         assert found == [num_units, 0, *((0, num_units) if adds else (num_units, 0))]
+
+
+def _sent(rank: int, world_size: int, stage: int, accumulation: int) -> set[tuple[bool, torch.dtype]]:
+    """Return, of all reductions, whether gradients were sent from where they were collected, and in which type."""
+    found: set[tuple[bool, torch.dtype]] = set()
+    started = UnitGradients._started
+
+    def noted(gradients: UnitGradients, local: torch.Tensor, sent: torch.Tensor, *more: Any, **named: Any) -> Any:
+        found.add((sent is local, sent.dtype))
+        return started(gradients, local, sent, *more, **named)
+
+    with mock.patch.object(UnitGradients, "_started", noted):
+        _train(rank, world_size, Case(stage, "bf16", accumulation, num_steps=2, unit_numel=2500))
+    return found
+
+
+@pytest.mark.parametrize(("accumulation", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_of_one_backward_are_not_summed_before_they_are_sent(
+    stage: int, accumulation: int, dtype: torch.dtype
+) -> None:
+    """In 32 bits and back; on every device."""
+    assert run_on_ranks(2, _sent, stage, accumulation) == [{(True, dtype)}] * 2
