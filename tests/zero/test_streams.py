@@ -23,7 +23,7 @@ from launcher.zero.owned_gradient import OwnedGradient
 from launcher.zero.parameters import UnitParameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NUM_STEPS = 3
+NUM_STEPS = 2
 HOST = {"device": "cpu"}
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
