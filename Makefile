@@ -26,7 +26,7 @@ demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks w
 
 test: $(VENV)/.installed-dev ## install what the tests need and run them all
 	@.ci/system-packages
-	TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## style, floors, docs/config.md against the schema
 	$(BIN)/ruff check .

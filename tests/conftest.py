@@ -16,6 +16,10 @@ from harness.sshd import LoopbackSshd, available
 
 _clock = schedule.Clock()
 
+# Threads of OpenMP that wait sleep, here and in every process of the tests. By default they spin for a while, and where
+# many processes share few cores they take most of the time from those that compute. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):

@@ -16,7 +16,7 @@ from torch import Tensor
 import launcher
 from launcher.base.errors import ConfigError, EngineError
 
-STEPS = 3
+STEPS = 2
 PARTS = 2  # micro-batches of a step
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-VOCABULARY, WIDTH, LENGTH, LAYERS, SAMPLES, STEPS = 29, 32, 8, 3, 2, 4
+VOCABULARY, WIDTH, LENGTH, LAYERS, SAMPLES, STEPS = 29, 32, 8, 3, 2, 2
 
 
 class Layer(nn.Module):

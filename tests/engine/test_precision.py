@@ -23,7 +23,7 @@ from launcher.comm.gloo import GlooCommunicator
 from launcher.engine.casting import set_tf32
 from launcher.optim.scaling import MAX_OVERFLOWS_AT_MINIMUM
 
-STEPS = 3
+STEPS = 2
 SHARDED = {"stage3_param_persistence_threshold": 0}
 
 
@@ -40,10 +40,10 @@ def start(world_size: int, stage: int, model: str = "Plain", **more: Any) -> Any
     return launcher.initialize(model=build(model), config=config)[0]
 
 
-def train(engine: Any, rank: int, world_size: int, factor: float = 1.0) -> dict[str, Tensor]:
+def train(engine: Any, rank: int, world_size: int, factor: float = 1.0, num_steps: int = STEPS) -> dict[str, Tensor]:
     part = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
     dtype = next(engine.module.parameters()).dtype
-    for x, y in batches(STEPS):
+    for x, y in batches(num_steps):
         engine.backward(engine(x[part].to(dtype), y[part].to(dtype)).float() * factor)
         engine.step()
     return engine.state_dict()
@@ -420,7 +420,7 @@ def test_modules_outside_of_the_list_compute_in_fp32() -> None:
 def _paths(rank: int, world_size: int, warns: bool) -> list[str]:
     engine = start(world_size, 3, "AlternatingPath", zero={"log_trace_cache_warnings": warns})
     with logged() as lines:
-        train(engine, rank, world_size)
+        train(engine, rank, world_size, num_steps=3)
     return lines
 
 

@@ -86,14 +86,26 @@ def test_nodes_started_by_hand_find_each_other(tmp_path: Path) -> None:
     script = scripts.write(
         tmp_path,
         """
-        import os, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        total = torch.tensor([float(os.environ["RANK"])])
-        dist.all_reduce(total)
+        import os, socket, time
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if rank == 0:  # meets the others as a process group's store does
+            with socket.create_server(address) as server:
+                peers = [server.accept()[0] for _ in range(world_size - 1)]
+            total = sum(int(peer.recv(9)) for peer in peers)
+            for peer in peers:
+                peer.sendall(b"%d" % total)
+        else:
+            while True:
+                try:
+                    peer = socket.create_connection(address)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.02)
+            peer.sendall(b"%d" % rank)
+            total = int(peer.recv(9))
         print("RUN", os.environ["TORCHELASTIC_RUN_ID"])
-        print("SUM", int(total), os.environ["NODE_RANK"], os.environ["LOCAL_RANK"], os.environ["CROSS_SIZE"])
-        dist.barrier()
-        dist.destroy_process_group()
+        print("SUM", total, os.environ["NODE_RANK"], os.environ["LOCAL_RANK"], os.environ["CROSS_SIZE"])
         """,
     )
     with socket.socket() as probe:

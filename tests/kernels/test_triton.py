@@ -55,6 +55,12 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     run_pytest("triton_compiles.py", tmp_path)
 
 
+@pytest.mark.soak
+@NEEDS_TRITON
+def test_kernels_compile_for_older_gpus(tmp_path: Path) -> None:
+    run_pytest("triton_compiles.py", tmp_path, "-m", "soak")
+
+
 def test_without_triton_there_is_no_kernel_but_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     triton_kernels.find_triton_kernel.cache_clear()

@@ -44,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.soak), 90])
 @pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
 def test_kernels_compile_and_move_16_bytes_at_a_time(compiled: list[Any], kind: type[Rule], capability: int) -> None:
     triton.runtime.driver.set_active(AbsentGpu(capability))

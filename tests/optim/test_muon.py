@@ -25,7 +25,7 @@ from launcher.optim.muon.plan import hidden_matrices
 from launcher.zero.tiling import tile_large_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SAMPLES, STEPS, TOKENS = 8, 5, 11
+SAMPLES, STEPS, TOKENS = 8, 4, 11
 WIDE, NARROW = 36, 20
 PARAMS = {"lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1}
 needs_torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")

@@ -24,7 +24,7 @@ from launcher.planner.settings import setting_of
 from launcher.zero.partition import plan_units
 from launcher.zero.stages import ZeroPolicy
 
-WIDTH, NUM_BLOCKS, WORLD_SIZE = 600, 8, 2
+WIDTH, NUM_BLOCKS, WORLD_SIZE = 400, 8, 2
 
 
 def build() -> nn.Module:

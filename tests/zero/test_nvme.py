@@ -62,7 +62,7 @@ CASES: dict[str, tuple[int, Case, tuple[str, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_losses_norms_and_weights_are_those_of_the_run_that_is_not_offloaded(tmp_path: Path, name: str) -> None:
     world_size, case, sections, keys = CASES[name]
-    here = {"unit_numel": 2000, "num_steps": 6}
+    here = {"unit_numel": 2000, "num_steps": 5}
     plain = Case(**{**vars(case), **here, "zero": on_disk(tmp_path)})
     offloaded = Case(**{**vars(case), **here, "zero": on_disk(tmp_path, *sections, **keys)})
     (expected, *_), (found, *_) = (run_on_ranks(world_size, train_engine, kind) for kind in (plain, offloaded))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.base.errors import EngineError
 
-SAMPLES, STEPS, LR = 12, 4, 0.1
+SAMPLES, STEPS, LR = 12, 3, 0.1
 # Column 0 of x is what the models choose by: 1 on rank 0 only.
 MARK = 0
 

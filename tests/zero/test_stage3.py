@@ -12,7 +12,7 @@ from harness.ranks import run_on_ranks
 from harness.zoo import LR, MODELS, SAMPLES, WEIGHT_DECAY, batches, build, train_plain
 from torch import Tensor, nn
 
-STEPS = 6
+STEPS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
     "sharded after each use": {"stage3_max_reuse_distance": 0},
     "kept while near": {},
