@@ -150,7 +150,7 @@ def test_nothing_is_left_of_a_rank_that_is_killed(tmp_path: Path, disk: Path) ->
 
 # ---- more than memory holds ----
 
-LIMIT_BYTES = 64 << 20
+LIMIT_BYTES = 128 << 20
 STATES_BYTES = 4 * LIMIT_BYTES
 LARGE = 1024  # width
 
