@@ -89,7 +89,7 @@ def asked_here() -> Iterator[None]:
     def ask(kind: str, target: str, *_: Any) -> dict[str, Any]:
         return facts_of(kind, target)
 
-    from launcher.engine.model_facts import facts_of  # here: the forks of this process have torch then
+    from launcher.probes.model import facts_of  # here: the forks of this process have torch then
 
     with mock.patch("launcher.job.model_source._ask", ask):
         yield
