@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from launcher.activation.settings import settings_in_force
 from launcher.base.errors import EngineError
+from launcher.comm.accelerator import accelerator_type, device_module
 
 MODEL_PARALLEL_STATE = "model-parallel-rng"
 _SEED_DISTANCE = 2718  # between the seeds of the two states; Megatron-LM's, so that its runs can be repeated
 
 
+def _module() -> Any:
+    """Return what has the functions of the generator: torch's module of the accelerator, or torch for the CPU."""
+    kind = accelerator_type()
+    return torch if kind is None else device_module(kind)
+
+
 def _state() -> Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_state(state: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    state: Tensor = _module().get_rng_state()
+    return state
 
 
 class CudaRNGStatesTracker:
@@ -58,7 +60,7 @@ class CudaRNGStatesTracker:
         _seed(seed)
         self._seeds.add(seed)
         self._states[name] = _state()
-        _set_state(before)
+        _module().set_rng_state(before)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STATE) -> Iterator[None]:
@@ -68,12 +70,12 @@ class CudaRNGStatesTracker:
                 f"there is no random state {name}", hint="call model_parallel_cuda_manual_seed(seed), or add() it"
             )
         before = _state()
-        _set_state(self._states[name])
+        _module().set_rng_state(self._states[name])
         try:
             yield
         finally:
             self._states[name] = _state()
-            _set_state(before)
+            _module().set_rng_state(before)
 
 
 _tracker = CudaRNGStatesTracker()
@@ -96,7 +98,4 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def _seed(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+    _module().manual_seed(seed)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from launcher.base import env
 from launcher.base.errors import EngineError
+from launcher.comm.accelerator import accelerator_type
 from launcher.comm.buffers import BufferPool
 from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.streams import Streams, streams_of
@@ -42,20 +43,21 @@ def local_device(dist_backend: str | None = None) -> torch.device:
     or is going to be (`dist_backend`), and there are other ranks, the device is the CPU: gloo sends no GPU memory.
     Raises: EngineError when there are GPUs, and none for this rank.
     """
-    if not torch.cuda.is_available() or not _carries_gpu_memory(dist_backend):
+    kind = accelerator_type()
+    if kind is None or not _carries_gpu_memory(kind, dist_backend):
         return torch.device("cpu")
-    local_rank, num_visible = int(os.environ.get(env.LOCAL_RANK.name, "0")), torch.cuda.device_count()
+    local_rank, num_visible = int(os.environ.get(env.LOCAL_RANK.name, "0")), torch.accelerator.device_count()
     if num_visible == 1:
-        return torch.device("cuda", 0)
+        return torch.device(kind, 0)
     if local_rank >= num_visible:
         raise EngineError(
             f"LOCAL_RANK {local_rank} has no GPU: this process sees {num_visible}",
             hint="start fewer ranks on this host, or widen CUDA_VISIBLE_DEVICES",
         )
-    return torch.device("cuda", local_rank)
+    return torch.device(kind, local_rank)
 
 
-def _carries_gpu_memory(dist_backend: str | None) -> bool:
+def _carries_gpu_memory(kind: str, dist_backend: str | None) -> bool:
     """Whether the process group sends GPU memory; the one that `dist_backend` names where there is none yet."""
     if not dist.is_initialized():
         return dist_backend != "gloo"
@@ -63,7 +65,7 @@ def _carries_gpu_memory(dist_backend: str | None) -> bool:
     assert world is not None
     if world.size() == 1:
         return True  # it sends nothing
-    return backend_name(world, torch.device("cuda")) not in (None, "gloo")
+    return backend_name(world, torch.device(kind)) not in (None, "gloo")
 
 
 def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str | None:

@@ -153,7 +153,8 @@ def _start(
     dist_backend: str | None, init_method: str | None, timeout: datetime.timedelta, rank: int, world_size: int
 ) -> None:
     device = use_local_device(dist_backend)
-    backend = dist_backend or ("nccl" if device.type == "cuda" else "gloo")
+    own = dist.get_default_backend_for_device(device)  # NCCL on GPUs
+    backend = dist_backend or own
     try:
         dist.init_process_group(
             backend,
@@ -162,7 +163,7 @@ def _start(
             rank=rank,
             world_size=world_size,
             # NCCL connects at once then, and never has to guess which GPU a rank has.
-            device_id=device if "nccl" in backend and device.type == "cuda" else None,
+            device_id=device if own in backend and device.type != "cpu" else None,
         )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):

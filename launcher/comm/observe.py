@@ -103,5 +103,5 @@ def end(begun_s: float, kind: str, world_size: int, tensors: list[Tensor], devic
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

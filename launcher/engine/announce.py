@@ -6,11 +6,10 @@ import itertools
 import os
 from collections.abc import Sequence
 
-import torch
-
 from launcher.base import env
 from launcher.base.errors import Diagnostic
 from launcher.base.log import get_logger
+from launcher.comm.accelerator import accelerator_type
 from launcher.config.auto import AutoChoice
 from launcher.engine.dump import state_text
 from launcher.engine.engine import EngineParts
@@ -49,7 +48,7 @@ def announce(
         log.info("optimizer kernel: %s", _kernel_text(plan, parts))
     if parts.mesh.label is not None:
         log.info("mesh: %s", parts.mesh.label)
-    if parts.group.device.type == "cpu" and torch.cuda.is_available():
+    if parts.group.device.type == "cpu" and accelerator_type() is not None:
         log.warning(
             "the process group is gloo's, which sends no GPU memory: this engine trains on the CPU, and the GPUs stay"
             " idle (start the group with nccl, or leave it to the engine)"

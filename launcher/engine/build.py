@@ -163,7 +163,7 @@ def _loader(
         world_size=group.world_size,
         collate_fn=collate_fn,
         drop_last=settings.dataloader_drop_last,
-        pin_memory=group.device.type == "cuda",
+        pin_memory=group.device.type != "cpu",
     )
 
 

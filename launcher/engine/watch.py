@@ -116,7 +116,7 @@ class Watch:
 
     def _report_memory(self, step: int, uses: dict[str, MemoryUse]) -> None:
         after = " · ".join(f"after {name} {use}" for name, use in uses.items())
-        kind = "GPU, allocated" if self._device.type == "cuda" else "host, resident"
+        kind = "GPU, allocated" if self._device.type != "cpu" else "host, resident"
         peak_gib = max(use.peak_bytes for use in uses.values()) / GIB
         get_logger().info("memory at step %d: %s · peak %.2f GiB (%s)", step, after, peak_gib, kind)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from launcher.base import env
 from launcher.base.progress import tell
+from launcher.comm.accelerator import device_module
 
 INTERVAL_S = 1.0  # agents ask as often
 
@@ -23,7 +24,7 @@ class LossReporter:
         self._is_wanted = is_wanted and env.PROGRESS_FILE.name in os.environ
         self._clock = clock
         self._next_s = clock()
-        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # being copied to the host
+        self._copy: tuple[Tensor, torch.Event] | None = None  # being copied to the host
 
     def step(self, losses: Sequence[Tensor]) -> None:
         """Note the losses of the micro-batches of one step: detached scalars."""
@@ -36,11 +37,12 @@ class LossReporter:
             return
         self._next_s = self._clock() + INTERVAL_S
         mean = torch.stack([loss.float() for loss in losses]).mean()
-        if mean.is_cuda:
+        if mean.device.type == "cpu":
+            tell(loss=mean.item())
+        elif mean.device.type != "meta":
             host = torch.empty((), pin_memory=True)
             host.copy_(mean, non_blocking=True)
-            arrival = torch.cuda.Event()
-            arrival.record(torch.cuda.current_stream(mean.device))
+            module = device_module(mean.device)
+            arrival = module.Event()
+            arrival.record(module.current_stream(mean.device))
             self._copy = (host, arrival)
-        elif mean.device.type == "cpu":
-            tell(loss=mean.item())

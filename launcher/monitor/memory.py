@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from launcher.comm.accelerator import device_module
+
 GIB = 2**30
 
 
@@ -25,8 +27,9 @@ class MemoryUse:
 
 def memory_use(device: torch.device) -> MemoryUse:
     """Return what this process uses on `device`."""
-    if device.type == "cuda":
-        return MemoryUse(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu":
+        module = device_module(device)
+        return MemoryUse(module.memory_allocated(device), module.max_memory_allocated(device))
     resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return MemoryUse(resident_bytes, max(resident_bytes, peak_bytes))  # the kernel brings its peak up to date lazily

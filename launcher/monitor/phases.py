@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from launcher.comm.accelerator import device_module
+
 
 class PhaseTimer:
     """Adds up the time of named phases. Phases may lie within each other.
@@ -17,15 +19,15 @@ class PhaseTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._module = None if device.type == "cpu" else device_module(device)
         self._seconds: dict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[str, torch.Event, torch.Event]] = []
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Count what runs inside to phase `name`."""
-        if self._is_cuda:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if self._module is not None:
+            first, last = (self._module.Event(enable_timing=True) for _ in range(2))
             first.record()
             try:  # a recomputation ends in an exception of torch's as soon as it has all it needs
                 yield

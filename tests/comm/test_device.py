@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,6 +16,7 @@ from harness.ranks import run_on_ranks
 from torch import nn
 
 import launcher
+from launcher.activation.rng import CudaRNGStatesTracker
 from launcher.base.errors import EngineError
 from launcher.comm.communicator import Alone
 from launcher.comm.copier import HostDeviceCopier
@@ -21,7 +24,8 @@ from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.gloo import GlooCommunicator
 from launcher.comm.groups import communicator_for, data_parallel_group, init_distributed
 from launcher.comm.nccl import NcclCommunicator
-from launcher.comm.streams import Streams
+from launcher.monitor.memory import MemoryUse, memory_use
+from launcher.monitor.phases import PhaseTimer
 
 CPU = torch.device("cpu")
 
@@ -34,9 +38,10 @@ class Gpus:
         self.current: list[torch.device] = []
         self.started: list[dict[str, Any]] = []
 
-    def be(self, num_visible: int, local_rank: int) -> None:
-        self._patch.setattr(torch.cuda, "is_available", lambda: True)
-        self._patch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    def be(self, num_visible: int, local_rank: int, kind: str = "cuda") -> None:
+        self._patch.setattr(torch.accelerator, "is_available", lambda: True)
+        self._patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        self._patch.setattr(torch.accelerator, "device_count", lambda: num_visible)
         self._patch.setattr(torch.accelerator, "set_device_index", self.current.append)
         self._patch.setattr(dist, "init_process_group", lambda name, **given: self.started.append({"": name, **given}))
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -82,6 +87,64 @@ def test_a_rank_that_sees_one_gpu_has_it_whatever_its_number(gpus: Gpus) -> None
     """`srun --gpus-per-task=1` shows each rank its own."""
     gpus.be(num_visible=1, local_rank=3)
     assert local_device() == torch.device("cuda", 0)
+
+
+def test_any_accelerator_will_do_that_has_a_backend_of_its_own(gpus: Gpus) -> None:
+    gpus.be(num_visible=2, local_rank=1, kind="xpu")
+    assert local_device() == torch.device("xpu", 1)
+    init_distributed()
+    assert (gpus.started[0][""], gpus.started[0]["device_id"]) == ("xccl", torch.device("xpu", 1))
+    gpus.be(num_visible=1, local_rank=0, kind="mps")  # only gloo serves it, from the CPU
+    assert local_device() == CPU
+
+
+class FakeModule:
+    """torch's module of an accelerator, as far as it is asked."""
+
+    def __init__(self) -> None:
+        self.state = torch.tensor([1], dtype=torch.uint8)
+        self.Event = mock.Mock(return_value=mock.Mock(elapsed_time=lambda _last: 1500.0))
+
+    def memory_allocated(self, _device: torch.device) -> int:
+        return 3
+
+    def max_memory_allocated(self, _device: torch.device) -> int:
+        return 4
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+    def manual_seed(self, seed: int) -> None:
+        self.state = torch.tensor([seed % 256], dtype=torch.uint8)
+
+
+def test_times_memory_and_random_states_are_asked_of_the_accelerators_module(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.be(num_visible=1, local_rank=0, kind="xpu")
+    module, device = FakeModule(), torch.device("xpu", 0)
+    monkeypatch.setattr(torch, "get_device_module", {device: module, "xpu": module}.__getitem__)
+    assert memory_use(device) == MemoryUse(3, 4)
+    timer = PhaseTimer(device)
+    with timer.span("forward"):
+        pass
+    assert timer.take() == {"forward": 1.5}
+    tracker = CudaRNGStatesTracker()
+    tracker.add("own", 7)
+    assert module.state == 1
+    with tracker.fork("own"):
+        assert module.state == 7
+    assert module.state == 1
+
+
+def test_cuda_is_named_only_where_nothing_else_is_meant() -> None:
+    package = Path(launcher.__file__).parent
+    naming = {path.name for path in package.rglob("*.py") if re.search(r"torch\.cuda\b|\bis_cuda\b", path.read_text())}
+    # The versions of CUDA's libraries, the names of NVIDIA's GPUs, Triton, and what a docstring calls it.
+    assert naming == {"environment.py", "flops.py", "triton_kernels.py", "accelerator.py"}
 
 
 def test_more_ranks_than_gpus_are_an_error(gpus: Gpus) -> None:
@@ -152,9 +215,9 @@ def _num_links(rank: int, world_size: int) -> tuple[int, bool]:
     made: list[HostDeviceCopier] = []
     original = HostDeviceCopier.__init__
 
-    def counting(link: HostDeviceCopier, device: torch.device, streams: Streams) -> None:
+    def counting(link: HostDeviceCopier, *given: Any) -> None:
         made.append(link)
-        original(link, device, streams)
+        original(link, *given)
 
     with mock.patch.object(HostDeviceCopier, "__init__", counting):
         config = {
@@ -186,7 +249,7 @@ def test_a_single_rank_has_its_gpu_whatever_the_group(gpus: Gpus, monkeypatch: p
 
 def _lines_beside_gpus(rank: int, world_size: int) -> tuple[str, bool]:
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
-    with mock.patch.object(torch.cuda, "is_available", return_value=True), logged() as lines:
+    with mock.patch("launcher.engine.announce.accelerator_type", return_value="cuda"), logged() as lines:
         engine, *_ = launcher.initialize(model=nn.Linear(4, 4), config=config)
     return str(engine.device), any("the process group is gloo's" in line and "GPU" in line for line in lines)
 

@@ -1,0 +1,26 @@
+"""The accelerator of this machine, by those names of torch that hold for each kind: CUDA, ROCm, XPU and others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def accelerator_type() -> str | None:
+    """Return the type of device on which ranks train, such as "cuda"; None: they train on the CPU.
+
+    One that only gloo serves, as MPS is, cannot exchange anything between ranks and is left alone.
+    """
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    if found is None or dist.get_default_backend_for_device(found) == "gloo":
+        return None
+    return found.type
+
+
+def device_module(device: torch.device | str) -> Any:
+    """Return torch's module of a type of device, such as `torch.cuda`: streams, events, memory, random states."""
+    return torch.get_device_module(device)
