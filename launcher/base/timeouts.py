@@ -32,6 +32,7 @@ class Timeouts(Record):
     srun_silence_s: float = 30.0  # of a node; its relay sends something every 5 s
     srun_sweep_silence_s: float = 10.0  # of a lost node that is asked once more
     srun_farewell_s: float = 30.0  # of the launcher, which reads what a relay has left
+    other_ranks_s: float = 60.0  # of a training, after a caught exception: they have to continue together
     slurm_query_s: float = 60.0  # scontrol and squeue: a busy controller answers late
 
     def scaled(self, factor: float) -> Timeouts:

@@ -72,13 +72,21 @@ class BackwardPass:
         loss.register_hook(on_gradient)
         return loss
 
-    def recover(self) -> None:
-        """Clean up after a pass that an exception ended, before the next one begins."""
+    def recover(self) -> bool:
+        """Clean up after a pass that an exception ended, before the next one begins. Then every rank must call it.
+
+        Returns whether there was one: gradients of a part of the model are no gradient, so all since the last step are
+        dropped. Raises: EngineError where the exception was not caught alike on all ranks.
+        """
         if self._is_open:  # it was within an autograd call of the user's
             self._abort(None)
-        if self._is_broken:
-            self._is_broken = False
-            self._schedule.reset()
+        if not self._is_broken:
+            return False
+        self._reducer.order.meet(self._reducer.group, "backward")
+        self._is_broken = False
+        self._schedule.reset()
+        self._reducer.discard()
+        return True
 
     def _begin(self, *, is_boundary: bool) -> None:
         self._is_open = True

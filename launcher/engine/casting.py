@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
+from launcher.zero.autocast import mark_fp32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +135,7 @@ def _paths(kind: type[nn.Module]) -> set[str]:
 
 
 def _compute_in_fp32(module: nn.Module, device_type: str) -> None:
+    mark_fp32(module)
     stacks: list[contextlib.ExitStack] = []  # a module may be called within itself
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -178,7 +178,22 @@ class Engine(nn.Module):
                 "this engine has ended: destroy() was called, or initialize() again on its model",
                 hint="use the engine that the last initialize() returned",
             )
-        self._pass.recover()
+        if self._pass.recover():
+            self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        """Begin the accumulation anew: an exception has ended a backward pass, and its sums were dropped."""
+        is_counted = self._boundary_override is None
+        num_dropped = self.micro_steps % self.gradient_accumulation_steps() if is_counted else 0
+        self.micro_steps -= num_dropped
+        self._losses.clear()
+        self._backward_done = False
+        if num_dropped and self.global_rank == 0:
+            get_logger().warning(
+                "an exception ended a backward pass: the gradients of %d micro-batches before it, which were summed"
+                " with its own, are dropped, and the accumulation begins anew",
+                num_dropped,
+            )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; its parameters are waited for unit by unit."""
@@ -280,10 +295,8 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step."""
-        self._sharded.reducer.wait()
-        for unit in self._sharded.units:
-            if unit.grads is not None:
-                unit.grads.discard()
+        self._begin()
+        self._sharded.reducer.discard()
 
     def _take_step(self) -> None:
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()

@@ -69,7 +69,10 @@ class Setting:
         """Bytes of one element of each kind."""
         precision = self.policy.precision
         master = DType.FP32.itemsize if precision.has_master else 0
-        return ElementBytes(precision.param.itemsize, master, precision.grad.itemsize, precision.state.itemsize)
+        gathered = precision.param if precision.autocast is None else precision.autocast
+        return ElementBytes(
+            precision.param.itemsize, master, precision.grad.itemsize, precision.state.itemsize, gathered.itemsize
+        )
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class ElementBytes:
     master: int  # 0: the parameters are their own master
     grad: int  # of the sum over micro-batches and ranks
     state: int  # of one state of the optimizer
+    gathered: int  # of a parameter that stage 3 gathers, and autocast casts
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,9 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
         total += element.param * sum(units[: GRADIENT_UNITS if setting.policy.overlap_comm else REDUCING_UNITS])
     total += _whole(element.param * received * sum(units[:REDUCING_UNITS]))
     if stage == 3 and (world_size > 1 or offload.params is not Place.DEVICE):
-        total += element.param * _gathered_numel(units, setting.policy.parameters)
+        numel = _gathered_numel(units, setting.policy.parameters)
+        total += element.gathered * numel  # autocast leaves embeddings as they are
+        total += (element.param - element.gathered) * min(numel, model.largest_embedding_numel)
     return total
 
 

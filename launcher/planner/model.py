@@ -14,6 +14,7 @@ _STEPS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _MAX_COUNT = 10**15
 # Names of what Muon leaves to AdamW: what reads or writes tokens, and what is not a matrix.
 _BESIDE_MATRICES = re.compile(r"embed|lm_head|\bw[tp]e\b|norm|\bln_|bias$", re.IGNORECASE)
+_EMBEDDING = re.compile(r"embed|\bw[tp]e\b", re.IGNORECASE)
 _TYPICAL_VOCABULARY = 50_257
 # Layers, hidden size, heads of models of this many parameters; 125M to 175B from Brown et al. 2020, table 2.1.
 _TYPICAL_SHAPES = {
@@ -111,6 +112,11 @@ class ModelFacts:
     @cached_property
     def largest_param_numel(self) -> int:
         return max((param.numel for param in self.params if param.trainable), default=0)
+
+    @cached_property
+    def largest_embedding_numel(self) -> int:
+        """The most elements of an embedding, as names tell."""
+        return max((param.numel for param in self.params if _EMBEDDING.search(param.name)), default=0)
 
     def numel_below(self, threshold_numel: int) -> int:
         """Return the elements of all parameters smaller than the threshold: they stay unsharded at stage 3."""

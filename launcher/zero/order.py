@@ -3,23 +3,34 @@
 At stage 3 a collective follows the model's path, which the engine cannot see before it is taken. Ranks that take
 different paths exchange the wrong buffers; where these have one size no backend notices. So a digest of the order
 travels with the gradient norm, and a step whose order differs between ranks is not taken.
+
+[Note: after an exception] A script may catch what ended a pass and continue with the next batch. Ranks that all do so
+have issued the same collectives, which then end as usual. A rank that does it alone has parted from the others: its
+next gather would be matched with what they still wait for. So all ranks meet before one of them continues. They meet
+through the store of the process group: a collective could be matched with another one, too.
 """
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import json
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch.distributed as dist
 
 from launcher.base.errors import EngineError
+from launcher.base.timeouts import timeouts
 from launcher.comm.groups import DataParallelGroup
 
 _HINT = (
     "at stage 3 every rank must run the same modules in the same order: name the module that chooses among others in"
     ' "zero_optimization": {"leaf_module": {"classes": [...]}}, or use stage 2'
 )
+_ORDER_NUMBERS = itertools.count()  # alike on every rank: engines are built by all of them together
 
 
 class Collective(IntEnum):
@@ -40,6 +51,9 @@ class CollectiveOrder:
         self._unit_names = unit_names
         self.issued: dict[Collective, list[int]] = {kind: [] for kind in Collective}
         self._digests = dict.fromkeys(Collective, 0)
+        self._number = next(_ORDER_NUMBERS)
+        self._num_meetings = 0
+        self._parted: EngineError | None = None  # why the ranks cannot go on together
 
     @property
     def digests(self) -> list[int]:
@@ -57,6 +71,33 @@ class CollectiveOrder:
             self.issued[kind].clear()
             self._digests[kind] = 0
 
+    def meet(self, group: DataParallelGroup, ended: str) -> None:
+        """Wait until all ranks are about to continue after an exception that ended the same pass at the same place.
+
+        ended: the pass, "forward" or "backward". Raises: EngineError on every rank that calls it, now and at each later
+        call, where another one does not in time, or has issued other collectives.
+        """
+        if group.process_group is None:
+            return
+        if self._parted is not None:
+            raise self._parted
+        self._num_meetings += 1
+        keys = [f"launch/meeting/{self._number}/{self._num_meetings}/{rank}" for rank in range(group.world_size)]
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            store.set(keys[group.rank], json.dumps([ended, list(self.issued.values())]))
+            store.wait(keys, datetime.timedelta(seconds=timeouts().other_ranks_s))
+            told = [json.loads(store.get(key)) for key in keys]
+        except RuntimeError:  # the time is over, or the store has gone with its rank
+            absent = [str(rank) for rank, key in enumerate(keys) if not _is_there(store, key)]
+            who = f"rank {group.rank} caught the exception and continues, rank {', '.join(absent)} not"
+            self._parted = _parted(who)
+            raise self._parted from None
+        if any(part != told[0] for part in told):
+            ends = {rank: f"{part[0]}, after {sum(map(len, part[1]))} collectives" for rank, part in enumerate(told)}
+            self._parted = _parted("; ".join(f"rank {rank} in {end}" for rank, end in ends.items()))
+            raise self._parted
+
     def difference(self, group: DataParallelGroup) -> EngineError:
         """Return an error that names the first collective in which ranks part. Collective."""
         everywhere: list[dict[Collective, list[int]]] = [{} for _ in range(group.world_size)]
@@ -73,3 +114,17 @@ class CollectiveOrder:
             ranks_of.setdefault(what, []).append(str(rank))
         parts = "; ".join(f"{what} on rank {', '.join(ranks[:8])}" for what, ranks in ranks_of.items())
         return EngineError(f"ranks took different paths through the model since the last step: {parts}", hint=_HINT)
+
+
+def _is_there(store: Any, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError:
+        return False
+
+
+def _parted(how: str) -> EngineError:
+    return EngineError(
+        f"an exception ended a pass, and not alike on every rank: {how}",
+        hint="catch it on all ranks at the same place (decide together: engine.any_rank(failed)), or let the job end",
+    )

@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from launcher.base.errors import EngineError
 from launcher.comm import collectives, observe
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh
@@ -70,6 +71,16 @@ class ShardSpec:
     placement: Placement = ON_DEVICE  # where the owned range of a sharded unit is kept
     label: str = ""  # of the unit, for profilers and the debug log
     has_equal_values: bool = False  # the parameters are alike on every rank; else rank 0's values are sent to all
+    gathered: torch.dtype | None = None  # what a sharded unit is gathered in under torch.autocast; None: `dtype`
+
+
+@dataclass(frozen=True, eq=False)
+class _Whole:
+    """A buffer for all elements of the unit, in one type, and the views of it that the parameters become."""
+
+    flat: Tensor  # 1-D [padded]
+    own: Tensor  # 1-D [owned]
+    views: list[Tensor]
 
 
 class UnitParameters:
@@ -100,20 +111,18 @@ class UnitParameters:
         self._gather: Pending | None = None
         self._written: StreamEvent = PASSED  # the last write into `shard`, or into what `_second` is copied from
         self._arrival: StreamEvent = PASSED  # of this rank's part in `flat`, where it is copied there
-        self._num_bytes = layout.padded_numel * dtype.itemsize
-        if is_sharded:
-            self.flat = group.buffers.borrow(layout.padded_numel, dtype)  # 1-D [padded], model precision
-            self.flat.zero_()
-        else:
-            self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=group.device)
-        self._own_flat = self.flat[owned.start : owned.stop]
+        self._in_own_type = self._in_autocast_type = self._whole(dtype)
+        if is_sharded and spec.gathered is not None:
+            self._in_autocast_type = self._whole(spec.gathered)
+            group.buffers.give_back(self._in_autocast_type.flat)
+        self._use_buffer_of(self._in_own_type)
+        self.flat.zero_()
         # 1-D [padded / ranks of a node]: this rank's part of the second set of shards, which backward gathers from.
         self._second: Tensor | None = None
         if self._node is not None:
-            self._second = torch.empty(layout.padded_numel // self._node.world_size, dtype=dtype, device=group.device)
-            self._own_second = self.flat.chunk(self._node.world_size)[self._node.rank]
+            numel = layout.padded_numel // self._node.world_size
+            self._second = torch.empty(numel, dtype=self._in_autocast_type.flat.dtype, device=group.device)
         self._has_second = False  # it holds the values of now
-        self._views = [self._view_of(index) for index in range(len(params))]
         self._absent = torch.empty(0, dtype=dtype, device=group.device)
         self._move_params_in(has_equal_values=spec.has_equal_values)
         # 1-D [owned], model precision; a view of `flat` unless sharded.
@@ -132,9 +141,21 @@ class UnitParameters:
         self.may_be_edited = False  # somebody outside of forward and backward has got hold of the parameters
         self.note_versions()
 
-    def _view_of(self, index: int) -> Tensor:
-        slot = self._layout.slots[index]
-        return self.flat[slot.offset : slot.end].view(slot.shape)
+    def _whole(self, dtype: torch.dtype) -> _Whole:
+        numel, device = self._layout.padded_numel, self.group.device
+        is_lent = self.is_sharded
+        flat = self.group.buffers.borrow(numel, dtype) if is_lent else torch.empty(numel, dtype=dtype, device=device)
+        views = [flat[slot.offset : slot.end].view(slot.shape) for slot in self._layout.slots]
+        return _Whole(flat, flat[self.owned.start : self.owned.stop], views)
+
+    def _use_buffer_of(self, whole: _Whole) -> None:
+        self.flat = whole.flat  # 1-D [padded], model precision, or under autocast what it computes in
+        self._own_flat, self._views = whole.own, whole.views
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether the whole parameters have fewer bits than the shards."""
+        return self.flat.dtype != self.shard.dtype
 
     def _move_params_in(self, *, has_equal_values: bool) -> None:
         """Fill `flat`, converting on the way, and make the parameters views of it: their own memory is freed."""
@@ -223,16 +244,20 @@ class UnitParameters:
 
     # ---- whole and sharded ----
 
-    def start_gather(self) -> None:
-        """Start making a sharded unit whole. Every rank must call it in the same order."""
+    def start_gather(self, *, for_autocast: bool = False) -> None:
+        """Start making a sharded unit whole. Every rank must call it in the same order.
+
+        for_autocast: in the type that torch.autocast would cast the parameters to, where it casts them.
+        """
         if self.state is not ParameterState.SHARDED:
             return
+        self._use_buffer_of(self._in_autocast_type if for_autocast else self._in_own_type)
         with self.group.streams.on(Side.GATHER):
-            self.group.buffers.lend(self.flat.untyped_storage(), self._num_bytes)
+            self.group.buffers.lend(self.flat.untyped_storage(), self.flat.nbytes)
             self._written.wait()
-            if self._node is not None and self._second is not None and self._has_second:
+            if self._node is not None and self._second is not None and self._has_second and self._fits_second:
                 self._gather = self._start_all_gather(self._second, self._node)
-            elif self.placement.is_offloaded or self.group.process_group is None:
+            elif self._is_rounded or self.placement.is_offloaded or self.group.process_group is None:
                 with self.shard_in_memory(reads=True):
                     self._arrival = self.group.copier.copy(self._own_flat, self.shard)
                 self._arrival.wait()
@@ -288,7 +313,9 @@ class UnitParameters:
         self._arrival.wait()
         self.state = ParameterState.WHOLE
         if self.is_sharded:
-            for param, view in zip(self._params, self._views, strict=True):
+            for slot, param, view in zip(self._layout.slots, self._params, self._views, strict=True):
+                if param.dtype is not self._absent.dtype:
+                    raise _cast_error(slot.name, param.dtype, self._absent.dtype)
                 param.data = view
             self._mark(ZeroParamStatus.AVAILABLE)
 
@@ -297,8 +324,8 @@ class UnitParameters:
         if not self.is_sharded or self.state is ParameterState.SHARDED:
             return
         self.wait()
-        if self._second is not None and not self._has_second:
-            self._second.copy_(self._own_second)
+        if self._node is not None and self._second is not None and not self._has_second and self._fits_second:
+            self._second.copy_(self.flat.chunk(self._node.world_size)[self._node.rank])
             self._written = self.group.streams.record()
             self._has_second = True
         for param in self._params:
@@ -306,6 +333,10 @@ class UnitParameters:
         self.group.buffers.take_back(self.flat.untyped_storage())
         self.state = ParameterState.SHARDED
         self._mark(ZeroParamStatus.NOT_AVAILABLE)
+
+    @property
+    def _fits_second(self) -> bool:
+        return self.flat is self._in_autocast_type.flat
 
     def _mark(self, status: ZeroParamStatus) -> None:
         if self.is_sharded:
@@ -341,13 +372,14 @@ class UnitParameters:
         """Take the values of the whole parameters, which were written from elsewhere, as the new ones."""
         self.note_versions()
         self._has_second = False
+        is_rounded = self._is_rounded
         if self.is_sharded:
-            with self.shard_in_memory(reads=False, writes=True):
-                self.shard.copy_(self._own_flat)
+            with self.shard_in_memory(reads=is_rounded, writes=True):
+                self.shard.copy_(self._edited(self.shard) if is_rounded else self._own_flat)
         if self.master is not self.shard:
             if self._master_swap is not None:
-                self._master_swap.bring_in(reads=False)
-            self.master.copy_(self._own_flat)
+                self._master_swap.bring_in(reads=is_rounded)
+            self.master.copy_(self._edited(self.master) if is_rounded else self._own_flat)
             self.renew_copy()
             if self._master_swap is not None:
                 self._master_swap.send_out()
@@ -363,6 +395,11 @@ class UnitParameters:
         if self.group.runtime.runs_behind_host or is_edited.any():  # to ask would be to wait for the device
             self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
             self.renew_copy()
+
+    def _edited(self, kept: Tensor) -> Tensor:
+        """Return `kept`, 1-D [owned], with the values of the whole parameters where they are not its rounded ones."""
+        own = self._own_flat.to(kept.device)
+        return torch.where(own != kept.to(own.dtype), own.to(kept.dtype), kept)
 
     def note_versions(self) -> None:
         """Take note of what autograd has counted of writes into the parameters."""
@@ -387,6 +424,14 @@ class UnitParameters:
         """Take over that the master was written from elsewhere: what sits a step out is sent from the copy too."""
         if self.copy is not None and self.copy is not self.shard:
             self.copy.copy_(self.master)
+
+
+def _cast_error(name: str, found: torch.dtype, expected: torch.dtype) -> EngineError:
+    return EngineError(
+        f"the parameter {name} became {found} after initialize(), which made it {expected}: at stage 3 it is a shard,"
+        " and what is gathered is not cast",
+        hint='set "fp16", "bf16" or "torch_autocast" in the config in place of model.half() or model.to(dtype)',
+    )
 
 
 def param_info(name: str, param: nn.Parameter, dtype: torch.dtype, group: int | None = None) -> ParamInfo:

@@ -11,6 +11,7 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.sharding.grouping import choose_small, form_units, min_unit_numel
 from launcher.sharding.layout import UnitLayout, layout_unit
 from launcher.sharding.tensors import ParamInfo
+from launcher.zero.autocast import params_cast_by_autocast
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
 from launcher.zero.parameters import param_info, unit_params_of
 from launcher.zero.placement import NO_DISKS, Disks, Placements
@@ -28,11 +29,12 @@ class _Member:
     param: nn.Parameter
     modules: list[nn.Module]  # modules whose forward reads it
     is_persistent: bool = False
+    is_cast: bool = False  # by autocast, before every use
 
     @property
     def key(self) -> tuple[object, ...]:
         """What is equal for parameters that stay together."""
-        return (self.is_persistent, self.info.is_trainable, self.info.dtype, *map(id, self.modules))
+        return (self.is_persistent, self.is_cast, self.info.is_trainable, self.info.dtype, *map(id, self.modules))
 
 
 def full_numel(param: nn.Parameter) -> int:
@@ -76,7 +78,8 @@ def plan_units(
     for indices in form_units(numels, keys, min_numel=min_numel, max_numel=policy.max_unit_numel):
         chosen = [found[index] for index in indices]
         modules = dict.fromkeys(module for member in chosen for module in member.modules)
-        members = UnitMembers([member.param for member in chosen], list(modules), chosen[0].is_persistent)
+        first = chosen[0]
+        members = UnitMembers([member.param for member in chosen], list(modules), first.is_persistent, first.is_cast)
         planned.append((members, [member.info for member in chosen]))
     return planned
 
@@ -116,6 +119,9 @@ def _members(model: nn.Module, group_of: dict[nn.Parameter, int], policy: ZeroPo
         limits = policy.parameters.persistence_threshold, policy.parameters.model_persistence_threshold
         for index in choose_small([member.info.numel for member in found], *limits):
             found[index].modules, found[index].is_persistent = [model], True
+        cast = params_cast_by_autocast(model) if policy.precision.autocast is not None else set()
+        for member in found:
+            member.is_cast = not member.is_persistent and member.info.dtype == "float32" and member.param in cast
     return found
 
 

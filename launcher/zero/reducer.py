@@ -40,7 +40,7 @@ class GradientReducer:
         self._gradients = list(self._index_of)
         self.order = order
         self._policy = policy
-        self._group = group
+        self.group = group
         self._follows_modules = any(unit.is_sharded for unit in units)
         # Asked at each reduction, alike on every rank: is the next step to get each rank's own gradients? Stage 0 only.
         self.skips_reduction: Callable[[], bool] = lambda: False
@@ -112,7 +112,7 @@ class GradientReducer:
 
     def reduce_late(self) -> None:
         """Add the late gradients of all ranks to the sums. Collective; for a step that knows that there are some."""
-        has_late = hosts.on_any_rank(self._group, [gradients.has_late for gradients in self._gradients])
+        has_late = hosts.on_any_rank(self.group, [gradients.has_late for gradients in self._gradients])
         self.wait()
         for gradients, is_late in reversed(list(zip(self._gradients, has_late, strict=True))):
             if is_late:
@@ -138,11 +138,17 @@ class GradientReducer:
         for gradients in self._gradients:
             gradients.drop_late()
 
+    def discard(self) -> None:
+        """Drop all gradients since the last step. Every rank must call it."""
+        self.wait()
+        for gradients in self._gradients:
+            gradients.discard()
+
     def wait(self) -> None:
         """Wait for every reduction that was started; on a GPU the computing does, and the host does not."""
         self._finish_all()
-        self._group.streams.join(Side.REDUCE)
-        self._group.buffers.reclaim()  # nothing is left to wait for: the optimizer may have the memory
+        self.group.streams.join(Side.REDUCE)
+        self.group.buffers.reclaim()  # nothing is left to wait for: the optimizer may have the memory
 
     def _finish_all(self) -> None:
         while self._in_flight:

@@ -41,6 +41,7 @@ class ParameterSchedule:
         self._live: set[int] = set()  # units unsharded from here; what the user gathers is the user's to release
         self._live_numel = 0
         self._reading: set[int] = set()  # units whose shards were read ahead of being fetched
+        self._is_cast = False  # the pass runs under torch.autocast
         self._ahead = 0  # how many of the upcoming uses have been looked at
         self._ahead_numel: dict[int, int] = {}  # units fetched ahead and not used yet -> elements
         self.peak_live_numel = 0
@@ -65,6 +66,8 @@ class ParameterSchedule:
         """
         if not self._running and not self._in_backward:
             if self._is_broken:
+                if self._order is not None and self._has_sharded:
+                    self._order.meet(self._units[0].mesh.data, "forward")
                 self.reset()
             elif self._follower.num_recorded > MAX_RECORDED:  # forwards that autograd records, and no backward
                 self._end_pass()
@@ -207,6 +210,7 @@ class ParameterSchedule:
         if self._has_sharded:
             if not self._follower.is_open:
                 self._follower.begin(_TRAINING if torch.is_grad_enabled() or self._in_backward else _EVALUATION)
+                self._is_cast = torch.is_autocast_enabled(self._units[0].group.device.type)
                 self._ahead = 0
             for unit in units:
                 if unit.is_sharded:
@@ -227,7 +231,7 @@ class ParameterSchedule:
             return
         if self._order is not None:
             self._order.note(Collective.GATHER, unit.index)
-        unit.params.start_gather()
+        unit.params.start_gather(for_autocast=self._is_cast)
         self._live.add(unit.index)
         self._live_numel += unit.numel
         self.peak_live_numel = max(self.peak_live_numel, self._live_numel)

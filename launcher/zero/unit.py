@@ -30,6 +30,7 @@ class UnitMembers:
     params: list[nn.Parameter]
     modules: list[nn.Module]  # modules whose forward reads the unit's parameters
     is_persistent: bool = False  # stays unsharded at every stage
+    is_cast: bool = False  # autocast casts the parameters before every use
 
 
 class FlatUnit:
@@ -59,7 +60,8 @@ class FlatUnit:
         shard_placement = placements.of_shard(len(owned)) if is_sharded else ON_DEVICE
         dtype = getattr(torch, layout.slots[0].param.dtype)  # of all of them
         is_sharded_before = all(unit_params_of(param) is not None for param in members.params)
-        spec = ShardSpec(dtype, owned, is_sharded, shard_placement, self.label, has_equal_values=is_sharded_before)
+        gathered = policy.precision.autocast_dtype if is_sharded and members.is_cast else None
+        spec = ShardSpec(dtype, owned, is_sharded, shard_placement, self.label, is_sharded_before, gathered)
         self.params = UnitParameters(members.params, layout, mesh, spec)
         self.params.register()
         for param in members.params:
