@@ -217,7 +217,8 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         if param is not None and param is not super().get(name):
             raise EngineError(
                 f"the parameter {name} was added or replaced after initialize(), which would not train the new one",
-                hint="write into the one there is (param.data.copy_(...)), or change the model before initialize()",
+                hint="write into the one there is (param.data.copy_(...)), or change the model before initialize();"
+                " for torch.func.functional_call with other values take a copy made before initialize()",
             )
         super().__setitem__(name, param)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.logs import logged
+from harness.ranks import run_on_ranks
 from torch import nn
 
 import launcher
@@ -74,3 +75,34 @@ def test_a_model_that_is_cast_later_is_named() -> None:
         EngineError, match=r"weight became torch.bfloat16 after initialize\(\), which made it .*float32"
     ):
         engine.step()
+
+
+def _cast_shards(rank: int, world_size: int, how: str) -> str:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = launcher.initialize(model=nn.Linear(8, 8), config=config)[0]
+    x = torch.ones(2, 8)
+    if how == "functional_call":
+        values = {name: param * 1.0 for name, param in engine.module.named_parameters()}
+        with pytest.raises(EngineError) as error:
+            torch.func.functional_call(engine.module, values, (x,))
+        return str(error.value)
+    (engine.half if how == "half" else engine.module.bfloat16)()
+    with pytest.raises(EngineError) as error:
+        engine(x)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("half", "the parameter weight became torch.float16 after initialize(), which made it torch.float32: at stage"),
+        ("bfloat16", "the parameter weight became torch.bfloat16 after initialize()"),
+        ("functional_call", "for torch.func.functional_call with other values take a copy made before initialize()"),
+    ],
+)
+def test_shards_are_neither_cast_nor_replaced(how: str, told: str) -> None:
+    assert all(told in said for said in run_on_ranks(2, _cast_shards, how))

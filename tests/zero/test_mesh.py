@@ -119,6 +119,31 @@ def test_results_are_those_of_shards_over_all_ranks(mesh: str, other: str) -> No
     assert weight_distance(weights, expected) <= tolerance
 
 
+def _train_with_late(rank: int, world_size: int, zero: dict[str, Any], more: dict[str, Any]) -> Any:
+    """Train in evaluation mode, where the uses of a repeated block are not known before they go back."""
+    engine = engine_of("Repeated", zero, **more)
+    engine.module.eval()
+    accumulation, num_late = engine.gradient_accumulation_steps(), 0
+    for x, y in batches(STEPS):
+        for micro_x, micro_y in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
+            own_x = micro_x.chunk(world_size)[rank].clone().requires_grad_()  # its gradient ends the block's first use
+            engine.backward(engine(own_x, micro_y.chunk(world_size)[rank]))
+            num_late += engine._sharded.reducer.num_late
+            engine.step()
+    return num_late, engine.get_global_grad_norm(), engine.state_dict()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gradients_that_come_after_the_sum_are_added(mesh: str, accumulation: int) -> None:
+    norms, expected = train_plain("Repeated")
+    more = {"gradient_accumulation_steps": accumulation}
+    for num_late, norm, weights in run_on_ranks(RANKS, _train_with_late, MESHES[mesh], more):
+        assert num_late > 0
+        assert norm == pytest.approx(norms[-1], rel=1e-5)
+        assert weight_distance(weights, expected) <= 2e-6
+
+
 def _sent(rank: int, world_size: int, zero: dict[str, Any]) -> dict[str, Any]:
     """Return the bytes a rank sends in one step, by the number of ranks of a collective, and the bytes it keeps."""
     sent: dict[int, int] = {}
