@@ -116,10 +116,7 @@ class Engine(nn.Module):
         return int(self._parts.settings.zero_optimization.stage)
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the gradient norm of the last step before clipping; None before the first.
-
-        On a GPU it waits until the device has computed it; each rank may ask by itself.
-        """
+        """Return the last step's gradient norm before clipping; None before the first. On a GPU it waits for it."""
         return self._last_step.norm
 
     @property

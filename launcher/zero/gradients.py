@@ -281,9 +281,8 @@ class UnitGradients:
 
     def _kept(self, arrived: Tensor) -> Tensor:
         """Add what has arrived to the owned sum; return the total on the device, which may be `arrived` itself."""
-        return self._sum.keep(
-            arrived if len(arrived) == len(self._owned) else arrived[self._owned.start : self._owned.stop]
-        )
+        owned = self._owned
+        return self._sum.keep(arrived if len(arrived) == len(owned) else arrived[owned.start : owned.stop])
 
     def _give_wire_back(self) -> None:
         if self._wire is not None:
@@ -354,14 +353,11 @@ class UnitGradients:
 
         None: `square` has them. All reductions must have been waited for.
         """
-        if self._is_measured_early or self._is_unreduced:
-            return None
-        return self.owned_grad[self._counted]
+        return None if self._is_measured_early or self._is_unreduced else self.owned_grad[self._counted]
 
     def _measured(self, grad: Tensor) -> Tensor:
-        if self._is_unreduced:
-            return sum_of_squares(grad) / self._group.world_size
-        return sum_of_squares(grad[self._counted])
+        whole = self._is_unreduced
+        return sum_of_squares(grad) / self._group.world_size if whole else sum_of_squares(grad[self._counted])
 
     def finish(self) -> None:
         """Wait until `owned_grad` can be read and written, wherever it is kept."""
