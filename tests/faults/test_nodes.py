@@ -106,7 +106,7 @@ ELASTIC = {
 
 @pytest.mark.cluster
 def test_after_a_crash_hosts_are_left_out_until_the_elastic_batch_fits(tmp_path: Path) -> None:
-    """Four nodes of a rank each; one crashes. Three cannot share this batch: two go on, with the same batch.
+    """Four nodes of a rank each; one crashes. Three cannot share this batch: two continue, with the same one.
 
     The ranks only work out their sizes; that they train with them is shown in tests/job/test_restart.py.
     """
