@@ -18,7 +18,7 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
-from launcher.engine.backward import BackwardPass, check_loss, scaled_up
+from launcher.engine.backward import BackwardPass, check_loss, first_of_sum, scaled_up
 from launcher.engine.casting import Casting
 from launcher.engine.data import DistributedLoader
 from launcher.engine.last_step import LastStep
@@ -176,21 +176,9 @@ class Engine(nn.Module):
                 hint="use the engine that the last initialize() returned",
             )
         if self._pass.recover():
-            self._drop_sums()
-
-    def _drop_sums(self) -> None:
-        """Begin the accumulation anew: an exception has ended a backward pass, and its sums were dropped."""
-        is_counted = self._boundary_override is None
-        num_dropped = self.micro_steps % self.gradient_accumulation_steps() if is_counted else 0
-        self.micro_steps -= num_dropped
-        self._losses.clear()
-        self._backward_done = False
-        if num_dropped and self.global_rank == 0:
-            get_logger().warning(
-                "an exception ended a backward pass: the gradients of %d micro-batches before it, which were summed"
-                " with its own, are dropped, and the accumulation begins anew",
-                num_dropped,
-            )
+            self._losses.clear()
+            self._backward_done, num_parts = False, self.gradient_accumulation_steps()
+            self.micro_steps = first_of_sum(self.micro_steps, num_parts if self._boundary_override is None else 1)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; its parameters are waited for unit by unit."""
