@@ -115,9 +115,9 @@ def _leaves_its_owner(pool: BufferPool, storage: torch.UntypedStorage) -> None:
 _start_gather, _add_to = UnitParameters.start_gather, OwnedGradient.add_to
 
 
-def _gathers_at_once(params: UnitParameters) -> None:
+def _gathers_at_once(params: UnitParameters, **how: Any) -> None:
     params._written = PASSED
-    _start_gather(params)
+    _start_gather(params, **how)
 
 
 def _adds_at_once(owned: OwnedGradient, arrived: torch.Tensor) -> None:
