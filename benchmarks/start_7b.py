@@ -76,11 +76,11 @@ class _Params:
     """Stands in for `UnitParameters`: what the schedule asks for is counted, and arrives at once."""
 
     def __init__(self, *, is_sharded: bool) -> None:
-        self.state = ParameterState.SHARDED if is_sharded else ParameterState.WHOLE
+        self.state = ParameterState.SHARDED if is_sharded else ParameterState.UNSHARDED
         self.num_gathers = 0
 
     def start_gather(self) -> None:
-        self.state = ParameterState.WHOLE
+        self.state = ParameterState.UNSHARDED
         self.num_gathers += 1
 
     def wait(self) -> None:

@@ -136,5 +136,5 @@ def _released_error() -> EngineError:
     return EngineError(
         "backward read a parameter after it was released: at stage 3 nothing gathers parameters for a gradient of a"
         " gradient (create_graph=True)",
-        hint="keep the parameters that it reads whole with stage3_param_persistence_threshold, or use stage 2",
+        hint="keep the parameters that it reads unsharded with stage3_param_persistence_threshold, or use stage 2",
     )

@@ -244,7 +244,7 @@ class Engine(nn.Module):
         stage = self.zero_optimization_stage()
         if stage >= 2:
             raise EngineError(
-                f"no_sync() cannot be used at ZeRO stage {stage}: no rank keeps whole gradients to sum",
+                f"no_sync() cannot be used at ZeRO stage {stage}: no rank keeps full gradients to sum",
                 hint="set gradient_accumulation_steps, or use stage 0 or 1",
             )
         if self._is_in_no_sync:

@@ -26,7 +26,7 @@ class _Step:
     outcome: StepOutcome
     losses: list[Tensor]  # of this rank's micro-batches
     before: tuple[Any, list[dict[str, Any]]] | None = None  # the schedule's state, and the options of groups
-    is_settled: bool = False
+    is_known: bool = False
     is_reported: bool = False
 
 
@@ -34,11 +34,12 @@ class LastStep:
     """The last optimizer step: the norm, whether it was skipped, and the schedule, counters and messages that follow.
 
     [Note: a step that the device has not taken yet]
-    Where `StepOutcome.is_known` is false the engine goes on as after a good step: the schedule moves, counters count.
-    What is read of the step (`settle`) waits for the norm, and takes the schedule and the counters back if the device
-    has skipped the update. That is local to a rank, so each may read when it likes. Why a norm is not finite is found
-    together (`report`), when every rank begins the next backward: then the gradients are still where they were, and
-    the device has the update and the next forward to work on while the host waits for a norm that came before both.
+    Where `StepOutcome.is_known` is false the engine continues as after a good step: the schedule moves, counters count.
+    What is read of the step waits for the norm (`wait_for_outcome`), and takes the schedule and the counters back if
+    the device has skipped the update. That is local to a rank, so each may read when it likes. Why a norm is not finite
+    is found together (`report`), when every rank begins the next backward: then the gradients are still where they
+    were, and the device has the update and the next forward to work on while the host waits for a norm that came before
+    both.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class LastStep:
         self._step: _Step | None = None
         self._num_skipped = 0
         if optimizer is not None:
-            optimizer.settle = self.settle
+            optimizer.wait_for_outcome = self.wait_for_outcome
 
     @property
     def norm(self) -> float | None:
         """The gradient norm of the last step before clipping; None before the first."""
-        self.settle()
+        self.wait_for_outcome()
         return None if self._step is None else self._step.outcome.norm
 
     @property
     def num_skipped(self) -> int:
         """The steps that updated nothing."""
-        self.settle()
+        self.wait_for_outcome()
         return self._num_skipped
 
     def begin(self, number: int, outcome: StepOutcome, losses: list[Tensor]) -> None:
@@ -74,7 +75,7 @@ class LastStep:
         assert self._optimizer is not None
         step = self._step = _Step(number, outcome, losses)
         if outcome.is_known:
-            step.is_settled = True
+            step.is_known = True
             self.report()
             self._num_skipped += outcome.is_skipped
             if not outcome.is_skipped:
@@ -83,7 +84,7 @@ class LastStep:
         self._optimizer.note_step(overflow=False)
         if outcome.skips_overflow and steps_by_itself(self._schedule):
             if not hasattr(self._schedule, "load_state_dict"):  # it only steps forward: it must know first
-                self.settle()
+                self.wait_for_outcome()
                 if outcome.is_skipped:
                     return
             else:
@@ -93,12 +94,12 @@ class LastStep:
                 )
         self._advance_schedule()
 
-    def settle(self) -> None:
+    def wait_for_outcome(self) -> None:
         """Wait for the norm of the last step; if the device has skipped it, take back what was counted of it."""
         step = self._step
-        if step is None or step.is_settled:
+        if step is None or step.is_known:
             return
-        step.is_settled = True
+        step.is_known = True
         if not step.outcome.is_skipped:
             return
         assert self._optimizer is not None
@@ -120,7 +121,7 @@ class LastStep:
         step = self._step
         if step is None or step.is_reported:
             return
-        self.settle()
+        self.wait_for_outcome()
         step.is_reported = True
         assert self._optimizer is not None
         norm, is_skipped = step.outcome.norm, step.outcome.is_skipped

@@ -36,13 +36,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._client = plan.client
         self._units = units
         self.loss_scaler = loss_scaler
-        self.settle: Callable[[], None] = lambda: None  # has `overflow` and the states be those of the last step
+        # After it `overflow` and the states are those of the last step.
+        self.wait_for_outcome: Callable[[], None] = lambda: None
         self._overflow = False
 
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped, its gradient norm being not finite. On a GPU it waits for the norm."""
-        self.settle()
+        self.wait_for_outcome()
         return self._overflow
 
     @overflow.setter
@@ -115,7 +116,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _wait_for_update(self) -> None:
         """Wait for updates that still run; parameters that do not have them yet do not matter here."""
-        self.settle()
+        self.wait_for_outcome()
         for unit in self._units:
             if unit.params.pending is not None:
                 unit.params.pending.wait()

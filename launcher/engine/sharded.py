@@ -45,7 +45,7 @@ class ShardedModel:
         return (type(None), ())  # a copy of the model belongs to no engine
 
     def end(self) -> None:
-        """Give the model back: whole parameters are ordinary ones again, with the last step's values. Collective.
+        """Give the model back: unsharded parameters are ordinary ones again, with the last step's values. Collective.
 
         Sharded ones stay sharded: `GatheredParameters` and another `initialize()` unshard them. The second call does
         nothing.

@@ -1,4 +1,4 @@
-"""State dicts of a model whose parameters are sharded: at most one of its units is whole on the device at a time."""
+"""State dicts of a sharded model: at most one of its units is unsharded on the device at a time."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def load_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> A
 
 
 class _Loading:
-    """Has the units of a module whole while it loads its parameters."""
+    """Unshards the units of a module while it loads its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._needs: dict[nn.Module, dict[UnitParameters, list[nn.Parameter]]] = {}
-        self._whole: dict[UnitParameters, contextlib.ExitStack] = {}  # closed, they are sharded again
+        self._unsharded: dict[UnitParameters, contextlib.ExitStack] = {}  # closed, they are sharded again
         is_torchs = getattr(model.load_state_dict, "__func__", None) is nn.Module.load_state_dict
         self._note_needs(model, {} if is_torchs else _sharded(model.parameters()))
         if not is_torchs:
@@ -131,26 +131,26 @@ class _Loading:
             yield
 
     def _load(self, module: nn.Module, load: Callable[..., None], *arguments: Any) -> None:
-        if self._needs[module]:  # else the next module may well need what is whole now
+        if self._needs[module]:  # else the next module may well need what is unsharded now
             self._have(self._needs[module])
         load(*arguments)
 
     def _have(self, needed: Mapping[UnitParameters, list[nn.Parameter]]) -> None:
-        for found in [found for found in self._whole if found not in needed]:
+        for found in [found for found in self._unsharded if found not in needed]:
             self._take(found)
         for found, params in needed.items():
-            if found not in self._whole:
-                self._whole[found] = contextlib.ExitStack()
-                self._whole[found].enter_context(GatheredParameters(params))
+            if found not in self._unsharded:
+                self._unsharded[found] = contextlib.ExitStack()
+                self._unsharded[found].enter_context(GatheredParameters(params))
 
     def _take(self, found: UnitParameters) -> None:
         """Take what has been loaded over into the shards."""
         found.refresh()
-        self._whole.pop(found).close()
+        self._unsharded.pop(found).close()
 
     def end(self) -> None:
-        """Shard what is whole, and take over what was loaded into parameters that always are."""
-        for found in list(self._whole):
+        """Shard what is unsharded, and take over what was loaded into parameters that always are."""
+        for found in list(self._unsharded):
             self._take(found)
         for found in _by_unit(self._model.parameters()):
             if not found.is_sharded:

@@ -1,4 +1,4 @@
-"""Split what would break the bound on whole parameters, before an optimizer is planned over the parameters."""
+"""Split what would break the bound on unsharded parameters, before an optimizer is planned over the parameters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Read and write single parameters, their gradients and optimizer states, wherever they are sharded.
 
-The `full` functions return or take whole values in the parameter's own shape, in fp32: every rank must call them, in
+The `full` functions return or take full values in the parameter's own shape, in fp32: every rank must call them, in
 the same order. The `local` functions act on the part of a parameter that this rank updates, 1-D, which may be empty.
 Names and meaning are those of DeepSpeed's `deepspeed.utils.safe_get_full_fp32_param` and its siblings.
 """
@@ -50,7 +50,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     with unit.in_memory():
         _write(unit, slot, _part(unit, slot, unit.params.master), value)
         unit.params.renew_copy()
-    if unit.params.state is ParameterState.WHOLE:
+    if unit.params.state is ParameterState.UNSHARDED:
         unit.params.flat[slot.offset : slot.end].copy_(value.reshape(-1))
     with unit.params.shard_in_memory(writes=True):
         _write(unit, slot, _part(unit, slot, unit.params.shard), value)
@@ -87,7 +87,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     unit, slot = _trained(param)
     if not unit.is_sharded:
         raise EngineError(
-            f"{slot.name} is whole on every rank",
+            f"{slot.name} is not sharded",
             hint="use safe_set_full_fp32_param, or stage 3 with stage3_param_persistence_threshold 0",
         )
     with unit.in_memory():
@@ -107,7 +107,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     _set_optimizer_state(param, value, optim_state_key, _set_local)
 
 
-# ---- writing, of the whole or of this rank's part ----
+# ---- writing, of all or of this rank's part ----
 
 # Takes this rank's part of what is written, 1-D, and the value.
 _Write = Callable[[FlatUnit, ParamSlot, Tensor, Tensor], None]

@@ -13,7 +13,7 @@ from launcher.zero.stages import ParameterState
 
 
 class GatheredParameters:
-    """Make parameters whole within a `with` block; they are sharded again at its end.
+    """Unshard parameters within a `with` block; they are sharded again at its end.
 
     params: a parameter or any iterable of them; None and parameters that were never sharded are left alone.
     modifier_rank: the rank whose changes all ranks take over at the end; None: changes are forgotten. Every rank must

@@ -337,9 +337,9 @@ class UnitGradients:
 
     @property
     def square(self) -> Tensor:
-        """The sum of squares of this rank's share of the gradient, scalar fp64: all ranks' add up to the whole.
+        """The sum of squares of this rank's share of the gradient, scalar fp64. Over all ranks it is its norm squared.
 
-        Where every rank has its own gradient the whole is their mean square, which no norm of their mean exceeds.
+        Where every rank has its own gradient their sum is their mean square, which no norm of their mean exceeds.
         """
         if self._square is None:
             self.finish()
@@ -356,8 +356,8 @@ class UnitGradients:
         return None if self._is_measured_early or self._is_unreduced else self.owned_grad[self._counted]
 
     def _measured(self, grad: Tensor) -> Tensor:
-        whole = self._is_unreduced
-        return sum_of_squares(grad) / self._group.world_size if whole else sum_of_squares(grad[self._counted])
+        is_full = self._is_unreduced
+        return sum_of_squares(grad) / self._group.world_size if is_full else sum_of_squares(grad[self._counted])
 
     def finish(self) -> None:
         """Wait until `owned_grad` can be read and written, wherever it is kept."""

@@ -99,7 +99,7 @@ class _Reader:
             raise EngineError(
                 f"a forward of {type(module).__name__}, which reads {sharded[0].label}, ran within a transform of"
                 " torch.func: stage 3 cannot gather parameters there",
-                hint="run it outside of torch.func.grad, jvp or vmap, keep its parameters whole with"
+                hint="run it outside of torch.func.grad, jvp or vmap, keep its parameters unsharded with"
                 " stage3_param_persistence_threshold, or use stage 2",
             )
         self._schedule.before_forward(self._units)
@@ -176,7 +176,7 @@ def _returned(units: Sequence[FlatUnit], output: Any) -> list[FlatUnit]:
 
 
 def _reads(tensor: Tensor, units: Sequence[FlatUnit]) -> bool:
-    """Whether a tensor is a view of the memory of a unit that is whole."""
+    """Whether a tensor is a view of the memory of an unsharded unit."""
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         return False
     address = tensor.untyped_storage().data_ptr()

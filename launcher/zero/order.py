@@ -87,15 +87,15 @@ class CollectiveOrder:
         try:
             store.set(keys[group.rank], json.dumps([ended, list(self.issued.values())]))
             store.wait(keys, datetime.timedelta(seconds=timeouts().other_ranks_s))
-            told = [json.loads(store.get(key)) for key in keys]
+            reported = [json.loads(store.get(key)) for key in keys]
         except RuntimeError:  # the time is over, or the store has gone with its rank
             absent = [str(rank) for rank, key in enumerate(keys) if not _is_there(store, key)]
             who = f"rank {group.rank} caught the exception and continues, rank {', '.join(absent)} not"
             self._parted = _parted(who)
             raise self._parted from None
-        if any(part != told[0] for part in told):
-            ends = {rank: f"{part[0]}, after {sum(map(len, part[1]))} collectives" for rank, part in enumerate(told)}
-            self._parted = _parted("; ".join(f"rank {rank} in {end}" for rank, end in ends.items()))
+        if any(part != reported[0] for part in reported):
+            ends = [f"{name}, after {sum(map(len, issued))} collectives" for name, issued in reported]
+            self._parted = _parted("; ".join(f"rank {rank} in {end}" for rank, end in enumerate(ends)))
             raise self._parted
 
     def difference(self, group: DataParallelGroup) -> EngineError:

@@ -67,7 +67,7 @@ class ShardSpec:
 
     dtype: torch.dtype
     owned: range  # elements this rank updates
-    is_sharded: bool  # only the owned range is kept, the whole is gathered around its use
+    is_sharded: bool  # only the owned range is kept, the rest is gathered around its use
     placement: Placement = ON_DEVICE  # where the owned range of a sharded unit is kept
     label: str = ""  # of the unit, for profilers and the debug log
     has_equal_values: bool = False  # the parameters are alike on every rank; else rank 0's values are sent to all
@@ -75,7 +75,7 @@ class ShardSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class _Whole:
+class _FullBuffer:
     """A buffer for all elements of the unit, in one type, and the views of it that the parameters become."""
 
     flat: Tensor  # 1-D [padded]
@@ -97,7 +97,7 @@ class UnitParameters:
         mesh: ParallelMesh,
         spec: ShardSpec,
     ) -> None:
-        """Take the values over from `params`, which must be whole: on any device, in any type. Collective."""
+        """Take the values over from `params`, which must be unsharded: on any device, in any type. Collective."""
         self._params = params
         self._label = spec.label
         self._layout = layout
@@ -107,15 +107,15 @@ class UnitParameters:
         self.owned = owned = spec.owned
         self.is_sharded = is_sharded = spec.is_sharded
         dtype = spec.dtype
-        self.state = ParameterState.WHOLE
+        self.state = ParameterState.UNSHARDED
         self._gather: Pending | None = None
         self._written: StreamEvent = PASSED  # the last write into `shard`, or into what `_second` is copied from
         self._arrival: StreamEvent = PASSED  # of this rank's part in `flat`, where it is copied there
-        self._in_own_type = self._in_autocast_type = self._whole(dtype)
+        self._in_own_type = self._in_autocast_type = self._full_buffer(dtype)
         if is_sharded and spec.gathered is not None:
-            self._in_autocast_type = self._whole(spec.gathered)
+            self._in_autocast_type = self._full_buffer(spec.gathered)
             group.buffers.give_back(self._in_autocast_type.flat)
-        self._use_buffer_of(self._in_own_type)
+        self._use(self._in_own_type)
         self.flat.zero_()
         # 1-D [padded / ranks of a node]: this rank's part of the second set of shards, which backward gathers from.
         self._second: Tensor | None = None
@@ -141,20 +141,20 @@ class UnitParameters:
         self.may_be_edited = False  # somebody outside of forward and backward has got hold of the parameters
         self.note_versions()
 
-    def _whole(self, dtype: torch.dtype) -> _Whole:
+    def _full_buffer(self, dtype: torch.dtype) -> _FullBuffer:
         numel, device = self._layout.padded_numel, self.group.device
         is_lent = self.is_sharded
         flat = self.group.buffers.borrow(numel, dtype) if is_lent else torch.empty(numel, dtype=dtype, device=device)
         views = [flat[slot.offset : slot.end].view(slot.shape) for slot in self._layout.slots]
-        return _Whole(flat, flat[self.owned.start : self.owned.stop], views)
+        return _FullBuffer(flat, flat[self.owned.start : self.owned.stop], views)
 
-    def _use_buffer_of(self, whole: _Whole) -> None:
-        self.flat = whole.flat  # 1-D [padded], model precision, or under autocast what it computes in
-        self._own_flat, self._views = whole.own, whole.views
+    def _use(self, full: _FullBuffer) -> None:
+        self.flat = full.flat  # 1-D [padded], model precision, or under autocast what it computes in
+        self._own_flat, self._views = full.own, full.views
 
     @property
     def _is_rounded(self) -> bool:
-        """Whether the whole parameters have fewer bits than the shards."""
+        """Whether the unsharded parameters have fewer bits than the shards."""
         return self.flat.dtype != self.shard.dtype
 
     def _move_params_in(self, *, has_equal_values: bool) -> None:
@@ -174,7 +174,7 @@ class UnitParameters:
         for param in self._params:
             setattr(param, _UNIT_PARAMS, self)
 
-    def unclaim(self) -> None:
+    def unregister(self) -> None:
         """Have `unit_params_of` find nothing for its parameters: they are ordinary ones."""
         for param in self._params:
             if unit_params_of(param) is self:
@@ -237,21 +237,21 @@ class UnitParameters:
         return next(slot for slot in self._layout.slots if self._params[slot.index] is param)
 
     def broadcast(self, params: list[nn.Parameter], source: int) -> None:
-        """Overwrite parameters of this whole unit by rank `source`'s, and take them as the new values. Collective."""
+        """Overwrite parameters of this unsharded unit by rank `source`'s, which are the new values. Collective."""
         views = [self._views[self.slot_of(param).index] for param in params]
         collectives.broadcast(self._data, views, source)
         self.refresh()
 
-    # ---- whole and sharded ----
+    # ---- unsharded and sharded ----
 
     def start_gather(self, *, for_autocast: bool = False) -> None:
-        """Start making a sharded unit whole. Every rank must call it in the same order.
+        """Start gathering a sharded unit. Every rank must call it in the same order.
 
         for_autocast: in the type that torch.autocast would cast the parameters to, where it casts them.
         """
         if self.state is not ParameterState.SHARDED:
             return
-        self._use_buffer_of(self._in_autocast_type if for_autocast else self._in_own_type)
+        self._use(self._in_autocast_type if for_autocast else self._in_own_type)
         with self.group.streams.on(Side.GATHER):
             self.group.buffers.lend(self.flat.untyped_storage(), self.flat.nbytes)
             self._written.wait()
@@ -311,7 +311,7 @@ class UnitParameters:
             self._gather.wait()
         self._gather = None
         self._arrival.wait()
-        self.state = ParameterState.WHOLE
+        self.state = ParameterState.UNSHARDED
         if self.is_sharded:
             for slot, param, view in zip(self._layout.slots, self._params, self._views, strict=True):
                 if param.dtype is not self._absent.dtype:
@@ -369,7 +369,7 @@ class UnitParameters:
             self.state = ParameterState.GATHERING
 
     def refresh(self) -> None:
-        """Take the values of the whole parameters, which were written from elsewhere, as the new ones."""
+        """Take the values of the unsharded parameters, which were written from elsewhere, as the new ones."""
         self.note_versions()
         self._has_second = False
         is_rounded = self._is_rounded
@@ -385,7 +385,7 @@ class UnitParameters:
                 self._master_swap.send_out()
 
     def take_edits(self) -> None:
-        """Take values that were written into the whole parameters since the last step over into the master.
+        """Take values that were written into the unsharded parameters since the last step over into the master.
 
         The others keep the master's bits that 16 bits cannot hold. The master must be in memory.
         """
@@ -397,7 +397,7 @@ class UnitParameters:
             self.renew_copy()
 
     def _edited(self, kept: Tensor) -> Tensor:
-        """Return `kept`, 1-D [owned], with the values of the whole parameters where they are not its rounded ones."""
+        """Return `kept`, 1-D [owned], with the values of the parameters where they are not its rounded ones."""
         own = self._own_flat.to(kept.device)
         return torch.where(own != kept.to(own.dtype), own.to(kept.dtype), kept)
 

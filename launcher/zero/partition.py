@@ -53,8 +53,8 @@ def build_units(
 
     Trained ones always; others where parameters are sharded. group_of: the optimizer group of each parameter that is
     trained. Parameters may be on any device, in any type, or shards of `zero.Init`: a unit is filled from them, sharded
-    and released before the next one, so the device never holds more than two whole ones. Every rank must call it with
-    the same model.
+    and released before the next one, so the device never holds more than two unsharded ones. Every rank must call it
+    with the same model.
     """
     units: list[FlatUnit] = []
     placements = Placements(policy.offload, disks, sum(full_numel(param) for param in group_of))

@@ -22,7 +22,7 @@ from launcher.zero.order import Collective, CollectiveOrder
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.unit import FlatUnit
 
-# Reductions in flight at once. Each holds a whole gradient buffer, which stage 2 exists to avoid; two keep the
+# Reductions in flight at once. Each holds a full gradient buffer, which stage 2 exists to avoid; two keep the
 # network busy while the sum of the one before is taken.
 MAX_IN_FLIGHT = 2
 

@@ -20,7 +20,7 @@ MAX_RECORDED = 100_000
 
 
 class ParameterSchedule:
-    """Makes units whole before their use and shards them after it.
+    """Unshards units before their use and shards them after it.
 
     A pass is a forward and its backward, or a forward without one. All ranks must use the same units in the same
     order: gathering is collective. Units that are never sharded are only waited for.
@@ -48,7 +48,7 @@ class ParameterSchedule:
 
     @property
     def live_numel(self) -> int:
-        """Elements of sharded units that are whole or on their way now."""
+        """Elements of sharded units that are unsharded or being gathered."""
         return self._live_numel
 
     @property
@@ -59,7 +59,7 @@ class ParameterSchedule:
     # ---- forward ----
 
     def before_forward(self, units: list[FlatUnit]) -> None:
-        """Make `units` whole: the forward of the module that reads them is about to run.
+        """Unshard `units`: the forward of the module that reads them is about to run.
 
         Units that the forward reads besides, of other modules, are added to the list: from then on they are fetched
         with the module.
@@ -166,7 +166,7 @@ class ParameterSchedule:
         self._forget_running()
 
     def before_backward(self, units: Sequence[FlatUnit], use: Use | None) -> None:
-        """Make `units` whole: the backward of their module is about to run. use: that of the module's forward."""
+        """Unshard `units`: the backward of their module is about to run. use: that of the module's forward."""
         if use is not None:
             self._open_uses.begin_backward(use)
         self._use(units)

@@ -81,20 +81,20 @@ class ZeroPolicy(policies.ZeroPolicy):
 class ParameterState(Enum):
     """Where the parameters of a unit are on this rank.
 
-    SHARDED -> GATHERING (fetch) -> WHOLE (wait) -> SHARDED (release). Below stage 3 a unit is WHOLE, or GATHERING while
-    the other ranks' updates are on their way.
+    SHARDED -> GATHERING (fetch) -> UNSHARDED (wait) -> SHARDED (release). Below stage 3 a unit is UNSHARDED, or
+    GATHERING while the other ranks' updates are in flight.
     """
 
     SHARDED = auto()  # only this rank's chunk; the parameters are empty
-    GATHERING = auto()  # the whole buffer belongs to a collective
-    WHOLE = auto()  # every element is in the buffer, the parameters are views of it
+    GATHERING = auto()  # the full buffer belongs to a collective
+    UNSHARDED = auto()  # every element is in the buffer, the parameters are views of it
 
 
 class UnitState(Enum):
     """Where a unit is within an optimizer step.
 
     IDLE -> ACCUMULATING (first gradient) -> REDUCING (last gradient) -> REDUCED -> IDLE (step)
-    At a micro-batch that is not a boundary a whole gradient stays ACCUMULATING, a sharded one becomes REDUCED and
+    At a micro-batch that is not a boundary a full gradient stays ACCUMULATING, a sharded one becomes REDUCED and
     goes back to ACCUMULATING with the next micro-batch.
     """
 

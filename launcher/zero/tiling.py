@@ -1,4 +1,4 @@
-"""Layers too large to be whole at once: their weights in tiles that are fetched one after another.
+"""Layers too large to be unsharded at once: their weights in tiles that are fetched one after another.
 
 Memory-centric tiling as in ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.3).
 """
@@ -29,7 +29,9 @@ def split_evenly(length: int, num_parts: int) -> list[int]:
 
 
 class TiledLinear(nn.Module):
-    """A linear layer as a grid of smaller ones, `linears[output part][input part]`. At stage 3 one is whole at a time.
+    """A linear layer as a grid of smaller ones, `linears[output part][input part]`.
+
+    At stage 3 one of them is unsharded at a time.
 
     Each part of the output is a sum over the parts of the input; its bias is in the tile of the last of them.
     """

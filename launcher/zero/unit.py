@@ -34,7 +34,7 @@ class UnitMembers:
 
 
 class FlatUnit:
-    """One unit on this rank. `owned` is what it updates: the whole buffer at stage 0, one chunk from stage 1 on."""
+    """One unit on this rank. `owned` is what it updates: the full buffer at stage 0, one chunk from stage 1 on."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class FlatUnit:
             if unit_of(param) is self:
                 delattr(param, _UNIT)
         if not self.is_sharded:
-            self.params.unclaim()
+            self.params.unregister()
 
     @property
     def label(self) -> str:
@@ -124,7 +124,7 @@ class FlatUnit:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole unit, padding included."""
+        """Elements of the unit, padding included."""
         return self.layout.padded_numel
 
     @property
@@ -222,7 +222,7 @@ class FlatUnit:
         return state
 
     def unsharded(self, owned: Tensor) -> Tensor:
-        """Return the whole of something of which each rank holds its owned range. Collective.
+        """Return all of something of which each rank holds its owned range. Collective.
 
         owned: 1-D [owned]. Returns 1-D [padded], a new tensor of the same dtype.
         """

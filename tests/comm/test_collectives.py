@@ -125,8 +125,8 @@ def test_several_at_once_do_not_mix() -> None:
             assert torch.equal(found[number], expected)
 
 
-def _settle_what_nobody_holds(rank: int, world_size: int, key: str) -> torch.Tensor:
-    """Begin a gather, forget it and settle. Rank 1 begins its half only when rank 0 is about to settle."""
+def _drain_what_is_not_held(rank: int, world_size: int, key: str) -> torch.Tensor:
+    """Begin a gather, forget it and drain. Rank 1 begins its half only when rank 0 is about to drain."""
     flat = torch.full((world_size * CHUNK,), -1.0)
     flat.chunk(world_size)[rank].fill_(float(rank))
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -135,14 +135,14 @@ def _settle_what_nobody_holds(rank: int, world_size: int, key: str) -> torch.Ten
     collectives.all_gather(data_parallel_group(), flat)
     gc.collect()
     if rank == 0:
-        store.set(key, "about to settle")
+        store.set(key, "about to drain")
     pending.drain(datetime.timedelta(seconds=60))
     return flat
 
 
-def test_what_nobody_waits_for_is_settled() -> None:
+def test_what_is_not_waited_for_is_drained() -> None:
     expected = torch.arange(2, dtype=torch.float32).repeat_interleave(CHUNK)
-    for found in run_on_ranks(2, _settle_what_nobody_holds, uuid.uuid4().hex):
+    for found in run_on_ranks(2, _drain_what_is_not_held, uuid.uuid4().hex):
         assert torch.equal(found, expected)
 
 
