@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -79,7 +80,7 @@ class _Params:
         self.state = ParameterState.SHARDED if is_sharded else ParameterState.UNSHARDED
         self.num_gathers = 0
 
-    def start_gather(self) -> None:
+    def start_gather(self, *, for_autocast: bool) -> None:
         self.state = ParameterState.UNSHARDED
         self.num_gathers += 1
 
@@ -98,6 +99,7 @@ class _Unit:
         self.members = members
         self.layout = layout
         self.numel = layout.padded_numel
+        self.group = SimpleNamespace(device=torch.device("cpu"))  # where autocast may be on
         self.is_sharded = not members.is_persistent
         self.params = _Params(is_sharded=self.is_sharded)
 

@@ -85,14 +85,8 @@ class UnitGradients:
         own_sum = None if full is None else full[owned.start : owned.stop]
         if full is None and not offloads_sums:
             own_sum = torch.zeros(len(owned), dtype=sum_dtype, device=group.device)
-        self._sum = OwnedGradient(
-            len(owned),
-            sum_dtype,
-            group,
-            placement,
-            kept=own_sum,
-            turns=policy.offload.is_delayed,
-        )
+        turns = policy.offload.is_delayed
+        self._sum = OwnedGradient(len(owned), sum_dtype, group, placement, kept=own_sum, turns=turns)
         self._wire: Tensor | None = None  # 1-D [padded], a copy of the gradients in the wire's dtype, in flight
         self._arriving: Tensor | None = None  # the sum of a further micro-batch: 1-D [owned], or [padded] of all ranks
         self._reduction: Pending | None = None

@@ -126,9 +126,9 @@ def test_what_ignores_the_first_signal_is_killed_after_the_grace(
 
 @pytest.mark.cluster
 def test_a_second_interrupt_kills_at_once(sshd: LoopbackSshd, tmp_path: Path) -> None:
-    words = ("sh", "-c", "trap 'touch asked.$RANK' TERM; while :; do sleep 0.0625; done", nap(""))
+    words = ("sh", "-c", "trap 'touch asked.$RANK' TERM; touch ready.$RANK; while :; do sleep 0.0625; done", nap(""))
     job = Launch(tmp_path, "exec", *on_hosts(sshd, tmp_path), "--", *words)
-    wait_until(lambda: len(running(*words)) == 2, "the command")
+    wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2, "the command")
     job.signal(signal.SIGINT)
     wait_until(lambda: len(list(tmp_path.glob("asked.*"))) == 2, "the first signal")
     job.signal(signal.SIGINT)

@@ -143,6 +143,8 @@ class MortalNodes:
 
     def _start(self, number: int) -> MortalNode:
         namespace, cable, address = self._namespace(number), f"lv{self._number}n{number}", f"{self._net}.{10 + number}"
+        with contextlib.suppress(subprocess.CalledProcessError):  # of a namespace whose end the kernel is not done with
+            _ip("link", "del", cable)
         _ip("netns", "add", namespace)
         _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         _ip("link", "set", cable, "master", self._bridge, "up")

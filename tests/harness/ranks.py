@@ -6,6 +6,7 @@ A body that takes longer than its deadline makes every rank dump its stacks, and
 from __future__ import annotations
 
 import atexit
+import copy
 import faulthandler
 import multiprocessing
 import os
@@ -110,7 +111,8 @@ def run_once_on_ranks(world_size: int, body: Body, *args: Any) -> list[Any]:
     """
     key = (world_size, body.__module__, body.__qualname__, repr(args))
     if key not in _results:
-        _results[key] = run_on_ranks(world_size, body, *args)
+        # Tensors that came from another process hold a file descriptor each as long as they live; copies do not.
+        _results[key] = copy.deepcopy(run_on_ranks(world_size, body, *args))
     return _results[key]
 
 

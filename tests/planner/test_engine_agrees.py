@@ -245,5 +245,5 @@ def test_page_locked_memory_is_what_the_formula_says(stage: int, offload: dict[s
     planned = planned_for(given, WORLD_SIZE)
     for num_bytes, states, offsets in run_on_ranks(WORLD_SIZE, _page_locked, given):
         assert planned.host <= num_bytes + states <= 1.02 * planned.host
-        assert len(offsets) > NUM_BLOCKS
+        assert len(offsets) >= NUM_BLOCKS
         assert set(offsets) == {0}
