@@ -33,6 +33,7 @@ class Timeouts(Record):
     srun_sweep_silence_s: float = 10.0  # of a lost node that is asked once more
     srun_farewell_s: float = 30.0  # of the launcher, which reads what a relay has left
     other_ranks_s: float = 60.0  # of a training, after a caught exception: they have to continue together
+    order_check_s: float = 10.0  # one wait of a training for other ranks, before they compare their collectives
     slurm_query_s: float = 60.0  # scontrol and squeue: a busy controller answers late
 
     def scaled(self, factor: float) -> Timeouts:

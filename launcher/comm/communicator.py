@@ -104,7 +104,7 @@ class Connected:
         """See `Communicator`."""
         observe.note_sent(values.nbytes * (self.world_size - 1))
         rows = values.new_empty(self.world_size * values.numel())
-        all_gather_single(rows, values, group=self.process_group)
+        Pending([all_gather_single(rows, values, group=self.process_group, async_op=True)]).wait()
         return rows.view(self.world_size, -1)
 
     def broadcast(self, tensors: list[Tensor], source: int) -> None:
@@ -123,10 +123,16 @@ class Connected:
         for distance in range(1, world_size):  # each rank starts at another peer: no rank is a hot spot
             to, source = (rank + distance) % world_size, (rank - distance) % world_size
             if sends[to].numel():
-                operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to))
+                tag = self._tag_of(sends[to])
+                operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to, tag=tag))
             if receives[source].numel():
-                operations.append(dist.P2POp(dist.irecv, receives[source], group=group, group_peer=source))
+                tag = self._tag_of(receives[source])
+                operations.append(dist.P2POp(dist.irecv, receives[source], group=group, group_peer=source, tag=tag))
         return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    def _tag_of(self, tensor: Tensor) -> int:
+        """Return what a message is matched by, besides the order of messages between two ranks."""
+        return 0
 
 
 def copy_unless_same(target: Tensor, source: Tensor) -> None:

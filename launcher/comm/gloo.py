@@ -16,6 +16,8 @@ from launcher.comm.buffers import BufferPool
 from launcher.comm.communicator import Connected, copy_unless_same, scale_in_place, sum_dtype
 from launcher.comm.pending import Pending
 
+_NUM_TAGS = 2**31
+
 
 class GlooCommunicator(Connected):
     """See `Communicator`."""
@@ -48,6 +50,13 @@ class GlooCommunicator(Connected):
                     self._buffers.give_back(term)
 
         return Pending(self.send_and_receive(chunks, received), finish)
+
+    def _tag_of(self, tensor: Tensor) -> int:
+        """Return a tag for the size: gloo ends the process when a message is larger than what is waiting for it.
+
+        Ranks whose collectives have different orders wait for each other instead: see `launcher.zero.order_watch`.
+        """
+        return tensor.nbytes % _NUM_TAGS
 
     def _add_in_rank_order(self, terms: list[Tensor], output: Tensor, scale: float) -> None:
         wide = sum_dtype(output.dtype)

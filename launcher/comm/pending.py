@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -36,8 +37,13 @@ class Pending:
             return self._complete()
 
     def _complete(self) -> Pending:
-        for work in self._take_works():
-            work.wait()
+        global _waiting_since_s
+        works = self._take_works()
+        if works:
+            _waiting_since_s = time.monotonic()
+            for work in works:
+                work.wait()
+            _waiting_since_s = None
         finish, self.finish = self.finish, None
         next_phase = finish() if finish is not None else None
         if next_phase is None:
@@ -68,6 +74,14 @@ class Pending:
         works, self.works = self.works, []
         _in_flight.pop(self, None)
         return works
+
+
+_waiting_since_s: float | None = None
+
+
+def waiting_since_s() -> float | None:
+    """Return when this process began to wait for a collective (`time.monotonic`); None: it does not wait."""
+    return _waiting_since_s
 
 
 # Held until they have been waited for, also when their engine has gone: gloo forgets a transfer whose handle is freed,

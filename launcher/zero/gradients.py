@@ -13,8 +13,6 @@ What reductions write, the computing has read before it starts the next one, for
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +21,7 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import Side
 from launcher.sharding.layout import UnitLayout
+from launcher.zero.codec import GradientCodec
 from launcher.zero.disk import Swapped
 from launcher.zero.local_gradients import LocalGradients
 from launcher.zero.owned_gradient import OwnedGradient, sum_of_squares
@@ -33,9 +32,8 @@ from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 class UnitGradients:
     """Collects, reduces and holds the gradients of one unit.
 
-    Sums over micro-batches are fp32 unless the policy says otherwise. What travels is what autograd made: a 16-bit
-    gradient of one micro-batch is sent in 16 bits, which loses nothing; only a sum of several micro-batches is sent in
-    fp32. A policy may name the type that travels. Sums over ranks are fp32 on gloo, and what travels on NCCL.
+    Sums over micro-batches are fp32 unless the policy says otherwise; sums over ranks are fp32 on gloo, and on NCCL in
+    the type that travels: see `GradientCodec`.
     """
 
     def __init__(
@@ -60,16 +58,13 @@ class UnitGradients:
         self._num_copies = mesh.num_copies
         self._owned = owned
         self._owns_all = len(owned) == layout.padded_numel
-        self._scale = policy.reduction.factor(mesh.data.world_size)
-        self._wire_dtype = policy.precision.wire_dtype or policy.precision.param_dtype
+        self._codec = GradientCodec(policy, group, mesh.data.world_size)
         self.state = UnitState.IDLE
         offloads_sums = placement.is_offloaded and policy.stage.shards_gradients  # as soon as it is summed
         self._is_kept_full = not offloads_sums and (self._owns_all or not policy.stage.shards_gradients)
-        self._early_scale = self._exact_scale() if self._is_kept_full else 1.0  # of gradients as they are taken
+        self._early_scale = self._codec.exact_scale if self._is_kept_full else 1.0  # of gradients as they are taken
+        self._sends_what_autograd_makes = self._is_kept_full and self._codec.sends_what_autograd_makes
         sum_dtype = policy.precision.grad_dtype
-        self._can_send_as_they_are = (
-            self._is_kept_full and group.process_group is not None and _sends_what_autograd_makes(policy)
-        )
         # 1-D [padded] in the type of sums, where all of it is kept until the step.
         full = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device) if self._is_kept_full else None
         self._full = full
@@ -77,7 +72,7 @@ class UnitGradients:
             params,
             layout,
             group.buffers,
-            dtype=self._wire_dtype,
+            dtype=self._codec.dtype,
             kept=full,
             scale=self._early_scale,
             moves_together=group.streams.is_async,
@@ -87,7 +82,6 @@ class UnitGradients:
             own_sum = torch.zeros(len(owned), dtype=sum_dtype, device=group.device)
         turns = policy.offload.is_delayed
         self._sum = OwnedGradient(len(owned), sum_dtype, group, placement, kept=own_sum, turns=turns)
-        self._wire: Tensor | None = None  # 1-D [padded], a copy of the gradients in the wire's dtype, in flight
         self._arriving: Tensor | None = None  # the sum of a further micro-batch: 1-D [owned], or [padded] of all ranks
         self._reduction: Pending | None = None
         self._is_sent = False  # the sum of the current backward was begun
@@ -126,7 +120,7 @@ class UnitGradients:
         if self._is_kept_full and self.state is UnitState.REDUCED:
             self._unreduce()
         self._sum.begin_backward()
-        self._local.begin_backward(is_outgoing=is_reduced and self._can_send_as_they_are)
+        self._local.begin_backward(is_outgoing=is_reduced and self._sends_what_autograd_makes)
         self._square = None
         self._is_sent = False
 
@@ -175,22 +169,20 @@ class UnitGradients:
         self.state = check_transition(self.state, UnitState.REDUCING)
         self._is_sent = True
         local = self._local.completed()
-        self._factor = remaining = self._scale / self._early_scale
+        self._factor = remaining = self._codec.scale / self._early_scale
         self._is_unreduced = skips_reduction
         if skips_reduction:
             if remaining * self._group.world_size != 1.0:
                 local.mul_(remaining * self._group.world_size)
             self._reduction = Pending()
             return
-        reduction = self._policy.reduction
-        if reduction.predivide != 1.0 and self._group.process_group is not None:
-            local.mul_(1.0 / reduction.predivide)
-            remaining *= reduction.predivide
+        remaining = self._codec.divide_before(local, remaining)
         ready = self._streams.record()
         with observe.unit_span("reduction", self._label), self._streams.on(Side.REDUCE):
             ready.wait()
             self._sum.start_fetch()
-            self._reduction = self._started(local, self._sent(local), remaining, is_last=is_last)
+            sent = self._codec.encode(local, num_backwards=self._local.num_backwards)
+            self._reduction = self._started(local, sent, remaining, is_last=is_last)
 
     def _started(self, local: Tensor, sent: Tensor, scale: float, *, is_last: bool) -> Pending:
         """Start the collective that sums `sent`, times `scale`, to where the sum is kept."""
@@ -208,28 +200,6 @@ class UnitGradients:
             pending.then(lambda: self._sum_over_copies(output)) if is_last and self._replicate is not None else pending
         )
 
-    def _exact_scale(self) -> float:
-        """Return the factor of the average over ranks if taking it early rounds nothing, else 1.
-
-        It saves a pass over the buffer. A power of two is exact in fp32 and bf16; fp16 would underflow.
-        """
-        precision = self._policy.precision
-        factor = self._scale
-        is_exact = math.frexp(factor)[0] == 0.5
-        is_wide = precision.grad_dtype == torch.float32 and self._wire_dtype != torch.float16
-        return factor if is_exact and is_wide and self._policy.reduction.predivide == 1.0 else 1.0
-
-    def _sent(self, local: Tensor) -> Tensor:
-        """Return what travels: `local`, or a copy of it in the wire's dtype."""
-        precision = self._policy.precision
-        is_lossless = self._local.num_backwards == 1 and local.dtype == torch.float32
-        if self._group.process_group is None or self._wire_dtype == local.dtype:
-            return local
-        if precision.wire_dtype is None and not is_lossless:
-            return local
-        self._wire = self._group.buffers.borrow(local.numel(), self._wire_dtype)
-        return self._wire.copy_(local)
-
     def _sum_over_copies(self, output: Tensor) -> Pending:
         """Start adding the sums of all copies of the shards, with those of earlier micro-batches that were not yet."""
         assert self._replicate is not None
@@ -245,7 +215,7 @@ class UnitGradients:
             with self._streams.on(Side.REDUCE):
                 with observe.unit_span("wait for the reduction", self._label):
                     self._reduction = self._reduction.advance()
-                self._give_wire_back()  # what was sent has been added: the sum itself is in flight now
+                self._codec.release()  # what was sent has been added: the sum itself is in flight now
 
     def finish_reduction(self, *, measure: bool = False) -> None:
         """Wait for the sum and give temporary buffers back. measure: sum its squares while the sum is in the cache.
@@ -269,7 +239,7 @@ class UnitGradients:
         if self._arriving is not None:
             self._sum.give_back(self._arriving)
             self._arriving = None
-        self._give_wire_back()
+        self._codec.release()
         self._local.empty()
         self._sum.holds_sum = not self._is_kept_full
 
@@ -277,11 +247,6 @@ class UnitGradients:
         """Add what has arrived to the owned sum; return the total on the device, which may be `arrived` itself."""
         owned = self._owned
         return self._sum.keep(arrived if len(arrived) == len(owned) else arrived[owned.start : owned.stop])
-
-    def _give_wire_back(self) -> None:
-        if self._wire is not None:
-            self._group.buffers.give_back(self._wire)
-            self._wire = None
 
     # ---- before a step, and between backward passes of one step ----
 
@@ -378,13 +343,3 @@ class UnitGradients:
         self.drop_late()
         self._is_sent = False
         self.state = check_transition(self.state, UnitState.IDLE)
-
-
-def _sends_what_autograd_makes(policy: ZeroPolicy) -> bool:
-    """Whether 16-bit gradients of a single backward need not go through the 32-bit sum, which would cost two passes.
-
-    Without overlap the buffers of all units would be needed at once.
-    """
-    precision = policy.precision
-    is_narrow = precision.wire_dtype is None and precision.param_dtype != precision.grad_dtype
-    return is_narrow and policy.overlap_comm and policy.reduction.predivide == 1.0

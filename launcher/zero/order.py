@@ -51,6 +51,7 @@ class CollectiveOrder:
         self._unit_names = unit_names
         self.issued: dict[Collective, list[int]] = {kind: [] for kind in Collective}
         self._digests = dict.fromkeys(Collective, 0)
+        self._num_steps = 0
         self._number = next(_ORDER_NUMBERS)
         self._num_meetings = 0
         self._parted: EngineError | None = None  # why the ranks cannot go on together
@@ -67,6 +68,7 @@ class CollectiveOrder:
 
     def begin_step(self) -> None:
         """Forget the order so far: all ranks had the same."""
+        self._num_steps += 1
         for kind in Collective:
             self.issued[kind].clear()
             self._digests[kind] = 0
@@ -82,7 +84,8 @@ class CollectiveOrder:
         if self._parted is not None:
             raise self._parted
         self._num_meetings += 1
-        keys = [f"launch/meeting/{self._number}/{self._num_meetings}/{rank}" for rank in range(group.world_size)]
+        ranks = dist.get_process_group_ranks(group.process_group)  # of the world, whose store it is
+        keys = [f"launch/meeting/{self._number}/{self._num_meetings}/{rank}" for rank in ranks]
         store = dist.distributed_c10d._get_default_store()
         try:
             store.set(keys[group.rank], json.dumps([ended, list(self.issued.values())]))
@@ -103,17 +106,47 @@ class CollectiveOrder:
         everywhere: list[dict[Collective, list[int]]] = [{} for _ in range(group.world_size)]
         dist.all_gather_object(everywhere, self.issued, group=group.process_group)
         kind = next(kind for kind in Collective if any(issued[kind] != self.issued[kind] for issued in everywhere))
-        orders = [issued[kind] for issued in everywhere]
+        return self._difference(kind, {rank: issued[kind] for rank, issued in enumerate(everywhere)})
+
+    def difference_of_waiting(self, group: DataParallelGroup) -> EngineError | None:
+        """Return an error that names where this rank and another one that waits part; None where no two do.
+
+        Not collective: it publishes what this rank has issued, and compares it with what others have published.
+        """
+        assert group.process_group is not None
+        ranks = dist.get_process_group_ranks(group.process_group)
+        keys = [f"launch/waiting/{self._number}/{rank}" for rank in ranks]
+        store = dist.distributed_c10d._get_default_store()
+        own = {kind: list(self.issued[kind]) for kind in Collective}
+        try:
+            store.set(keys[group.rank], json.dumps([self._num_steps, list(own.values())]))
+            published = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+        except RuntimeError:  # the store has gone with its rank
+            return None
+        for kind in Collective:
+            orders = {rank: issued[kind] for rank, (step, issued) in published.items() if step == self._num_steps}
+            if any(_part(own[kind], order) for order in orders.values()):
+                return self._difference(kind, orders)
+        return None
+
+    def _difference(self, kind: Collective, orders: dict[int, list[int]]) -> EngineError:
+        """Return an error that names the first collective in which these ranks part."""
         position = 0
-        while len({tuple(order[position : position + 1]) for order in orders}) == 1:
+        while len({tuple(order[position : position + 1]) for order in orders.values()}) == 1:
             position += 1
         ranks_of: dict[str, list[str]] = {}
-        for rank, order in enumerate(orders):
+        for rank, order in orders.items():
             name = self._unit_names[order[position]] if position < len(order) else None
             what = f"no further {kind.name.lower()}" if name is None else f"the {kind.name.lower()} of {name}"
             ranks_of.setdefault(what, []).append(str(rank))
         parts = "; ".join(f"{what} on rank {', '.join(ranks[:8])}" for what, ranks in ranks_of.items())
         return EngineError(f"ranks took different paths through the model since the last step: {parts}", hint=_HINT)
+
+
+def _part(one: list[int], other: list[int]) -> bool:
+    """Whether neither order is the beginning of the other."""
+    num_both = min(len(one), len(other))
+    return one[:num_both] != other[:num_both]
 
 
 def _is_there(store: Any, key: str) -> bool:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import scripts
+from harness.launching import run_launch
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from harness.zoo import WIDTH, Plain
@@ -274,3 +278,49 @@ def test_ranks_that_part_are_an_error_that_names_the_unit() -> None:
         assert "ranks took different paths through the model since the last step: the gather of blocks.1." in message
         assert "on rank 0; the gather of blocks.2." in message
         assert "leaf_module" in message
+
+
+PARTED = """
+    import os, torch, launcher
+    import launcher.zero.order_watch as order_watch
+    from launcher.base.timeouts import Timeouts
+
+    order_watch.timeouts = lambda: Timeouts(order_check_s=1.0)
+    rank = int(os.environ["RANK"])
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = (8, 16, 24, 32)
+            self.blocks = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(8, size), torch.nn.Linear(size, 8)) for size in sizes
+            )
+
+        def forward(self, x):
+            for index, block in enumerate(self.blocks):
+                if index != 1 or rank == 0:
+                    x = x + block(x)
+            return x.sum()
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {}},
+    }
+    engine = launcher.initialize(model=Model(), config=config)[0]
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+    print("not reached")
+"""
+
+
+def test_ranks_that_wait_for_each_other_say_where_they_part(tmp_path: Path) -> None:
+    """A block that one rank alone uses, of another size than the next one: gloo would end the process, or wait."""
+    result = run_launch(tmp_path, "--num_gpus", "3", scripts.write(tmp_path, PARTED))
+    assert (result.code, "not reached" in result.out) == (1, False)
+    found = re.search(r"took different paths through the model since the last step: (.*)", result.out + result.err)
+    assert found is not None, result.out + result.err
+    assert re.match(
+        r"the gather of blocks\.1\..* on rank 0; the gather of blocks\.2\..* on rank (1, 2|1|2); ", found[1]
+    )
+    assert "leaf_module" in found[1]
