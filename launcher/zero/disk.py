@@ -5,6 +5,7 @@ What swaps is the memory under a storage: every tensor and view of it sees its v
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import weakref
@@ -47,7 +48,9 @@ class Disk:
         pins_memory: a GPU copies from and to the memory. Raises: EngineError for a folder that cannot be written.
         """
         self.store = Store(folder, settings)
-        weakref.finalize(self, self.store.close)
+        # The garbage collector runs in any thread, also in one that is just starting and holds locks of `threading`,
+        # which waiting for the store's threads needs. A thread of its own waits, and starting it takes no such lock.
+        weakref.finalize(self, _thread.start_new_thread, self.store.close, ()).atexit = False
         pinned = PinnedMemory() if pins_memory else None
         self.memory = BufferPool(torch.device("cpu"), lambda num_bytes: _aligned_storage(num_bytes, pinned))
         self.writes_behind = writes_behind
