@@ -83,7 +83,7 @@ def test_the_panel_has_a_row_for_each_host(sshd: LoopbackSshd, tmp_path: Path) -
     stuck = []
     for _ in range(3):
         job.read_for(1.2)
-        assert len(job.panel) == 4, job.everything[-12:]
+        job.read_until(lambda: len(job.panel) == 4, "the panel, whole")  # not while it is drawn
         stuck.append(job.panel[3].rpartition(" ")[2])
     assert stuck[1] == stuck[2] != job.panel[1].rpartition(" ")[2]
     assert f"step {stuck[2]} " in job.panel[0] + " "
