@@ -16,12 +16,13 @@ from typing import Any, cast
 
 import torch
 from common import Goal, Section, argument_parser, goals_table, table
-from torch import Tensor, nn
+from torch import nn
 
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
 from launcher.config.policies import zero_policy
-from launcher.kernels.api import Span
+from launcher.kernels.api import GradScale, Span
+from launcher.kernels.reference import ReferenceKernel
 from launcher.optim.api import ParamShard
 from launcher.optim.kernel_flat import KernelFlat, KernelSet
 from launcher.sharding.layout import UnitLayout, layout_unit
@@ -142,27 +143,17 @@ def steps_of(model: nn.Module, units: list[_Unit], policy: ZeroPolicy, num_steps
     return sum(unit.params.num_gathers for unit in units) - before, schedule.peak_live_numel
 
 
-class _CountingKernel:
+class _CountingKernel(ReferenceKernel):
     """Counts what an optimizer would launch."""
-
-    name = "count"
 
     def __init__(self) -> None:
         self.num_calls = 0
         self.num_spans = 0
 
-    def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
+    def update(self, spans: Sequence[Span], grad_scale: GradScale = 1.0) -> None:
         """Count one call."""
         self.num_calls += 1
         self.num_spans += len(spans)
-
-    def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:
-        """No Lamb here."""
-        raise NotImplementedError
-
-    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
-        """No norm here."""
-        raise NotImplementedError
 
 
 def shards_of(unit: _Unit, rank: int) -> list[ParamShard]:

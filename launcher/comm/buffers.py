@@ -4,7 +4,8 @@ A large buffer that is freed and allocated at every step costs page faults on a 
 back; a step needs the same sizes as the one before.
 
 [Note: memory and streams] On a GPU the allocator gives memory that was freed to the next work of the stream on which it
-was allocated, its owner, and orders nothing else: what another stream still does with it would meet the new content.
+was allocated, its owner, and orders nothing else: another stream that still uses the memory would see
+the new content.
 (Collectives keep their tensors until `wait()` only: see https://github.com/pytorch/pytorch/issues/188655, where memory
 of one stream is freed after a wait on another.) `record_stream` makes the allocator wait, but for an unknown time, in
 which it takes more memory: the peak would depend on how far the host runs ahead. So here events do it, and the peak is

@@ -15,11 +15,11 @@ Not to exchange them, to let the device skip an update that turns out to be wron
 until then ranks would read parameters that lack the update, and the repetition is collective, where a read is not.
 
 The norm, and with it the factor of clipping and whether the step is skipped, are facts of the device. The optimizer
-reads them there. A copy goes to pinned host memory with an event, and the host reads it when somebody asks for it, at
+reads them there. A copy goes to pinned host memory with an event, and the host reads it when it is needed, at
 the latest when the next backward begins: see `Readback`, and `launcher.engine.last_step` for what follows.
 
 What is late, unused or in another order is thus known before the update is queued, as on a CPU, and never guessed.
-On a CPU there is no queue: there all facts travel together in one collective, and are read at once.
+On a CPU all facts travel together in one collective, and the host reads them at once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def on_any_rank(group: DataParallelGroup, flags: Sequence[bool]) -> list[bool]:
 
 
 class Readback:
-    """Numbers that a device computes, on their way to the host."""
+    """An asynchronous copy of numbers from a device to pinned host memory."""
 
     def __init__(self, values: Tensor) -> None:
         """values: 1-D fp64; they are copied when the device's work queued so far has ended. The host does not wait."""

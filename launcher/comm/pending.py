@@ -41,9 +41,11 @@ class Pending:
         works = self._take_works()
         if works:
             _waiting_since_s = time.monotonic()
-            for work in works:
-                work.wait()
-            _waiting_since_s = None
+            try:
+                for work in works:
+                    work.wait()
+            finally:
+                _waiting_since_s = None
         finish, self.finish = self.finish, None
         next_phase = finish() if finish is not None else None
         if next_phase is None:

@@ -96,7 +96,7 @@ class BackwardPass:
             self._abort(None)
         if not self._is_broken:
             return False
-        self._reducer.order.meet(self._reducer.group, "backward")
+        self._reducer.order.rendezvous(self._reducer.group, "backward")
         self._is_broken = False
         self._schedule.reset()
         self._reducer.discard()

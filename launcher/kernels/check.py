@@ -1,6 +1,6 @@
 """Whether a kernel computes on the device at hand what the reference computes: a small fixed input, a few milliseconds.
 
-A compiler, a driver or a GPU that nobody has tried may be wrong without an error. The weights would show it, late.
+An untested compiler, driver or GPU may compute wrong numbers without an error.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ earlier micro-batches, the norm, the copy to host memory. The computing waits fo
 
 * where it is lent the memory of a gradient buffer that reductions have had (see "memory and streams" in
   `comm.buffers`): that bounds how far it runs ahead;
-* where it reads the sums: before the optimizer (`GradientReducer.wait`), and when somebody asks for one earlier.
+* where it reads the sums: before the optimizer (`GradientReducer.wait`), and when one is read earlier.
 
 What reductions write, the computing has read before it starts the next one, for which they wait.
 """

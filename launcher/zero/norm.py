@@ -21,7 +21,7 @@ class StepOutcome:
     """How an optimizer step went, as soon as the host knows it."""
 
     def __init__(self, norm: float | Readback, *, skips_overflow: bool) -> None:
-        """norm: of all gradients before clipping; or its square, on its way from the device.
+        """norm: of all gradients before clipping; or its square, being copied from the device.
 
         skips_overflow: a step whose norm is not finite updates nothing.
         """
@@ -51,7 +51,7 @@ def sum_of_squares(gradients: list[UnitGradients], group: DataParallelGroup) -> 
     """Return the sum of squares of this rank's share of all gradients, fp64 [1] on the device.
 
     On a GPU in one launch over all units; on a CPU each unit was measured as its sum arrived, while it was in the cache
-    and others were on their way. After the reductions.
+    and others were in flight. After the reductions.
     """
     together = [own.unmeasured for own in gradients]
     squares = [own.square.to(group.device) for own, grad in zip(gradients, together, strict=True) if grad is None]

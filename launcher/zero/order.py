@@ -6,7 +6,7 @@ travels with the gradient norm, and a step whose order differs between ranks is 
 
 [Note: after an exception] A script may catch what ended a pass and continue with the next batch. Ranks that all do so
 have issued the same collectives, which then end as usual. A rank that does it alone has parted from the others: its
-next gather would be matched with what they still wait for. So all ranks meet before one of them continues. They meet
+next gather would be matched with what they still wait for. So all ranks have a rendezvous before one of them continues:
 through the store of the process group: a collective could be matched with another one, too.
 """
 
@@ -53,7 +53,7 @@ class CollectiveOrder:
         self._digests = dict.fromkeys(Collective, 0)
         self._num_steps = 0
         self._number = next(_ORDER_NUMBERS)
-        self._num_meetings = 0
+        self._num_rendezvous = 0
         self._parted: EngineError | None = None  # why the ranks cannot go on together
 
     @property
@@ -73,7 +73,7 @@ class CollectiveOrder:
             self.issued[kind].clear()
             self._digests[kind] = 0
 
-    def meet(self, group: DataParallelGroup, ended: str) -> None:
+    def rendezvous(self, group: DataParallelGroup, ended: str) -> None:
         """Wait until all ranks are about to continue after an exception that ended the same pass at the same place.
 
         ended: the pass, "forward" or "backward". Raises: EngineError on every rank that calls it, now and at each later
@@ -83,9 +83,9 @@ class CollectiveOrder:
             return
         if self._parted is not None:
             raise self._parted
-        self._num_meetings += 1
+        self._num_rendezvous += 1
         ranks = dist.get_process_group_ranks(group.process_group)  # of the world, whose store it is
-        keys = [f"launch/meeting/{self._number}/{self._num_meetings}/{rank}" for rank in ranks]
+        keys = [f"launch/rendezvous/{self._number}/{self._num_rendezvous}/{rank}" for rank in ranks]
         store = dist.distributed_c10d._get_default_store()
         try:
             store.set(keys[group.rank], json.dumps([ended, list(self.issued.values())]))
@@ -113,15 +113,16 @@ class CollectiveOrder:
 
         Not collective: it publishes what this rank has issued, and compares it with what others have published.
         """
-        assert group.process_group is not None
-        ranks = dist.get_process_group_ranks(group.process_group)
-        keys = [f"launch/waiting/{self._number}/{rank}" for rank in ranks]
-        store = dist.distributed_c10d._get_default_store()
         own = {kind: list(self.issued[kind]) for kind in Collective}
+        process_group = group.process_group
+        if process_group is None:
+            return None
         try:
+            keys = [f"launch/waiting/{self._number}/{rank}" for rank in dist.get_process_group_ranks(process_group)]
+            store = dist.distributed_c10d._get_default_store()
             store.set(keys[group.rank], json.dumps([self._num_steps, list(own.values())]))
             published = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-        except RuntimeError:  # the store has gone with its rank
+        except (RuntimeError, ValueError, KeyError):  # the store or the process group has gone
             return None
         for kind in Collective:
             orders = {rank: issued[kind] for rank, (step, issued) in published.items() if step == self._num_steps}

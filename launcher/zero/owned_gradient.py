@@ -69,7 +69,7 @@ class OwnedGradient:
             self.swap.drop()
         self.holds_sum = False  # of an earlier micro-batch, to which the next one is added
         self._stored: StreamEvent = PASSED  # the last copy into `optimizer_grad`
-        self._fetched: Tensor | None = None  # 1-D [owned], what is kept, on the device or on its way there
+        self._fetched: Tensor | None = None  # 1-D [owned], what is kept, on the device or being copied there
         self._arrival: StreamEvent = PASSED  # of it
 
     @property
@@ -85,7 +85,7 @@ class OwnedGradient:
                 self.grad = self.optimizer_grad
 
     def start_fetch(self) -> None:
-        """Start bringing what is kept to the device: a sum that is going to be added to it is on its way."""
+        """Start bringing what is kept to the device: a sum that will be added to it is in flight."""
         if not (self.holds_sum and self._is_offloaded):
             return
         if self.swap is not None:

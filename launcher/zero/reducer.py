@@ -30,7 +30,7 @@ _running_passes: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # of all 
 
 
 class GradientReducer:
-    """Starts reductions as units complete and bounds how many are on their way."""
+    """Starts reductions as units complete and bounds how many are in flight."""
 
     def __init__(
         self, units: Sequence[FlatUnit], policy: ZeroPolicy, group: DataParallelGroup, order: CollectiveOrder
@@ -53,7 +53,7 @@ class GradientReducer:
 
     def begin_backward(self, *, is_boundary: bool) -> None:
         """Prepare for one backward pass; `is_boundary` says that a step follows it."""
-        self._finish_all()  # sums of the micro-batch before may have been on their way through this forward
+        self._finish_all()  # sums of the micro-batch before may have been in flight during this forward
         self._in_backward = True
         _running_passes.add(self)
         self._is_boundary = is_boundary

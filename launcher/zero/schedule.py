@@ -67,7 +67,7 @@ class ParameterSchedule:
         if not self._running and not self._in_backward:
             if self._is_broken:
                 if self._order is not None and self._has_sharded:
-                    self._order.meet(self._units[0].mesh.data, "forward")
+                    self._order.rendezvous(self._units[0].mesh.data, "forward")
                 self.reset()
             elif self._follower.num_recorded > MAX_RECORDED:  # forwards that autograd records, and no backward
                 self._end_pass()

@@ -107,7 +107,7 @@ _results: dict[tuple[Any, ...], list[Any]] = {}
 def run_once_on_ranks(world_size: int, body: Body, *args: Any) -> list[Any]:
     """Do as `run_on_ranks`, once for each body and arguments: for the run that several others are compared with.
 
-    The arguments are told apart by what they print. Callers must not change the results.
+    Arguments are compared by their `repr`. Callers must not change the results.
     """
     key = (world_size, body.__module__, body.__qualname__, repr(args))
     if key not in _results:

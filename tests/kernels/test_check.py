@@ -65,11 +65,15 @@ class MissesTheLast(ReferenceKernel):
         return super().sum_of_squares([grad[:-1] for grad in grads])
 
 
+class CompilationError(Exception):
+    """Like Triton's, which is no RuntimeError."""
+
+
 class DoesNotCompile(ReferenceKernel):
     name = "a kernel that does not compile"
 
     def update(self, spans: Sequence[Span], grad_scale: GradScale = 1.0) -> None:
-        raise RuntimeError("no ptxas\nin sight")
+        raise CompilationError("no ptxas\nin sight")
 
 
 def problem(kernel: Kernel, rule: Rule, types: SpanTypes) -> str | None:
