@@ -60,7 +60,7 @@ SECTIONS = (
     Section("many_ranks", "many_ranks.py"),
     Section("output", "output.py --rounds 3"),
     Section("step_time_mlp", "step_time.py --models mlp --rounds 6", 2),
-    Section("step_time_gpt", "step_time.py --models gpt --rounds 3", 2),
+    Section("step_time_gpt", "step_time.py --models gpt --rounds 5", 2),
     Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),
     Section("offload_time", "offload_time.py --rounds 6", 2),
     Section("parity_table", "parity_table.py --worst"),

@@ -1,15 +1,19 @@
 """How long an optimizer step takes through our engine, DDP, FSDP2 and, where it is installed, DeepSpeed.
 
-    launch --num_gpus 2 benchmarks/step_time.py [--rounds 15] [--models mlp,gpt,gpt100m] [--output FILE]
+    launch --num_gpus 2 benchmarks/step_time.py [--rounds 15] [--models mlp,gpt,gpt100m] [--engines PREFIX,...]
+        [--output FILE]
 
-All engines train copies of one model on the same batches in one job and step in turns. Rank 0 writes a section of
+All engines train copies of one model on the same batches in one job and step in turns, in another order each round; the
+first step of a turn is not measured. Rank 0 writes a section of
 docs/benchmarks.md to FILE, or prints it. DeepSpeed's optimizer is torch's fused AdamW, as DDP's and FSDP2's are.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -152,29 +156,32 @@ def _fsdp2(model: nn.Module, *, reshard_after_forward: bool = True) -> TorchLoop
     return TorchLoop(fully_shard(model, mesh=mesh))
 
 
-def contestants(name: str) -> dict[str, Any]:
-    """Build every engine around a copy of one model; of the large one only those whose memory allows it."""
+def contestants(name: str, prefixes: tuple[str, ...]) -> dict[str, Any]:
+    """Build the engines whose names begin so, each around a copy of one model; of the large one those that fit."""
     model = build_model(name).to(DEVICE)
     batch_size = len(make_batch(name, 0)[0])
     is_large = name == "gpt100m"
 
-    def engine(initialize: Callable[..., Any], stage: int, **zero: Any) -> EngineLoop:
-        return EngineLoop(initialize, copy.deepcopy(model), batch_size, {"stage": stage, **zero})
+    def engine(initialize: Callable[..., Any], stage: int, **zero: Any) -> Callable[[nn.Module], EngineLoop]:
+        return lambda model: EngineLoop(initialize, model, batch_size, {"stage": stage, **zero})
 
-    engines: dict[str, Any] = {BASE: _ddp(copy.deepcopy(model)), "FSDP2": _fsdp2(copy.deepcopy(model))}
+    builders: dict[str, Callable[[nn.Module], Any]] = {BASE: _ddp, "FSDP2": _fsdp2}
     if not is_large:
-        engines["DDP + ZeroRedundancyOptimizer"] = _zero_redundancy(copy.deepcopy(model))
-        engines["FSDP2, no reshard"] = _fsdp2(copy.deepcopy(model), reshard_after_forward=False)
+        builders["DDP + ZeroRedundancyOptimizer"] = _zero_redundancy
+        builders["FSDP2, no reshard"] = functools.partial(_fsdp2, reshard_after_forward=False)
     for stage in (1, 3) if is_large else STAGES:
-        engines[f"launch stage {stage}"] = engine(launcher.initialize, stage)
-    engines["launch stage 3, sharded after forward"] = engine(launcher.initialize, 3, stage3_max_reuse_distance=0)
-    if not is_installed("deepspeed"):
-        return engines
-    import deepspeed
+        builders[f"launch stage {stage}"] = engine(launcher.initialize, stage)
+    builders["launch stage 3, sharded after forward"] = engine(launcher.initialize, 3, stage3_max_reuse_distance=0)
+    if is_installed("deepspeed") and any("DeepSpeed".startswith(prefix.split(" ")[0]) for prefix in prefixes):
+        import deepspeed
 
-    for stage in (3,) if is_large else STAGES:
-        engines[f"DeepSpeed stage {stage}"] = engine(deepspeed.initialize, stage)
-    return engines
+        for stage in (3,) if is_large else STAGES:
+            builders[f"DeepSpeed stage {stage}"] = engine(deepspeed.initialize, stage)
+    return {
+        engine: build(copy.deepcopy(model))
+        for engine, build in builders.items()
+        if engine.startswith((BASE, *prefixes))
+    }
 
 
 @dataclass
@@ -190,10 +197,15 @@ class Turns:
 def measure(engines: dict[str, Any], name: str, rounds: int) -> dict[str, Turns]:
     """Let every engine take its turns on batches of the model `name`."""
     turns = {engine: Turns() for engine in engines}
-    for number in range(-2, rounds):  # two rounds of warming up
-        batches = [make_batch(name, number * STEPS_A_TURN + i + 100) for i in range(STEPS_A_TURN)]
-        for engine in engines if number % 2 else reversed(engines):
+    orders = random.Random(0)  # the same on every rank
+    for number in range(-1, rounds):  # one round of warming up
+        first, *batches = (make_batch(name, number * (STEPS_A_TURN + 1) + i + 100) for i in range(STEPS_A_TURN + 1))
+        for engine in orders.sample(list(engines), len(engines)):
             loop = engines[engine]
+            loop.step(
+                first
+            )  # brings the engine's memory back into caches and page tables, as its last turn was long ago
+            loop.settle()
             dist.barrier()
             start_s, start_cpu_s, start_bytes = time.perf_counter(), time.process_time(), _loopback_bytes()
             for batch in batches:
@@ -218,9 +230,9 @@ def _loopback_bytes() -> int:
     return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
 
 
-def section(name: str, rounds: int) -> str:
+def section(name: str, rounds: int, prefixes: tuple[str, ...]) -> str:
     """Measure one model and return its part of the page."""
-    turns = measure(contestants(name), name, rounds)
+    turns = measure(contestants(name, prefixes), name, rounds)
     num_params = sum(p.numel() for p in build_model(name).parameters())
     base = turns[BASE]
     rows = []
@@ -254,17 +266,23 @@ def main() -> None:
     """Measure and write."""
     parser = argument_parser(__doc__, rounds=15)
     parser.add_argument("--models", default="mlp,gpt,gpt100m", help="default: %(default)s")
+    parser.add_argument(
+        "--engines", default="", help="engines beside DDP, by the beginnings of their names; default: all"
+    )
     options = parser.parse_args()
     names = options.models.split(",")
     page = Section(f"Step times: {', '.join(name.upper() for name in names)}", "torch", "deepspeed")
-    parts = [section(name, options.rounds) for name in names]
+    parts = [section(name, options.rounds, tuple(options.engines.split(","))) for name in names]
     if dist.get_rank() == 0:
         text = (
             f"{setting()}. AdamW: ours by the engine's own kernel; DDP, FSDP2, ZeroRedundancyOptimizer and DeepSpeed"
             " by torch's fused one\n(checked in DeepSpeed's live engine). CPU: seconds of both ranks a step. Ψ: the"
             f" bytes of the parameters.\n`over {BASE}` is the median of the ratios within a round.\n\n"
         )
-        samples = rounds_text(options.rounds, f"{STEPS_A_TURN} steps each, engines in turns in one job")
+        samples = rounds_text(
+            options.rounds,
+            f"{STEPS_A_TURN} steps each after one not measured, engines in another order each round in one job",
+        )
         page.write(samples, text + "".join(parts), options.output)
     dist.destroy_process_group()
 
