@@ -100,3 +100,7 @@ class JobError(LauncherError):
 
 class EngineError(LauncherError):
     """A call to the engine that its state or its config does not allow."""
+
+
+class CheckpointError(LauncherError):
+    """A checkpoint that cannot be written or read."""

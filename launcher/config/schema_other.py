@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from launcher.config.fields import (
+    WORKS,
     AnyInt,
     Anything,
     Count,
@@ -66,9 +67,10 @@ class Checkpoint(Section):
 
     status = _LATER_CHECKPOINT
 
-    tag_validation: Annotated[str, choice("Ignore", "Warn", "Fail")] = key("Warn", "check that tags agree")
-    load_universal: Flag = key(False, "read the universal form")
-    use_node_local_storage: Flag = key(False, "every node writes to its own disk")
+    asynchronous: Flag = key(False, "training waits for a copy in host memory only", WORKS, alias=("async",))
+    tag_validation: Annotated[str, choice("Ignore", "Warn", "Fail")] = key("Warn", "check that tags agree", WORKS)
+    load_universal: Flag = key(False, "read the universal form", inert("every checkpoint is read at any world size"))
+    use_node_local_storage: Flag = key(False, "every node writes to its own disk", WORKS)
     parallel_write: ParallelWrite = key(ParallelWrite, "writing at the same time")
     checkpoint_serialization: Flag = key(True, "serialise as torch does")
     writer: CheckpointWriter | None = key(None, "engine that writes")

@@ -67,6 +67,11 @@ class LastStep:
         self.wait_for_outcome()
         return self._num_skipped
 
+    def restart(self, num_skipped: int) -> None:
+        """Forget the last step: the run continues from elsewhere, where so many steps had updated nothing."""
+        self._step = None
+        self._num_skipped = num_skipped
+
     def begin(self, number: int, outcome: StepOutcome, losses: list[Tensor]) -> None:
         """Follow a step. Every rank must call it. number: of the step, from 1.
 

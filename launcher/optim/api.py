@@ -106,6 +106,23 @@ class FlatOptimizer(ABC):
         states = {name: pieces for unit in self._of_unit for name, pieces in self.states_of_unit(unit).items()}
         return {"name": self.name, "groups": groups, "states": states}
 
+    def saved_groups(self) -> list[dict[str, Any]]:
+        """Return copies of the groups' hyper-parameters."""
+        return [options_of(group, copies=True) for group in self.param_groups]
+
+    def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take hyper-parameters over, of as many groups. Raises: EngineError for some that no step can take."""
+        for mine, given in zip(self.param_groups, groups, strict=True):
+            mine.update(options_of(given, copies=True))
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what a rank has beside the states of its shards; of use to the same rank of as many only."""
+        return {}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `rank_state()` returned; empty where another number of ranks saved it."""
+        del state  # here there is nothing
+
     def states_of_unit(self, unit: int) -> dict[str, list[dict[str, Any]]]:
         """Return parameter name -> pieces of its state: here one, with `start` and `stop` within the parameter.
 
@@ -130,8 +147,7 @@ class FlatOptimizer(ABC):
         """
         check_state(state, self.name, len(self.param_groups))
         found = {shard.name: state_of(shard.name, shard.owned, state["states"]) for shard in self.shards if shard.owned}
-        for mine, given in zip(self.param_groups, state["groups"], strict=True):
-            mine.update(options_of(given, copies=True))
+        self.load_groups(state["groups"])
         return found
 
     def load_unit(self, unit: int, states: Mapping[str, Mapping[str, Any]]) -> None:

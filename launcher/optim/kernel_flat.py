@@ -212,10 +212,10 @@ class KernelFlat(UnitOptimizer):
             saved["step"] = torch.tensor(float(shard.state["step"]))
         return saved
 
-    def accept(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Take over all but the states of shards; return these. Raises: also for steps that kernels do not take."""
-        check_steps(state["groups"])
-        return super().accept(state)
+    def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take hyper-parameters over. Raises: EngineError also for steps that kernels do not take."""
+        check_steps(groups)
+        super().load_groups(groups)
 
     def load_unit(self, unit: int, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the states of a unit's shards by copies of `states`, by name, in memory of their own."""

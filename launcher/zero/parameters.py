@@ -384,6 +384,11 @@ class UnitParameters:
             if self._master_swap is not None:
                 self._master_swap.send_out()
 
+    def after_load(self) -> None:
+        """Take note that the masters, and what follows them, have been read from elsewhere."""
+        self.may_be_edited = False
+        self.note_versions()
+
     def take_edits(self) -> None:
         """Take values that were written into the unsharded parameters since the last step over into the master.
 

@@ -156,6 +156,18 @@ class FlatUnit:
         with self.in_memory():
             yield
 
+    @contextlib.contextmanager
+    def readable(self, *, writes: bool = False) -> Iterator[None]:
+        """Have master and states in memory. writes: the master is changed."""
+        if self.swap is not None:
+            with self.in_memory(writes=writes):
+                yield
+        elif self.params.master is self.params.shard:
+            with self.params.shard_in_memory(writes=writes):
+                yield
+        else:
+            yield
+
     def make_shards(self) -> list[ParamShard]:
         """Return what this rank owns of each parameter, for the optimizer; an empty list where all are frozen."""
         if self.grads is None:

@@ -1,0 +1,98 @@
+"""How ranks agree about a checkpoint: through the store of the process group, beside all collectives.
+
+A collective could be matched with one of the training where a rank calls `save_checkpoint` and another one does not;
+and the thread of an asynchronous save must issue none. Whoever waits here gives up after a while, and names the ranks
+that were missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from launcher.base.errors import CheckpointError
+from launcher.base.timeouts import timeouts
+from launcher.comm.groups import DataParallelGroup
+
+_numbers = itertools.count()  # alike on every rank: saves and loads are called by all of them
+_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
+
+
+class Exchange:
+    """Messages between the ranks of one save or load. Values are plain data for JSON."""
+
+    def __init__(self, group: DataParallelGroup, purpose: str) -> None:
+        """purpose: for messages, such as "save_checkpoint". Every rank must build it, in the same order."""
+        self._purpose = purpose
+        self._prefix = f"launch/checkpoint/{next(_numbers)}"
+        self.rank, self.world_size = group.rank, group.world_size
+        self._store: Any = None
+        if group.process_group is not None:
+            self._store = dist.distributed_c10d._get_default_store()
+        self._num_phases = 0
+
+    def gather(self, value: Any, *, timeout_s: float | None = None) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, None elsewhere.
+
+        timeout_s: rank 0 waits so long; default: `other_ranks_s`. Raises: CheckpointError where a rank is missing.
+        """
+        phase = self._next_phase()
+        if self._store is None:
+            return [value]
+        self._store.set(f"{phase}/{self.rank}", json.dumps(value))
+        if self.rank != 0:
+            return None
+        keys = [f"{phase}/{rank}" for rank in range(self.world_size)]
+        self._wait(keys, timeout_s)
+        found = [json.loads(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
+    def broadcast(self, value: Any = None, *, timeout_s: float | None = None) -> Any:
+        """Return rank 0's value on every rank. Raises: CheckpointError where rank 0 has none in time."""
+        phase = self._next_phase()
+        if self._store is None:
+            return value
+        if self.rank == 0:
+            self._store.set(phase, json.dumps(value))
+            return value
+        self._wait([phase], timeout_s)
+        return json.loads(self._store.get(phase))
+
+    def all_succeeded(self, error: str | None, *, timeout_s: float | None = None) -> str | None:
+        """Return what went wrong on any rank, by rank; None where nothing did. error: this rank's, if any."""
+        errors = self.gather(error, timeout_s=timeout_s)
+        said: str | None = None
+        if errors is not None:
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text) or None
+        failed: str | None = self.broadcast(said, timeout_s=timeout_s)
+        return failed
+
+    def _next_phase(self) -> str:
+        self._num_phases += 1
+        return f"{self._prefix}/{self._num_phases}"
+
+    def _wait(self, keys: list[str], timeout_s: float | None) -> None:
+        timeout_s = timeouts().other_ranks_s if timeout_s is None else timeout_s
+        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+        missing = keys
+        try:
+            while missing := [key for key in missing if not self._store.check([key])]:
+                if time.monotonic() > deadline:
+                    raise self._error(missing, keys, timeout_s)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_POLL_S)
+        except RuntimeError as error:  # the store has gone with its rank
+            raise CheckpointError(f"{self._purpose}: rank 0 has ended meanwhile ({error})") from None
+
+    def _error(self, missing: list[str], keys: list[str], timeout_s: float) -> CheckpointError:
+        ranks = ", ".join(key.rpartition("/")[2] for key in missing[:8]) if len(keys) > 1 else "0"
+        return CheckpointError(
+            f"{self._purpose} was called on rank {self.rank}, and for {timeout_s:.0f} s not on rank {ranks}",
+            hint="every rank must call it, also where only rank 0 has something to say",
+        )

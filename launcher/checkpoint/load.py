@@ -1,0 +1,177 @@
+"""Loading: each rank reads the elements it holds, and the parameters follow.
+
+[Note: a rank that cannot read] The parameters of units are gathered together. A rank that meets a damaged file
+therefore continues with what is left to gather, and says at the end what it met: then all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.base.errors import CheckpointError, EngineError
+from launcher.checkpoint.exchange import Exchange
+from launcher.checkpoint.native import NativeSource
+from launcher.checkpoint.source import WEIGHT, CheckpointSource, StoredParam
+from launcher.optim.api import FlatOptimizer, ParamShard
+from launcher.zero.parameters import unit_params_of
+from launcher.zero.unit import FlatUnit
+
+READ_TIMEOUT_S = 6 * 3600.0
+_MAX_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a checkpoint is read into."""
+
+    module: nn.Module
+    units: Sequence[FlatUnit]
+    optimizer: FlatOptimizer | None  # None: no states are loaded
+
+
+def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange, *, is_strict: bool) -> None:
+    """Read parameters and, where `target` has an optimizer, states. Collective.
+
+    is_strict: every parameter of the model must be there; else those that are not keep their values. Raises:
+    CheckpointError on every rank for what is missing, has another shape, or cannot be read by any of them.
+    """
+    error = exchange.all_succeeded(_misfit(source, target, is_strict=is_strict))
+    if error:
+        raise CheckpointError(error, where=source.where)
+    said: str | None = None
+    for unit in target.units:
+        said = said or _tried(source, unit, target)
+    said = said or _load_others(source, target.module)
+    error = exchange.all_succeeded(said, timeout_s=READ_TIMEOUT_S)
+    if error:
+        raise CheckpointError(
+            error, where=source.where, hint="the model has values of two moments now: load another one"
+        )
+
+
+def _tried(source: CheckpointSource, unit: FlatUnit, target: Target) -> str | None:
+    """Load a unit, and have its parameters follow even where that fails. Returns what went wrong."""
+    said: str | None = None
+    is_trained = unit.grads is not None and target.optimizer is not None
+    unit.params.release()
+    with unit.with_new_states() if is_trained else unit.readable(writes=True):
+        try:
+            _load_unit(source, unit, target.optimizer if is_trained else None)
+        except (CheckpointError, EngineError) as error:
+            said = str(error)
+        unit.write_back(is_written=False, overlaps=False)
+    unit.params.after_load()
+    return said
+
+
+def _load_unit(source: CheckpointSource, unit: FlatUnit, optimizer: FlatOptimizer | None) -> None:
+    master = unit.params.master
+    for slot, shared in unit.layout.slots_in(unit.owned):
+        if slot.name not in source.params:
+            continue
+        place = slice(shared.start - unit.owned.start, shared.stop - unit.owned.start)
+        _read(source, WEIGHT, slot.name, shared.start - slot.offset, master[place])
+    unit.params.renew_copy()
+    if optimizer is not None:
+        states = {shard.name: _state_of(source, shard) for shard in unit.shards if shard.owned}
+        optimizer.load_unit(unit.index, states)
+
+
+def _read(source: CheckpointSource, key: str, name: str, start: int, out: Tensor) -> None:
+    """Fill a 1-D tensor on any device."""
+    if out.device.type == "cpu":
+        source.read(key, name, start, out)
+        return
+    read = torch.empty(out.shape, dtype=out.dtype, device="cpu")
+    source.read(key, name, start, read)
+    out.copy_(read)
+
+
+def _state_of(source: CheckpointSource, shard: ParamShard) -> dict[str, Any]:
+    """Return the state of what a rank owns of a parameter, on the host; empty where nothing is known of it."""
+    stored = source.params.get(shard.name)
+    if stored is None:
+        return {}
+    state: dict[str, Any] = dict(stored.scalars)
+    for name, dtype in stored.states.items():
+        values = torch.empty(len(shard.owned), dtype=getattr(torch, dtype))
+        source.read(name, shard.name, shard.owned.start, values)
+        state[name] = values
+    if isinstance(source, NativeSource):
+        for name in source.whole_states(shard.name):
+            whole = source.read_whole(name, shard.name) if len(shard.owned) == shard.numel else None
+            if whole is None:
+                raise CheckpointError(
+                    f"the state {name} of {shard.name} has no value for each element: it cannot be divided otherwise",
+                    where=source.where,
+                    hint="load it with the ranks and the stage it was saved with, or load_optimizer_states=False",
+                )
+            state[name] = whole
+    return state
+
+
+def _load_others(source: CheckpointSource, module: nn.Module) -> str | None:
+    """Load parameters that are in no unit: every rank has all of them."""
+    try:
+        for name, param in module.named_parameters():
+            if unit_params_of(param) is None and name in source.params:
+                values = torch.empty(param.numel(), dtype=param.dtype)
+                source.read(WEIGHT, name, 0, values)
+                with torch.no_grad():
+                    param.data.copy_(values.view(param.shape))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str | None:
+    """Return why the checkpoint is not of this model; None where it is."""
+    try:
+        stored = source.params
+        shapes = {
+            name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in target.module.named_parameters()
+        }
+        missing = [name for name in shapes if name not in stored]
+        unexpected = [name for name in stored if name not in shapes]
+        if is_strict and (missing or unexpected):
+            says = [_listed("the model has", missing), _listed("only the checkpoint has", unexpected)]
+            return "parameters do not fit: " + "; ".join(each for each in says if each) + _STRICT
+        for name, shape in shapes.items():
+            if name in stored and stored[name].shape != shape:
+                return f"{name} has the shape {list(stored[name].shape)} in the checkpoint, {list(shape)} in the model"
+        return None if target.optimizer is None else _other_optimizer(source, target.optimizer, stored)
+    except CheckpointError as error:
+        return str(error)
+
+
+_STRICT = "; load_module_strict=False loads what fits"
+
+
+def _other_optimizer(
+    source: CheckpointSource, optimizer: FlatOptimizer, stored: Mapping[str, StoredParam]
+) -> str | None:
+    hint = "load_optimizer_states=False loads the parameters alone"
+    found, num_groups = source.state.optimizer, len(source.state.groups)
+    if (found, num_groups) != (optimizer.name, len(optimizer.param_groups)):
+        mine = f"{optimizer.name} with {len(optimizer.param_groups)} groups"
+        return f"its optimizer is {found} with {num_groups} groups, this run has {mine}; {hint}"
+    new = [name for name, group in _trained(optimizer.shards) if name in stored and stored[name].group is None]
+    if new:
+        return f"{_listed('it has no optimizer states of', new)}, which it did not train; {hint}"
+    return None
+
+
+def _trained(shards: Iterable[ParamShard]) -> Iterable[tuple[str, int]]:
+    return ((shard.name, shard.group) for shard in shards)
+
+
+def _listed(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{what} {', '.join(names[:_MAX_NAMES])}{more}"

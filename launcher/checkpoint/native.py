@@ -1,0 +1,170 @@
+"""Our own checkpoints, read: any range of any parameter, from the files that have it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.base.errors import CheckpointError
+from launcher.checkpoint import tree
+from launcher.checkpoint.layout_json import layouts_from_json
+from launcher.checkpoint.source import WEIGHT, RunState, StoredParam
+from launcher.checkpoint.tensors import TORCH_DTYPES, bytes_of
+from launcher.checkpoint_files.blocks import TensorFile, TensorSums
+from launcher.checkpoint_files.manifest import read_json, read_manifest
+from launcher.sharding.shard_map import ShardMap
+
+_MAX_OPEN_FILES = 32
+# Elements that are converted at a time where a file has another type than what is asked for.
+_CONVERTED_NUMEL = 2**20
+
+
+class NativeSource:
+    """A committed checkpoint. Files are opened when something of them is read."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: of one tag. Raises: CheckpointError for what is no checkpoint, or a damaged one."""
+        self._folder = folder
+        self.manifest = read_manifest(folder)
+        where = str(folder / self.manifest.state)
+        self._facts = read_json(folder, self.manifest.state, self.manifest)
+        self._layouts = layouts_from_json(self._facts.get("units"), len(self.manifest.ranks), where)
+        try:
+            self._map = ShardMap(self._layouts)
+        except ValueError as error:
+            raise CheckpointError(str(error), where=where) from None
+        self._open: OrderedDict[int, TensorFile] = OrderedDict()
+        self._rank_facts: dict[int, dict[str, Any]] = {}
+
+    @property
+    def where(self) -> str:
+        return str(self._folder)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the run said of itself: stage, precision, tied names."""
+        return self._facts
+
+    @cached_property
+    def state(self) -> RunState:
+        tensors = self._shared_tensors()
+        plain = tree.decode(self._facts["run"], tensors)
+        known = {each.name for each in fields(RunState)}
+        return RunState(**{key: value for key, value in plain.items() if key in known})
+
+    def _shared_tensors(self) -> dict[str, Tensor]:
+        name = self._facts.get("tensors")
+        if name is None:
+            return {}
+        sums = TensorSums.of_plain(self._facts.get("sums", {}), str(self._folder / self.manifest.state))
+        with TensorFile(self._folder / name, sums, self.manifest.files[name].num_bytes) as file:
+            return {key: _whole(file, key) for key in file.entries}
+
+    @cached_property
+    def params(self) -> Mapping[str, StoredParam]:
+        found: dict[str, StoredParam] = {}
+        missing = set(self._facts.get("excluded", ()))
+        for layout in self._layouts:
+            for slot in layout.slots:
+                if slot.name in missing:
+                    continue
+                facts = self._facts["params"].get(slot.name, {})
+                scalars = {state: _scalar(value) for state, value in facts.get("scalars", {}).items()}
+                group = slot.group if slot.param.is_trainable else None
+                found[slot.name] = StoredParam(
+                    slot.shape, slot.param.dtype, slot.param.is_trainable, group, facts.get("states", {}), scalars
+                )
+        return found
+
+    def read(self, key: str, name: str, start: int, out: Tensor) -> None:
+        prefix = f"{WEIGHT}/" if key == WEIGHT else f"state/{key}/"
+        place = 0
+        for found in self._map.shards_of(name, start, start + out.numel()):
+            file = self._file(found.rank)
+            layout = self._layouts[found.unit]
+            slot = next(slot for slot in layout.slots if slot.name == name)
+            first = max(layout.chunk_range(found.rank).start - slot.offset, 0)  # that the file has of the parameter
+            part = out[place : place + found.numel]
+            _read_part(file, prefix + name, start + place - first, part)
+            place += found.numel
+
+    def read_whole(self, state: str, name: str) -> Tensor | None:
+        """Return a state that is not by element; None where there is none for the parameter as a whole."""
+        unit = self._map.shards_of(name, 0, 1)
+        if not unit or state not in self._facts["params"].get(name, {}).get("whole", {}):
+            return None
+        file = self._file(unit[0].rank)
+        key = f"whole/{state}/{name}"
+        return _whole(file, key) if key in file.entries else None
+
+    def whole_states(self, name: str) -> list[str]:
+        """Return the names of states that are not by element."""
+        return list(self._facts["params"].get(name, {}).get("whole", {}))
+
+    def private(self, rank: int, world_size: int) -> dict[str, Any]:
+        saved_by = self._facts.get("writers", [])
+        if rank not in saved_by:
+            return {}
+        writer = saved_by.index(rank)
+        file = self._file(writer)
+        prefix = "private/"
+        tensors = {key.removeprefix(prefix): _whole(file, key) for key in file.entries if key.startswith(prefix)}
+        plain: dict[str, Any] = tree.decode(self._rank_facts[writer]["private"], tensors)
+        if world_size != self.manifest.world_size:
+            plain.pop("of_world", None)
+        return plain
+
+    def _file(self, writer: int) -> TensorFile:
+        if writer in self._open:
+            self._open.move_to_end(writer)
+            return self._open[writer]
+        tensors_name, facts_name = self.manifest.ranks[writer]
+        facts = read_json(self._folder, facts_name, self.manifest)
+        sums = TensorSums.of_plain(facts.get("sums", {}), str(self._folder / facts_name))
+        self._rank_facts[writer] = facts
+        file = TensorFile(self._folder / tensors_name, sums, self.manifest.files[tensors_name].num_bytes)
+        self._open[writer] = file
+        if len(self._open) > _MAX_OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        return file
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for file in self._open.values():
+                stack.callback(file.close)
+        self._open.clear()
+
+
+def _read_part(file: TensorFile, key: str, first: int, out: Tensor) -> None:
+    """Read elements of a 1-D tensor, from `first` on, in the type of `out`."""
+    dtype = TORCH_DTYPES[file.entry(key).dtype]
+    size = dtype.itemsize
+    if dtype == out.dtype and out.is_contiguous():
+        file.read_into(key, first * size, bytes_of(out))
+        return
+    for start in range(0, out.numel(), _CONVERTED_NUMEL):
+        part = out[start : start + _CONVERTED_NUMEL]
+        read = torch.empty(part.numel(), dtype=dtype)
+        file.read_into(key, (first + start) * size, bytes_of(read))
+        part.copy_(read)
+
+
+def _whole(file: TensorFile, key: str) -> Tensor:
+    entry = file.entry(key)
+    found = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+    file.read_into(key, 0, bytes_of(found))
+    return found
+
+
+def _scalar(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return torch.tensor(plain["value"], dtype=getattr(torch, plain["dtype"]))
+    return plain

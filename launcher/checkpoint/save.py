@@ -1,0 +1,373 @@
+"""Saving: what each rank does, from the agreement to write until the checkpoint is there.
+
+[Note: who waits for whom] Ranks exchange three messages: what each is about to save, where rank 0 has made room, and
+how it went. Rank 0 commits when all have written. In an asynchronous save the first two are exchanged by the call, the
+third by a thread, which writes copies; the training never waits for it, except in the next save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from launcher.base.errors import CheckpointError
+from launcher.base.log import get_logger
+from launcher.checkpoint import tree
+from launcher.checkpoint.contents import UnitContents
+from launcher.checkpoint.exchange import Exchange
+from launcher.checkpoint.layout_json import layouts_to_json
+from launcher.checkpoint.tensors import FILE_DTYPES, bytes_of, dtype_name
+from launcher.checkpoint_files.blocks import TensorFileWriter, digest_of
+from launcher.checkpoint_files.folder import (
+    Draft,
+    abandon,
+    begin,
+    commit,
+    draft_of,
+    replace_file,
+    set_latest,
+    sync_folder,
+    write_file,
+)
+from launcher.checkpoint_files.manifest import FileRecord, Manifest
+
+SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
+# Ranks wait so long for each other to have written: longer than any disk takes for what one rank holds.
+WRITE_TIMEOUT_S = 6 * 3600.0
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What a script has asked for."""
+
+    root: Path
+    tag: str
+    step: int
+    saves_latest: bool = True
+    tag_validation: str = "Warn"
+    is_node_local: bool = False  # every host writes to a disk of its own
+    is_node_leader: bool = True  # this rank makes folders on its host, where `is_node_local`
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A value as plain data and the tensors this refers to."""
+
+    plain: Any
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, value: Any, where: str, *, copies: bool) -> Encoded:
+        """Encode a value. copies: of its tensors too. Raises: CheckpointError for what cannot be saved."""
+        plain, tensors = tree.encode(value, where)
+        return cls(plain, {key: each.clone() for key, each in tensors.items()} if copies else tensors)
+
+
+@dataclass(frozen=True)
+class RankData:
+    """What one rank adds to a checkpoint."""
+
+    writer: int  # which of the parts of every unit it writes
+    contents: list[UnitContents]
+    private: Encoded  # what only this rank has: random numbers, the position in the data
+
+
+@dataclass(frozen=True)
+class SharedData:
+    """What rank 0 adds to a checkpoint, the same on every rank."""
+
+    run: Encoded  # the fields of `RunState`
+    facts: dict[str, Any] = field(default_factory=dict)  # plain data, for readers: stage, precision, tied names
+
+
+@dataclass
+class _Written:
+    """What a rank says of its files."""
+
+    tensors: str
+    facts: str
+    records: dict[str, FileRecord]
+    params: dict[str, dict[str, Any]]
+
+
+class Save:
+    """One save on this rank. `agree`, then `write`; both are called by every rank, the second maybe in a thread."""
+
+    def __init__(self, request: SaveRequest, exchange: Exchange) -> None:
+        self._request = request
+        self._exchange = exchange
+        self._draft: Draft | None = None
+        self._save_id = ""
+
+    @property
+    def draft(self) -> Draft:
+        assert self._draft is not None, "agree() comes first"
+        return self._draft
+
+    def agree(self, error: str | None = None) -> None:
+        """Agree on tag and folder; rank 0 makes room. error: why this rank cannot save.
+
+        Raises: CheckpointError on every rank where one cannot, where ranks differ, or where there is no room.
+        """
+        request = self._request
+        said = self._exchange.gather([error, request.tag, str(request.root.absolute()), request.step])
+        plan: dict[str, Any] = {}
+        if said is not None:
+            failed = "; ".join(f"rank {rank}: {each[0]}" for rank, each in enumerate(said) if each[0])
+            plan = {"error": failed} if failed else self._plan([each[1:] for each in said])
+        plan = self._exchange.broadcast(plan)
+        if plan["error"]:
+            raise CheckpointError(plan["error"], where=str(request.root))
+        self._save_id = plan["save_id"]
+        self._draft = draft_of(request.root, plan["tag"], self._save_id, is_new=plan["is_new"])
+        if request.is_node_local:
+            self._make_room_on_every_host()
+
+    def _plan(self, said: list[list[Any]]) -> dict[str, Any]:
+        request, save_id = self._request, uuid.uuid4().hex[:8]
+        plan: dict[str, Any] = {"save_id": save_id, "tag": request.tag, "is_new": True, "error": None}
+        tags, roots, steps = ([str(value) for value in column] for column in zip(*said, strict=True))
+        for what, values in (("folders", roots), ("steps", steps), ("tags", tags)):
+            if len(set(values)) == 1:
+                continue
+            text = f"ranks save to different {what}: {_listed(values)}"
+            is_fatal = what != "tags" or request.tag_validation == "Fail"
+            if is_fatal and not (what == "folders" and request.is_node_local):
+                return {**plan, "error": text}
+            if request.tag_validation == "Warn":
+                get_logger().warning("%s; the tag of rank 0 is used", text)
+        try:
+            plan["is_new"] = begin(request.root, request.tag, save_id).is_new
+        except OSError as error:
+            plan["error"] = f"no room can be made: {error.strerror}"
+        except CheckpointError as error:
+            plan["error"] = str(error)
+        return plan
+
+    def _make_room_on_every_host(self) -> None:
+        request, error = self._request, None
+        if request.is_node_leader and self._exchange.rank != 0:
+            try:
+                self.draft.path.mkdir(parents=True, exist_ok=not self.draft.is_new)
+            except FileExistsError:
+                shutil.rmtree(self.draft.path)
+                self.draft.path.mkdir()
+            except OSError as raised:
+                error = f"no room can be made: {raised.strerror}"
+        failed = self._exchange.all_succeeded(error)
+        if failed:
+            raise CheckpointError(failed, where=str(request.root))
+
+    def write(self, data: RankData, shared: SharedData, copies: Mapping[str, Tensor] | None = None) -> Path:
+        """Write this rank's files, and on rank 0 commit when all have. Returns the folder of the checkpoint.
+
+        copies: written in place of the live tensors, by key. Raises: CheckpointError on every rank where any rank could
+        not write; then nothing of this save is left, and what was saved before is as it was.
+        """
+        written, error = None, None
+        try:
+            written = self._write_rank(data, copies)
+        except OSError as raised:
+            error = _said(raised)
+        except CheckpointError as raised:
+            error = str(raised)
+        report = None if written is None else _plain(written)
+        reports = self._exchange.gather([error, data.writer, report], timeout_s=WRITE_TIMEOUT_S)
+        outcome: str | None = None
+        if reports is not None:
+            outcome = self._finish(reports, data, shared)
+        outcome = self._exchange.broadcast(outcome, timeout_s=WRITE_TIMEOUT_S)
+        if self._request.is_node_local:
+            outcome = self._commit_on_every_host(outcome)
+        if outcome is not None:
+            raise CheckpointError(f"{self._request.tag} was not saved: {outcome}", where=str(self._request.root))
+        return self.draft.root / self.draft.tag
+
+    def _write_rank(self, data: RankData, copies: Mapping[str, Tensor] | None) -> _Written:
+        stem = f"rank-{self._exchange.rank:05}"
+        tensors_name, facts_name = self.draft.file(stem, ".safetensors"), self.draft.file(stem, ".json")
+        plain, private = data.private.plain, data.private.tensors
+        items = [item for contents in data.contents for item in contents.items]
+        tensors = {item.key: _described(item.tensor) for item in items}
+        tensors |= {f"private/{key}": _described(tensor) for key, tensor in private.items()}
+        ranges = {item.key: [item.elements.start, item.elements.stop] for item in items}
+        path = self.draft.path / tensors_name
+        writer = TensorFileWriter(path, tensors, {"ranges": json.dumps(ranges), "rank": str(self._exchange.rank)})
+        with contextlib.closing(writer):
+            if copies is None:
+                for key, tensor in live_tensors(data.contents):
+                    writer.write(key, bytes_of(tensor))
+            else:
+                for key, tensor in copies.items():
+                    writer.write(key, bytes_of(tensor))
+            for key, tensor in private.items():
+                writer.write(f"private/{key}", bytes_of(tensor))
+            sums = writer.finish()
+        facts = json.dumps({"rank": self._exchange.rank, "sums": sums.plain(), "private": plain}).encode()
+        write_file(self.draft.path / facts_name, facts)
+        records = {
+            tensors_name: FileRecord(writer.num_bytes, None),
+            facts_name: FileRecord(len(facts), digest_of(facts)),
+        }
+        return _Written(tensors_name, facts_name, records, _params_of(data.contents))
+
+    def _finish(self, reports: list[list[Any]], data: RankData, shared: SharedData) -> str | None:
+        """Write what all ranks share, and commit. Returns what went wrong on any rank, or None."""
+        failed = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(reports) if error]
+        try:
+            if not failed:
+                manifest = self._describe(reports, data, shared)
+                sync_folder(self.draft.path)
+                path = commit(self.draft, manifest)
+                if self._request.saves_latest:
+                    set_latest(path.parent, path.name)
+                self._copy_script()
+                return None
+        except OSError as error:
+            failed = [f"rank 0: {_said(error)}"]
+        except CheckpointError as error:
+            failed = [f"rank 0: {error}"]
+        abandon(self.draft)
+        return "; ".join(failed)
+
+    def _describe(self, reports: list[list[Any]], data: RankData, shared: SharedData) -> Manifest:
+        """Write the files of what all ranks share; return the manifest of the whole."""
+        records: dict[str, FileRecord] = {}
+        by_writer: dict[int, tuple[int, str, str]] = {}
+        params: dict[str, dict[str, Any]] = {}
+        for rank, (_, writer, report) in enumerate(reports):
+            by_writer[writer] = rank, report["tensors"], report["facts"]
+            records |= {name: FileRecord(**record) for name, record in report["records"].items()}
+            for name, facts in report["params"].items():
+                params.setdefault(name, {}).update(facts)
+        writers = [by_writer[writer] for writer in range(len(by_writer))]
+        plain, tensors = shared.run.plain, shared.run.tensors
+        state: dict[str, Any] = {
+            "run": plain,
+            "units": layouts_to_json([each.layout for each in data.contents]),
+            "params": params,
+            "writers": [rank for rank, _, _ in writers],
+            **shared.facts,
+        }
+        if tensors:
+            name = self.draft.file("state", ".safetensors")
+            state["tensors"] = name
+            with contextlib.closing(
+                TensorFileWriter(self.draft.path / name, {key: _described(each) for key, each in tensors.items()}, {})
+            ) as writer:
+                for key, tensor in tensors.items():
+                    writer.write(key, bytes_of(tensor))
+                state["sums"] = writer.finish().plain()
+            records[name] = FileRecord(writer.num_bytes, None)
+        name, text = self.draft.file("state", ".json"), json.dumps(state).encode()
+        write_file(self.draft.path / name, text)
+        records[name] = FileRecord(len(text), digest_of(text))
+        request = self._request
+        return Manifest(
+            tag=self.draft.tag,
+            step=request.step,
+            save_id=self._save_id,
+            world_size=self._exchange.world_size,
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
+            state=name,
+            ranks=tuple((tensors_name, facts_name) for _, tensors_name, facts_name in writers),
+            files=dict(sorted(records.items())),
+            is_node_local=request.is_node_local,
+        )
+
+    def _copy_script(self) -> None:
+        """Put the script that needs no package beside the checkpoints. Where it cannot, they are whole all the same."""
+        with contextlib.suppress(OSError):
+            content = SCRIPT.read_bytes()
+            for folder in (self.draft.root, self.draft.root / self.draft.tag):
+                path = folder / SCRIPT.name
+                if not path.exists() or path.read_bytes() != content:
+                    replace_file(path, content)
+
+    def _commit_on_every_host(self, outcome: str | None) -> str | None:
+        """Have the other hosts commit too: they get what rank 0 has written of all ranks."""
+        request, final, error = self._request, self.draft.root / self.draft.tag, None
+        texts: dict[str, str] | None = None
+        if self._exchange.rank == 0 and outcome is None:
+            names = [path.name for path in final.glob("*.json") if not path.name.startswith("rank-")]
+            texts = {name: (final / name).read_text() for name in names}
+        texts = self._exchange.broadcast(texts)
+        if request.is_node_leader and self._exchange.rank != 0:
+            try:
+                if texts is None:
+                    abandon(self.draft)
+                else:
+                    manifest = Manifest.of_text(texts.pop("manifest.json").encode(), str(final))
+                    for name, text in texts.items():
+                        if not (self.draft.path / name).exists():
+                            write_file(self.draft.path / name, text.encode())
+                    commit(self.draft, manifest)
+                    if request.saves_latest:
+                        set_latest(request.root, self.draft.tag)
+            except OSError as raised:
+                error = _said(raised)
+        return self._exchange.all_succeeded(error or (outcome if self._exchange.rank == 0 else None))
+
+
+def live_tensors(contents: list[UnitContents]) -> Iterator[tuple[str, Tensor]]:
+    """Yield key and values of what is written, unit by unit: what is on disk is in memory around its own turn only."""
+    for unit in contents:
+        with unit.in_memory():
+            for item in unit.items:
+                yield item.key, item.tensor
+
+
+def _described(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    if tensor.dtype not in FILE_DTYPES:
+        raise CheckpointError(f"tensors of type {tensor.dtype} cannot be saved")
+    return FILE_DTYPES[tensor.dtype], tuple(tensor.shape)
+
+
+def _params_of(contents: list[UnitContents]) -> dict[str, dict[str, Any]]:
+    """Return what the rank that writes a parameter's first element says of its states."""
+    found: dict[str, dict[str, Any]] = {}
+    for unit in contents:
+        for item in unit.items:
+            kind, _, rest = item.key.partition("/")
+            if kind == "weight" or item.elements.start != 0:
+                continue
+            state, _, name = rest.partition("/")
+            facts = found.setdefault(name, {})
+            facts.setdefault("states" if kind == "state" else "whole", {})[state] = dtype_name(item.tensor.dtype)
+        for name, scalars in unit.scalars.items():
+            plain = {state: _scalar(value) for state, value in scalars.items()}
+            found.setdefault(name, {})["scalars"] = plain
+    return found
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return {"dtype": dtype_name(value.dtype), "value": value.item()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(f"an optimizer state of type {type(value).__name__} cannot be saved")
+
+
+def _plain(written: _Written) -> dict[str, Any]:
+    records = {name: vars(record) for name, record in written.records.items()}
+    return {"tensors": written.tensors, "facts": written.facts, "records": records, "params": written.params}
+
+
+def _said(error: OSError) -> str:
+    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+
+
+def _listed(values: list[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on rank {', '.join(map(str, found[:8]))}" for value, found in ranks.items())

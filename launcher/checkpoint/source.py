@@ -1,0 +1,85 @@
+"""What every kind of checkpoint can be asked for: ours, and those that are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class StoredParam:
+    """One parameter of a checkpoint. Types by torch's names, such as "bfloat16"."""
+
+    shape: tuple[int, ...]
+    dtype: str  # in which the forward read it; its master may have been fp32
+    is_trainable: bool = True
+    group: int | None = 0  # of the optimizer; None: it was not trained
+    states: Mapping[str, str] = field(default_factory=dict)  # those with a value for every element -> type
+    scalars: Mapping[str, Any] = field(default_factory=dict)  # those with one value, such as `step`
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass
+class RunState:
+    """What all ranks of a run had in common, beside parameters and their states."""
+
+    global_steps: int = 0
+    global_samples: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    optimizer: str | None = None  # the class whose steps are taken, such as "AdamW"; None: nothing was trained
+    groups: list[dict[str, Any]] = field(default_factory=list)  # hyper-parameters, without parameters
+    lr_scheduler: dict[str, Any] | None = None
+    loss_scaler: dict[str, Any] | None = None
+    client_state: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # of rank 0, by fully qualified name
+    extra_state: dict[str, Any] = field(default_factory=dict)  # what modules' `get_extra_state` returned, by key
+    config: dict[str, Any] = field(default_factory=dict)  # as it was given
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint, whoever wrote it. Every rank opens it on its own."""
+
+    @property
+    def where(self) -> str:
+        """The folder, for messages."""
+        ...
+
+    @property
+    def state(self) -> RunState: ...
+
+    @property
+    def params(self) -> Mapping[str, StoredParam]:
+        """Parameters by fully qualified name; tied ones are there once."""
+        ...
+
+    def read(self, key: str, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` with elements of a parameter, or of a state of it, in the type of `out`.
+
+        key: "weight" (the master where there was one), or a state by name. start: first element, row-major. out: 1-D,
+        in host memory. Raises: CheckpointError where it is not there, or damaged.
+        """
+        ...
+
+    def private(self, rank: int, world_size: int) -> dict[str, Any]:
+        """Return what belongs to one rank, as far as it is there: random numbers, the position in the data.
+
+        world_size: of the run that reads; what depends on it is left out where it differs.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close its files."""
+        ...

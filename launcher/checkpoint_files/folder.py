@@ -1,0 +1,145 @@
+"""A folder of checkpoints: what is in it, and how one is added."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.base.errors import CheckpointError
+from launcher.checkpoint_files.manifest import MANIFEST, Manifest, check_tag, read_manifest
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that was saved completely."""
+
+    path: Path
+    manifest: Manifest
+
+
+def committed_in(root: Path) -> list[Committed]:
+    """Return the checkpoints of a folder, the newest last: by step, then by time. Damaged manifests are left out."""
+    found = []
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if path.name.startswith(".") or not (path / MANIFEST).is_file():
+            continue
+        try:
+            found.append(Committed(path, read_manifest(path)))
+        except CheckpointError:
+            continue
+    return sorted(found, key=lambda each: (each.manifest.step, each.manifest.created))
+
+
+def latest_tag(root: Path) -> str | None:
+    """Return the tag that `latest` names; None where there is no such file. Raises: CheckpointError for nonsense."""
+    path = root / LATEST
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"it cannot be read: {error}", where=str(path)) from None
+    try:
+        return check_tag(text.strip())
+    except CheckpointError as error:
+        raise CheckpointError(f"it names no checkpoint: {text[:80]!r}", where=str(path)) from error
+
+
+def set_latest(root: Path, tag: str) -> None:
+    """Have `latest` name a checkpoint. Raises: OSError."""
+    replace_file(root / LATEST, tag.encode())
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being saved."""
+
+    root: Path
+    tag: str
+    path: Path  # where its files are written
+    suffix: str  # of their names
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the tag is new: then the folder appears with the commit."""
+        return self.path.name != self.tag
+
+    def file(self, stem: str, extension: str) -> str:
+        """Return the name of a file."""
+        return f"{stem}{self.suffix}{extension}"
+
+
+def begin(root: Path, tag: str, save_id: str) -> Draft:
+    """Make room for a checkpoint; one of the same tag stays. Raises: OSError, CheckpointError for the tag."""
+    root.mkdir(parents=True, exist_ok=True)
+    draft = draft_of(root, check_tag(tag), save_id, is_new=not (root / tag).exists())
+    if draft.is_new:
+        if draft.path.exists():
+            shutil.rmtree(draft.path)  # of a save that was killed
+        draft.path.mkdir()
+    return draft
+
+
+def draft_of(root: Path, tag: str, save_id: str, *, is_new: bool) -> Draft:
+    """Return the draft that another process has begun."""
+    return Draft(root, tag, root / f".{tag}.tmp", "") if is_new else Draft(root, tag, root / tag, f"-{save_id}")
+
+
+def commit(draft: Draft, manifest: Manifest) -> Path:
+    """Make a draft the checkpoint of its tag, with one rename; every file of it is on the disk. Raises: OSError."""
+    final = draft.root / draft.tag
+    before = _files_of(final) if not draft.is_new else []
+    replace_file(draft.path / MANIFEST, manifest.text())
+    if draft.is_new:
+        draft.path.rename(final)
+        sync_folder(draft.root)
+    for name in before:
+        if name not in manifest.files:
+            (final / name).unlink(missing_ok=True)
+    return final
+
+
+def abandon(draft: Draft) -> None:
+    """Remove what a save that failed has written, as far as that is possible."""
+    if draft.is_new:
+        shutil.rmtree(draft.path, ignore_errors=True)
+        return
+    for path in draft.path.glob(f"*{draft.suffix}.*"):
+        path.unlink(missing_ok=True)
+
+
+def _files_of(path: Path) -> list[str]:
+    try:
+        return list(read_manifest(path).files)
+    except CheckpointError:
+        return []
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file and wait until it is on the disk. Raises: OSError, also where it exists."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file such that either the old content or the new one is there, whatever happens. Raises: OSError."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.unlink(missing_ok=True)
+    write_file(beside, content)
+    beside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk. Raises: OSError."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

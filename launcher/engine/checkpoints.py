@@ -1,0 +1,293 @@
+"""The engine's part in checkpoints: what of a run is saved beside its parameters, and where that goes when loaded."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.base import env
+from launcher.base.errors import CheckpointError
+from launcher.base.log import get_logger
+from launcher.checkpoint.asynchronous import BackgroundSaver
+from launcher.checkpoint.contents import contents_of, writer_index
+from launcher.checkpoint.exchange import Exchange
+from launcher.checkpoint.load import Target, load_parameters
+from launcher.checkpoint.native import NativeSource
+from launcher.checkpoint.rng import restore_rng, rng_state
+from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData
+from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState
+from launcher.checkpoint_files.folder import LATEST, latest_tag
+from launcher.checkpoint_files.manifest import check_tag
+from launcher.zero.gathered import GatheredParameters
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import Engine
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What of a checkpoint is loaded."""
+
+    is_strict: bool  # every parameter must be there
+    loads_optimizer: bool  # its states, groups and loss scale
+    loads_schedule: bool
+    loads_module_only: bool  # no counters, random numbers or position in the data
+    custom_load: Callable[..., Any] | None = None
+
+
+class Checkpoints:
+    """Saves and loads one engine. Every rank must call each method, with the same arguments."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._parts = engine._parts
+        self._section = self._parts.settings.checkpoint
+        self._saver = BackgroundSaver(is_rank0=engine.global_rank == 0)
+
+    # ---- save ----
+
+    def save(
+        self, root: Path, tag: str, client_state: Mapping[str, Any], *, saves_latest: bool, excludes_frozen: bool
+    ) -> None:
+        """Save. With `checkpoint.async` this returns as soon as copies are taken. Raises: CheckpointError."""
+        engine, section = self._engine, self._section
+        self._saver.wait()
+        engine.synchronize_parameters()
+        is_async, error = section.asynchronous, None
+        try:
+            run = Encoded.of(vars(self._run_state(client_state)), "the run's state", copies=is_async)
+            private = Encoded.of(self._private(), f"rank {engine.global_rank}", copies=is_async)
+        except CheckpointError as raised:
+            error = str(raised)
+        saving = Save(self._request(root, tag, saves_latest), Exchange(self._parts.group, "save_checkpoint"))
+        saving.agree(error)
+        excluded = {
+            name for name, param in engine.module.named_parameters() if excludes_frozen and not param.requires_grad
+        }
+        data = RankData(writer_index(self._parts.mesh), self._contents(excluded), private)
+        shared = SharedData(run, {**self._facts(), "excluded": sorted(excluded)})
+        if not is_async:
+            saving.write(data, shared)
+            return
+        copies = self._saver.copy(data.contents)
+        self._saver.start(functools.partial(saving.write, data, shared, copies))
+
+    def wait(self) -> None:
+        """Wait for an asynchronous save. Raises: CheckpointError where it has failed, once."""
+        self._saver.wait()
+        error = self._saver.take_error()
+        if error is not None:
+            raise error
+
+    def end(self) -> None:
+        """Wait for an asynchronous save at the end of the engine: what went wrong has been said."""
+        self._saver.wait()
+
+    def _request(self, root: Path, tag: str, saves_latest: bool) -> SaveRequest:
+        return SaveRequest(
+            root,
+            tag,
+            self._engine.global_steps,
+            saves_latest,
+            self._section.tag_validation,
+            self._section.use_node_local_storage,
+            os.environ.get(env.LOCAL_RANK.name, "0") == "0",
+        )
+
+    def _contents(self, excluded: set[str]) -> Any:
+        sharded, optimizer = self._parts.sharded, self._engine.optimizer
+        for unit in sharded.units:
+            unit.take_edits()
+        return contents_of(
+            self._engine.module,
+            sharded.units,
+            None if optimizer is None else optimizer.optimizer,
+            self._parts.mesh,
+            is_wanted=lambda name: name not in excluded,
+        )
+
+    def _run_state(self, client_state: Mapping[str, Any]) -> RunState:
+        engine, optimizer = self._engine, self._engine.optimizer
+        scaler = None if optimizer is None else optimizer.loss_scaler
+        schedule = engine.lr_scheduler
+        return RunState(
+            global_steps=engine.global_steps,
+            global_samples=engine.global_samples,
+            micro_steps=engine.micro_steps,
+            skipped_steps=engine.skipped_steps,
+            optimizer=None if optimizer is None else optimizer.optimizer.name,
+            groups=[] if optimizer is None else optimizer.optimizer.saved_groups(),
+            lr_scheduler=schedule.state_dict() if hasattr(schedule, "state_dict") else None,
+            loss_scaler=None if scaler is None else dict(scaler.state_dict()),
+            client_state=dict(client_state),
+            buffers=_buffers_of(engine.module),
+            extra_state=_extra_state_of(engine.module),
+            config=engine.config,
+            versions={"torch": str(torch.__version__), "python": platform.python_version()},
+        )
+
+    def _private(self) -> dict[str, Any]:
+        """Return what only this rank has; `of_world` is of use to as many ranks only."""
+        engine, optimizer = self._engine, self._engine.optimizer
+        loader = engine.training_dataloader
+        return {
+            "rng": rng_state(engine.device),
+            "data": None if loader is None else loader.state_dict(),
+            "of_world": {
+                "optimizer": {} if optimizer is None else optimizer.optimizer.rank_state(),
+                "buffers": _buffers_of(engine.module),
+            },
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        """Return plain facts for readers."""
+        engine = self._engine
+        first: dict[Tensor, str] = {}
+        tied = {}
+        for name, param in engine.module.named_parameters(remove_duplicate=False):
+            if first.setdefault(param, name) != name:
+                tied[name] = first[param]
+        return {
+            "stage": engine.zero_optimization_stage(),
+            "precision": str(self._parts.policy.precision.param_dtype).removeprefix("torch."),
+            "tied": tied,
+            "buffers": sorted(_buffers_of(engine.module)),
+        }
+
+    # ---- load ----
+
+    def load(self, root: Path, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
+        """Load; returns the checkpoint's folder and the client state, or None and nothing where there is no `latest`.
+
+        Raises: CheckpointError, on every rank.
+        """
+        self._saver.wait()
+        exchange = Exchange(self._parts.group, "load_checkpoint")
+        tag = self._agreed_tag(exchange, root, tag)
+        if tag is None:
+            return None, {}
+        source = self._opened(exchange, root / tag)
+        try:
+            self._load_from(source, exchange, options)
+            if not options.loads_module_only:
+                self._continue(source, options)
+            return str(root / tag), dict(source.state.client_state)
+        finally:
+            source.close()
+
+    def _agreed_tag(self, exchange: Exchange, root: Path, tag: str | None) -> str | None:
+        """Return the tag that all ranks asked for, or that `latest` names for rank 0."""
+        said = exchange.gather(tag)
+        plan: list[Any] = [None, None]
+        if said is not None:
+            try:
+                if any(each != said[0] for each in said):
+                    raise CheckpointError(f"ranks load different tags: {', '.join(map(str, dict.fromkeys(said)))}")
+                plan[0] = latest_tag(root) if tag is None else check_tag(tag)
+            except CheckpointError as error:
+                plan[1] = str(error)
+        found, refused = exchange.broadcast(plan)
+        if refused:
+            raise CheckpointError(refused, where=str(root))
+        if found is None and exchange.rank == 0:
+            get_logger().warning("there is no file %s: no checkpoint was loaded", root / LATEST)
+        return None if found is None else str(found)
+
+    def _opened(self, exchange: Exchange, folder: Path) -> NativeSource:
+        source, error = None, None
+        try:
+            source = NativeSource(folder)
+            source.state  # noqa: B018  # read now: every rank can, or all raise together
+        except CheckpointError as raised:
+            error = str(raised)
+        failed = exchange.all_succeeded(error)
+        if failed or source is None:
+            raise CheckpointError(failed or "it cannot be read")
+        return source
+
+    def _load_from(self, source: CheckpointSource, exchange: Exchange, options: LoadOptions) -> None:
+        engine, sharded = self._engine, self._parts.sharded
+        engine.synchronize_parameters()
+        sharded.schedule.reset()
+        sharded.reducer.discard()
+        optimizer = engine.optimizer if options.loads_optimizer else None
+        target = Target(engine.module, sharded.units, None if optimizer is None else optimizer.optimizer)
+        load_parameters(source, target, exchange, is_strict=options.is_strict and options.custom_load is None)
+        if options.custom_load is not None:
+            self._load_custom(source, options.custom_load)
+        _load_buffers(engine.module, source, engine.global_rank, engine.world_size)
+
+    def _load_custom(self, source: CheckpointSource, custom_load: Callable[..., Any]) -> None:
+        """Have the script put the weights into the model: it gets them all, in host memory."""
+        engine = self._engine
+        weights = dict(source.state.buffers)
+        for name, stored in source.params.items():
+            weights[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+            source.read(WEIGHT, name, 0, weights[name].view(-1))
+        with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            custom_load(src=weights, dst=engine.module)
+
+    def _continue(self, source: CheckpointSource, options: LoadOptions) -> None:
+        """Take over counters, schedule, loss scale, random numbers and the position in the data."""
+        engine, state = self._engine, source.state
+        private = source.private(engine.global_rank, engine.world_size)
+        optimizer = engine.optimizer
+        if optimizer is not None and options.loads_optimizer:
+            optimizer.optimizer.load_groups(state.groups)
+            optimizer.optimizer.load_rank_state(private.get("of_world", {}).get("optimizer", {}))
+            if optimizer.loss_scaler is not None and state.loss_scaler is not None:
+                optimizer.loss_scaler.load_state_dict(state.loss_scaler)
+        has_schedule = state.lr_scheduler is not None and hasattr(engine.lr_scheduler, "load_state_dict")
+        if options.loads_schedule and has_schedule:
+            engine.lr_scheduler.load_state_dict(state.lr_scheduler)
+        engine.take_counters(state)
+        if engine.training_dataloader is not None and private.get("data") is not None:
+            engine.training_dataloader.load_state_dict(private["data"])
+        if "rng" in private:
+            restore_rng(private["rng"], engine.device)
+
+
+# ---- buffers ----
+
+
+def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to the state dict."""
+    left_out = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer.detach() for name, buffer in model.named_buffers() if name not in left_out}
+
+
+def _extra_state_of(model: nn.Module) -> dict[str, Any]:
+    """Return what modules with a `get_extra_state` of their own return, by key of the state dict."""
+    return {
+        f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE: module.get_extra_state()
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _load_buffers(model: nn.Module, source: CheckpointSource, rank: int, world_size: int) -> None:
+    """Load buffers, this rank's own where it saved some, and extra state."""
+    own = source.private(rank, world_size).get("of_world", {}).get("buffers", {})
+    saved = {**source.state.buffers, **own}
+    with torch.no_grad():
+        for name, buffer in _buffers_of(model).items():
+            if name in saved:
+                buffer.copy_(saved[name])
+    for prefix, module in model.named_modules():
+        key = f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE
+        if key in source.state.extra_state:
+            module.set_extra_state(source.state.extra_state[key])
