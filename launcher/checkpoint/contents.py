@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from launcher.comm.mesh import ParallelMesh
@@ -24,8 +25,22 @@ class Item:
     """One tensor of a rank's file: elements of a parameter, or of a state of it."""
 
     key: str
-    tensor: Tensor  # 1-D, unless it is not by element; live
+    held: Tensor  # what this rank has, live; it may have no memory at the moment
+    part: slice | None  # of `held`, 1-D, that is written; None: all of it, in its shape
     elements: range  # of the flattened parameter
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.held.shape) if self.part is None else (self.part.stop - self.part.start,)
+
+    @property
+    def values(self) -> Tensor:
+        """What is written, live. It must be in memory."""
+        return self.held if self.part is None else self.held[self.part]
 
 
 @dataclass
@@ -78,7 +93,7 @@ def _of_unit(unit: FlatUnit, optimizer: FlatOptimizer | None, num_writers: int, 
     for slot, shared in layout.slots_in(layout.chunk_range(writer)):
         elements = range(shared.start - slot.offset, shared.stop - slot.offset)
         place = slice(shared.start - unit.owned.start, shared.stop - unit.owned.start)
-        contents.items.append(Item(f"weight/{slot.name}", values[place], elements))
+        contents.items.append(Item(f"weight/{slot.name}", values, place, elements))
         for piece in states.get(slot.name, ()):
             _add_states(contents, slot.name, piece, elements)
     return contents
@@ -89,11 +104,11 @@ def _add_states(contents: UnitContents, name: str, piece: dict[str, Any], elemen
     held = range(piece["start"], piece["stop"])
     for state, value in piece["state"].items():
         if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == len(held):
-            part = value[elements.start - held.start : elements.stop - held.start]
-            contents.items.append(Item(f"state/{state}/{name}", part, elements))
+            part = slice(elements.start - held.start, elements.stop - held.start)
+            contents.items.append(Item(f"state/{state}/{name}", value, part, elements))
         elif isinstance(value, Tensor) and value.dim() > 0:
             if elements.start == held.start:
-                contents.items.append(Item(f"whole/{state}/{name}", value, held))
+                contents.items.append(Item(f"whole/{state}/{name}", value, None, held))
         elif elements.start == 0:
             scalars = contents.scalars.setdefault(name, {})
             scalars[state] = value.detach().clone() if isinstance(value, Tensor) else value
@@ -109,7 +124,7 @@ def _others(model: nn.Module, num_writers: int, writer: int) -> Iterator[UnitCon
     for slot, shared in layout.slots_in(layout.chunk_range(writer)):
         elements = range(shared.start - slot.offset, shared.stop - slot.offset)
         flat = params[slot.name].detach().reshape(-1)
-        contents.items.append(Item(f"weight/{slot.name}", flat[elements.start : elements.stop], elements))
+        contents.items.append(Item(f"weight/{slot.name}", flat, slice(elements.start, elements.stop), elements))
     yield contents
 
 

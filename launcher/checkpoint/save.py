@@ -12,11 +12,12 @@ import datetime
 import json
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
@@ -197,8 +198,8 @@ class Save:
         tensors_name, facts_name = self.draft.file(stem, ".safetensors"), self.draft.file(stem, ".json")
         plain, private = data.private.plain, data.private.tensors
         items = [item for contents in data.contents for item in contents.items]
-        tensors = {item.key: _described(item.tensor) for item in items}
-        tensors |= {f"private/{key}": _described(tensor) for key, tensor in private.items()}
+        tensors = {item.key: _described(item.dtype, item.shape) for item in items}
+        tensors |= {f"private/{key}": _described(each.dtype, each.shape) for key, each in private.items()}
         ranges = {item.key: [item.elements.start, item.elements.stop] for item in items}
         path = self.draft.path / tensors_name
         writer = TensorFileWriter(path, tensors, {"ranges": json.dumps(ranges), "rank": str(self._exchange.rank)})
@@ -261,9 +262,8 @@ class Save:
         if tensors:
             name = self.draft.file("state", ".safetensors")
             state["tensors"] = name
-            with contextlib.closing(
-                TensorFileWriter(self.draft.path / name, {key: _described(each) for key, each in tensors.items()}, {})
-            ) as writer:
+            described = {key: _described(each.dtype, each.shape) for key, each in tensors.items()}
+            with contextlib.closing(TensorFileWriter(self.draft.path / name, described, {})) as writer:
                 for key, tensor in tensors.items():
                     writer.write(key, bytes_of(tensor))
                 state["sums"] = writer.finish().plain()
@@ -323,13 +323,13 @@ def live_tensors(contents: list[UnitContents]) -> Iterator[tuple[str, Tensor]]:
     for unit in contents:
         with unit.in_memory():
             for item in unit.items:
-                yield item.key, item.tensor
+                yield item.key, item.values
 
 
-def _described(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    if tensor.dtype not in FILE_DTYPES:
-        raise CheckpointError(f"tensors of type {tensor.dtype} cannot be saved")
-    return FILE_DTYPES[tensor.dtype], tuple(tensor.shape)
+def _described(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    if dtype not in FILE_DTYPES:
+        raise CheckpointError(f"tensors of type {dtype} cannot be saved")
+    return FILE_DTYPES[dtype], tuple(shape)
 
 
 def _params_of(contents: list[UnitContents]) -> dict[str, dict[str, Any]]:
@@ -342,7 +342,7 @@ def _params_of(contents: list[UnitContents]) -> dict[str, dict[str, Any]]:
                 continue
             state, _, name = rest.partition("/")
             facts = found.setdefault(name, {})
-            facts.setdefault("states" if kind == "state" else "whole", {})[state] = dtype_name(item.tensor.dtype)
+            facts.setdefault("states" if kind == "state" else "whole", {})[state] = dtype_name(item.dtype)
         for name, scalars in unit.scalars.items():
             plain = {state: _scalar(value) for state, value in scalars.items()}
             found.setdefault(name, {})["scalars"] = plain
