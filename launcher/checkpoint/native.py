@@ -89,9 +89,8 @@ class NativeSource:
         place = 0
         for found in self._map.shards_of(name, start, start + out.numel()):
             file = self._file(found.rank)
-            layout = self._layouts[found.unit]
-            slot = next(slot for slot in layout.slots if slot.name == name)
-            first = max(layout.chunk_range(found.rank).start - slot.offset, 0)  # that the file has of the parameter
+            owned = self._layouts[found.unit].chunk_range(found.rank)
+            first = self._map.slot_of(name).within(owned).start  # that the file has of the parameter
             part = out[place : place + found.numel]
             _read_part(file, prefix + name, start + place - first, part)
             place += found.numel

@@ -218,9 +218,11 @@ class KernelFlat(UnitOptimizer):
         super().load_groups(groups)
 
     def load_unit(self, unit: int, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the states of a unit's shards by copies of `states`, by name, in memory of their own."""
+        """Replace the states of a unit's shards by copies of `states`, by name."""
         for shard in self._of_unit.get(unit, ()):
-            self._memory.pop(shard, None)
+            memory = self._memory.get(shard, {}).values()
+            if any(not flat.untyped_storage().nbytes() for flat in memory):  # it is on disk, for the states of before
+                self._memory.pop(shard, None)
         super().load_unit(unit, states)
 
     def load_state(self, shard: ParamShard, state: Mapping[str, Any]) -> None:

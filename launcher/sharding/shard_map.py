@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.sharding.layout import ParamSlot, UnitLayout
-from launcher.sharding.tensors import ParamInfo
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,9 @@ class ShardMap:
                     raise ValueError(f"two parameters are named {slot.name}; a map needs one name for each")
                 self._slots[slot.name] = unit, slot
 
-    def param(self, name: str) -> ParamInfo | None:
-        """Return what is known of a parameter; None when the map has none of this name."""
-        found = self._slots.get(name)
-        return None if found is None else found[1].param
+    def slot_of(self, name: str) -> ParamSlot:
+        """Return the place of a parameter in its unit. Raises: KeyError for a name that the map does not have."""
+        return self._slots[name][1]
 
     def shards_of(self, name: str, start: int = 0, stop: int | None = None) -> list[ShardRange]:
         """Return where the elements `[start, stop)` of a parameter are, in their order; all of it by default.
