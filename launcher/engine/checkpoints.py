@@ -26,6 +26,7 @@ from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, Share
 from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
+from launcher.config.schema import Config
 from launcher.zero.gathered import GatheredParameters
 
 if TYPE_CHECKING:
@@ -48,10 +49,10 @@ class LoadOptions:
 class Checkpoints:
     """Saves and loads one engine. Every rank must call each method, with the same arguments."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, settings: Config) -> None:
         self._engine = engine
         self._parts = engine._parts
-        self._section = self._parts.settings.checkpoint
+        self._section = settings.checkpoint
         self._saver = BackgroundSaver(is_rank0=engine.global_rank == 0)
 
     # ---- save ----

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +21,12 @@ from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
 from launcher.engine.backward import BackwardPass, check_loss, first_of_sum, scaled_up
 from launcher.engine.casting import Casting
-from launcher.engine.checkpoints import Checkpoints, LoadOptions
+from launcher.engine.checkpoints import Checkpoints
 from launcher.engine.data import DistributedLoader
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.saving import SavesCheckpoints
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.state import collect_state, load_state
 from launcher.engine.watch import StepFacts, Watch
@@ -57,7 +56,7 @@ class EngineParts:
         return self.mesh.data
 
 
-class Engine(nn.Module):
+class Engine(SavesCheckpoints, nn.Module):
     """A model that trains by `loss = engine(x); engine.backward(loss); engine.step()`.
 
     All three must be called by every rank, once per micro-batch; `step()` acts only at the accumulation
@@ -90,7 +89,7 @@ class Engine(nn.Module):
         self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.compute_dtype)
         self._model_facts = ModelFacts(model)
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
-        self._checkpoints = Checkpoints(self)
+        self._checkpoints = Checkpoints(self, parts.settings)
 
     # ---- facts ----
 
@@ -400,68 +399,6 @@ class Engine(nn.Module):
             )
         self.synchronize_parameters()
         return load_state(self.module, state_dict, strict=strict)
-
-    # ---- checkpoints ----
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save everything that a run needs to continue to `save_dir/tag`; return True. Every rank must call it.
-
-        tag: by default `global_step{N}`. client_state: values of the script that are saved too: plain data, tensors,
-        arrays. save_latest: `load_checkpoint` without a tag loads this one. With "async" in the config's `checkpoint`
-        section the training waits for a copy in host memory only; see `wait_for_checkpoint`.
-
-        Until the last file is on the disk, the checkpoint that was there before stays as it is. Raises: CheckpointError
-        on every rank where one of them cannot save, or does not call it within a minute.
-        """
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self._checkpoints.save(
-            Path(save_dir),
-            name,
-            client_state or {},
-            saves_latest=save_latest,
-            excludes_frozen=exclude_frozen_parameters,
-        )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from a checkpoint, of any number of ranks, stage and offload. Every rank must call it.
-
-        tag: by default what `latest` names. Returns the checkpoint's folder and the client state; (None, {}) where
-        there is no `latest`. custom_load_fn: called as `custom_load_fn(src=weights by name, dst=model)` in place of
-        loading the parameters. Raises: CheckpointError on every rank, with the file that is damaged or what does not
-        fit.
-        """
-        return self._checkpoints.load(
-            Path(load_dir),
-            None if tag is None else str(tag),
-            LoadOptions(
-                is_strict=load_module_strict,
-                loads_optimizer=load_optimizer_states and not load_module_only,
-                loads_schedule=load_lr_scheduler_states,
-                loads_module_only=load_module_only,
-                custom_load=custom_load_fn,
-            ),
-        )
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait until an asynchronous save has ended. Raises: CheckpointError where it has failed."""
-        self._checkpoints.wait()
 
     def take_counters(self, state: RunState) -> None:
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""

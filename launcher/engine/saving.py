@@ -1,0 +1,77 @@
+"""What scripts call of an engine to save and to load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.engine.checkpoints import Checkpoints, LoadOptions
+
+
+class SavesCheckpoints:
+    """The part of `Engine` that saves and loads. All methods must be called by every rank, with the same arguments."""
+
+    global_steps: int
+    _checkpoints: Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that a run needs to continue to `save_dir/tag`; return True. Every rank must call it.
+
+        tag: by default `global_step{N}`. client_state: values of the script that are saved too: plain data, tensors,
+        arrays. save_latest: `load_checkpoint` without a tag loads this one. With "async" in the config's `checkpoint`
+        section the training waits for a copy in host memory only; see `wait_for_checkpoint`.
+
+        Until the last file is on the disk, the checkpoint that was there before stays as it is. Raises: CheckpointError
+        on every rank where one of them cannot save, or does not call it within a minute.
+        """
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._checkpoints.save(
+            Path(save_dir),
+            name,
+            client_state or {},
+            saves_latest=save_latest,
+            excludes_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Continue from a checkpoint, of any number of ranks, stage and offload. Every rank must call it.
+
+        tag: by default what `latest` names. Returns the checkpoint's folder and the client state; (None, {}) where
+        there is no `latest`. custom_load_fn: called as `custom_load_fn(src=weights by name, dst=model)` in place of
+        loading the parameters. Raises: CheckpointError on every rank, with the file that is damaged or what does not
+        fit.
+        """
+        return self._checkpoints.load(
+            Path(load_dir),
+            None if tag is None else str(tag),
+            LoadOptions(
+                is_strict=load_module_strict,
+                loads_optimizer=load_optimizer_states and not load_module_only,
+                loads_schedule=load_lr_scheduler_states,
+                loads_module_only=load_module_only,
+                custom_load=custom_load_fn,
+            ),
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until an asynchronous save has ended. Raises: CheckpointError where it has failed."""
+        self._checkpoints.wait()
