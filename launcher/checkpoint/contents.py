@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from launcher.comm.mesh import ParallelMesh
@@ -24,8 +25,22 @@ class Item:
     """One tensor of a rank's file: elements of a parameter, or of a state of it."""
 
     key: str
-    tensor: Tensor  # 1-D, unless it is not by element; live
+    source: Tensor  # live; without memory while its values are on disk
     elements: range  # of the flattened parameter
+    place: slice | None = None  # of these in `source`, which is 1-D; None: all of it, which may not be by element
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is written, live. Only while it is in memory: a part of what has none cannot be made."""
+        return self.source if self.place is None else self.source[self.place]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.shape) if self.place is None else (len(self.elements),)
 
 
 @dataclass
@@ -78,7 +93,7 @@ def _of_unit(unit: FlatUnit, optimizer: FlatOptimizer | None, num_writers: int, 
     for slot, shared in layout.slots_in(layout.chunk_range(writer)):
         elements = range(shared.start - slot.offset, shared.stop - slot.offset)
         place = slice(shared.start - unit.owned.start, shared.stop - unit.owned.start)
-        contents.items.append(Item(f"weight/{slot.name}", values[place], elements))
+        contents.items.append(Item(f"weight/{slot.name}", values, elements, place))
         for piece in states.get(slot.name, ()):
             _add_states(contents, slot.name, piece, elements)
     return contents
@@ -89,8 +104,8 @@ def _add_states(contents: UnitContents, name: str, piece: dict[str, Any], elemen
     held = range(piece["start"], piece["stop"])
     for state, value in piece["state"].items():
         if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == len(held):
-            part = value[elements.start - held.start : elements.stop - held.start]
-            contents.items.append(Item(f"state/{state}/{name}", part, elements))
+            place = slice(elements.start - held.start, elements.stop - held.start)
+            contents.items.append(Item(f"state/{state}/{name}", value, elements, place))
         elif isinstance(value, Tensor) and value.dim() > 0:
             if elements.start == held.start:
                 contents.items.append(Item(f"whole/{state}/{name}", value, held))
@@ -108,8 +123,8 @@ def _others(model: nn.Module, num_writers: int, writer: int) -> Iterator[UnitCon
     contents = UnitContents(layout)
     for slot, shared in layout.slots_in(layout.chunk_range(writer)):
         elements = range(shared.start - slot.offset, shared.stop - slot.offset)
-        flat = params[slot.name].detach().reshape(-1)
-        contents.items.append(Item(f"weight/{slot.name}", flat[elements.start : elements.stop], elements))
+        flat, place = params[slot.name].detach().reshape(-1), slice(elements.start, elements.stop)
+        contents.items.append(Item(f"weight/{slot.name}", flat, elements, place))
     yield contents
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
 from launcher.checkpoint import tree
-from launcher.checkpoint.contents import UnitContents
+from launcher.checkpoint.contents import Item, UnitContents
 from launcher.checkpoint.exchange import Exchange
 from launcher.checkpoint.layout_json import layouts_to_json
 from launcher.checkpoint.tensors import FILE_DTYPES, bytes_of, dtype_name
@@ -197,7 +197,7 @@ class Save:
         tensors_name, facts_name = self.draft.file(stem, ".safetensors"), self.draft.file(stem, ".json")
         plain, private = data.private.plain, data.private.tensors
         items = [item for contents in data.contents for item in contents.items]
-        tensors = {item.key: _described(item.tensor) for item in items}
+        tensors = {item.key: _described(item) for item in items}
         tensors |= {f"private/{key}": _described(tensor) for key, tensor in private.items()}
         ranges = {item.key: [item.elements.start, item.elements.stop] for item in items}
         path = self.draft.path / tensors_name
@@ -326,7 +326,7 @@ def live_tensors(contents: list[UnitContents]) -> Iterator[tuple[str, Tensor]]:
                 yield item.key, item.tensor
 
 
-def _described(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+def _described(tensor: Tensor | Item) -> tuple[str, tuple[int, ...]]:
     if tensor.dtype not in FILE_DTYPES:
         raise CheckpointError(f"tensors of type {tensor.dtype} cannot be saved")
     return FILE_DTYPES[tensor.dtype], tuple(tensor.shape)
@@ -342,7 +342,7 @@ def _params_of(contents: list[UnitContents]) -> dict[str, dict[str, Any]]:
                 continue
             state, _, name = rest.partition("/")
             facts = found.setdefault(name, {})
-            facts.setdefault("states" if kind == "state" else "whole", {})[state] = dtype_name(item.tensor.dtype)
+            facts.setdefault("states" if kind == "state" else "whole", {})[state] = dtype_name(item.dtype)
         for name, scalars in unit.scalars.items():
             plain = {state: _scalar(value) for state, value in scalars.items()}
             found.setdefault(name, {})["scalars"] = plain
