@@ -159,10 +159,15 @@ def test_losses_are_those_of_an_uninterrupted_run(name: str, tmp_path: Path, new
     check(CONFIGS[name], tmp_path / "saved", new_processes)
 
 
-def test_with_states_and_parameters_on_disk(tmp_path: Path, new_processes: RankPool) -> None:
+@pytest.mark.parametrize("is_bf16", [False, True])
+@pytest.mark.parametrize("keys", [("offload_optimizer",), ("offload_optimizer", "offload_param")])
+def test_with_states_and_parameters_on_disk(
+    keys: tuple[str, ...], is_bf16: bool, tmp_path: Path, new_processes: RankPool
+) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
     (tmp_path / "swap").mkdir()
-    check(config_of({"stage": 3, "offload_optimizer": disk, "offload_param": disk}), tmp_path / "saved", new_processes)
+    config = config_of({"stage": 3, **dict.fromkeys(keys, disk)}, bf16={"enabled": is_bf16})
+    check(config, tmp_path / "saved", new_processes)
 
 
 def test_with_an_optimizer_of_the_script(tmp_path: Path, new_processes: RankPool) -> None:
