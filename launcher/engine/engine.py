@@ -408,6 +408,8 @@ class Engine(SavesCheckpoints, nn.Module):
         self._losses.clear()
         self._backward_done = False
         self._last_step.restart(state.skipped_steps)
+        if self._sharded.delayed is not None:
+            self._sharded.delayed.restart(state.global_steps - state.skipped_steps)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -36,6 +36,10 @@ class DelayedUpdate:
         for unit in self._units:
             unit.params.pending = self
 
+    def restart(self, num_steps: int) -> None:
+        """Continue a run that has taken so many steps: the first ones, which are not delayed, are among them."""
+        self._num_left_in_order = max(0, self._policy.offload.num_steps_in_order - num_steps)
+
     def begin(self, unused: Collection[str], grad_scale: float) -> None:
         """Take the units' gradients over and start a step with them. The step before must have been written back."""
         grads = {unit.index: unit.grads.hand_over() for unit in self._units if unit.grads is not None}

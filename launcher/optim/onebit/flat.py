@@ -17,6 +17,8 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.optim.lion import BATCH_NUMEL, DEFAULT_BATCH_NUMEL
 
+_NUM_STEPS = "num_steps"
+
 
 @dataclass(eq=False)
 class ParamState:
@@ -92,6 +94,11 @@ class OneBitFlat(FlatOptimizer):
     def skips_reduction(self) -> bool:
         """Whether the next step is to get this rank's own gradients, not their sum over the ranks."""
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether parameters and momenta differ from rank to rank now."""
+        return False
+
     @abstractmethod
     def _advance(self, active: list[ParamState]) -> None:
         """Update the parameters that have a gradient."""
@@ -152,23 +159,55 @@ class OneBitFlat(FlatOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a continued run needs; `errors`, and between exchanges momenta, are this rank's own."""
-        errors = {"worker": self._mean.worker_error, "server": self._mean.server_error}
-        return {**super().state_dict(), "num_steps": self._num_steps, "errors": errors}
+        return {**super().state_dict(), _NUM_STEPS: self._num_steps, "errors": self._errors()}
 
-    @torch.no_grad()
     def accept(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Take over all but the states of parameters; return these. Errors of another world size are forgotten."""
         found = super().accept(state)
-        self._num_steps = state["num_steps"]
-        for mine, given in (
-            (self._mean.worker_error, state["errors"]["worker"]),
-            (self._mean.server_error, state["errors"]["server"]),
-        ):
-            if mine.shape == given.shape:
+        self._num_steps = state[_NUM_STEPS]
+        self._take_errors(state["errors"])
+        return found
+
+    def saved_groups(self) -> list[dict[str, Any]]:
+        """Return copies of the groups' hyper-parameters, and with each how many steps were taken."""
+        return [{**group, _NUM_STEPS: self._num_steps} for group in super().saved_groups()]
+
+    def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take hyper-parameters over and, where it is there, the number of steps: it decides about the phase."""
+        super().load_groups([{key: group[key] for key in group if key != _NUM_STEPS} for group in groups])
+        for group in groups:
+            self._num_steps = int(group.get(_NUM_STEPS, self._num_steps))
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return this rank's errors and, while ranks are apart, its parameters and their states. Tensors are live."""
+        state: dict[str, Any] = {"errors": self._errors()}
+        if self.is_apart:
+            state["own"] = {shard.name: {"master": shard.master, "state": dict(shard.state)} for shard in self.shards}
+        return state
+
+    @torch.no_grad()
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `rank_state()` returned; empty: errors are forgotten."""
+        self._take_errors(state.get("errors", {}))
+        for shard in self.shards:
+            own = state.get("own", {}).get(shard.name)
+            if own is not None:
+                shard.master.copy_(own["master"])
+                self.load_state(shard, own["state"])
+                if shard.param is not None:
+                    shard.param.copy_(shard.master)
+
+    def _errors(self) -> dict[str, Tensor]:
+        return {"worker": self._mean.worker_error, "server": self._mean.server_error}
+
+    @torch.no_grad()
+    def _take_errors(self, errors: Mapping[str, Tensor]) -> None:
+        for name, mine in self._errors().items():
+            given = errors.get(name)
+            if given is not None and given.shape == mine.shape:
                 mine.copy_(given)
             else:
                 mine.zero_()
-        return found
 
     def load_state(self, shard: ParamShard, state: Mapping[str, Any]) -> None:
         """Overwrite the state of a parameter, in place where it has a place."""

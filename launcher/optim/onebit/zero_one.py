@@ -41,11 +41,16 @@ class ZeroOneAdam(OneBitFlat):
             return True
         return not is_variance_step(self._num_steps, int(self._options["var_update_scaler"]))
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks have stepped by themselves since the last exchange."""
+        return any(param.state.get("path_steps") for param in self._params)
+
     def _advance(self, active: list[ParamState]) -> None:
         self._add_to_momentum(active)
         if not self.skips_reduction:
             self._add_to_variance(active)
-        elif self._exchanges() and not any(param.state.get("path_steps") for param in self._params):
+        elif self._exchanges() and not self.is_apart:
             self._average_momenta(active)
         else:
             for param in active:
