@@ -1,9 +1,9 @@
-"""What a start of a job continues from: `--resume`, and whether the job has been started before. Standard library only.
-"""
+"""What a start of a job continues from: `--resume`, and whether the job has been started before. Standard library only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 from launcher.base import env
 from launcher.base.record import Record
 
