@@ -1,4 +1,4 @@
-"""What a start of a job continues from: `--resume`, and whether the job has been started before. Standard library only."""
+"""What a start of a job continues from: `--resume`, and whether the job has been started before."""
 
 from __future__ import annotations
 

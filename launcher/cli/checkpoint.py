@@ -97,8 +97,8 @@ def verify(ctx: click.Context, path: Path, as_json: bool) -> None:
 def prune(path: Path, keep_last: int | None, keep_every: int | None, dry_run: bool) -> None:
     """Remove what is not to be kept of the checkpoints in DIR, and what saves that were killed left behind.
 
-    The checkpoint that `latest` names is never removed. Leftovers that something was written to in the last quarter of an
-    hour may belong to a save that still runs, and are left alone.
+    The checkpoint that `latest` names is never removed. Leftovers that something was written to in the last quarter
+    of an hour may belong to a save that still runs, and are left alone.
     """
     from launcher.checkpoint_files import retention
 
