@@ -203,7 +203,8 @@ def _local_time(created: str) -> str:
 
 
 def _show_all(path: Path, found: Sequence[Summary], damaged: dict[str, str], latest: str | None) -> None:
-    rows = [("TAG", "STEP", "SAVED", "SIZE", "RANKS", "STAGE", "PRECISION", "OPTIMIZER", "PARAMETERS", "")]
+    header = ("TAG", "STEP", "SAVED", "SIZE", "RANKS", "STAGE", "PRECISION", "OPTIMIZER", "PARAMETERS", "")
+    rows: list[tuple[str, ...]] = [header]
     rows += [_row(each, latest) for each in found]
     _show_table(rows, right=(1, 3, 4, 5))
     for name, problem in damaged.items():

@@ -21,6 +21,7 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
+from launcher.engine.autosave import Autosave
 from launcher.engine.backward import BackwardPass, check_loss, first_of_sum, scaled_up
 from launcher.engine.casting import Casting
 from launcher.engine.checkpoints import Checkpoints, LoadOptions
@@ -28,6 +29,7 @@ from launcher.engine.data import DistributedLoader
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.resume import Resumed, begin_in_folder, resume_from
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.state import collect_state, load_state
 from launcher.engine.watch import StepFacts, Watch
@@ -91,6 +93,9 @@ class Engine(nn.Module):
         self._model_facts = ModelFacts(model)
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
         self._checkpoints = Checkpoints(self)
+        self._autosave = Autosave(parts.settings.checkpoint)
+        self.client_state: dict[str, Any] = {}  # what the engine's own saves keep of the script
+        self._resumed: Resumed | None = None
 
     # ---- facts ----
 
@@ -276,12 +281,14 @@ class Engine(nn.Module):
         self.micro_steps += 1
         if boundary:
             self._model_facts.check()
+            self._autosave.begin_step()
             with self._watch.phase("step"):
                 self._take_step()
         self._timer.stop(boundary)
         if boundary:
             tell(step=self.global_steps)  # heartbeats count micro-batches
             self._report()
+            self._autosave.after_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step."""
@@ -462,6 +469,22 @@ class Engine(nn.Module):
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous save has ended. Raises: CheckpointError where it has failed."""
         self._checkpoints.wait()
+
+    def resume(self, folder: str | os.PathLike[str] | None = None) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is good, if this start is to continue. Every rank must call it.
+
+        folder: by default `checkpoint.folder` of the config, whose checkpoint `initialize` has loaded already. Returns
+        the client state; None where this start begins anew. Raises: CheckpointError, and EngineError without a folder.
+        """
+        if folder is not None:
+            self._resumed = resume_from(self, os.fspath(folder), self._parts.group)
+        elif self._parts.settings.checkpoint.folder is None:
+            raise EngineError("engine.resume() names no folder", hint="give one, or set checkpoint.folder")
+        return None if self._resumed is None else self._resumed.client_state
+
+    def begin_in_folder(self) -> None:
+        """Load what this start continues from, where the config names a folder: the end of `initialize`."""
+        self._resumed = begin_in_folder(self, self._parts.settings.checkpoint.folder, self._parts.group)
 
     def take_counters(self, state: RunState) -> None:
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""
