@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,14 +32,13 @@ class SavingEngine(Protocol):
 
 
 class Autosave:
-    """Saves an engine into `checkpoint.folder`. Every rank must have one, and call both methods at every step."""
+    """Saves an engine into `checkpoint.folder`. Every rank must have one, and tell it of every step."""
 
     def __init__(self, section: Checkpoint) -> None:
         self._folder = section.folder
         self._every = section.save_every
         self._retention = None if section.keep_last is None else Retention(section.keep_last, section.keep_every)
         self._notice = None if section.folder is None else Agreement()
-        self._saved_step: int | None = None  # of the last save into the folder
 
     def begin_step(self) -> None:
         """Ask all ranks whether one has been given notice, before an optimizer step that hides the answer's way."""
@@ -54,31 +54,25 @@ class Autosave:
         if is_notice:
             self._leave(engine, self._folder)
         elif is_due:
-            self._save(engine, self._folder)
+            engine.save_checkpoint(self._folder, client_state=engine.client_state)
 
-    def _save(self, engine: SavingEngine, folder: str) -> None:
-        if self._saved_step == engine.global_steps:
-            return
-        engine.save_checkpoint(folder, client_state=engine.client_state)
-        self._saved_step = engine.global_steps
-        self._prune(engine, folder)
+    def after_commit(self, path: Path) -> None:
+        """Remove old checkpoints, once a further one is there; maybe from the thread of an asynchronous save.
 
-    def _prune(self, engine: SavingEngine, folder: str) -> None:
-        if self._retention is None or engine.global_rank != 0:
+        Of all ranks of a host only one calls it. path: of the further one.
+        """
+        if self._retention is None or self._folder is None or path.parent != Path(self._folder):
             return
         try:
-            prune(Path(folder), self._retention)
+            prune(path.parent, self._retention)
         except OSError as error:
-            get_logger().warning("old checkpoints of %s could not be removed: %s", folder, error)
+            get_logger().warning("old checkpoints of %s could not be removed: %s", self._folder, error)
 
     def _leave(self, engine: SavingEngine, folder: str) -> None:
-        try:
+        with contextlib.suppress(CheckpointError):  # an asynchronous save has failed before, and rank 0 has said so
             engine.wait_for_checkpoint()
-        except CheckpointError:  # of an asynchronous save before this one; rank 0 has said so
-            self._saved_step = None
-        self._save(engine, folder)
+        engine.save_checkpoint(folder, client_state=engine.client_state)
         engine.wait_for_checkpoint()
-        self._prune(engine, folder)
         if engine.global_rank == 0:
             get_logger().warning(
                 "the job is about to be preempted: step %d is saved in %s, the ranks end with %d to be started again",

@@ -92,8 +92,8 @@ class Engine(nn.Module):
         self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.compute_dtype)
         self._model_facts = ModelFacts(model)
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
-        self._checkpoints = Checkpoints(self)
         self._autosave = Autosave(parts.settings.checkpoint)
+        self._checkpoints = Checkpoints(self, self._autosave.after_commit)
         self.client_state: dict[str, Any] = {}  # what the engine's own saves keep of the script
         self._resumed: Resumed | None = None
 
@@ -484,7 +484,7 @@ class Engine(nn.Module):
 
     def begin_in_folder(self) -> None:
         """Load what this start continues from, where the config names a folder: the end of `initialize`."""
-        self._resumed = begin_in_folder(self, self._parts.settings.checkpoint.folder, self._parts.group)
+        self._resumed = begin_in_folder(self, self._sharded, self._parts.settings.checkpoint.folder, self._parts.group)
 
     def take_counters(self, state: RunState) -> None:
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""

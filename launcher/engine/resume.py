@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from launcher.base.errors import CheckpointError, EngineError
 from launcher.base.log import get_logger
-from launcher.base.resume import StartKind, start_kind
+from launcher.base.resume import AUTO, StartKind, start_kind
 from launcher.checkpoint.exchange import Exchange
 from launcher.checkpoint.load import READ_TIMEOUT_S
 from launcher.checkpoint_files.candidates import candidates
 from launcher.checkpoint_files.retention import by_age
 from launcher.checkpoint_files.verify import verify
 from launcher.comm.groups import DataParallelGroup
+from launcher.engine.sharded import ShardedModel
+
+_in_use: WeakValueDictionary[str, ShardedModel] = WeakValueDictionary()  # folder -> of the engine that saves there
 
 
 class LoadingEngine(Protocol):
@@ -38,32 +43,58 @@ class Resumed:
     client_state: dict[str, Any]
 
 
-def begin_in_folder(engine: LoadingEngine, folder: str | None, group: DataParallelGroup) -> Resumed | None:
+def begin_in_folder(
+    engine: LoadingEngine, sharded: ShardedModel, folder: str | None, group: DataParallelGroup
+) -> Resumed | None:
     """Load what this start continues from, at the end of `initialize`; None where it begins anew. Collective.
 
-    folder: `checkpoint.folder`; without one nothing is loaded. Raises: EngineError for a new run in the folder of
-    another one; CheckpointError where there must be a checkpoint and is none.
+    folder: `checkpoint.folder`. Raises: EngineError for a new run in the folder of another one, and for two engines
+    with one folder; CheckpointError where there must be a checkpoint and is none.
     """
-    if folder is None:
-        return None
     kind = start_kind(os.environ)
-    exchange = Exchange(group, "initialize")
-    refused = exchange.broadcast(_refused(kind, folder) if group.rank == 0 else None, timeout_s=READ_TIMEOUT_S)
-    if refused:
-        raise EngineError(
-            f"checkpoint.folder has checkpoints of another run already, such as {refused}, and this one begins anew",
-            where=folder,
-            hint="continue with `launch --resume auto`, begin anew with --resume never, or name another folder",
-        )
+    if folder is None and kind.resume == AUTO and group.rank == 0:
+        get_logger().warning("--resume auto: the config has no checkpoint.folder, so only engine.resume(DIR) continues")
+    if folder is None and kind.named_folder is None:
+        return None
+    if folder is not None:
+        _check_folder(kind, folder, group)
+        _in_use[_absolute(folder)] = sharded
     resumed = resume_from(engine, folder, group)
     if resumed is None and kind.resumes and group.rank == 0:
         get_logger().info("there is no checkpoint in %s yet: the run begins anew", folder)
     return resumed
 
 
-def _refused(kind: StartKind, folder: str) -> str | None:
+def _check_folder(kind: StartKind, folder: str, group: DataParallelGroup) -> None:
+    """Raises: EngineError, on every rank, for a folder that another engine or run saves or has saved into."""
+    found = [_is_in_use(folder), _newest_of_others(kind, folder)] if group.rank == 0 else None
+    is_in_use, newest = Exchange(group, "initialize").broadcast(found, timeout_s=READ_TIMEOUT_S)
+    if is_in_use:
+        raise EngineError(
+            "two engines would save into one checkpoint.folder, and replace each other's checkpoints",
+            where=folder,
+            hint="give each of them a folder of its own, or call destroy() on the first one",
+        )
+    if newest is not None:
+        raise EngineError(
+            f"checkpoint.folder has checkpoints of another run already, such as {newest}, and this one begins anew",
+            where=folder,
+            hint="continue with `launch --resume auto`, begin anew with --resume never, or name another folder",
+        )
+
+
+def _is_in_use(folder: str) -> bool:
+    other = _in_use.get(_absolute(folder))
+    if other is not None and not other.has_ended:
+        del other
+        gc.collect()  # it may have been dropped
+        other = _in_use.get(_absolute(folder))
+    return other is not None and not other.has_ended
+
+
+def _newest_of_others(kind: StartKind, folder: str) -> str | None:
     """Return the newest checkpoint of a folder that this start must not save into; None where it may."""
-    if kind.may_begin_in(_absolute(folder)) or kind.may_begin_in(folder):
+    if kind.may_begin_in(_absolute(folder)):
         return None
     found = by_age(Path(folder))
     return found[-1].path.name if found else None
@@ -75,12 +106,12 @@ def resume_from(engine: LoadingEngine, folder: str | None, group: DataParallelGr
     folder: where the job saves. Raises: CheckpointError where the checkpoint does not fit the model, where all are
     damaged, or where `--resume` names a folder without any.
     """
-    kind = start_kind(os.environ)
-    folders = kind.folders(None if folder is None else _absolute(folder))
-    if not folders:
-        return None
     exchange = Exchange(group, "resume")
-    choice = _Choice(folders, must_find=kind.named_folder is not None) if group.rank == 0 else None
+    choice: _Choice | None = None  # rank 0's: the environment of another host may say something else
+    if group.rank == 0:
+        kind = start_kind(os.environ)
+        folders = kind.folders(None if folder is None else _absolute(folder))
+        choice = _Choice(folders, must_find=kind.named_folder is not None)
     while True:
         chosen = exchange.broadcast(None if choice is None else choice.next(), timeout_s=READ_TIMEOUT_S)
         if "error" in chosen:
@@ -126,6 +157,8 @@ class _Choice:
         if self._left:
             self._path = self._left.pop(0)
             return {"root": str(self._path.parent), "tag": self._path.name}
+        if not self._folders:
+            return {}
         where = self._folders[-1]
         if self._damaged:
             hint = "restore a copy, or begin anew with `launch --resume never`"

@@ -74,12 +74,13 @@ def test_losses_continue_bit_for_bit(tmp_path: Path, is_async: bool) -> None:
     assert saved(tmp_path / "run") == [2, 4, 6, 8]
 
 
-def pruned(rank: int, world_size: int, folder: str) -> None:
-    train(folder, 7, save_every=1, keep_last=2, keep_every=3)
+def pruned(rank: int, world_size: int, folder: str, is_async: bool) -> None:
+    train(folder, 7, save_every=1, keep_last=2, keep_every=3, **{"async": is_async})
 
 
-def test_old_checkpoints_go(tmp_path: Path) -> None:
-    run_on_ranks(2, pruned, str(tmp_path))
+@pytest.mark.parametrize("is_async", [False, True])
+def test_old_checkpoints_go(tmp_path: Path, is_async: bool) -> None:
+    run_on_ranks(2, pruned, str(tmp_path), is_async)
     assert saved(tmp_path) == [3, 6, 7]
     assert latest_tag(tmp_path) == "global_step7"
 
@@ -112,6 +113,21 @@ def test_a_new_run_does_not_begin_in_the_folder_of_another(tmp_path: Path) -> No
     for message in run_on_ranks(2, refused, str(tmp_path)):
         assert "checkpoints of another run already, such as global_step2" in message
         assert "--resume auto" in message
+
+
+def two_engines(rank: int, world_size: int, folder: str) -> str:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "checkpoint": {"folder": folder}}
+    first, *_ = launcher.initialize(model=nn.Linear(4, 1), config=config)
+    with pytest.raises(EngineError) as caught:
+        launcher.initialize(model=nn.Linear(4, 1), config=config)
+    first.destroy()
+    launcher.initialize(model=nn.Linear(4, 1), config=config)[0].destroy()
+    return str(caught.value)
+
+
+def test_two_engines_do_not_share_a_folder(tmp_path: Path) -> None:
+    for message in run_on_ranks(2, two_engines, str(tmp_path)):
+        assert "two engines would save into one checkpoint.folder" in message
 
 
 def from_elsewhere(rank: int, world_size: int, old: str, new: str) -> Any:
