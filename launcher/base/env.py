@@ -55,6 +55,11 @@ TORCHELASTIC_RUN_ID = EnvVar(
     "name of the job that all its ranks share: LAUNCH_JOB_ID, or `--job_id` where each node runs its own command",
     "set",
 )
+RESUME = EnvVar(
+    "LAUNCH_RESUME",
+    "what the run continues from: `auto`, `never`, a folder, or nothing (`--resume`)",
+    "set",
+)
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
 SSH_PROCESSES = EnvVar(
     "LAUNCH_SSH_PROCESSES", "helper processes that hold SSH connections, 0 for none; default by hosts and cores", "read"
@@ -85,6 +90,7 @@ SLURM_STEP_TASKS_PER_NODE = EnvVar("SLURM_STEP_TASKS_PER_NODE", "set by srun: ta
 SLURM_PROCID = EnvVar("SLURM_PROCID", "set by srun: number of the task; RANK under `srun launch`", "read")
 SLURM_LOCALID = EnvVar("SLURM_LOCALID", "set by srun: number of the task on its node; LOCAL_RANK", "read")
 SLURM_NODEID = EnvVar("SLURM_NODEID", "set by srun: number of the node in the step; NODE_RANK", "read")
+SLURM_RESTART_COUNT = EnvVar("SLURM_RESTART_COUNT", "set by Slurm: how often the job went back into the queue", "read")
 SLURM_HET_SIZE = EnvVar("SLURM_HET_SIZE", "set by Slurm: parts of a heterogeneous job, which is refused", "read")
 SLURMD_NODENAME = EnvVar("SLURMD_NODENAME", "set by Slurm: name of the node a process runs on", "read")
 # Set by other launchers, for each process they start; see base/scheduler_rank.py.

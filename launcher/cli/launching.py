@@ -12,6 +12,7 @@ import click
 from launcher.cli import render, streams
 from launcher.cli.planning import choose_hosts, config_argument, make_plan
 from launcher.cli.reach import Transports
+from launcher.cluster.allocation import in_allocation
 from launcher.job.controller import Controller
 from launcher.job.display import Display
 from launcher.job.plan import new_job_id
@@ -57,7 +58,12 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
         has_prefixes=not options.no_prefix,
     )
     policy = RestartPolicy(
-        options.max_restarts, options.min_nodes, chosen.spares, lambda: world_sizes_of(options.script_args)
+        options.max_restarts,
+        # Slurm takes the nodes of a job back after a notice: there the batch script has the job queued again.
+        options.max_restarts > 0 and not in_allocation(os.environ),
+        options.min_nodes,
+        chosen.spares,
+        lambda: world_sizes_of(options.script_args),
     )
     display, signals = Display(console), SignalQueue(plan.stop_signals)
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from launcher.base.errors import UsageError
+from launcher.base.resume import AUTO, NEVER
 from launcher.base.suggest import did_you_mean
 from launcher.cli.command import option
 from launcher.cli.completion import files
@@ -123,6 +124,12 @@ _OPTIONS = (
         help="At a restart continue without lost hosts, with at least N. Default: all are needed.",
     ),
     option(
+        "--resume",
+        heading=_FAILURE,
+        metavar="auto|never|DIR",
+        help="Continue from the newest checkpoint of checkpoint.folder, or of DIR. Default: at restarts only.",
+    ),
+    option(
         "--hang-timeout",
         "hang_timeout_s",
         heading=_FAILURE,
@@ -215,6 +222,7 @@ class RunOptions(Reaching):
     lease_s: float
     max_restarts: int
     min_nodes: int | None
+    resume: str | None
     hang_timeout_s: float | None
     env: tuple[str, ...]
     env_files: tuple[Path, ...]
@@ -240,6 +248,8 @@ class RunOptions(Reaching):
             raise UsageError("--pass-local-rank and --no-local-rank exclude each other", hint="give one of them")
         if self.min_nodes is not None and not self.max_restarts:
             raise UsageError("--min-nodes goes with --max-restarts", hint="add --max-restarts N")
+        if self.resume == "":
+            raise UsageError("--resume names no folder", hint="write --resume auto, --resume never or --resume DIR")
         if self.as_json and not self.dry_run:
             raise UsageError("--json goes with --dry-run", hint="add --dry-run")
         if self.standalone and (self.hostfile is not None or self.is_by_hand):
@@ -259,6 +269,13 @@ class RunOptions(Reaching):
         """Whether the hosts are those of the Slurm allocation this command runs in."""
         is_chosen = self.hostfile is not None or self.standalone or self.is_by_hand
         return not is_chosen and in_allocation(os.environ)
+
+    @property
+    def resumes_from(self) -> str:
+        """What `--resume` says, a folder with its whole path; "" where it was not given."""
+        if self.resume is None or self.resume in (AUTO, NEVER) or "://" in self.resume:
+            return self.resume or ""
+        return os.path.abspath(self.resume)
 
     @property
     def is_by_hand(self) -> bool:

@@ -80,6 +80,13 @@ def _plan_lines(plan: JobPlan) -> list[str]:
     return lines
 
 
+def _restart_text(plan: JobPlan, report: RunReport) -> str:
+    """Return which restart `plan` is: only those after a failure are counted against `--max-restarts`."""
+    if report.failure is None:
+        return "the ranks have saved, and start again"
+    return f"restart {plan.num_failures} of {plan.max_restarts}"
+
+
 def _headline(plan: JobPlan) -> str:
     counts = {node.num_ranks for node in plan.placement.nodes}
     num_nodes = len(plan.placement.nodes)
@@ -173,7 +180,7 @@ class Console:
         self._flush()
         if report.failure is not None:
             self._show_failure(report, report.failure)
-        self.note(f"restart {plan.restart} of {plan.max_restarts}: {_headline(plan)}")
+        self.note(f"{_restart_text(plan, report)}: {_headline(plan)}")
 
     def stacks(self, text: str, path: str) -> None:
         """Show the stacks of all ranks; of many ranks only where they are."""

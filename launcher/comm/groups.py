@@ -222,6 +222,17 @@ def is_first_rank() -> bool:
 _further_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
+def group_of_notices() -> dist.ProcessGroup | None:
+    """Return a process group of all ranks for host memory whose order is its own; None for a single process.
+
+    The same one as long as the default group lasts. Every rank must call it.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or dist.get_world_size() == 1:
+        return None
+    return _further_group(world, local_device(), "notices", "gloo")
+
+
 def _group_of_reductions(world: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Return a second process group of all ranks, the same one as long as the first one lasts."""
     return _further_group(world, device, "reductions", None)

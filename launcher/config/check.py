@@ -17,6 +17,7 @@ from launcher.config.findings import Finding
 from launcher.config.normalise import Normalised, normalise
 from launcher.config.positions import Path
 from launcher.config.rules import one_bit_problems, precision_problems
+from launcher.config.rules_checkpoint import checkpoint_problems
 from launcher.config.rules_offload import offload_problems
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
@@ -270,7 +271,12 @@ def _between_keys(
     config: Config, world_size: int | None, wrong: Sequence[Finding]
 ) -> tuple[list[Finding], list[Finding]]:
     """Check the rules that hold between keys. wrong: about single keys. Returns errors and notices."""
-    problems = (*precision_problems(config), *one_bit_problems(config), *offload_problems(config))
+    problems = (
+        *precision_problems(config),
+        *one_bit_problems(config),
+        *offload_problems(config),
+        *checkpoint_problems(config),
+    )
     errors = [Finding(*problem) for problem in problems]
     if any("elasticity" in finding.path[:1] for finding in wrong):
         return errors, []

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from launcher.config.fields import (
-    WORKS,
     AnyInt,
     Anything,
     Count,
@@ -34,7 +33,6 @@ from launcher.config.fields import (
 )
 
 _REMOVE = unsupported("not in this release; remove the section")
-_LATER_CHECKPOINT = inert("checkpoints come with a later release; save engine.state_dict() with torch.save")
 
 
 # ---- checkpoints ----
@@ -43,7 +41,7 @@ _LATER_CHECKPOINT = inert("checkpoints come with a later release; save engine.st
 class ParallelWrite(Section):
     """`checkpoint.parallel_write`."""
 
-    status = _LATER_CHECKPOINT
+    status = inert("every rank writes a file of its own at the same time")
 
     pipeline_stage: Flag = key(False, "pipeline stages write at the same time")
 
@@ -51,7 +49,7 @@ class ParallelWrite(Section):
 class CheckpointWriter(Section):
     """`checkpoint.writer`."""
 
-    status = _LATER_CHECKPOINT
+    status = inert("every rank writes its file itself, with buffers of its own")
 
     type: Annotated[str, choice("FAST", "MOCK", "PYTHON")] = key("FAST", "engine that writes")
     io_buffer_size: PositiveInt = key(64 * 2**20, "bytes of a buffer")
@@ -63,16 +61,20 @@ class CheckpointWriter(Section):
 
 
 class Checkpoint(Section):
-    """`checkpoint`: how checkpoints are written and read."""
+    """`checkpoint`: how checkpoints are written and read, and when the engine saves by itself."""
 
-    status = _LATER_CHECKPOINT
-
-    asynchronous: Flag = key(False, "training waits for a copy in host memory only", WORKS, alias=("async",))
-    tag_validation: Annotated[str, choice("Ignore", "Warn", "Fail")] = key("Warn", "check that tags agree", WORKS)
-    load_universal: Flag = key(False, "read the universal form", inert("every checkpoint is read at any world size"))
-    use_node_local_storage: Flag = key(False, "every node writes to its own disk", WORKS)
+    folder: OptText = key(None, "where the engine saves by itself, and continues from: see docs/checkpoints.md")
+    save_every: OptInt = key(None, "optimizer steps between saves into folder")
+    keep_last: OptInt = key(None, "newest checkpoints of folder to keep; null: all")
+    keep_every: OptInt = key(None, "keep those of steps that are multiples of this, too")
+    asynchronous: Flag = key(False, "training waits for a copy in host memory only", alias=("async",))
+    tag_validation: Annotated[str, choice("Ignore", "Warn", "Fail")] = key("Warn", "check that tags agree")
+    load_universal: Flag = key(False, "read the universal form", inert("every checkpoint loads at any world size"))
+    use_node_local_storage: Flag = key(False, "every node writes to its own disk")
     parallel_write: ParallelWrite = key(ParallelWrite, "writing at the same time")
-    checkpoint_serialization: Flag = key(True, "serialise as torch does")
+    checkpoint_serialization: Flag = key(
+        True, "serialise as torch does", inert("checkpoints are safetensors and JSON, never pickled")
+    )
     writer: CheckpointWriter | None = key(None, "engine that writes")
 
 

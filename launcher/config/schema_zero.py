@@ -34,7 +34,6 @@ _ALWAYS_FLAT = inert("units are flat buffers: gradients always stand in one")
 _RANKS_JOINED = inert("a unit's gradients go to all their owners in one collective")
 _ONE_GATHER = inert("a unit is gathered in one collective, which is never slower than a broadcast from each rank")
 _UNIT_GATHER = inert("what is gathered at once is a unit; reduce_bucket_size bounds it below stage 3")
-_WHOLE = inert("whole weights come from engine.state_dict()")
 _ONE_CALL_EACH = inert("each request is one system call of a thread")
 _THROUGH_HOST = inert("what is on disk goes through host memory")
 _ZEROPP = unsupported("quantized communication is not in this release; remove the key")
@@ -122,8 +121,8 @@ class ZeroOptimization(Section):
     allgather_partitions: Flag = key(True, "gather updated parameters in one collective", _ONE_GATHER)
     allgather_bucket_size: PositiveElements = key(500_000_000, "elements gathered at once", _UNIT_GATHER)
     overlap_comm: OptFlag = key(None, "communicate while computing; null: yes")
-    load_from_fp32_weights: Flag = key(True, "restore master weights from fp32", inert("checkpoints come later"))
-    elastic_checkpoint: Flag = key(False, "old checkpoint form", inert("it is obsolete"))
+    load_from_fp32_weights: Flag = key(True, "restore master weights from fp32", inert("they always are"))
+    elastic_checkpoint: Flag = key(False, "old checkpoint form", inert("every checkpoint loads at any world size"))
     offload_param: OffloadParam = key(OffloadParam, "parameters in host memory or on disk")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "optimizer states in host memory or on disk")
     zenflow: ZenFlow | None = key(None, "stall-free offload")
@@ -148,8 +147,8 @@ class ZeroOptimization(Section):
     )
     stage3_gather_16bit_weights_on_model_save: Flag = key(
         False,
-        "gather whole weights to save them",
-        _WHOLE,
+        "let engine.save_16bit_model() gather whole weights",
+        AT_STAGE_3,
         alias=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     )
     stage3_module_granularity_threshold: Elements = key(
@@ -184,7 +183,9 @@ class ZeroOptimization(Section):
         unsupported("a unit is gathered in one collective; remove the key, and choose mics_shard_size within a node"),
     )
     memory_efficient_linear: Flag = key(True, "linear layers that keep no gathered weight", inert("no layer keeps one"))
-    pipeline_loading_checkpoint: Flag = key(False, "load a checkpoint in stages", inert("checkpoints come later"))
+    pipeline_loading_checkpoint: Flag = key(
+        False, "load a checkpoint in stages", inert("a rank reads only the ranges it owns")
+    )
     override_module_apply: Flag = key(True, "gather inside Module.apply", inert("zero.Init always does"))
     log_trace_cache_warnings: Flag = key(False, "say when the order of modules has changed", AT_STAGE_3)
     enable_sanity_checks: Flag = key(False, "check more at run time", inert("the checks are always on"))

@@ -137,7 +137,9 @@ def initialize(
     announce_disks(disks)
     if group.rank == 0:
         announce(parts, loaded.notices, choices, plan)
-    return Engine(model, parts), built.optimizer, loader, scheduler
+    engine = Engine(model, parts)
+    engine.begin_in_folder()
+    return engine, built.optimizer, loader, scheduler
 
 
 def _batch(settings: Config, group: DataParallelGroup) -> BatchPlan:

@@ -49,8 +49,10 @@ class LoadOptions:
 class Checkpoints:
     """Saves and loads one engine. Every rank must call each method, with the same arguments."""
 
-    def __init__(self, engine: Engine, settings: Config) -> None:
+    def __init__(self, engine: Engine, settings: Config, after_commit: Callable[[Path], None]) -> None:
+        """after_commit: called with the folder of each checkpoint that is saved, on the rank that can remove others."""
         self._engine = engine
+        self._after_commit = after_commit
         self._parts = engine._parts
         self._section = settings.checkpoint
         self._saver = BackgroundSaver(is_rank0=engine.global_rank == 0)
@@ -78,10 +80,19 @@ class Checkpoints:
         data = RankData(writer_index(self._parts.mesh), self._contents(excluded), private)
         shared = SharedData(run, {**self._facts(), "excluded": sorted(excluded)})
         if not is_async:
-            saving.write(data, shared)
+            self._write(saving, data, shared, None)
             return
         copies = self._saver.copy(data.contents)
-        self._saver.start(functools.partial(saving.write, data, shared, copies))
+        self._saver.start(functools.partial(self._write, saving, data, shared, copies))
+
+    def _write(self, saving: Save, data: RankData, shared: SharedData, copies: Mapping[str, Tensor] | None) -> None:
+        path = saving.write(data, shared, copies)
+        if self._is_node_leader if self._section.use_node_local_storage else self._engine.global_rank == 0:
+            self._after_commit(path)
+
+    @property
+    def _is_node_leader(self) -> bool:
+        return os.environ.get(env.LOCAL_RANK.name, "0") == "0"
 
     def wait(self) -> None:
         """Wait for an asynchronous save. Raises: CheckpointError where it has failed, once."""
@@ -102,7 +113,7 @@ class Checkpoints:
             saves_latest,
             self._section.tag_validation,
             self._section.use_node_local_storage,
-            os.environ.get(env.LOCAL_RANK.name, "0") == "0",
+            self._is_node_leader,
         )
 
     def _contents(self, excluded: set[str]) -> Any:
@@ -208,7 +219,8 @@ class Checkpoints:
         source, error = None, None
         try:
             source = NativeSource(folder)
-            source.state  # noqa: B018  # read now: every rank can, or all raise together
+            source.state  # noqa: B018  # read now, as what is this rank's own: every rank can, or all raise together
+            source.private(self._engine.global_rank, self._engine.world_size)
         except CheckpointError as raised:
             error = str(raised)
         failed = exchange.all_succeeded(error)

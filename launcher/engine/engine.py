@@ -19,6 +19,7 @@ from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
+from launcher.engine.autosave import Autosave
 from launcher.engine.backward import BackwardPass, check_loss, first_of_sum, scaled_up
 from launcher.engine.casting import Casting
 from launcher.engine.checkpoints import Checkpoints
@@ -26,6 +27,7 @@ from launcher.engine.data import DistributedLoader
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.resume import Resumed
 from launcher.engine.saving import SavesCheckpoints
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.state import collect_state, load_state
@@ -89,7 +91,10 @@ class Engine(SavesCheckpoints, nn.Module):
         self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.compute_dtype)
         self._model_facts = ModelFacts(model)
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
-        self._checkpoints = Checkpoints(self, parts.settings)
+        self._autosave = Autosave(parts.settings.checkpoint)
+        self._checkpoints = Checkpoints(self, parts.settings, self._autosave.after_commit)
+        self.client_state: dict[str, Any] = {}  # what the engine's own saves keep of the script
+        self._resumed: Resumed | None = None
 
     # ---- facts ----
 
@@ -275,12 +280,14 @@ class Engine(SavesCheckpoints, nn.Module):
         self.micro_steps += 1
         if boundary:
             self._model_facts.check()
+            self._autosave.begin_step()
             with self._watch.phase("step"):
                 self._take_step()
         self._timer.stop(boundary)
         if boundary:
             tell(step=self.global_steps)  # heartbeats count micro-batches
             self._report()
+            self._autosave.after_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step."""

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from launcher.base.errors import EngineError
 from launcher.engine.checkpoints import Checkpoints, LoadOptions
+from launcher.engine.resume import Resumed, begin_in_folder, resume_from
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import EngineParts
 
 
 class SavesCheckpoints:
@@ -15,6 +20,8 @@ class SavesCheckpoints:
 
     global_steps: int
     _checkpoints: Checkpoints
+    _parts: EngineParts
+    _resumed: Resumed | None
 
     def save_checkpoint(
         self,
@@ -75,3 +82,21 @@ class SavesCheckpoints:
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous save has ended. Raises: CheckpointError where it has failed."""
         self._checkpoints.wait()
+
+    def resume(self, folder: str | os.PathLike[str] | None = None) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is good, if this start is to continue. Every rank must call it.
+
+        folder: by default `checkpoint.folder` of the config, whose checkpoint `initialize` has loaded already. Returns
+        the client state; None where this start begins anew. Raises: CheckpointError, and EngineError without a folder.
+        """
+        if folder is not None:
+            self._resumed = resume_from(self, os.fspath(folder), self._parts.group)
+        elif self._parts.settings.checkpoint.folder is None:
+            raise EngineError("engine.resume() names no folder", hint="give one, or set checkpoint.folder")
+        return None if self._resumed is None else self._resumed.client_state
+
+    def begin_in_folder(self) -> None:
+        """Load what this start continues from, where the config names a folder: the end of `initialize`."""
+        self._resumed = begin_in_folder(
+            self, self._parts.sharded, self._parts.settings.checkpoint.folder, self._parts.group
+        )

@@ -22,6 +22,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Of the variables that ranks get from `launch`, those that a file or an option may still change.
 _CHANGEABLE = {
     env.OMP_NUM_THREADS,
+    env.RESUME,
     env.RESTART_COUNT,
     env.TORCHELASTIC_RESTART_COUNT,
     env.TORCHELASTIC_MAX_RESTARTS,

@@ -22,6 +22,7 @@ FORWARDED_PREFIXES = (
 FORWARDED_NAMES = (
     "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CUDA_HOME", "TMPDIR", "LANG", "LC_ALL", "TZ",
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+    env.SLURM_RESTART_COUNT.name,
 )  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def device_tokens(plan: JobPlan, node: NodePlacement, devices: list[str] | None)
 def job_variables(plan: JobPlan) -> dict[str, str]:
     """Return the variables that all ranks of all hosts share and that come from the plan alone."""
     return {
+        env.RESUME.name: plan.resume,
         env.RESTART_COUNT.name: str(plan.restart),
         env.TORCHELASTIC_RESTART_COUNT.name: str(plan.restart),
         env.TORCHELASTIC_MAX_RESTARTS.name: str(plan.max_restarts),

@@ -47,7 +47,7 @@ class Watcher(Protocol):
         ...
 
     def restarting(self, plan: JobPlan, report: RunReport) -> None:
-        """A run has failed as `report` says, and is started again as `plan`."""
+        """A run has failed as `report` says, or its ranks saved after a notice, and is started again as `plan`."""
         ...
 
     def stacks(self, text: str, path: str) -> None:

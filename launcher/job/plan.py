@@ -90,7 +90,9 @@ class JobPlan:
     saves_pid: bool = False  # write the launcher's pid into the run folder
     run_id: str | None = None  # what all nodes call the job where each runs its own command; None: job_id
     restart: int = 0  # how often the job was started again
+    num_failures: int = 0  # of those restarts, how many came after a failure: what `max_restarts` limits
     max_restarts: int = 0
+    resume: str = ""  # what `--resume` says: "auto", "never", a folder, or nothing
 
     def needs_lease(self, node_rank: int) -> bool:
         """Whether a network lies between: messages prove that the other side lives.
@@ -122,6 +124,7 @@ class JobPlan:
             "lease_s": self.lease_s,
             "hang_timeout_s": self.hang_timeout_s,
             "max_restarts": self.max_restarts,
+            "resume": self.resume,
             "nodes": [
                 {
                     "node_rank": node.node_rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -33,7 +34,8 @@ _QUICK_S = 60.0  # a try that fails earlier doubles the delay before the next on
 class RestartPolicy:
     """When to start again, and on what."""
 
-    max_restarts: int = 0
+    max_restarts: int = 0  # after failures
+    after_notice: bool = False  # start again after ranks saved because of a notice, too: their nodes may stay
     min_nodes: int | None = None  # continue with fewer hosts, but not with fewer than these; None: all are needed
     spares: tuple[Host, ...] = ()  # take the place of lost hosts, in this order
     world_sizes: WorldSizes = lambda: None  # asked before each start on other hosts
@@ -44,13 +46,15 @@ class RestartPolicy:
 
         Whatever made the job fail may need a moment: a server that starts again, a GPU that is not yet free.
         """
-        return float(min(self.first_delay_s * 2 ** min(num_quick - 1, 10), _MAX_DELAY_S))
+        return float(min(self.first_delay_s * 2 ** min(max(num_quick, 1) - 1, 10), _MAX_DELAY_S))
 
 
 def run_with_restarts(
     first: JobPlan, policy: RestartPolicy, run: Run, replan: Replan, watcher: Watcher, signals: SignalQueue
 ) -> RunReport:
     """Run `first`, and after a failure again, up to `max_restarts` times. Returns the report of the last run.
+
+    Ranks that saved and ended because of a notice did not fail: with `after_notice` that start is not counted.
 
     run: runs one plan to its end. replan: makes a plan for other hosts, of the same job. signals: a stop signal that
     comes between two runs ends the job as well. Each run after the first gets a folder of its own inside the run
@@ -59,12 +63,15 @@ def run_with_restarts(
     plan, spares = first, list(policy.spares)
     reports = [run(plan)]
     num_quick = 0  # failures in a row that came soon after the start
-    for restart in range(1, policy.max_restarts + 1):
+    num_failures = 0
+    for restart in itertools.count(1):
         report = reports[-1]
-        if not _may_restart(report):
+        is_after_notice = _asks_for_restart(report) and policy.after_notice
+        if not is_after_notice and (num_failures == policy.max_restarts or not _may_restart(report)):
             break
         lost = _lost_hosts(report)
-        num_quick = num_quick + 1 if report.duration_s < _QUICK_S else 1
+        num_failures += not is_after_notice
+        num_quick = 0 if is_after_notice else num_quick + 1 if report.duration_s < _QUICK_S else 1
         while True:
             try:
                 hosts = _next_hosts(plan, lost, spares, policy, watcher) if lost else _hosts_of(plan)
@@ -75,6 +82,7 @@ def run_with_restarts(
                 replan(Cluster(hosts)) if lost else plan,
                 run_folder=first.run_folder / f"restart_{restart}",
                 restart=restart,
+                num_failures=num_failures,
             )
             if signals.first_stop is None:
                 watcher.restarting(plan, report)
@@ -120,6 +128,11 @@ def _pause(delay_s: float, signals: SignalQueue, watcher: Watcher) -> None:
     deadline_s = time.monotonic() + delay_s
     while signals.first_stop is None and time.monotonic() < deadline_s:
         time.sleep(min(_POLL_S, delay_s))
+
+
+def _asks_for_restart(report: RunReport) -> bool:
+    """Tell whether the ranks saved and ended in order, because of a notice, to be started again."""
+    return report.exit_code == ExitCode.REQUEUE and report.failure is None and report.interrupted_by is None
 
 
 def _may_restart(report: RunReport) -> bool:

@@ -51,7 +51,7 @@ class CellOutput:
 
     def restarting(self, plan: JobPlan, report: RunReport) -> None:
         why = report.failure.reason if report.failure else f"exit code {report.exit_code}"
-        write("stdout", f"restart {plan.restart} of {plan.max_restarts} after: {why}\n")
+        write("stdout", f"restart {plan.num_failures} of {plan.max_restarts} after: {why}\n")
 
     def stacks(self, text: str, path: str) -> None:
         write("stderr", f"{text}\nstacks of all ranks: {path}\n")

@@ -52,6 +52,7 @@ SURFACE = {
     "lease_s": ("--lease",),
     "max_restarts": ("--max-restarts",),
     "min_nodes": ("--min-nodes",),
+    "resume": ("--resume",),
     "hang_timeout_s": ("--hang-timeout",),
     "env": ("--env",),
     "env_files": ("--env-file",),

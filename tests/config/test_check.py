@@ -315,7 +315,34 @@ def test_a_section_that_is_off_is_not_refused(data: dict[str, Any]) -> None:
 
 def test_a_section_without_effect_that_its_presence_turns_on_is_said() -> None:
     (notice,) = load_config({"checkpoint": {"writer": {}}}).notices
-    assert notice.message.startswith("checkpoint.writer has no effect: checkpoints come with a later release")
+    assert notice.message.startswith("checkpoint.writer has no effect: every rank writes its file itself")
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"save_every": 5}, "save_every 5 needs a folder"),
+        ({"save_every": 5, "folder": ""}, "save_every 5 needs a folder"),
+        ({"folder": "d", "keep_last": 2}, "keep_last 2 needs save_every"),
+        ({"folder": "d", "save_every": 5, "keep_every": 10}, "keep_every 10 has nothing to protect"),
+        ({"folder": "d", "save_every": 5, "keep_last": 2, "keep_every": 12}, "is not a multiple of save_every 5"),
+        ({"folder": "d", "save_every": 0}, "expected an integer of at least 1"),
+    ],
+)
+def test_keys_about_checkpoints_that_need_others(section: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_config({"checkpoint": section})
+
+
+def test_keys_about_checkpoints_that_fit_together() -> None:
+    section = {"folder": "d", "save_every": 5, "keep_last": 2, "keep_every": 10, "async": True}
+    loaded = load_config({"checkpoint": section})
+    assert loaded.config.checkpoint.asynchronous is True
+    assert loaded.notices == ()
+    assert load_config({"checkpoint": {"folder": "d"}}).config.checkpoint.save_every is None
+    assert load_config({"checkpoint": {"load_universal": True}}).notices[0].message == (
+        "checkpoint.load_universal true has no effect: every checkpoint loads at any world size"
+    )
 
 
 def test_auto_on_a_key_without_effect_is_not_reported() -> None:

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import itertools
 import json
+import signal
 import tempfile
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 from harness import scripts
-from harness.launching import run_launch
+from harness.launching import Launch, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 from hypothesis import given
 from hypothesis import strategies as st
@@ -196,6 +197,61 @@ def test_a_disk_that_stalls_between_two_runs_does_not_keep_the_job(monkeypatch: 
 def test_the_first_start_must_succeed() -> None:
     with pytest.raises(TransportError, match="no route"):
         hosts_of_runs(RestartPolicy(max_restarts=3), [TransportError("no route", where="b")])
+
+
+# ---- after a notice ----
+
+
+def test_ranks_that_saved_because_of_a_notice_start_again_and_that_is_not_counted() -> None:
+    policy = RestartPolicy(max_restarts=1, after_notice=True)
+    saved, failed = report(), report(1, rank=0)
+    saved = dataclasses.replace(saved, exit_code=75)
+    runs, last = hosts_of_runs(policy, [saved, failed, saved, saved, report(0)])
+    assert len(runs) == 5
+    assert last.exit_code == 0
+    runs, last = hosts_of_runs(policy, [saved, failed, saved, failed])
+    assert len(runs) == 4
+    assert last.exit_code == 1
+
+
+def test_where_nodes_are_taken_away_after_a_notice_the_job_ends_with_its_code() -> None:
+    saved = dataclasses.replace(report(), exit_code=75)
+    runs, last = hosts_of_runs(RestartPolicy(max_restarts=3), [saved])
+    assert len(runs) == 1
+    assert last.exit_code == 75
+
+
+def test_a_rank_that_ends_with_75_without_a_notice_has_failed() -> None:
+    policy = RestartPolicy(max_restarts=1, after_notice=True)
+    runs, last = hosts_of_runs(policy, [report(75, rank=0), report(75, rank=0)])
+    assert len(runs) == 2
+    assert last.exit_code == 75
+
+
+def test_the_number_of_the_restart_after_a_notice_is_its_own(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, sys, time
+        import launcher
+        count = os.environ["LAUNCH_RESTART_COUNT"]
+        print("TRY", count, flush=True)
+        while count == "0" and not launcher.preempted():
+            time.sleep(0.01)
+        sys.exit({"0": launcher.EXIT_REQUEUE, "1": 5}.get(count, 0))
+        """,
+    )
+    job = Launch(tmp_path, "--max-restarts", "1", script)
+    wait_until(lambda: "TRY 0" in job.out, "the rank")
+    job.signal(signal.SIGUSR1)
+    result = job.wait()
+    assert result.code == 0, result.err
+    assert [line.split()[-1] for line in result.out.splitlines() if "TRY" in line] == ["0", "1", "2"]
+    assert "the ranks have saved, and start again" in result.err
+    assert "restart 1 of 1" in result.err
+    (folder,) = tmp_path.glob("runs/*-*")
+    tries = json.loads((folder / "report.json").read_text())["tries"]
+    assert [entry["exit_code"] for entry in tries] == [75, 5, 0]
 
 
 # ---- only some world sizes fit the config ----

@@ -166,11 +166,12 @@ def test_a_preempted_job_saves_and_starts_again(slurm: LoopbackSlurm, tmp_path: 
         """
         import os, pathlib, sys, time
         import launcher
+        from launcher.base.resume import start_kind
         rank, saved = os.environ["RANK"], pathlib.Path("saved_" + os.environ["RANK"])
         if saved.exists():
-            print("RESUMED", rank)
+            print("RESUMED" if start_kind(os.environ).resumes else "BEGUN ANEW", rank)
             sys.exit(0)
-        print("FIRST", rank, flush=True)
+        print("FIRST" if not start_kind(os.environ).resumes else "RESUMED TOO EARLY", rank, flush=True)
         while not launcher.preempted():
             time.sleep(0.02)
         time.sleep(float(rank))  # one rank saves longer than the other

@@ -1,0 +1,130 @@
+"""Which checkpoints of a folder are kept, and what saves that were killed left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.base.errors import CheckpointError
+from launcher.checkpoint_files.folder import Committed, committed_in, latest_tag, sync_folder
+from launcher.checkpoint_files.manifest import MANIFEST
+
+# A save that still runs has written something more recently than this.
+MIN_AGE_S = 900.0
+_OF_A_SAVE = re.compile(r"(rank-\d+|state).*\.(safetensors|json)|\.[^/]+\.tmp")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What to keep."""
+
+    keep_last: int  # as many of the newest
+    keep_every: int | None = None  # and those whose step is a multiple of this
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file or folder of a save that did not end."""
+
+    path: Path
+    num_bytes: int
+    age_s: float  # since something was last written to it
+
+    @property
+    def may_be_in_use(self) -> bool:
+        """Whether it may belong to a save that still runs."""
+        return self.age_s < MIN_AGE_S
+
+
+def by_age(root: Path) -> list[Committed]:
+    """Return the checkpoints of a folder, the one that was saved last at the end.
+
+    Not by step: a run that went back to an earlier checkpoint counts on from there.
+    """
+    return sorted(committed_in(root), key=lambda each: (each.manifest.created, each.manifest.step))
+
+
+def superseded(root: Path, retention: Retention) -> list[Committed]:
+    """Return the checkpoints that are not to be kept, the oldest first; never the one that `latest` names."""
+    committed = by_age(root)
+    try:
+        latest = latest_tag(root)
+    except CheckpointError:  # what it was meant to name is not known: the newest is kept in any case
+        latest = None
+    return [
+        each
+        for each in committed[: max(0, len(committed) - retention.keep_last)]
+        if each.path.name != latest and not _is_kept_for_ever(each, retention)
+    ]
+
+
+def _is_kept_for_ever(each: Committed, retention: Retention) -> bool:
+    every = retention.keep_every
+    return every is not None and each.manifest.step % every == 0
+
+
+def remove(checkpoint: Committed) -> None:
+    """Remove one checkpoint. It is gone with one rename: no part of one is left under its name. Raises: OSError."""
+    path = checkpoint.path
+    leftover = path.with_name(f".{path.name}.tmp")
+    if leftover.exists():
+        shutil.rmtree(leftover)
+    path.rename(leftover)
+    sync_folder(path.parent)
+    shutil.rmtree(leftover)
+
+
+def prune(root: Path, retention: Retention) -> list[Committed]:
+    """Remove the checkpoints that are not to be kept; return them. One rank calls it. Raises: OSError."""
+    found = superseded(root, retention)
+    for each in found:
+        remove(each)
+    return found
+
+
+def leftovers(root: Path) -> list[Leftover]:
+    """Return what saves that did not end have left in a folder and in its checkpoints."""
+    now_s = time.time()
+    return [Leftover(path, num_bytes_of(path), now_s - _last_write_s(path)) for path in _paths_left(root)]
+
+
+def remove_leftover(leftover: Leftover) -> None:
+    """Remove it. Raises: OSError."""
+    if leftover.path.is_dir():
+        shutil.rmtree(leftover.path)
+    else:
+        leftover.path.unlink(missing_ok=True)
+
+
+def _paths_left(root: Path) -> Iterator[Path]:
+    for path in sorted(root.iterdir()):
+        if path.name.startswith(".") and path.name.endswith(".tmp") and not path.is_symlink():
+            yield path
+    for each in committed_in(root):
+        for path in sorted(each.path.iterdir()):
+            is_known = path.name in each.manifest.files or path.name == MANIFEST
+            if not is_known and _OF_A_SAVE.fullmatch(path.name) and path.is_file():
+                yield path
+
+
+def num_bytes_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
+    return sum(found.st_size for found in _stats_in(path) if not stat.S_ISDIR(found.st_mode))
+
+
+def _last_write_s(path: Path) -> float:
+    return max((found.st_mtime for found in _stats_in(path)), default=time.time())
+
+
+def _stats_in(path: Path) -> Iterator[os.stat_result]:
+    """Yield what is known of a file, or of a folder and everything in it; a running save may be renaming it."""
+    for each in (path, *(path.rglob("*") if path.is_dir() else ())):
+        with contextlib.suppress(FileNotFoundError):
+            yield each.lstat()

@@ -1,0 +1,179 @@
+"""Which checkpoint a start continues from, and how all ranks come to load the same one."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from launcher.base.errors import CheckpointError, EngineError
+from launcher.base.log import get_logger
+from launcher.base.resume import AUTO, StartKind, start_kind
+from launcher.checkpoint.exchange import Exchange
+from launcher.checkpoint.load import READ_TIMEOUT_S
+from launcher.checkpoint_files.candidates import candidates
+from launcher.checkpoint_files.retention import by_age
+from launcher.checkpoint_files.verify import verify
+from launcher.comm.groups import DataParallelGroup
+from launcher.engine.sharded import ShardedModel
+
+_in_use: WeakValueDictionary[str, ShardedModel] = WeakValueDictionary()  # folder -> of the engine that saves there
+
+
+class LoadingEngine(Protocol):
+    """What an engine must offer to continue."""
+
+    global_steps: int
+    client_state: dict[str, Any]
+
+    def load_checkpoint(self, load_dir: str, tag: str) -> tuple[str | None, dict[str, Any]]:
+        """See `Engine.load_checkpoint`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that this start has continued from."""
+
+    path: str
+    client_state: dict[str, Any]
+
+
+def begin_in_folder(
+    engine: LoadingEngine, sharded: ShardedModel, folder: str | None, group: DataParallelGroup
+) -> Resumed | None:
+    """Load what this start continues from, at the end of `initialize`; None where it begins anew. Collective.
+
+    folder: `checkpoint.folder`. Raises: EngineError for a new run in the folder of another one, and for two engines
+    with one folder; CheckpointError where there must be a checkpoint and is none.
+    """
+    kind = start_kind(os.environ)
+    if folder is None and kind.resume == AUTO and group.rank == 0:
+        get_logger().warning("--resume auto: the config has no checkpoint.folder, so only engine.resume(DIR) continues")
+    if folder is None and kind.named_folder is None:
+        return None
+    if folder is not None:
+        _check_folder(kind, folder, group)
+        _in_use[_absolute(folder)] = sharded
+    resumed = resume_from(engine, folder, group)
+    if resumed is None and kind.resumes and group.rank == 0:
+        get_logger().info("there is no checkpoint in %s yet: the run begins anew", folder)
+    return resumed
+
+
+def _check_folder(kind: StartKind, folder: str, group: DataParallelGroup) -> None:
+    """Raises: EngineError, on every rank, for a folder that another engine or run saves or has saved into."""
+    found = [_is_in_use(folder), _newest_of_others(kind, folder)] if group.rank == 0 else None
+    is_in_use, newest = Exchange(group, "initialize").broadcast(found, timeout_s=READ_TIMEOUT_S)
+    if is_in_use:
+        raise EngineError(
+            "two engines would save into one checkpoint.folder, and replace each other's checkpoints",
+            where=folder,
+            hint="give each of them a folder of its own, or call destroy() on the first one",
+        )
+    if newest is not None:
+        raise EngineError(
+            f"checkpoint.folder has checkpoints of another run already, such as {newest}, and this one begins anew",
+            where=folder,
+            hint="continue with `launch --resume auto`, begin anew with --resume never, or name another folder",
+        )
+
+
+def _is_in_use(folder: str) -> bool:
+    other = _in_use.get(_absolute(folder))
+    if other is not None and not other.has_ended:
+        del other
+        gc.collect()  # it may have been dropped
+        other = _in_use.get(_absolute(folder))
+    return other is not None and not other.has_ended
+
+
+def _newest_of_others(kind: StartKind, folder: str) -> str | None:
+    """Return the newest checkpoint of a folder that this start must not save into; None where it may."""
+    if kind.may_begin_in(_absolute(folder)):
+        return None
+    found = by_age(Path(folder))
+    return found[-1].path.name if found else None
+
+
+def resume_from(engine: LoadingEngine, folder: str | None, group: DataParallelGroup) -> Resumed | None:
+    """Load the newest checkpoint that is good, if this start is to continue; else return None. Collective.
+
+    folder: where the job saves. Raises: CheckpointError where the checkpoint does not fit the model, where all are
+    damaged, or where `--resume` names a folder without any.
+    """
+    exchange = Exchange(group, "resume")
+    choice: _Choice | None = None  # rank 0's: the environment of another host may say something else
+    if group.rank == 0:
+        kind = start_kind(os.environ)
+        folders = kind.folders(None if folder is None else _absolute(folder))
+        choice = _Choice(folders, must_find=kind.named_folder is not None)
+    while True:
+        chosen = exchange.broadcast(None if choice is None else choice.next(), timeout_s=READ_TIMEOUT_S)
+        if "error" in chosen:
+            raise CheckpointError(chosen["error"], where=chosen["where"], hint=chosen["hint"])
+        if not chosen:
+            return None
+        root, tag = chosen["root"], chosen["tag"]
+        try:
+            path, client_state = engine.load_checkpoint(root, tag)
+        except CheckpointError:
+            is_damaged = exchange.broadcast(choice is not None and choice.is_damaged(), timeout_s=READ_TIMEOUT_S)
+            if not is_damaged:  # it does not fit this run: nor will an older one
+                raise
+            continue
+        engine.client_state = client_state
+        if group.rank == 0:
+            get_logger().info("continuing from %s, behind step %d", path, engine.global_steps)
+        return Resumed(str(path), client_state)
+
+
+def _absolute(folder: str) -> str:
+    return folder if "://" in folder else os.path.abspath(folder)
+
+
+class _Choice:
+    """Goes through the checkpoints of some folders, on rank 0: the folders in turn, in each the newest first."""
+
+    def __init__(self, folders: Sequence[str], *, must_find: bool) -> None:
+        self._folders = folders
+        self._must_find = must_find
+        self._damaged: list[str] = []
+        self._left = [path for folder in folders for path in self._good_in(Path(folder))]
+        self._path: Path | None = None
+
+    def _good_in(self, root: Path) -> list[Path]:
+        good, damaged = candidates(root)
+        for error in damaged:
+            self._set_aside(str(error))
+        return good
+
+    def next(self) -> dict[str, str | None]:
+        """Return root and tag of the next checkpoint, an error, or nothing where the run is to begin anew."""
+        if self._left:
+            self._path = self._left.pop(0)
+            return {"root": str(self._path.parent), "tag": self._path.name}
+        if not self._folders:
+            return {}
+        where = self._folders[-1]
+        if self._damaged:
+            hint = "restore a copy, or begin anew with `launch --resume never`"
+            return {"error": "none of its checkpoints can be read", "where": where, "hint": hint}
+        if self._must_find:
+            return {"error": "there is no checkpoint to continue from", "where": where, "hint": None}
+        return {}
+
+    def is_damaged(self) -> bool:
+        """Tell whether the checkpoint that could not be loaded is damaged, and warn of it then."""
+        findings = [] if self._path is None else verify(self._path)
+        for finding in findings:
+            self._set_aside(str(finding))
+        return bool(findings)
+
+    def _set_aside(self, problem: str) -> None:
+        get_logger().warning("%s: this checkpoint is not used, but the one before it", problem)
+        self._damaged.append(problem)
