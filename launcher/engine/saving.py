@@ -19,6 +19,7 @@ class SavesCheckpoints:
     """The part of `Engine` that saves and loads. All methods must be called by every rank, with the same arguments."""
 
     global_steps: int
+    client_state: dict[str, Any]
     _checkpoints: Checkpoints
     _parts: EngineParts
     _resumed: Resumed | None
@@ -97,6 +98,5 @@ class SavesCheckpoints:
 
     def begin_in_folder(self) -> None:
         """Load what this start continues from, where the config names a folder: the end of `initialize`."""
-        self._resumed = begin_in_folder(
-            self, self._parts.sharded, self._parts.settings.checkpoint.folder, self._parts.group
-        )
+        folder = self._parts.settings.checkpoint.folder
+        self._resumed = begin_in_folder(self, self._parts.sharded, folder, self._parts.group)
