@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.resume import Resumed
 from launcher.engine.saving import SavesCheckpoints
 from launcher.engine.sharded import ShardedModel
-from launcher.engine.state import collect_state, load_state
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.loss import LossReporter
 from launcher.monitor.throughput import ThroughputTimer
@@ -58,7 +57,7 @@ class EngineParts:
         return self.mesh.data
 
 
-class Engine(SavesCheckpoints, nn.Module):
+class Engine(SavesCheckpoints, nn.Module):  # type: ignore[misc]  # torch overloads state_dict
     """A model that trains by `loss = engine(x); engine.backward(loss); engine.step()`.
 
     All three must be called by every rank, once per micro-batch; `step()` acts only at the accumulation
@@ -367,45 +366,6 @@ class Engine(SavesCheckpoints, nn.Module):
         `while engine.any_rank(not done): ...` continues, on finished ranks too, until the last one has finished.
         """
         return any(collectives.gather_scalars(self._parts.group, float(condition)))
-
-    def synchronize_parameters(self) -> None:
-        """Wait until every parameter holds the last step's update; `state_dict()` and forward do it themselves.
-
-        With `delayed_update` neither does: they see the update before the last, until this or the next `step()`. Then
-        every rank must call it.
-        """
-        if self._sharded.delayed is not None:
-            self._sharded.delayed.write_back()
-        self._wait_for_parameters()
-
-    def _wait_for_parameters(self) -> None:
-        for unit in self._sharded.units:
-            unit.params.wait()
-
-    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # overloads
-        """Return the model's state dict in host memory, in plain tensors of its own.
-
-        At stage 3 every rank must call it: units are gathered and copied one after another, so that the device never
-        holds the whole model. rank0_only: the other ranks copy nothing and get an empty dictionary. Other arguments are
-        those of `nn.Module.state_dict`.
-        """
-        self._wait_for_parameters()
-        is_wanted = self.global_rank == 0 or not rank0_only
-        return collect_state(self.module, args, kwargs, is_wanted=is_wanted)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights into the model, this rank's own `state_dict`, and have masters and shards follow.
-
-        Every rank must call it, with equal values. At stage 3 units are gathered, loaded and sharded one after another.
-        Raises: EngineError for `assign`, and what `nn.Module.load_state_dict` does.
-        """
-        if assign:
-            raise EngineError(
-                "load_state_dict(assign=True) would put other parameters in place of those that the engine trains",
-                hint="leave assign out, which copies the values, or load before initialize()",
-            )
-        self.synchronize_parameters()
-        return load_state(self.module, state_dict, strict=strict)
 
     def take_counters(self, state: RunState) -> None:
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""

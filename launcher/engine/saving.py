@@ -1,4 +1,4 @@
-"""What scripts call of an engine to save and to load."""
+"""What scripts call of an engine to read what it has trained, to save and to load."""
 
 from __future__ import annotations
 
@@ -7,22 +7,66 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from launcher.base.errors import EngineError
 from launcher.engine.checkpoints import Checkpoints, LoadOptions
 from launcher.engine.resume import Resumed, begin_in_folder, resume_from
+from launcher.engine.state import collect_state, load_state
 
 if TYPE_CHECKING:
     from launcher.engine.engine import EngineParts
 
 
 class SavesCheckpoints:
-    """The part of `Engine` that saves and loads. All methods must be called by every rank, with the same arguments."""
+    """The part of `Engine` that saves and loads. Every rank must call what saves or loads, with the same arguments."""
 
+    module: nn.Module
+    global_rank: int
     global_steps: int
     client_state: dict[str, Any]
     _checkpoints: Checkpoints
     _parts: EngineParts
     _resumed: Resumed | None
+
+    def synchronize_parameters(self) -> None:
+        """Wait until every parameter holds the last step's update; `state_dict()` and forward do it themselves.
+
+        With `delayed_update` neither does: they see the update before the last, until this or the next `step()`. Then
+        every rank must call it.
+        """
+        if self._parts.sharded.delayed is not None:
+            self._parts.sharded.delayed.write_back()
+        self._wait_for_parameters()
+
+    def _wait_for_parameters(self) -> None:
+        for unit in self._parts.sharded.units:
+            unit.params.wait()
+
+    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """Return the model's state dict in host memory, in plain tensors of its own.
+
+        At stage 3 every rank must call it: units are gathered and copied one after another, so that the device never
+        holds the whole model. rank0_only: the other ranks copy nothing and get an empty dictionary. Other arguments are
+        those of `nn.Module.state_dict`.
+        """
+        self._wait_for_parameters()
+        is_wanted = self.global_rank == 0 or not rank0_only
+        return collect_state(self.module, args, kwargs, is_wanted=is_wanted)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights into the model, this rank's own `state_dict`, and have masters and shards follow.
+
+        Every rank must call it, with equal values. At stage 3 units are gathered, loaded and sharded one after another.
+        Raises: EngineError for `assign`, and what `nn.Module.load_state_dict` does.
+        """
+        if assign:
+            raise EngineError(
+                "load_state_dict(assign=True) would put other parameters in place of those that the engine trains",
+                hint="leave assign out, which copies the values, or load before initialize()",
+            )
+        self.synchronize_parameters()
+        return load_state(self.module, state_dict, strict=strict)
 
     def save_checkpoint(
         self,
