@@ -19,7 +19,8 @@ from launcher.base.timeouts import timeouts
 from launcher.comm.groups import DataParallelGroup
 
 _numbers = itertools.count()  # alike on every rank: saves and loads are called by all of them
-_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
+_FIRST_POLL_S = 0.002
+_POLL_S_A_RANK = 0.0002  # rank 0's store answers thousands of ranks
 
 
 class Exchange:
@@ -80,13 +81,14 @@ class Exchange:
     def _wait(self, keys: list[str], timeout_s: float | None) -> None:
         timeout_s = timeouts().other_ranks_s if timeout_s is None else timeout_s
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+        longest_pause_s = 0.02 + _POLL_S_A_RANK * self.world_size
         missing = keys
         try:
             while missing := [key for key in missing if not self._store.check([key])]:
                 if time.monotonic() > deadline:
                     raise self._error(missing, keys, timeout_s)
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LAST_POLL_S)
+                pause_s = min(2 * pause_s, longest_pause_s)
         except RuntimeError as error:  # the store has gone with its rank
             raise CheckpointError(f"{self._purpose}: rank 0 has ended meanwhile ({error})") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ class Checkpoints:
 
     def __init__(self, engine: Engine, settings: Config, after_commit: Callable[[Path], None]) -> None:
         """after_commit: called with the folder of each checkpoint that is saved, on the rank that can remove others."""
-        self._engine = engine
+        self._engine: Engine = weakref.proxy(engine)  # an engine that is dropped is freed at once
         self._after_commit = after_commit
         self._parts = engine._parts
         self._section = settings.checkpoint
