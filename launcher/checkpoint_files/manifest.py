@@ -15,7 +15,8 @@ from launcher.checkpoint_files.blocks import digest_of
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "launch checkpoint", 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_TAG = re.compile(r"[^/\0.][^/\0]{0,199}")
+_MAX_TAG_BYTES = 200
+_RESERVED = ("latest", "zero_to_fp32.py")  # files beside the checkpoints
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,10 @@ def _rendered(plain: Mapping[str, Any]) -> bytes:
 
 def check_tag(tag: str) -> str:
     """Return a tag that can name a folder. Raises: CheckpointError for one that cannot."""
-    if not _TAG.fullmatch(tag):
+    is_word = tag.isprintable() and tag == tag.strip() and len(tag.encode()) <= _MAX_TAG_BYTES
+    if not is_word or not tag or "/" in tag or tag.startswith(".") or tag in _RESERVED:
         raise CheckpointError(
-            f"the tag {tag!r} cannot name a folder of its own",
+            f"the tag {tag[:80]!r} cannot name a folder of its own",
             hint="use one without slashes that does not begin with a dot, such as global_step100",
         )
     return tag
