@@ -207,7 +207,8 @@ class Checkpoints:
         source, error = None, None
         try:
             source = NativeSource(folder)
-            source.state  # noqa: B018  # read now: every rank can, or all raise together
+            # Read now: every rank can, or all raise together.
+            source.state, source.params, source.private(exchange.rank, exchange.world_size)
         except CheckpointError as raised:
             error = str(raised)
         failed = exchange.all_succeeded(error)
