@@ -7,9 +7,11 @@ that were missing.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -19,8 +21,8 @@ from launcher.base.timeouts import timeouts
 from launcher.comm.groups import DataParallelGroup
 
 _numbers = itertools.count()  # alike on every rank: saves and loads are called by all of them
-_FIRST_POLL_S = 0.002
-_POLL_S_A_RANK = 0.0002  # rank 0's store answers thousands of ranks
+_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
+_POLL_SHARE = 0.05  # of what has been waited: polls lengthen no wait by more
 
 
 class Exchange:
@@ -35,6 +37,7 @@ class Exchange:
         if group.process_group is not None:
             self._store = dist.distributed_c10d._get_default_store()
         self._num_phases = 0
+        self._said: list[str] = []  # keys of what rank 0 has broadcast
 
     def gather(self, value: Any, *, timeout_s: float | None = None) -> list[Any] | None:
         """Return the values of all ranks on rank 0, None elsewhere.
@@ -44,26 +47,45 @@ class Exchange:
         phase = self._next_phase()
         if self._store is None:
             return [value]
-        self._store.set(f"{phase}/{self.rank}", json.dumps(value))
-        if self.rank != 0:
-            return None
-        keys = [f"{phase}/{rank}" for rank in range(self.world_size)]
-        self._wait(keys, timeout_s)
-        found = [json.loads(self._store.get(key)) for key in keys]
-        for key in keys:
-            self._store.delete_key(key)
-        return found
+        with self._while_rank0_lives():
+            self._store.set(f"{phase}/{self.rank}", json.dumps(value))
+            if self.rank != 0:
+                return None
+            keys = [f"{phase}/{rank}" for rank in range(self.world_size)]
+            self._wait(keys, timeout_s)
+            found = [json.loads(self._store.get(key)) for key in keys]
+            for key in keys:
+                self._store.delete_key(key)
+            return found
 
     def broadcast(self, value: Any = None, *, timeout_s: float | None = None) -> Any:
         """Return rank 0's value on every rank. Raises: CheckpointError where rank 0 has none in time."""
         phase = self._next_phase()
         if self._store is None:
             return value
-        if self.rank == 0:
-            self._store.set(phase, json.dumps(value))
-            return value
-        self._wait([phase], timeout_s)
-        return json.loads(self._store.get(phase))
+        with self._while_rank0_lives():
+            if self.rank == 0:
+                self._store.set(phase, json.dumps(value))
+                self._said.append(phase)
+                return value
+            self._wait([phase], timeout_s)
+            return json.loads(self._store.get(phase))
+
+    def finish(self) -> None:
+        """Have rank 0 wait until every rank has read its last message: the store may end with rank 0's process."""
+        if self._store is None:
+            return
+        key, start_s = f"{self._prefix}/finished", time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            num_ranks = self._store.add(key, 1)
+            while self.rank == 0 and num_ranks < self.world_size:
+                if time.monotonic() - start_s > timeouts().other_ranks_s:
+                    return  # a rank has ended in between: there is no one left to wait for
+                time.sleep(_pause_s(start_s))
+                num_ranks = self._store.add(key, 0)
+            if self.rank == 0:
+                for each in (*self._said, key):
+                    self._store.delete_key(each)
 
     def all_succeeded(self, error: str | None, *, timeout_s: float | None = None) -> str | None:
         """Return what went wrong on any rank, by rank; None where nothing did. error: this rank's, if any."""
@@ -80,15 +102,16 @@ class Exchange:
 
     def _wait(self, keys: list[str], timeout_s: float | None) -> None:
         timeout_s = timeouts().other_ranks_s if timeout_s is None else timeout_s
-        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
-        longest_pause_s = 0.02 + _POLL_S_A_RANK * self.world_size
-        missing = keys
+        start_s, missing = time.monotonic(), keys
+        while missing := [key for key in missing if not self._store.check([key])]:
+            if time.monotonic() - start_s > timeout_s:
+                raise self._error(missing, keys, timeout_s)
+            time.sleep(_pause_s(start_s))
+
+    @contextlib.contextmanager
+    def _while_rank0_lives(self) -> Iterator[None]:
         try:
-            while missing := [key for key in missing if not self._store.check([key])]:
-                if time.monotonic() > deadline:
-                    raise self._error(missing, keys, timeout_s)
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, longest_pause_s)
+            yield
         except RuntimeError as error:  # the store has gone with its rank
             raise CheckpointError(f"{self._purpose}: rank 0 has ended meanwhile ({error})") from None
 
@@ -98,3 +121,7 @@ class Exchange:
             f"{self._purpose} was called on rank {self.rank}, and for {timeout_s:.0f} s not on rank {ranks}",
             hint="every rank must call it, also where only rank 0 has something to say",
         )
+
+
+def _pause_s(start_s: float) -> float:
+    return min(max(_FIRST_POLL_S, _POLL_SHARE * (time.monotonic() - start_s)), _LAST_POLL_S)

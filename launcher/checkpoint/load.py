@@ -45,7 +45,8 @@ def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange
         raise CheckpointError(error, where=source.where)
     said: str | None = None
     for unit in target.units:
-        said = said or _tried(source, unit, target)
+        failed = _tried(source, unit, target)  # of every unit: other ranks gather with this one
+        said = said or failed
     said = said or _load_others(source, target.module)
     error = exchange.all_succeeded(said, timeout_s=READ_TIMEOUT_S)
     if error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +16,19 @@ from torch import Tensor
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint import tree
 from launcher.checkpoint.layout_json import layouts_from_json
-from launcher.checkpoint.source import WEIGHT, RunState, StoredParam
-from launcher.checkpoint.tensors import TORCH_DTYPES, bytes_of
+from launcher.checkpoint.source import WEIGHT, RunState, StoredParam, checked
+from launcher.checkpoint.tensors import TORCH_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFile, TensorSums
 from launcher.checkpoint_files.manifest import read_json, read_manifest
+from launcher.sharding.layout import ParamSlot
 from launcher.sharding.shard_map import ShardMap
 
 _MAX_OPEN_FILES = 32
 # Elements that are converted at a time where a file has another type than what is asked for.
 _CONVERTED_NUMEL = 2**20
+_DTYPE_NAMES = {dtype_name(dtype): dtype for dtype in TORCH_DTYPES.values()}
+# What reading plain data of another form than expected raises.
+_NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 class NativeSource:
@@ -34,7 +38,7 @@ class NativeSource:
         """folder: of one tag. Raises: CheckpointError for what is no checkpoint, or a damaged one."""
         self._folder = folder
         self.manifest = read_manifest(folder)
-        where = str(folder / self.manifest.state)
+        self._state_path = where = str(folder / self.manifest.state)
         self._facts = read_json(folder, self.manifest.state, self.manifest)
         self._layouts = layouts_from_json(self._facts.get("units"), len(self.manifest.ranks), where)
         try:
@@ -55,34 +59,26 @@ class NativeSource:
 
     @cached_property
     def state(self) -> RunState:
-        tensors = self._shared_tensors()
-        plain = tree.decode(self._facts["run"], tensors)
-        known = {each.name for each in fields(RunState)}
-        return RunState(**{key: value for key, value in plain.items() if key in known})
+        with _refusing_nonsense(self._state_path):
+            plain = tree.decode(self._facts["run"], self._shared_tensors(), self._state_path)
+            known = {each.name for each in fields(RunState)}
+            return checked(RunState(**{key: value for key, value in plain.items() if key in known}))
 
     def _shared_tensors(self) -> dict[str, Tensor]:
         name = self._facts.get("tensors")
         if name is None:
             return {}
-        sums = TensorSums.of_plain(self._facts.get("sums", {}), str(self._folder / self.manifest.state))
-        with TensorFile(self._folder / name, sums, self.manifest.files[name].num_bytes) as file:
+        sums = TensorSums.of_plain(self._facts.get("sums", {}), self._state_path)
+        record = self.manifest.files[name]  # only files of the manifest are opened: their names have been checked
+        with TensorFile(self._folder / name, sums, record.num_bytes) as file:
             return {key: _whole(file, key) for key in file.entries}
 
     @cached_property
     def params(self) -> Mapping[str, StoredParam]:
-        found: dict[str, StoredParam] = {}
-        missing = set(self._facts.get("excluded", ()))
-        for layout in self._layouts:
-            for slot in layout.slots:
-                if slot.name in missing:
-                    continue
-                facts = self._facts["params"].get(slot.name, {})
-                scalars = {state: _scalar(value) for state, value in facts.get("scalars", {}).items()}
-                group = slot.group if slot.param.is_trainable else None
-                found[slot.name] = StoredParam(
-                    slot.shape, slot.param.dtype, slot.param.is_trainable, group, facts.get("states", {}), scalars
-                )
-        return found
+        with _refusing_nonsense(self._state_path):
+            missing, params = set(self._facts.get("excluded", ())), self._facts["params"]
+            slots = [slot for layout in self._layouts for slot in layout.slots if slot.name not in missing]
+            return {slot.name: _stored(slot, params.get(slot.name, {})) for slot in slots}
 
     def read(self, key: str, name: str, start: int, out: Tensor) -> None:
         prefix = f"{WEIGHT}/" if key == WEIGHT else f"state/{key}/"
@@ -109,17 +105,20 @@ class NativeSource:
         return list(self._facts["params"].get(name, {}).get("whole", {}))
 
     def private(self, rank: int, world_size: int) -> dict[str, Any]:
-        saved_by = self._facts.get("writers", [])
-        if rank not in saved_by:
-            return {}
-        writer = saved_by.index(rank)
-        file = self._file(writer)
-        prefix = "private/"
-        tensors = {key.removeprefix(prefix): _whole(file, key) for key in file.entries if key.startswith(prefix)}
-        plain: dict[str, Any] = tree.decode(self._rank_facts[writer]["private"], tensors)
-        if world_size != self.manifest.world_size:
-            plain.pop("of_world", None)
-        return plain
+        with _refusing_nonsense(self._state_path):
+            saved_by = self._facts.get("writers", [])
+            if rank not in saved_by:
+                return {}
+            writer = saved_by.index(rank)
+            file = self._file(writer)
+        where = str(self._folder / self.manifest.ranks[writer][1])
+        with _refusing_nonsense(where):
+            prefix = "private/"
+            tensors = {key.removeprefix(prefix): _whole(file, key) for key in file.entries if key.startswith(prefix)}
+            plain: dict[str, Any] = tree.decode(self._rank_facts[writer]["private"], tensors, where)
+            if world_size != self.manifest.world_size:
+                plain.pop("of_world", None)
+            return plain
 
     def _file(self, writer: int) -> TensorFile:
         if writer in self._open:
@@ -127,7 +126,9 @@ class NativeSource:
             return self._open[writer]
         tensors_name, facts_name = self.manifest.ranks[writer]
         facts = read_json(self._folder, facts_name, self.manifest)
-        sums = TensorSums.of_plain(facts.get("sums", {}), str(self._folder / facts_name))
+        where = str(self._folder / facts_name)
+        with _refusing_nonsense(where):
+            sums = TensorSums.of_plain(facts.get("sums", {}), where)
         self._rank_facts[writer] = facts
         file = TensorFile(self._folder / tensors_name, sums, self.manifest.files[tensors_name].num_bytes)
         self._open[writer] = file
@@ -163,7 +164,30 @@ def _whole(file: TensorFile, key: str) -> Tensor:
     return found
 
 
+def _stored(slot: ParamSlot, facts: Mapping[str, Any]) -> StoredParam:
+    """Return what is known of a parameter. facts: of its states."""
+    states, scalars = facts.get("states", {}), facts.get("scalars", {})
+    unknown = [dtype for dtype in (slot.param.dtype, *states.values()) if dtype not in _DTYPE_NAMES]
+    if unknown:
+        raise ValueError(f"{slot.name} is of no type that there is: {unknown[0]!r:.80}")
+    found = {state: _scalar(value) for state, value in scalars.items()}
+    group = slot.group if slot.param.is_trainable else None
+    return StoredParam(slot.shape, slot.param.dtype, slot.param.is_trainable, group, dict(states), found)
+
+
 def _scalar(plain: Any) -> Any:
     if isinstance(plain, dict):
-        return torch.tensor(plain["value"], dtype=getattr(torch, plain["dtype"]))
-    return plain
+        return torch.tensor(plain["value"], dtype=_DTYPE_NAMES[plain["dtype"]])
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return plain
+    raise TypeError("a state of one value has several")
+
+
+@contextlib.contextmanager
+def _refusing_nonsense(where: str) -> Iterator[None]:
+    """Have what a file says that no save writes, though its checksum fits, end in an error that names the file."""
+    try:
+        yield
+    except _NONSENSE as error:
+        said = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"no save writes this: {said[:200]}", where=where, hint="load another one") from None

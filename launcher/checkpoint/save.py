@@ -177,10 +177,8 @@ class Save:
         written, error = None, None
         try:
             written = self._write_rank(data, copies)
-        except OSError as raised:
+        except Exception as raised:  # noqa: BLE001  # whatever it is: the other ranks wait for this one's report
             error = _said(raised)
-        except CheckpointError as raised:
-            error = str(raised)
         report = None if written is None else _plain(written)
         reports = self._exchange.gather([error, data.writer, report], timeout_s=WRITE_TIMEOUT_S)
         outcome: str | None = None
@@ -189,6 +187,7 @@ class Save:
         outcome = self._exchange.broadcast(outcome, timeout_s=WRITE_TIMEOUT_S)
         if self._request.is_node_local:
             outcome = self._commit_on_every_host(outcome)
+        self._exchange.finish()
         if outcome is not None:
             raise CheckpointError(f"{self._request.tag} was not saved: {outcome}", where=str(self._request.root))
         return self.draft.root / self.draft.tag
@@ -233,10 +232,8 @@ class Save:
                     set_latest(path.parent, path.name)
                 self._copy_script()
                 return None
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  # as above
             failed = [f"rank 0: {_said(error)}"]
-        except CheckpointError as error:
-            failed = [f"rank 0: {error}"]
         abandon(self.draft)
         return "; ".join(failed)
 
@@ -362,8 +359,12 @@ def _plain(written: _Written) -> dict[str, Any]:
     return {"tensors": written.tensors, "facts": written.facts, "records": records, "params": written.params}
 
 
-def _said(error: OSError) -> str:
-    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+def _said(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _listed(values: list[str]) -> str:

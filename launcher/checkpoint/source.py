@@ -49,6 +49,29 @@ class RunState:
     versions: dict[str, str] = field(default_factory=dict)
 
 
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_DICTS = ("client_state", "buffers", "extra_state", "config", "versions")
+
+
+def checked(state: RunState) -> RunState:
+    """Return `state`, whose fields may come from anyone. Raises: TypeError, ValueError for a value that none can be."""
+    for name in _COUNTERS:
+        value = getattr(state, name)
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise ValueError(f"{name} is {value!r:.80}")
+    optional = {"optimizer": str, "lr_scheduler": dict, "loss_scaler": dict}
+    kinds = {**dict.fromkeys(_DICTS, dict), **optional, "groups": list}
+    for name, kind in kinds.items():
+        value = getattr(state, name)
+        if not isinstance(value, kind) and not (value is None and name in optional):
+            raise TypeError(f"{name} is no {kind.__name__}")
+    if not all(isinstance(group, dict) for group in state.groups):
+        raise TypeError("a group of the optimizer is no dict")
+    if not all(isinstance(buffer, Tensor) for buffer in state.buffers.values()):
+        raise TypeError("a buffer is no tensor")
+    return state
+
+
 class CheckpointSource(Protocol):
     """A checkpoint, whoever wrote it. Every rank opens it on its own."""
 

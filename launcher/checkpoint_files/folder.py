@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.manifest import MANIFEST, Manifest, check_tag, read_manifest
 
 LATEST = "latest"
+_OF_A_SAVE = re.compile(r"(rank-\d{5,}|state)(-[0-9a-f]{8})?\.(safetensors|json)")
 
 
 @dataclass(frozen=True)
@@ -92,31 +95,34 @@ def draft_of(root: Path, tag: str, save_id: str, *, is_new: bool) -> Draft:
 def commit(draft: Draft, manifest: Manifest) -> Path:
     """Make a draft the checkpoint of its tag, with one rename; every file of it is on the disk. Raises: OSError."""
     final = draft.root / draft.tag
-    before = _files_of(final) if not draft.is_new else []
     replace_file(draft.path / MANIFEST, manifest.text())
     if draft.is_new:
         draft.path.rename(final)
         sync_folder(draft.root)
-    for name in before:
-        if name not in manifest.files:
-            (final / name).unlink(missing_ok=True)
+    else:
+        _remove_others(final, manifest)
     return final
 
 
+def _remove_others(path: Path, manifest: Manifest) -> None:
+    """Remove what earlier saves of a tag have left, also those that were killed. What cannot be removed stays."""
+    for found in path.iterdir():
+        if _OF_A_SAVE.fullmatch(found.name) and found.name not in manifest.files:
+            with contextlib.suppress(OSError):
+                found.unlink()
+
+
 def abandon(draft: Draft) -> None:
-    """Remove what a save that failed has written, as far as that is possible."""
+    """Remove what a save that failed has written, as far as that is possible, unless it has been committed."""
     if draft.is_new:
         shutil.rmtree(draft.path, ignore_errors=True)
         return
-    for path in draft.path.glob(f"*{draft.suffix}.*"):
-        path.unlink(missing_ok=True)
-
-
-def _files_of(path: Path) -> list[str]:
-    try:
-        return list(read_manifest(path).files)
-    except CheckpointError:
-        return []
+    with contextlib.suppress(OSError, CheckpointError):  # of a manifest that cannot be read nothing is removed
+        manifest = draft.path / MANIFEST
+        named = read_manifest(draft.path).files if manifest.exists() else {}
+        for path in draft.path.glob(f"*{draft.suffix}.*"):
+            if path.name not in named:
+                path.unlink(missing_ok=True)
 
 
 def write_file(path: Path, content: bytes) -> None:

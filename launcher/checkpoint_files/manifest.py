@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +16,8 @@ from launcher.checkpoint_files.blocks import digest_of
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "launch checkpoint", 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_TAG = re.compile(r"[^/\0.][^/\0]{0,199}")
+_MAX_TAG_BYTES = 200
+_RESERVED = ("latest", "zero_to_fp32.py")  # files beside the checkpoints
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,10 @@ def _rendered(plain: Mapping[str, Any]) -> bytes:
 
 def check_tag(tag: str) -> str:
     """Return a tag that can name a folder. Raises: CheckpointError for one that cannot."""
-    if not _TAG.fullmatch(tag):
+    is_word = tag.isprintable() and tag == tag.strip() and len(tag.encode()) <= _MAX_TAG_BYTES
+    if not is_word or not tag or "/" in tag or tag.startswith(".") or tag in _RESERVED:
         raise CheckpointError(
-            f"the tag {tag!r} cannot name a folder of its own",
+            f"the tag {tag[:80]!r} cannot name a folder of its own",
             hint="use one without slashes that does not begin with a dot, such as global_step100",
         )
     return tag
@@ -135,10 +138,11 @@ def read_small_file(folder: Path, name: str, manifest: Manifest) -> bytes:
     path, record = folder / name, manifest.files[name]
     try:
         with path.open("rb") as file:
-            text = file.read(record.num_bytes + 1)
+            is_as_long = os.fstat(file.fileno()).st_size == record.num_bytes  # else it may be of any length
+            text = file.read() if is_as_long else b""
     except OSError as error:
         raise CheckpointError(f"it cannot be read: {error.strerror}", where=str(path)) from None
-    if len(text) != record.num_bytes or digest_of(text) != record.checksum:
+    if not is_as_long or digest_of(text) != record.checksum:
         raise CheckpointError("it is damaged: it is not what the manifest says was saved", where=str(path))
     return text
 

@@ -220,8 +220,8 @@ class Checkpoints:
         source, error = None, None
         try:
             source = NativeSource(folder)
-            source.state  # noqa: B018  # read now, as what is this rank's own: every rank can, or all raise together
-            source.private(self._engine.global_rank, self._engine.world_size)
+            # Read now: every rank can, or all raise together.
+            source.state, source.params, source.private(exchange.rank, exchange.world_size)
         except CheckpointError as raised:
             error = str(raised)
         failed = exchange.all_succeeded(error)
