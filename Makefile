@@ -24,7 +24,7 @@ install: $(VENV)/.installed-dev ## make the environment with all that the other 
 demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks with ZeRO stage 2
 	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json
 
-test: $(VENV)/.installed-dev ## install what the tests need and run them all
+test: $(VENV)/.installed-dev $(VENV)/.peers ## install what the tests need and run them all
 	@.ci/system-packages
 	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
@@ -78,6 +78,14 @@ $(VENV)/.created:
 $(VENV)/.installed-%: $(VENV)/.created pyproject.toml constraints.txt $(KERNELS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-examples)
+
+# What tests run beside the package, in a folder that only their own processes see. Its setup needs the torch that is there.
+$(VENV)/.peers: $(VENV)/.installed-dev .ci/test-peers.txt
+	@rm -rf $(VENV)/peers
+	@install() { $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/peers --upgrade "$$@"; }; \
+	install setuptools wheel && export DS_BUILD_OPS=0 PYTHONPATH=$(VENV)/peers \
+	  && install --no-deps --no-build-isolation -r .ci/test-peers.txt && touch $@ \
+	  || { echo "the tests that need DeepSpeed are skipped: it cannot be installed"; rm -rf $(VENV)/peers; }
 
 # DeepSpeed's setup needs the torch that is there. Its operators are built here, so that no measurement waits for them;
 # where that fails the rows that need them say so.

@@ -1,0 +1,148 @@
+"""The files of a checkpoint of DeepSpeed: which are there, and what is in them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from launcher.base.errors import CheckpointError
+from launcher.checkpoint.torch_file import open_torch_file
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+# What a folder may hold that is not read -> what it is.
+_NOT_READ = (
+    (re.compile(r"layer_\d+-model_.*"), "pipeline parallelism"),
+    (re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*"), "experts (MoE)"),
+    (re.compile(r"offloaded_tensors"), "optimizer states offloaded to NVMe"),
+)
+_AGAIN = "save it again, or use another checkpoint"
+_LEFT = "an older checkpoint was left in the folder: move its files away, or use another checkpoint"
+_FUNCTIONS = {"deepspeed.runtime.zero.config.ZeroStageEnum": int}
+_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+
+def holds_deepspeed(folder: Path) -> bool:
+    """Whether a folder is a tag's of a checkpoint that DeepSpeed wrote."""
+    return folder.is_dir() and any(_MODEL.fullmatch(entry.name) for entry in folder.iterdir())
+
+
+def tag_folder(directory: Path, tag: str | None) -> Path:
+    """Return the folder of a tag, by default of the one in `latest`.
+
+    Raises: CheckpointError where there is none.
+    """
+    if tag is None:
+        latest = directory / "latest"
+        if not latest.is_file():
+            tags = sorted(entry.name for entry in directory.glob("*") if holds_deepspeed(entry))
+            hint = f"name one of {', '.join(tags)}" if tags else "give the folder that save_checkpoint got"
+            raise CheckpointError("there is no file `latest` that names a tag", where=str(directory), hint=hint)
+        tag = latest.read_text(errors="replace").strip()
+    folder = directory / tag
+    if Path(tag).name != tag or not folder.is_dir():
+        raise CheckpointError(f"there is no tag {tag!r}", where=str(directory), hint="give one that is a folder there")
+    return folder
+
+
+class Files:
+    """A checkpoint's files. Each is opened once, when something of it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look which files there are. Raises: CheckpointError for a set that is incomplete or is not read."""
+        self.folder = folder
+        names = sorted(entry.name for entry in folder.iterdir())
+        models = [found for found in map(_MODEL.fullmatch, names) if found]
+        optims = [found for found in map(_OPTIM.fullmatch, names) if found]
+        self._refuse(names, [int(found["mp"]) for found in (*models, *optims)])
+        self.is_stage3 = any(found["rank"] is not None for found in models)
+        self._models = {int(found["rank"] or 0): folder / found.string for found in models}
+        if self.is_stage3 and any(found["rank"] is None for found in models):
+            raise self.error(
+                "it has files of stage 3 and of a lower stage", "an older checkpoint was left in its folder"
+            )
+        if 0 not in self._models:
+            wanted = "zero_pp_rank_0_mp_rank_00_model_states.pt" if models or optims else "mp_rank_00_model_states.pt"
+            raise CheckpointError("the file is missing", where=str(folder / wanted), hint=_AGAIN)
+        if len({found["kind"] for found in optims}) > 1:
+            raise self.error("it has optimizer states of two precisions", _LEFT)
+        self._optims = {int(found["rank"]): folder / found.string for found in optims}
+        prefix = optims[0]["kind"] or "" if optims else ""
+        self._optim_name = prefix + "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+        self.num_ranks = len(self._optims)
+
+    def error(self, message: str, hint: str = _AGAIN) -> CheckpointError:
+        """Return an error about the checkpoint as a whole."""
+        return CheckpointError(message, where=str(self.folder), hint=hint)
+
+    def expect_ranks(self, num_ranks: int) -> None:
+        """Raises: CheckpointError unless there are optimizer states of exactly so many ranks."""
+        for rank in range(num_ranks):
+            if rank not in self._optims:
+                missing = self.folder / self._optim_name.format(rank)
+                raise CheckpointError(f"the file is missing: {num_ranks} ranks saved", where=str(missing), hint=_AGAIN)
+        if self.num_ranks != num_ranks:
+            extra = self._optims[max(self._optims)]
+            raise CheckpointError(
+                f"the file is of another save: this one was of {num_ranks} ranks",
+                where=str(extra),
+                hint=_LEFT,
+            )
+
+    def expect_models(self) -> None:
+        """Raises: CheckpointError unless every rank saved what it had of the model, as at stage 3."""
+        for rank in range(self.num_ranks):
+            if rank not in self._models:
+                missing = self.folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+                raise CheckpointError("the file is missing", where=str(missing), hint=_AGAIN)
+
+    @functools.cache  # noqa: B019  # as long as the checkpoint
+    def model(self, rank: int = 0) -> dict[str, Any]:
+        """Return the model's states as a rank saved them: below stage 3 rank 0 alone did."""
+        return _opened(self._models[rank], ("module", "ds_version", "global_steps"))
+
+    @functools.cache  # noqa: B019
+    def zero(self, rank: int) -> dict[str, Any]:
+        """Return the optimizer states that a rank saved."""
+        state = _opened(self._optims[rank], ("optimizer_state_dict",))["optimizer_state_dict"]
+        if not isinstance(state, dict):
+            raise CheckpointError("it holds no optimizer states", where=str(self._optims[rank]), hint=_AGAIN)
+        return state
+
+    def zero_path(self, rank: int) -> str:
+        """Return the name of the file with a rank's optimizer states."""
+        return str(self._optims[rank])
+
+    def _refuse(self, names: list[str], mp_ranks: list[int]) -> None:
+        for pattern, what in _NOT_READ:
+            if any(pattern.fullmatch(name) for name in names):
+                raise self.error(
+                    f"DeepSpeed's checkpoints of {what} are not read", "convert it with DeepSpeed's own tools"
+                )
+        if any(mp_ranks):
+            raise self.error(
+                "DeepSpeed's checkpoints of tensor parallelism (files mp_rank_01 and up) are not read",
+                "merge the parts with DeepSpeed's own tools",
+            )
+        if not mp_ranks and "zero" in names:
+            raise self.error("universal checkpoints are not read", "give the folder it was converted from")
+        if not mp_ranks:
+            raise self.error("there is no file of DeepSpeed's", "give a tag's folder, with files *_model_states.pt")
+
+
+def _opened(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
+    content = open_torch_file(path, _FUNCTIONS, _CLASSES)
+    missing = [key for key in keys if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise CheckpointError(
+            f"the file is none of DeepSpeed's checkpoints: it has no {missing[0]}",
+            where=str(path),
+            hint="give the folder that DeepSpeed's save_checkpoint wrote",
+        )
+    return dict(content)

@@ -1,0 +1,287 @@
+"""Files of `torch.save`, opened without reading their tensors: these are read later, by ranges of elements."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.base.errors import CheckpointError
+from launcher.checkpoint.unpickle import NumpyArray, Pickled, SafeUnpickler, unpickle
+
+CHUNK_BYTES = 4 << 20
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a member of a zip file: the lengths of its name and of its extra field
+_OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_DAMAGED = "the file is damaged or was not written to its end; use another checkpoint"
+_STORAGES = {
+    "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
+    "DoubleStorage": torch.float64, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Where a file has the memory of tensors."""
+
+    path: Path
+    at: int  # first byte in the file
+    num_bytes: int
+    dtype: torch.dtype
+
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError("a storage takes no state")
+
+    def read(self, start: int, num_bytes: int) -> Iterator[memoryview]:
+        """Yield bytes [start, start + num_bytes) in chunks, each valid until the next one."""
+        if start < 0 or start + num_bytes > self.num_bytes:
+            raise CheckpointError("a tensor is larger than its data", where=str(self.path), hint=_DAMAGED)
+        buffer = bytearray(min(CHUNK_BYTES, num_bytes))
+        with _opened(self.path) as file:
+            while num_bytes:
+                part = memoryview(buffer)[: min(num_bytes, len(buffer))]
+                file.seek(self.at + start)
+                if file.readinto(part) != len(part):
+                    raise CheckpointError("the file ends within a tensor", where=str(self.path), hint=_DAMAGED)
+                yield part
+                start, num_bytes = start + len(part), num_bytes - len(part)
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file. `read` takes what it needs of it, `load` all."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    offset: int  # of the first element, in elements
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError("a tensor takes no state")
+
+    @property
+    def place(self) -> str:
+        """The file."""
+        return str(self.storage.path)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def shares(self, other: FileTensor) -> bool:
+        """Whether both are the same elements of the same memory."""
+        mine, theirs = ((each.storage, each.offset, each.shape, each.stride) for each in (self, other))
+        return mine == theirs and self.numel > 0
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill 1-D `out` with elements [start, start + len(out)) of the flattened tensor, converted to its dtype.
+
+        Reads only their bytes, in chunks, where the tensor is contiguous; else all of it.
+        """
+        if start < 0 or start + out.numel() > self.numel:
+            raise CheckpointError(
+                f"elements {start} to {start + out.numel()} are wanted of a tensor of {self.numel}",
+                where=self.place,
+                hint="the file is not of this checkpoint, or damaged; use another checkpoint",
+            )
+        if not self._is_contiguous():
+            out.copy_(self.load().reshape(-1)[start : start + out.numel()])
+            return
+        self._read_memory(self.offset + start, out)
+
+    def load(self) -> Tensor:
+        """Return the tensor, in memory of its own."""
+        if self._is_contiguous():
+            whole = torch.empty(self.shape, dtype=self.dtype)
+            self._read_memory(self.offset, whole.view(-1))
+            return whole
+        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        memory = torch.empty(extent, dtype=self.dtype)
+        self._read_memory(self.offset, memory)
+        return memory.as_strided(self.shape, self.stride).contiguous()
+
+    def _read_memory(self, first: int, out: Tensor) -> None:
+        size, filled = self.dtype.itemsize, 0
+        for chunk in self.storage.read(first * size, out.numel() * size):
+            elements = torch.frombuffer(chunk, dtype=torch.uint8).view(self.dtype)
+            out[filled : filled + elements.numel()].copy_(elements)
+            filled += elements.numel()
+
+    def _is_contiguous(self) -> bool:
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+
+def open_torch_file(
+    path: Path, functions: Mapping[str, Callable[..., Any]] | None = None, classes: tuple[str, ...] = ()
+) -> Any:
+    """Return what `torch.save` wrote to a file: plain values, with a `FileTensor` for every tensor.
+
+    functions: what else the file may call, by full name. classes: full names of those whose objects become
+    `Pickled`; any other is refused. Raises: CheckpointError for a file that is missing, truncated, damaged or of
+    another kind, or that asks for more.
+    """
+    place = str(path)
+    members = _Members(path)
+    root = members.root
+    if members.bytes_of(f"{root}byteorder", b"little") != b"little":
+        raise CheckpointError("the file was written on a big-endian machine", where=place, hint="convert it there")
+    pickled = members.bytes_of(f"{root}data.pkl")
+
+    def storage(pid: Any) -> _Storage:
+        kind, dtype, key, _, numel = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a reference to {kind}")
+        found = members.storage(f"{root}data/{key}", dtype)
+        if found.num_bytes < numel * dtype.itemsize:
+            raise CheckpointError(f"tensor data {key} is cut off", where=place, hint=_DAMAGED)
+        return found
+
+    unpickler = _TorchUnpickler(io.BytesIO(pickled), place, {**_BUILDERS, **(functions or {})}, classes, storage)
+    return unpickle(unpickler, place)
+
+
+def plain(value: Any) -> Any:
+    """Return a value with its tensors loaded, and of objects without class the fields."""
+    if isinstance(value, FileTensor):
+        return value.load()
+    if isinstance(value, NumpyArray):
+        return value.tensor
+    if isinstance(value, Pickled):
+        return {name: plain(each) for name, each in value.fields.items()}
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(each) for each in value)
+    return value
+
+
+class _TorchUnpickler(SafeUnpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if (module, name) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter")):
+            return name
+        return super().find_class(module, name)
+
+
+def _tensor(storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> FileTensor:
+    return _tensor_of(storage, storage.dtype, offset, shape, stride)
+
+
+def _tensor_with_dtype(
+    storage: Any, offset: int, shape: Any, stride: Any, _grad: bool, _hooks: Any, dtype: Any, *_: Any
+) -> FileTensor:
+    return _tensor_of(storage, dtype, offset, shape, stride)
+
+
+def _tensor_of(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> FileTensor:
+    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor without storage")
+    numbers = (offset, *shape, *stride)
+    if len(shape) != len(stride) or any(not isinstance(each, int) or each < 0 for each in numbers):
+        raise ValueError("a tensor of an impossible shape")
+    return FileTensor(storage, dtype, offset, tuple(shape), tuple(stride))
+
+
+def _with_state(build: Callable[..., Any], _kind: Any, args: Any, _state: Any) -> Any:
+    return build(*args)
+
+
+_BUILDERS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_with_dtype,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    "torch._tensor._rebuild_from_type_v2": _with_state,
+}
+
+
+class _Members:
+    """The parts of a zip file of `torch.save`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _opened(path) as file:
+            try:
+                self._infos = {info.filename: info for info in zipfile.ZipFile(file).infolist()}
+            except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
+                raise _not_a_zip(path) from error
+        pickles = [name for name in self._infos if name.endswith("data.pkl") and name.count("/") <= 1]
+        if len(pickles) != 1:
+            raise CheckpointError(
+                "the file is a zip file, but not one of torch.save", where=str(path), hint="give the checkpoint's own"
+            )
+        self.root = pickles[0].removesuffix("data.pkl")
+
+    def bytes_of(self, name: str, default: bytes | None = None) -> bytes:
+        if name not in self._infos and default is not None:
+            return default
+        place, storage = str(self._path), self.storage(name, torch.uint8)
+        content = b"".join(bytes(chunk) for chunk in storage.read(0, storage.num_bytes))
+        if zlib.crc32(content) != self._infos[name].CRC:
+            raise CheckpointError(f"{name} has another checksum than the file says", where=place, hint=_DAMAGED)
+        return content
+
+    def storage(self, name: str, dtype: torch.dtype) -> _Storage:
+        info = self._infos.get(name)
+        if info is None:
+            raise CheckpointError(f"the file has no {name}", where=str(self._path), hint=_DAMAGED)
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise CheckpointError(
+                f"{name} is compressed or encrypted, which torch.save does not do",
+                where=str(self._path),
+                hint="use the file as it was written",
+            )
+        with _opened(self._path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            is_inside = 0 <= info.header_offset < num_bytes
+            header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset) if is_inside else b""
+            if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+                raise CheckpointError(f"{name} is not where the file says", where=str(self._path), hint=_DAMAGED)
+            at = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+            if at + info.file_size > num_bytes:
+                raise CheckpointError(f"the file ends within {name}", where=str(self._path), hint=_DAMAGED)
+        return _Storage(self._path, at, info.file_size, dtype)
+
+
+def _opened(path: Path) -> io.FileIO:
+    try:
+        return io.FileIO(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"the file cannot be opened: {error.strerror}",
+            where=str(path),
+            hint="the checkpoint is incomplete: bring the file, or use another checkpoint",
+        ) from error
+
+
+def _not_a_zip(path: Path) -> CheckpointError:
+    with _opened(path) as file:
+        begin = file.read(len(_OLD_FORMAT))
+    if begin == _OLD_FORMAT:
+        return CheckpointError(
+            "the file is in torch's old format, which is not read",
+            where=str(path),
+            hint='load it with torch.load and save it with torch.save, or save with "checkpoint_serialization": true',
+        )
+    if begin[:4] == b"PK\x03\x04":
+        return CheckpointError("the end of the file is missing", where=str(path), hint=_DAMAGED)
+    return CheckpointError("the file is not one of torch.save", where=str(path), hint=_DAMAGED)
