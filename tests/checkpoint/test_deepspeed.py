@@ -72,7 +72,7 @@ def test_the_rest_of_the_run_is_read(runs: Path, name: str) -> None:
         assert getattr(state, counter) == memory[counter], counter
     assert state.micro_steps == NUM_STEPS * ACCUMULATION
     assert state.optimizer == "AdamW"
-    if "elastic_checkpoint" in RUNS[name][2]:
+    if name == "1-elastic":
         assert state.groups == [{}, {}]  # it saves none
     else:
         assert [group["lr"] for group in state.groups] == memory["lrs"]
@@ -113,7 +113,7 @@ def _without(runs: Path, tmp_path: Path, name: str, lost: str) -> Path:
     ],
 )
 def test_a_missing_file_is_named(runs: Path, tmp_path: Path, name: str, lost: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"{lost}: the file is missing"):
+    with pytest.raises(CheckpointError, match=rf"/{lost}: the file is missing"):
         open_deepspeed(_without(runs, tmp_path, name, lost))
 
 

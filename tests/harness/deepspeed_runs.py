@@ -64,14 +64,15 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def config_of(stage: int, precision: str, zero: dict[str, Any]) -> dict[str, Any]:
+def config_of(stage: int, precision: str, options: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 6,
         "gradient_accumulation_steps": ACCUMULATION,
         "steps_per_print": 1_000_000,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 20}},
-        "zero_optimization": {"stage": stage, **zero},
+        "zero_optimization": {"stage": stage, **options.get("zero", {})},
+        **{key: value for key, value in options.items() if key != "zero"},
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
@@ -80,18 +81,19 @@ def config_of(stage: int, precision: str, zero: dict[str, Any]) -> dict[str, Any
     return config
 
 
-# Name -> stage, precision, options of ZeRO.
+# Name -> stage, precision, options of the config.
 RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "0-fp32": (0, "fp32", {}),
     "0-bf16": (0, "bf16", {}),
     "1-fp32": (1, "fp32", {}),
     "1-bf16": (1, "bf16", {}),
-    "1-elastic": (1, "fp32", {"elastic_checkpoint": True}),
+    "1-bf16-sums": (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),  # by an optimizer class of its own
+    "1-elastic": (1, "fp32", {"zero": {"elastic_checkpoint": True}}),
     "2-fp32": (2, "fp32", {}),
-    "2-bf16": (2, "bf16", {"round_robin_gradients": True, "parameter_alignment": True}),
+    "2-bf16": (2, "bf16", {"zero": {"round_robin_gradients": True, "parameter_alignment": True}}),
     "2-fp16": (2, "fp16", {}),
     "3-fp32": (3, "fp32", {}),
-    "3-bf16": (3, "bf16", {"sub_group_size": 100, "stage3_param_persistence_threshold": 0}),
+    "3-bf16": (3, "bf16", {"zero": {"sub_group_size": 100, "stage3_param_persistence_threshold": 0}}),
 }
 
 
@@ -164,11 +166,10 @@ def _run(name: str, output: Path, rank: int) -> None:
     import deepspeed
     import torch.distributed as dist
 
-    stage, precision, zero = RUNS[name]
     model = build_model()
-    engine = deepspeed.initialize(
-        model=model, model_parameters=parameter_groups(model), config=config_of(stage, precision, zero)
-    )[0]
+    engine = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config_of(*RUNS[name]))[
+        0
+    ]
     _train(engine, rank, 0, NUM_STEPS)
     folder = output / name
     state = {**CLIENT_STATE, "table": torch.arange(5) * 0.5, "options": argparse.Namespace(width=12)}

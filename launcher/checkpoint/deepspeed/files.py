@@ -64,12 +64,9 @@ class Files:
         self.is_stage3 = any(found["rank"] is not None for found in models)
         self._models = {int(found["rank"] or 0): folder / found.string for found in models}
         if self.is_stage3 and any(found["rank"] is None for found in models):
-            raise self.error(
-                "it has files of stage 3 and of a lower stage", "an older checkpoint was left in its folder"
-            )
+            raise self.error("it has files of stage 3 and of a lower stage", _LEFT)
         if 0 not in self._models:
-            wanted = "zero_pp_rank_0_mp_rank_00_model_states.pt" if models or optims else "mp_rank_00_model_states.pt"
-            raise CheckpointError("the file is missing", where=str(folder / wanted), hint=_AGAIN)
+            raise self._missing("zero_pp_rank_0_" * self.is_stage3 + "mp_rank_00_model_states.pt")
         if len({found["kind"] for found in optims}) > 1:
             raise self.error("it has optimizer states of two precisions", _LEFT)
         self._optims = {int(found["rank"]): folder / found.string for found in optims}
@@ -85,22 +82,17 @@ class Files:
         """Raises: CheckpointError unless there are optimizer states of exactly so many ranks."""
         for rank in range(num_ranks):
             if rank not in self._optims:
-                missing = self.folder / self._optim_name.format(rank)
-                raise CheckpointError(f"the file is missing: {num_ranks} ranks saved", where=str(missing), hint=_AGAIN)
+                raise self._missing(self._optim_name.format(rank), f": {num_ranks} ranks saved")
         if self.num_ranks != num_ranks:
             extra = self._optims[max(self._optims)]
-            raise CheckpointError(
-                f"the file is of another save: this one was of {num_ranks} ranks",
-                where=str(extra),
-                hint=_LEFT,
-            )
+            message = f"the file is of another save: this one was of {num_ranks} ranks"
+            raise CheckpointError(message, where=str(extra), hint=_LEFT)
 
     def expect_models(self) -> None:
         """Raises: CheckpointError unless every rank saved what it had of the model, as at stage 3."""
         for rank in range(self.num_ranks):
             if rank not in self._models:
-                missing = self.folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-                raise CheckpointError("the file is missing", where=str(missing), hint=_AGAIN)
+                raise self._missing(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
 
     @functools.cache  # noqa: B019  # as long as the checkpoint
     def model(self, rank: int = 0) -> dict[str, Any]:
@@ -110,6 +102,8 @@ class Files:
     @functools.cache  # noqa: B019
     def zero(self, rank: int) -> dict[str, Any]:
         """Return the optimizer states that a rank saved."""
+        if rank not in self._optims:
+            raise self._missing(self._optim_name.format(rank))
         state = _opened(self._optims[rank], ("optimizer_state_dict",))["optimizer_state_dict"]
         if not isinstance(state, dict):
             raise CheckpointError("it holds no optimizer states", where=str(self._optims[rank]), hint=_AGAIN)
@@ -119,12 +113,13 @@ class Files:
         """Return the name of the file with a rank's optimizer states."""
         return str(self._optims[rank])
 
+    def _missing(self, name: str, more: str = "") -> CheckpointError:
+        return CheckpointError(f"the file is missing{more}", where=str(self.folder / name), hint=_AGAIN)
+
     def _refuse(self, names: list[str], mp_ranks: list[int]) -> None:
         for pattern, what in _NOT_READ:
             if any(pattern.fullmatch(name) for name in names):
-                raise self.error(
-                    f"DeepSpeed's checkpoints of {what} are not read", "convert it with DeepSpeed's own tools"
-                )
+                raise self.error(f"DeepSpeed's checkpoints of {what} are not read", "use DeepSpeed's own tools")
         if any(mp_ranks):
             raise self.error(
                 "DeepSpeed's checkpoints of tensor parallelism (files mp_rank_01 and up) are not read",

@@ -37,7 +37,8 @@ class DeepSpeedCheckpoint(CheckpointSource):
         files = Files(folder)
         try:
             mp_size = int(files.model().get("mp_world_size") or 1)
-            contents = read_partitioned(files) if files.num_ranks else read_whole(files)
+            has_zero = files.is_stage3 or files.num_ranks or files.model().get("param_shapes") is not None
+            contents = read_partitioned(files) if has_zero else read_whole(files)
             self._state = run_state(files, contents)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise files.error(
