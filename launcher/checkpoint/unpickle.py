@@ -35,6 +35,7 @@ class Function:
     """A function that a pickle may call. It takes no state: a pickle cannot change it."""
 
     __slots__ = ("_call",)
+    _call: Callable[..., Any]
 
     def __init__(self, call: Callable[..., Any]) -> None:
         object.__setattr__(self, "_call", call)
