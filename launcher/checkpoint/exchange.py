@@ -28,13 +28,16 @@ _POLL_SHARE = 0.05  # of what has been waited: polls lengthen no wait by more
 class Exchange:
     """Messages between the ranks of one save or load. Values are plain data for JSON."""
 
-    def __init__(self, group: DataParallelGroup, purpose: str) -> None:
-        """purpose: for messages, such as "save_checkpoint". Every rank must build it, in the same order."""
+    def __init__(self, group: DataParallelGroup | None, purpose: str) -> None:
+        """group: None: this process alone. purpose: for messages, such as "save_checkpoint".
+
+        Every rank must build it, in the same order.
+        """
         self._purpose = purpose
         self._prefix = f"launch/checkpoint/{next(_numbers)}"
-        self.rank, self.world_size = group.rank, group.world_size
+        self.rank, self.world_size = (0, 1) if group is None else (group.rank, group.world_size)
         self._store: Any = None
-        if group.process_group is not None:
+        if group is not None and group.process_group is not None:
             self._store = dist.distributed_c10d._get_default_store()
         self._num_phases = 0
         self._said: list[str] = []  # keys of what rank 0 has broadcast

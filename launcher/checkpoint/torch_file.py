@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
+from launcher.checkpoint.tensors import bytes_of
 from launcher.checkpoint.unpickle import NumpyArray, Pickled, SafeUnpickler, unpickle
 
 CHUNK_BYTES = 4 << 20
+_MAX_REPEATED_NUMEL = 2**28
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a member of a zip file: the lengths of its name and of its extra field
 _OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _DAMAGED = "the file is damaged or was not written to its end; use another checkpoint"
@@ -43,19 +45,25 @@ class _Storage:
     def __setstate__(self, state: Any) -> None:
         raise TypeError("a storage takes no state")
 
-    def read(self, start: int, num_bytes: int) -> Iterator[memoryview]:
-        """Yield bytes [start, start + num_bytes) in chunks, each valid until the next one."""
-        if start < 0 or start + num_bytes > self.num_bytes:
+    def fill(self, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes from `start` on."""
+        if start < 0 or start + out.nbytes > self.num_bytes:
             raise CheckpointError("a tensor is larger than its data", where=str(self.path), hint=_DAMAGED)
-        buffer = bytearray(min(CHUNK_BYTES, num_bytes))
         with _opened(self.path) as file:
-            while num_bytes:
-                part = memoryview(buffer)[: min(num_bytes, len(buffer))]
-                file.seek(self.at + start)
-                if file.readinto(part) != len(part):
+            file.seek(self.at + start)
+            while out.nbytes:
+                num_read = file.readinto(out[:CHUNK_BYTES])
+                if not num_read:
                     raise CheckpointError("the file ends within a tensor", where=str(self.path), hint=_DAMAGED)
-                yield part
-                start, num_bytes = start + len(part), num_bytes - len(part)
+                out = out[num_read:]
+
+    def chunks(self, start: int, num_bytes: int) -> Iterator[memoryview]:
+        """Yield bytes [start, start + num_bytes) in chunks, each valid until the next one."""
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, num_bytes)))
+        for first in range(start, start + num_bytes, CHUNK_BYTES):
+            chunk = buffer[: min(CHUNK_BYTES, start + num_bytes - first)]
+            self.fill(first, chunk)
+            yield chunk
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class FileTensor:
     def read(self, start: int, out: Tensor) -> None:
         """Fill 1-D `out` with elements [start, start + len(out)) of the flattened tensor, converted to its dtype.
 
-        Reads only their bytes, in chunks, where the tensor is contiguous; else all of it.
+        Reads only their bytes where the tensor is contiguous; else all of it.
         """
         if start < 0 or start + out.numel() > self.numel:
             raise CheckpointError(
@@ -104,18 +112,25 @@ class FileTensor:
 
     def load(self) -> Tensor:
         """Return the tensor, in memory of its own."""
+        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        end = (self.offset + extent) * self.dtype.itemsize if self.numel else 0
+        is_repeated = self.numel * self.dtype.itemsize > self.storage.num_bytes  # as `expand` does
+        if end > self.storage.num_bytes or (is_repeated and self.numel > _MAX_REPEATED_NUMEL):
+            raise CheckpointError("a tensor is larger than its data", where=self.place, hint=_DAMAGED)
         if self._is_contiguous():
             whole = torch.empty(self.shape, dtype=self.dtype)
             self._read_memory(self.offset, whole.view(-1))
             return whole
-        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         memory = torch.empty(extent, dtype=self.dtype)
         self._read_memory(self.offset, memory)
         return memory.as_strided(self.shape, self.stride).contiguous()
 
     def _read_memory(self, first: int, out: Tensor) -> None:
         size, filled = self.dtype.itemsize, 0
-        for chunk in self.storage.read(first * size, out.numel() * size):
+        if out.dtype == self.dtype and out.device.type == "cpu" and out.is_contiguous():
+            self.storage.fill(first * size, bytes_of(out))
+            return
+        for chunk in self.storage.chunks(first * size, out.numel() * size):
             elements = torch.frombuffer(chunk, dtype=torch.uint8).view(self.dtype)
             out[filled : filled + elements.numel()].copy_(elements)
             filled += elements.numel()
@@ -156,6 +171,11 @@ def open_torch_file(
 
     unpickler = _TorchUnpickler(io.BytesIO(pickled), place, {**_BUILDERS, **(functions or {})}, classes, storage)
     return unpickle(unpickler, place)
+
+
+def verify_torch_file(path: Path) -> None:
+    """Read all of a file and compare its checksums. Raises: CheckpointError for one that is damaged."""
+    _Members(path).verify()
 
 
 def plain(value: Any) -> Any:
@@ -234,11 +254,24 @@ class _Members:
     def bytes_of(self, name: str, default: bytes | None = None) -> bytes:
         if name not in self._infos and default is not None:
             return default
-        place, storage = str(self._path), self.storage(name, torch.uint8)
-        content = b"".join(bytes(chunk) for chunk in storage.read(0, storage.num_bytes))
-        if zlib.crc32(content) != self._infos[name].CRC:
-            raise CheckpointError(f"{name} has another checksum than the file says", where=place, hint=_DAMAGED)
+        storage = self.storage(name, torch.uint8)
+        content = b"".join(bytes(chunk) for chunk in storage.chunks(0, storage.num_bytes))
+        self._compare(name, zlib.crc32(content))
         return content
+
+    def verify(self) -> None:
+        """Read all of the file in chunks. Raises: CheckpointError for a part with another checksum than it had."""
+        for name in self._infos:
+            storage, found = self.storage(name, torch.uint8), 0
+            for chunk in storage.chunks(0, storage.num_bytes):
+                found = zlib.crc32(chunk, found)
+            self._compare(name, found)
+
+    def _compare(self, name: str, found: int) -> None:
+        expected = self._infos[name].CRC
+        if expected not in (0, found):  # 0: it was saved without checksums
+            message = f"{name} has another checksum than when it was saved"
+            raise CheckpointError(message, where=str(self._path), hint=_DAMAGED)
 
     def storage(self, name: str, dtype: torch.dtype) -> _Storage:
         info = self._infos.get(name)

@@ -1,4 +1,7 @@
-"""Checkpoints of the real DeepSpeed are read to the bit: parameters, states, counters, client state."""
+"""Checkpoints of the real DeepSpeed are read to the bit and imported, and the run continues as DeepSpeed continues it.
+
+One file, such that DeepSpeed runs once for all of these tests.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,39 @@ from typing import Any
 import pytest
 import torch
 from harness import deepspeed
-from harness.deepspeed_runs import ACCUMULATION, CLIENT_STATE, LR, NUM_RANKS, NUM_STEPS, RUNS, build_model
+from harness.deepspeed_runs import (
+    ACCUMULATION,
+    CLIENT_STATE,
+    LR,
+    NUM_RANKS,
+    NUM_STEPS,
+    NUM_STEPS_AFTER,
+    RUNS,
+    batch_of,
+    build_model,
+    config_of,
+    parameter_groups,
+)
+from harness.ranks import run_on_ranks
 from torch import Tensor
 
+import launcher
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.deepspeed import open_deepspeed
+from launcher.checkpoint.imports import import_deepspeed, run
+from launcher.checkpoint.native import NativeSource
 from launcher.checkpoint.source import CheckpointSource
+
+TAG = f"global_step{NUM_STEPS}"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """All of `RUNS`, by the real DeepSpeed on real ranks."""
+    """All of `RUNS` by the real DeepSpeed on real ranks, as it saved them in `saved/`, and imported in `imported/`."""
     folder = tmp_path_factory.mktemp("deepspeed")
     deepspeed.run_ranks(NUM_RANKS, "harness.deepspeed_runs", str(folder))
+    for name in RUNS:
+        import_deepspeed(folder / name / "saved", folder / name / "imported")
     yield folder
     shutil.rmtree(folder)
 
@@ -97,7 +120,7 @@ def test_the_rest_of_the_run_is_read(runs: Path, name: str) -> None:
 
 def _without(runs: Path, tmp_path: Path, name: str, lost: str) -> Path:
     shutil.copytree(runs / name / "saved", tmp_path / name)
-    (tmp_path / name / f"global_step{NUM_STEPS}" / lost).unlink()
+    (tmp_path / name / TAG / lost).unlink()
     return tmp_path / name
 
 
@@ -132,3 +155,93 @@ def test_files_of_an_earlier_save_by_more_ranks_are_noticed(runs: Path, tmp_path
     shutil.copy(path, path.with_name(path.name.replace("rank_1", "rank_2")))
     with pytest.raises(CheckpointError, match=r"zero_pp_rank_2.*: the file is of another save: .* 2 ranks"):
         open_deepspeed(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_imported_is_what_was_saved(runs: Path, name: str) -> None:
+    saved, imported = open_deepspeed(runs / name / "saved"), NativeSource(runs / name / "imported" / TAG)
+    assert list(imported.params) == list(saved.params)
+    for key, stored in saved.params.items():
+        found = imported.params[key]
+        assert (found.shape, found.dtype, found.group) == (stored.shape, stored.dtype, stored.group)
+        assert found.states == stored.states
+        assert found.scalars.keys() == stored.scalars.keys()
+        assert all(torch.as_tensor(found.scalars[each]).equal(value) for each, value in stored.scalars.items())
+        for state in ("weight", *stored.states):
+            ours, theirs = torch.empty(stored.numel), torch.empty(stored.numel)
+            imported.read(state, key, 0, ours)
+            saved.read(state, key, 0, theirs)
+            assert ours.equal(theirs), (state, key)
+    ours, theirs = (vars(source.state).copy() for source in (imported, saved))
+    for each in (ours, theirs):
+        each["table"] = each["client_state"].pop("table").tolist()
+        each["buffers"] = {key: value.tolist() for key, value in each["buffers"].items()}
+    assert ours == theirs
+    assert imported.facts["tied"] == {"head.weight": "embed.weight"}
+
+
+def _continued(rank: int, world_size: int, folder: str, name: str, stage: int) -> dict[str, Any]:
+    model = build_model()
+    precision, options = RUNS[name][1:]
+    zero = {key: value for key, value in options.get("zero", {}).items() if key != "parameter_alignment"}
+    config = config_of(stage, precision, {**options, "zero": zero})
+    engine, *_ = launcher.initialize(model=model, model_parameters=parameter_groups(model), config=config)
+    path, client_state = engine.load_checkpoint(folder)
+    counters = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps)
+    rates = engine.get_lr()
+    losses = []
+    for micro_step in range(NUM_STEPS * ACCUMULATION, (NUM_STEPS + NUM_STEPS_AFTER) * ACCUMULATION):
+        loss = engine(*batch_of(rank, micro_step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    scale = None if name != "2-fp16" else engine.optimizer.loss_scale
+    engine.destroy()
+    return {
+        "path": path, "epoch": client_state["epoch"], "counters": counters, "rates": rates, "losses": losses,
+        "scale": scale,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "tolerance"),
+    [
+        ("0-fp32", 3, 1e-6),
+        ("1-fp32", 2, 1e-6),
+        ("1-elastic", 1, 1e-6),
+        ("2-fp32", 0, 1e-6),
+        ("3-fp32", 1, 1e-6),
+        ("2-bf16", 3, 1e-3),
+        ("2-fp16", 2, 2e-4),
+    ],
+)
+def test_training_continues_as_deepspeed_continues_it(runs: Path, name: str, stage: int, tolerance: float) -> None:
+    expected = torch.load(runs / name / "memory.pt")
+    of_ranks = run_on_ranks(NUM_RANKS, _continued, str(runs / name / "imported"), name, stage)
+    first = of_ranks[0]
+    assert first["path"] == str(runs / name / "imported" / TAG)
+    assert first["epoch"] == 4
+    counters = [expected[key] for key in ("global_steps", "global_samples", "micro_steps", "skipped_steps")]
+    assert list(first["counters"]) == counters
+    assert first["rates"] == expected["lrs"]
+    losses = [sum(each) / NUM_RANKS for each in zip(*(of_rank["losses"] for of_rank in of_ranks), strict=True)]
+    assert losses == pytest.approx(expected["losses"], rel=tolerance)
+
+
+def test_a_damaged_file_is_not_imported(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "2-fp32" / "saved", tmp_path / "saved")
+    path = next((tmp_path / "saved").glob("*/zero_pp_rank_1_*"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{path.name}: .*data/\d+ has another checksum"):
+        import_deepspeed(tmp_path / "saved", tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_the_command_imports_a_tag_once(runs: Path, tmp_path: Path) -> None:
+    arguments = [str(runs / "3-fp32" / "saved"), str(tmp_path / "target"), "--tag", TAG]
+    run(arguments)
+    assert (tmp_path / "target" / "latest").read_text().strip() == TAG
+    with pytest.raises(CheckpointError, match=rf"{TAG} is there already: a checkpoint of ours"):
+        run(arguments)

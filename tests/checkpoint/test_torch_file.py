@@ -200,6 +200,12 @@ def test_a_tensor_beyond_its_memory_is_refused_when_read(tmp_path: Path) -> None
         found = open_torch_file(path)
         with pytest.raises(CheckpointError, match=r"file\.pt: a tensor is larger than its data"):
             found.read(size - 1, torch.empty(1))
+        with pytest.raises(CheckpointError, match=r"file\.pt: a tensor is larger than its data"):
+            found.load()
+    repeated = b"((S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI2\ntQI0\n(I999999999999\nt(I0\ntI00\nNt"
+    _write(path, b"ctorch._utils\n_rebuild_tensor_v2\n" + repeated + b"R.", **{"data/0": b"\0" * 8})
+    with pytest.raises(CheckpointError, match=r"file\.pt: a tensor is larger than its data"):
+        open_torch_file(path).load()
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:

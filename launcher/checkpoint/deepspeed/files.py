@@ -109,6 +109,11 @@ class Files:
             raise CheckpointError("it holds no optimizer states", where=str(self._optims[rank]), hint=_AGAIN)
         return state
 
+    @property
+    def paths(self) -> list[Path]:
+        """All files."""
+        return [*self._models.values(), *self._optims.values()]
+
     def zero_path(self, rank: int) -> str:
         """Return the name of the file with a rank's optimizer states."""
         return str(self._optims[rank])

@@ -31,7 +31,9 @@ def read_partitioned(files: Files) -> Contents:
     params = {**dict(trainable), **dict(_frozen(files, {name for group in shapes for name in group}))}
     order = {name: position for position, name in enumerate(model["module"])}
     in_order = sorted(params, key=lambda name: order.get(name, len(order)))
-    return Contents({name: params[name] for name in in_order}, _groups(zero, files.is_stage3), zero.get("loss_scaler"))
+    tied = dict(model.get("shared_params") or {})
+    groups = _groups(zero, files.is_stage3)
+    return Contents({name: params[name] for name in in_order}, groups, tied, zero.get("loss_scaler"))
 
 
 def _of_groups(files: Files, shapes: list[Mapping[str, Sequence[int]]]) -> Iterator[tuple[str, Found]]:

@@ -46,6 +46,7 @@ class Contents:
 
     params: dict[str, Found]
     groups: list[Mapping[str, Any]]  # of the optimizer
+    tied: dict[str, str]  # other names of parameters -> the first
     scaler: Any = None
 
 

@@ -16,6 +16,7 @@ from launcher.checkpoint.deepspeed.places import Found
 from launcher.checkpoint.deepspeed.state import run_state
 from launcher.checkpoint.deepspeed.whole import read_whole
 from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState, StoredParam
+from launcher.checkpoint.torch_file import verify_torch_file
 
 # Class -> our name of a state and the one that DeepSpeed's CPU kernel has.
 _OTHER_NAMES = {"Adagrad": ("sum", "exp_avg_sq")}
@@ -47,7 +48,8 @@ class DeepSpeedCheckpoint(CheckpointSource):
             ) from error
         if mp_size > 1:
             raise files.error("DeepSpeed's checkpoints of tensor parallelism are not read", "merge its parts first")
-        self._folder = folder
+        self._files = files
+        self.tied = contents.tied  # other names of parameters -> the first
         self._found = contents.params
         self._theirs = self._other_names()
         self._params = {name: self._renamed(each) for name, each in self._found.items()}
@@ -55,7 +57,7 @@ class DeepSpeedCheckpoint(CheckpointSource):
     @property
     def where(self) -> str:
         """The folder, for messages."""
-        return str(self._folder)
+        return str(self._files.folder)
 
     @property
     def state(self) -> RunState:
@@ -86,6 +88,11 @@ class DeepSpeedCheckpoint(CheckpointSource):
 
     def close(self) -> None:
         """Do nothing: files are open only while something of them is read."""
+
+    def verify(self) -> None:
+        """Read all files. Raises: CheckpointError for one that is damaged: `read` does not notice a flipped bit."""
+        for path in self._files.paths:
+            verify_torch_file(path)
 
     def _other_names(self) -> dict[str, str]:
         ours, theirs = _OTHER_NAMES.get(self.state.optimizer or "", ("", ""))

@@ -33,11 +33,11 @@ def read_whole(files: Files) -> Contents:
     Raises: CheckpointError where the optimizer's states cannot be told to belong to one parameter each.
     """
     model = files.model()
-    weights = _weights(model)
+    weights, tied = _weights(model)
     optimizer = model.get("optimizer")
     if optimizer is None:
         params = {name: _unmatched(weight) for name, weight in weights.items()}
-        return Contents(params, [])
+        return Contents(params, [], tied)
     inner = optimizer.get("optimizer_state_dict", optimizer)
     groups: list[Mapping[str, Any]] = inner["param_groups"]
     sequences = _sequences(optimizer, inner, groups)
@@ -51,21 +51,23 @@ def read_whole(files: Files) -> Contents:
         place, states = sequences[index].place(at, weight)
         stored = StoredParam(weight.shape, dtype_name(weight.dtype), True, index, states.by_element, states.scalars)
         params[name] = Found(stored, place)
-    return Contents(_without_steps_frozen(params), groups, optimizer)
+    return Contents(_without_steps_frozen(params), groups, tied, optimizer)
 
 
-def _weights(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Return the parameters; those that share memory under the first of their names."""
+def _weights(model: Mapping[str, Any]) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """Return the parameters, those that share memory under the first of their names, and the other names of these."""
     found: dict[str, FileTensor] = {}
-    known = set()
+    first: dict[Any, str] = {}
+    tied = {}
     for name, weight in model["module"].items():
         if name in model["buffer_names"] or not isinstance(weight, FileTensor):
             continue
         memory = (weight.storage, weight.offset, weight.shape, weight.stride)
-        if weight.numel == 0 or memory not in known:
+        if weight.numel and first.setdefault(memory, name) != name:
+            tied[name] = first[memory]
+        else:
             found[name] = weight
-        known.add(memory)
-    return found
+    return found, tied
 
 
 def _unmatched(weight: FileTensor, is_trainable: bool = True) -> Found:
