@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,28 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.dcp_files import METADATA
+from launcher.checkpoint.native import NativeSource
+from launcher.checkpoint.open import is_checkpoint, open_source
 from launcher.checkpoint.source import WEIGHT, CheckpointSource, StoredParam
+from launcher.checkpoint_files.folder import latest_tag
+from launcher.checkpoint_files.manifest import check_tag
 from launcher.optim.catalog import BY_NAME
+
+
+def export_checkpoint(
+    checkpoint_dir: str | Path, output: str | Path, *, tag: str | None = None, model_name: str = "model"
+) -> None:
+    """Write a checkpoint into a new folder, in the form of DCP.
+
+    checkpoint_dir: a tag's folder, or the one of all tags, where `tag` or `latest` names one. Raises: as `export_dcp`.
+    """
+    folder = Path(checkpoint_dir)
+    if not is_checkpoint(folder):
+        tag = tag or latest_tag(folder)
+        folder = folder if tag is None else folder / check_tag(tag)
+    with contextlib.closing(open_source(folder)) as source:
+        tied = source.facts.get("tied", {}) if isinstance(source, NativeSource) else {}
+        export_dcp(source, Path(output), model_name=model_name, tied=tied)
 
 
 def export_dcp(
@@ -45,7 +67,9 @@ def export_dcp(
     if source.state.optimizer is not None:
         nested["optimizer"] = _optimizer_state(lazy, source)
     writer = FileSystemWriter(output, overwrite=False)
-    save(nested, storage_writer=writer, planner=_LazyPlanner(lazy), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is meant
+        save(nested, storage_writer=writer, planner=_LazyPlanner(lazy), no_dist=True)
 
 
 class _LazyTensors:
