@@ -6,7 +6,7 @@ therefore continues with what is left to gather, and says at the end what it met
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from launcher.base.errors import CheckpointError, EngineError
 from launcher.checkpoint.exchange import Exchange
 from launcher.checkpoint.native import NativeSource
-from launcher.checkpoint.source import WEIGHT, CheckpointSource, StoredParam
+from launcher.checkpoint.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.zero.parameters import unit_params_of
 from launcher.zero.unit import FlatUnit
@@ -137,8 +137,9 @@ def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str
         shapes = {
             name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in target.module.named_parameters()
         }
+        known = {*shapes, *(name for name, _ in _other_tensors(target.module))}
         missing = [name for name in shapes if name not in stored]
-        unexpected = [name for name in stored if name not in shapes]
+        unexpected = [name for name in stored if name not in known]
         if is_strict and (missing or unexpected):
             says = [_listed("the model has", missing), _listed("only the checkpoint has", unexpected)]
             return "parameters do not fit: " + "; ".join(each for each in says if each) + _STRICT
@@ -150,6 +151,12 @@ def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str
         return str(error)
 
 
+def _other_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what some formats keep as they keep parameters: further names of tied ones, and buffers."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers()
+
+
 _STRICT = "; load_module_strict=False loads what fits"
 
 
@@ -158,13 +165,33 @@ def _other_optimizer(
 ) -> str | None:
     hint = "load_optimizer_states=False loads the parameters alone"
     found, num_groups = source.state.optimizer, len(source.state.groups)
-    if (found, num_groups) != (optimizer.name, len(optimizer.param_groups)):
+    is_same_class = found in (optimizer.name, UNKNOWN_OPTIMIZER)
+    if not is_same_class or groups_for(source, optimizer) is None:
         mine = f"{optimizer.name} with {len(optimizer.param_groups)} groups"
         return f"its optimizer is {found} with {num_groups} groups, this run has {mine}; {hint}"
     new = [name for name, group in _trained(optimizer.shards) if name in stored and stored[name].group is None]
     if new:
         return f"{_listed('it has no optimizer states of', new)}, which it did not train; {hint}"
     return None
+
+
+def groups_for(source: CheckpointSource, optimizer: FlatOptimizer) -> list[dict[str, Any]] | None:
+    """Return the hyper-parameters saved for each group of a run; None where its groups are others.
+
+    Other formats have groups in another order, or no groups at all: there the parameters of a group say which it was.
+    """
+    saved = source.state.groups
+    if isinstance(source, NativeSource):
+        return saved if len(saved) == len(optimizer.param_groups) else None
+    found: list[dict[str, Any] | None] = [None] * len(optimizer.param_groups)
+    for name, group in _trained(optimizer.shards):
+        index = source.params[name].group if name in source.params else None
+        if index is None:
+            continue
+        if found[group] is not None and found[group] != saved[index]:
+            return saved if len(saved) == len(found) else None
+        found[group] = saved[index]
+    return [{} if each is None else each for each in found]
 
 
 def _trained(shards: Iterable[ParamShard]) -> Iterable[tuple[str, int]]:

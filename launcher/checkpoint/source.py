@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 WEIGHT = "weight"
+# `RunState.optimizer` of a checkpoint that has states, but does not say of which class.
+UNKNOWN_OPTIMIZER = "an optimizer of unknown class"
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from launcher.base.log import get_logger
 from launcher.checkpoint.asynchronous import BackgroundSaver
 from launcher.checkpoint.contents import contents_of, writer_index
 from launcher.checkpoint.exchange import Exchange
-from launcher.checkpoint.load import Target, load_parameters
-from launcher.checkpoint.native import NativeSource
+from launcher.checkpoint.load import Target, groups_for, load_parameters
+from launcher.checkpoint.open import is_checkpoint, open_source
 from launcher.checkpoint.rng import restore_rng, rng_state
 from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData
 from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState
@@ -206,7 +206,7 @@ class Checkpoints:
             try:
                 if any(each != said[0] for each in said):
                     raise CheckpointError(f"ranks load different tags: {', '.join(map(str, dict.fromkeys(said)))}")
-                plan[0] = latest_tag(root) if tag is None else check_tag(tag)
+                plan[0] = _tag_in(root) if tag is None else check_tag(tag)
             except CheckpointError as error:
                 plan[1] = str(error)
         found, refused = exchange.broadcast(plan)
@@ -216,10 +216,10 @@ class Checkpoints:
             get_logger().warning("there is no file %s: no checkpoint was loaded", root / LATEST)
         return None if found is None else str(found)
 
-    def _opened(self, exchange: Exchange, folder: Path) -> NativeSource:
+    def _opened(self, exchange: Exchange, folder: Path) -> CheckpointSource:
         source, error = None, None
         try:
-            source = NativeSource(folder)
+            source = open_source(folder)
             # Read now: every rank can, or all raise together.
             source.state, source.params, source.private(exchange.rank, exchange.world_size)
         except CheckpointError as raised:
@@ -257,7 +257,7 @@ class Checkpoints:
         private = source.private(engine.global_rank, engine.world_size)
         optimizer = engine.optimizer
         if optimizer is not None and options.loads_optimizer:
-            optimizer.optimizer.load_groups(state.groups)
+            optimizer.optimizer.load_groups(groups_for(source, optimizer.optimizer) or state.groups)
             optimizer.optimizer.load_rank_state(private.get("of_world", {}).get("optimizer", {}))
             if optimizer.loss_scaler is not None and state.loss_scaler is not None:
                 optimizer.loss_scaler.load_state_dict(state.loss_scaler)
@@ -269,6 +269,12 @@ class Checkpoints:
             engine.training_dataloader.load_state_dict(private["data"])
         if "rng" in private:
             restore_rng(private["rng"], engine.device)
+
+
+def _tag_in(root: Path) -> str | None:
+    """Return the tag that `latest` names; "" where the folder is itself a checkpoint, as other formats have it."""
+    tag = latest_tag(root)
+    return "" if tag is None and is_checkpoint(root) else tag
 
 
 # ---- buffers ----
@@ -301,6 +307,10 @@ def _load_buffers(model: nn.Module, source: CheckpointSource, rank: int, world_s
         for name, buffer in _buffers_of(model).items():
             if name in saved:
                 buffer.copy_(saved[name])
+            elif name in source.params:  # of a format that keeps buffers as it keeps parameters
+                read = torch.empty(buffer.numel(), dtype=buffer.dtype)
+                source.read(WEIGHT, name, 0, read)
+                buffer.copy_(read.view(buffer.shape))
     for prefix, module in model.named_modules():
         key = f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE
         if key in source.state.extra_state:

@@ -1,0 +1,35 @@
+"""Opens a checkpoint, whoever wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.base.errors import CheckpointError
+from launcher.checkpoint import dcp_files
+from launcher.checkpoint.dcp import DcpSource
+from launcher.checkpoint.native import NativeSource
+from launcher.checkpoint.source import CheckpointSource
+from launcher.checkpoint_files.manifest import MANIFEST
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Tell whether a folder is itself a checkpoint, rather than one that contains some."""
+    return any((folder / name).is_file() for name in (MANIFEST, dcp_files.METADATA))
+
+
+def open_source(folder: Path) -> CheckpointSource:
+    """Open a checkpoint of ours, or one of torch.distributed.checkpoint.
+
+    Raises: CheckpointError for anything else, and for one that is damaged.
+    """
+    if (folder / MANIFEST).is_file():
+        return NativeSource(folder)
+    if (folder / dcp_files.METADATA).is_file():
+        return DcpSource(folder)
+    if not folder.is_dir():
+        raise CheckpointError("there is no checkpoint", where=str(folder), hint="is the folder's name right?")
+    raise CheckpointError(
+        "this folder is no checkpoint: it has neither manifest.json nor .metadata",
+        where=str(folder),
+        hint="a save that did not end leaves none; what DeepSpeed saved is read by `launch checkpoint import`",
+    )
