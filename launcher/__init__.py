@@ -23,6 +23,7 @@ _LAZY_NAMES = {
 }
 # Public modules that are loaded the same way: name -> where it is.
 _LAZY_MODULES = {
+    "checkpoint": "launcher.checkpoint",
     "checkpointing": "launcher.activation",
     "comm": "launcher.comm",
     "notebook": "launcher.notebook",
@@ -35,6 +36,7 @@ __all__ = [
     "JobError",
     "__version__",
     "add_config_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
     "heartbeat",
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from launcher import activation as checkpointing
-    from launcher import comm, notebook, zero
+    from launcher import checkpoint, comm, notebook, zero
     from launcher.base.errors import JobError
     from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat

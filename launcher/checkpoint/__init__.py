@@ -4,3 +4,17 @@
 A rank writes a part of what it holds, such that each element is written once; it reads the elements it holds from
 wherever they are. So stage, number of ranks, copies of shards and offload may all differ between save and load.
 """
+
+from __future__ import annotations
+
+from launcher.checkpoint.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]

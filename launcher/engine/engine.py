@@ -24,6 +24,7 @@ from launcher.engine.backward import BackwardPass, check_loss, first_of_sum, sca
 from launcher.engine.casting import Casting
 from launcher.engine.checkpoints import Checkpoints
 from launcher.engine.data import DistributedLoader
+from launcher.engine.export import WeightExport
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
@@ -57,7 +58,7 @@ class EngineParts:
         return self.mesh.data
 
 
-class Engine(SavesCheckpoints, nn.Module):  # type: ignore[misc]  # torch overloads state_dict
+class Engine(SavesCheckpoints, WeightExport, nn.Module):  # type: ignore[misc]  # torch overloads state_dict
     """A model that trains by `loss = engine(x); engine.backward(loss); engine.step()`.
 
     All three must be called by every rank, once per micro-batch; `step()` acts only at the accumulation

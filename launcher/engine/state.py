@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,16 +21,21 @@ _LOAD = "_load_from_state_dict"
 
 
 def collect_state(
-    model: nn.Module, arguments: tuple[Any, ...], options: Mapping[str, Any], *, is_wanted: bool = True
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    options: Mapping[str, Any],
+    *,
+    is_wanted: bool = True,
+    left_out: Collection[nn.Parameter] = (),
 ) -> dict[str, Any]:
     """Return `model.state_dict(*arguments, **options)` in host memory. Collective.
 
     Units are gathered, copied and sharded again one after another; then the model's own `state_dict` runs, with its
     hooks, while every parameter shows its copy. Tied weights share one. is_wanted: False on a rank that only takes
-    part: it copies nothing, and gets an empty dictionary.
+    part: it copies nothing, and gets an empty dictionary. left_out: parameters that are neither gathered nor returned.
     """
     copies: dict[nn.Parameter, Tensor] = {}
-    for found, params in _by_unit(model.parameters()).items():
+    for found, params in _by_unit(param for param in model.parameters() if param not in left_out).items():
         if found.is_sharded:
             with GatheredParameters(params):
                 copies.update((param, _host_copy(param)) for param in params if is_wanted)
@@ -38,6 +43,9 @@ def collect_state(
         return {}
     with _showing(copies):
         state: dict[str, Any] = model.state_dict(*arguments, **options)
+        for name, param in model.named_parameters(remove_duplicate=False) if left_out else ():
+            if param in left_out:
+                state.pop(name, None)
         own = {copy.untyped_storage().data_ptr() for copy in copies.values()}
         shared: dict[tuple[Any, ...], Tensor] = {}
         for key, value in state.items():

@@ -1,0 +1,33 @@
+"""`python -m launcher.checkpoint COMMAND`: what `launch checkpoint` runs in a process of its own, which has torch."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+from launcher.base.errors import LauncherError
+
+# Command -> the module whose `run(arguments)` does it.
+COMMANDS = {
+    "to-fp32": "launcher.checkpoint.zero_to_fp32",
+    "export": "launcher.checkpoint.export",
+}
+
+
+def main() -> None:
+    """Run one command; end with a message and the exit code of the error where it fails."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    command, arguments = sys.argv[1], sys.argv[2:]
+    try:
+        importlib.import_module(COMMANDS[command]).run(arguments)
+    except LauncherError as error:
+        sys.stderr.write("".join(f"✗ {finding}\n" for finding in error.diagnostics))
+        sys.exit(error.exit_code)
+    except (ValueError, OSError) as error:  # of zero_to_fp32, which is not to import anything of this package
+        sys.stderr.write(f"✗ {error}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
