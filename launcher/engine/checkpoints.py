@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Checkpoints:
 
     def __init__(self, engine: Engine, settings: Config, after_commit: Callable[[Path], None]) -> None:
         """after_commit: called with the folder of each checkpoint that is saved, on the rank that can remove others."""
-        self._engine: Engine = weakref.proxy(engine)  # an engine that is dropped is freed at once
+        self._engine = cast("Engine", weakref.proxy(engine))  # an engine that is dropped is freed at once
         self._after_commit = after_commit
         self._parts = engine._parts
         self._section = settings.checkpoint
