@@ -7,6 +7,7 @@ third by a thread, which writes copies; the training never waits for it, except 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import json
@@ -37,9 +38,10 @@ from launcher.checkpoint_files.folder import (
     replace_file,
     set_latest,
     sync_folder,
+    temporary_name,
     write_file,
 )
-from launcher.checkpoint_files.manifest import FileRecord, Manifest
+from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest
 
 SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
 # Ranks wait so long for each other to have written: longer than any disk takes for what one rank holds.
@@ -225,12 +227,12 @@ class Save:
         failed = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(reports) if error]
         try:
             if not failed:
+                self._add_script()
                 manifest = self._describe(reports, data, shared)
                 sync_folder(self.draft.path)
                 path = commit(self.draft, manifest)
                 if self._request.saves_latest:
                     set_latest(path.parent, path.name)
-                self._copy_script()
                 return None
         except Exception as error:  # noqa: BLE001  # as above
             failed = [f"rank 0: {_said(error)}"]
@@ -268,6 +270,8 @@ class Save:
         name, text = self.draft.file("state", ".json"), json.dumps(state).encode()
         write_file(self.draft.path / name, text)
         records[name] = FileRecord(len(text), digest_of(text))
+        script = (self.draft.path / SCRIPT.name).read_bytes()
+        records[SCRIPT.name] = FileRecord(len(script), digest_of(script))
         request = self._request
         return Manifest(
             tag=self.draft.tag,
@@ -281,32 +285,34 @@ class Save:
             is_node_local=request.is_node_local,
         )
 
-    def _copy_script(self) -> None:
-        """Put the script that needs no package beside the checkpoints. Where it cannot, they are whole all the same."""
-        with contextlib.suppress(OSError):
-            content = SCRIPT.read_bytes()
-            for folder in (self.draft.root, self.draft.root / self.draft.tag):
-                path = folder / SCRIPT.name
-                if not path.exists() or path.read_bytes() != content:
-                    replace_file(path, content)
+    def _add_script(self) -> None:
+        """Put the script that needs no package into the checkpoint, and beside it. Raises: OSError."""
+        content, path = SCRIPT.read_bytes(), self.draft.path / SCRIPT.name
+        if not path.exists():
+            write_file(path, content)
+        beside = self.draft.root / SCRIPT.name
+        if not beside.exists() or beside.read_bytes() != content:
+            replace_file(beside, content)
+        else:
+            temporary_name(beside).unlink(missing_ok=True)  # of a save that was killed
 
     def _commit_on_every_host(self, outcome: str | None) -> str | None:
         """Have the other hosts commit too: they get what rank 0 has written of all ranks."""
         request, final, error = self._request, self.draft.root / self.draft.tag, None
         texts: dict[str, str] | None = None
         if self._exchange.rank == 0 and outcome is None:
-            names = [path.name for path in final.glob("*.json") if not path.name.startswith("rank-")]
-            texts = {name: (final / name).read_text() for name in names}
+            shared = [path for path in final.iterdir() if not path.name.startswith("rank-")]
+            texts = {path.name: base64.b64encode(path.read_bytes()).decode() for path in shared}
         texts = self._exchange.broadcast(texts)
         if request.is_node_leader and self._exchange.rank != 0:
             try:
                 if texts is None:
                     abandon(self.draft)
                 else:
-                    manifest = Manifest.of_text(texts.pop("manifest.json").encode(), str(final))
+                    manifest = Manifest.of_text(base64.b64decode(texts.pop(MANIFEST)), str(final))
                     for name, text in texts.items():
                         if not (self.draft.path / name).exists():
-                            write_file(self.draft.path / name, text.encode())
+                            write_file(self.draft.path / name, base64.b64decode(text))
                     commit(self.draft, manifest)
                     if request.saves_latest:
                         set_latest(request.root, self.draft.tag)

@@ -133,9 +133,14 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def temporary_name(path: Path) -> Path:
+    """Return where the content of a file is written before it takes the file's name."""
+    return path.with_name(f".{path.name}.tmp")
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file such that either the old content or the new one is there, whatever happens. Raises: OSError."""
-    beside = path.with_name(f".{path.name}.tmp")
+    beside = temporary_name(path)
     beside.unlink(missing_ok=True)
     write_file(beside, content)
     beside.replace(path)

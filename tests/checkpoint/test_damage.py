@@ -70,7 +70,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "swapped checksums": (lambda at: _swap(at, ".json"), ("rank-0000", "json")),
     "a missing shard": (lambda at: (at / "rank-00001.safetensors").unlink(), ("rank-00001.safetensors", "No such")),
     "a missing state": (lambda at: (at / "state.json").unlink(), ("state.json", "No such")),
-    "a missing manifest": (lambda at: (at / "manifest.json").unlink(), (TAG, "no manifest.json")),
+    "a missing manifest": (lambda at: (at / "manifest.json").unlink(), (TAG, "manifest.json")),
     "a missing folder": (shutil.rmtree, (TAG, "there is no checkpoint")),
     "a folder of DeepSpeed's": (
         lambda at: [path.rename(at / f"mp_rank_{index}.pt") for index, path in enumerate(at.iterdir())],
