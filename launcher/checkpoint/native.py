@@ -107,15 +107,15 @@ class NativeSource:
     def private(self, rank: int, world_size: int) -> dict[str, Any]:
         with _refusing_nonsense(self._state_path):
             saved_by = self._facts.get("writers", [])
-            if rank not in saved_by:
-                return {}
-            writer = saved_by.index(rank)
+            writer = saved_by.index(rank) if rank in saved_by else 0
             file = self._file(writer)
         where = str(self._folder / self.manifest.ranks[writer][1])
         with _refusing_nonsense(where):
             prefix = "private/"
             tensors = {key.removeprefix(prefix): _whole(file, key) for key in file.entries if key.startswith(prefix)}
             plain: dict[str, Any] = tree.decode(self._rank_facts[writer]["private"], tensors, where)
+            if rank not in saved_by:  # a further rank: its random numbers are its own, the data goes on for all ranks
+                return {"data": plain.get("data")}
             if world_size != self.manifest.world_size:
                 plain.pop("of_world", None)
             return plain

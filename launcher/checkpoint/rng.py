@@ -48,6 +48,8 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> tuple[str, ...]:
         "device": lambda part: _set_device(part, device),
         "tracked": _set_tracked,
     }
+    if not isinstance(state, dict):
+        raise CheckpointError("the random states are damaged", hint="load another checkpoint")
     left_out = []
     for name, setter in setters.items():
         if name not in state:

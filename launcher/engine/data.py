@@ -173,7 +173,7 @@ class DistributedLoader:
         Raises: CheckpointError for a state that is not this method's.
         """
         for name in ("epoch", "next_epoch", "samples", "seed", "batch_size", "rank", "world_size"):
-            if type(state.get(name)) is not int or not 0 <= state[name] < _MAX_NUMBER:
+            if type(state) is not dict or type(state.get(name)) is not int or not 0 <= state[name] < _MAX_NUMBER:
                 raise CheckpointError(
                     f"the saved position in the data has no valid {name!r}", hint="load another checkpoint"
                 )
@@ -183,8 +183,8 @@ class DistributedLoader:
             if self._rank == 0:
                 get_logger().warning(
                     "training_data has %s samples, and had %s when the checkpoint was saved: epoch %d starts anew",
-                    num_samples,
-                    state.get("num_samples"),
+                    _counted(num_samples),
+                    _counted(state.get("num_samples")),
                     state["epoch"],
                 )
             state.update(samples=0, num_samples=num_samples)
@@ -255,6 +255,10 @@ class DistributedLoader:
     def _has_own_state(self) -> bool:
         methods = (getattr(self.dataset, name, None) for name in ("state_dict", "load_state_dict"))
         return all(callable(method) for method in methods)
+
+
+def _counted(num_samples: int | None) -> str:
+    return "an unknown number of" if num_samples is None else str(num_samples)
 
 
 def build_loader(

@@ -118,6 +118,8 @@ def with_optimizer(name: str, stage: int = 2, **params: Any) -> dict[str, Any]:
 CPU = {"device": "cpu"}
 # The scale doubles every other step; from 2**17 steps before the save are skipped, from 2**14 one after it.
 FP16 = {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 2, "hysteresis": 1}
+# Ranks have stepped by themselves since step 3 when the run is saved, and exchange at its end.
+APART = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 4}
 ALL_BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 CONFIGS = {
     **{f"stage {stage}": config_of({"stage": stage}) for stage in range(4)},
@@ -141,8 +143,8 @@ CONFIGS = {
     "OneBitAdam": one_bit("OneBitAdam", freeze_step=2),
     "OneBitLamb": one_bit("OneBitLamb", freeze_step=2),
     "ZeroOneAdam": one_bit("ZeroOneAdam", var_freeze_step=6, var_update_scaler=1),
-    # Ranks have stepped by themselves since step 3 when the run is saved, and exchange at its end.
-    "ZeroOneAdam apart": one_bit("ZeroOneAdam", var_freeze_step=1, local_step_scaler=1, local_step_clipper=4),
+    "ZeroOneAdam apart": one_bit("ZeroOneAdam", **APART),
+    "ZeroOneAdam apart in bf16": {**one_bit("ZeroOneAdam", **APART), "bf16": {"enabled": True}},
 }
 
 SAVED_AND_UNSAVED = ("stage 0", "stage 1 fp16", "stage 2 bf16", "stage 3", "cpu offload", "Muon", "ZeroOneAdam apart")

@@ -112,6 +112,11 @@ def test_a_damaged_state_is_refused_by_name(name: str, part: Any) -> None:
         restore_rng({**saved(), name: part}, CPU)
 
 
+def test_what_is_no_state_at_all_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="damaged"):
+        restore_rng([1], CPU)  # type: ignore[arg-type]
+
+
 def test_numpy_s_random_numbers_are_not_loaded_for_it() -> None:
     code = (
         "import sys, torch; from launcher.checkpoint.rng import rng_state; before = 'numpy.random' in sys.modules;"
