@@ -139,7 +139,7 @@ def _fills_the_disk(rank: int, world_size: int, folder: str, ballast_bytes: int)
 
 
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "256k") as disk:
+    with small_disk(tmp_path / "disk", "512k") as disk:
         for said, latest, differs, later in run_on_ranks(2, _fills_the_disk, str(disk / "saved"), 2**20):
             assert os.strerror(errno.ENOSPC) in said
             assert (latest, differs, later) == ("global_step1", [], "")
