@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,20 +144,16 @@ class _Choice:
         self._folders = folders
         self._must_find = must_find
         self._damaged: list[str] = []
-        self._left = [path for folder in folders for path in self._good_in(Path(folder))]
+        self._left = itertools.chain.from_iterable(candidates(Path(folder)) for folder in folders)
         self._path: Path | None = None
-
-    def _good_in(self, root: Path) -> list[Path]:
-        good, damaged = candidates(root)
-        for error in damaged:
-            self._set_aside(str(error))
-        return good
 
     def next(self) -> dict[str, str | None]:
         """Return root and tag of the next checkpoint, an error, or nothing where the run is to begin anew."""
-        if self._left:
-            self._path = self._left.pop(0)
-            return {"root": str(self._path.parent), "tag": self._path.name}
+        for found in self._left:
+            if isinstance(found, Path):
+                self._path = found
+                return {"root": str(found.parent), "tag": found.name}
+            self._set_aside(str(found))
         if not self._folders:
             return {}
         where = self._folders[-1]
