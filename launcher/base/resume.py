@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from launcher.base import env
 from launcher.base.record import Record
 
 AUTO, NEVER = "auto", "never"
+_IDS = (env.JOB_ID, env.TORCHELASTIC_RUN_ID, env.SLURM_JOB_ID)
 _COUNTS = (env.RESTART_COUNT, env.TORCHELASTIC_RESTART_COUNT, env.SLURM_RESTART_COUNT)
 
 
@@ -16,6 +17,7 @@ class StartKind(Record):
 
     resume: str  # what `--resume` says: "auto", "never", a folder, or "" where it was not given
     is_restart: bool  # the job has been started before, by `launch`, torchrun or Slurm
+    jobs: tuple[str, ...] = ()  # its ids, which all starts of it share
 
     @property
     def named_folder(self) -> str | None:
@@ -38,12 +40,13 @@ class StartKind(Record):
         candidates = (own, named) if self.is_restart or named is None else (named,)
         return tuple(dict.fromkeys(folder for folder in candidates if folder is not None))
 
-    def may_begin_in(self, own: str) -> bool:
-        """Whether this start may save into a folder that has checkpoints already."""
-        return self.is_restart or self.resume in (AUTO, NEVER, own)
+    def may_begin_in(self, own: str, owners: Collection[str]) -> bool:
+        """Whether this start may save into a folder that has checkpoints already. owners: ids of jobs that did."""
+        return self.resume in (AUTO, NEVER, own) or (self.is_restart and not set(self.jobs).isdisjoint(owners))
 
 
 def start_kind(environ: Mapping[str, str]) -> StartKind:
     """Return what the environment of a rank says about this start."""
     counts = (environ.get(variable.name, "0") for variable in _COUNTS)
-    return StartKind(environ.get(env.RESUME.name, ""), any(count not in ("", "0") for count in counts))
+    jobs = tuple(dict.fromkeys(environ[variable.name] for variable in _IDS if environ.get(variable.name)))
+    return StartKind(environ.get(env.RESUME.name, ""), any(count not in ("", "0") for count in counts), jobs)

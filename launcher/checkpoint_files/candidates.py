@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.base.errors import CheckpointError
@@ -9,28 +10,26 @@ from launcher.checkpoint_files.manifest import MANIFEST, Manifest, read_json, re
 from launcher.checkpoint_files.retention import by_age
 
 
-def candidates(root: Path) -> tuple[list[Path], list[CheckpointError]]:
-    """Return the checkpoints of a folder, the one saved last at first, and what is wrong with those set aside.
+def candidates(root: Path) -> Iterator[Path | CheckpointError]:
+    """Yield the checkpoints of a folder, the one saved last at first, and in place of a damaged one what is wrong.
 
-    Nothing of their tensors is read: those are verified as they are loaded.
+    Those without a readable manifest come first: when they were saved is not known. Nothing of tensors is read: they
+    are verified as they are loaded. Each checkpoint is looked at when it is its turn, for it may have many files.
     """
-    good: list[Path] = []
-    damaged: list[CheckpointError] = []
     committed = {each.path: each.manifest for each in reversed(by_age(root))}
-    others = [path for path in (root.iterdir() if root.is_dir() else ()) if path not in committed]
-    for path in others:
-        if not path.name.startswith(".") and (path / MANIFEST).exists():
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if path not in committed and not path.name.startswith(".") and (path / MANIFEST).exists():
             try:
                 read_manifest(path)
             except CheckpointError as error:
-                damaged.append(error)
+                yield error
     for path, manifest in committed.items():
         try:
             _look_at(path, manifest)
-            good.append(path)
         except CheckpointError as error:
-            damaged.append(error)
-    return good, damaged
+            yield error
+        else:
+            yield path
 
 
 def _look_at(folder: Path, manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from launcher.base.resume import AUTO, StartKind, start_kind
 from launcher.checkpoint.exchange import Exchange
 from launcher.checkpoint.load import READ_TIMEOUT_S
 from launcher.checkpoint_files.candidates import candidates
+from launcher.checkpoint_files.owners import add_owner, owners_of
 from launcher.checkpoint_files.retention import by_age
 from launcher.checkpoint_files.verify import verify
 from launcher.comm.groups import DataParallelGroup
@@ -56,7 +58,7 @@ def begin_in_folder(
         get_logger().warning("--resume auto: the config has no checkpoint.folder, so only engine.resume(DIR) continues")
     if folder is None and kind.named_folder is None:
         return None
-    if folder is not None:
+    if folder is not None and sharded.optimizer is not None:  # an engine for inference saves nothing by itself
         _check_folder(kind, folder, group)
         _in_use[_absolute(folder)] = sharded
     resumed = resume_from(engine, folder, group)
@@ -66,21 +68,30 @@ def begin_in_folder(
 
 
 def _check_folder(kind: StartKind, folder: str, group: DataParallelGroup) -> None:
-    """Raises: EngineError, on every rank, for a folder that another engine or run saves or has saved into."""
-    found = [_is_in_use(folder), _newest_of_others(kind, folder)] if group.rank == 0 else None
-    is_in_use, newest = Exchange(group, "initialize").broadcast(found, timeout_s=READ_TIMEOUT_S)
-    if is_in_use:
-        raise EngineError(
-            "two engines would save into one checkpoint.folder, and replace each other's checkpoints",
-            where=folder,
-            hint="give each of them a folder of its own, or call destroy() on the first one",
-        )
-    if newest is not None:
-        raise EngineError(
+    """Make sure that this run alone saves into a folder. Raises: EngineError, on every rank."""
+    said = _take_folder(kind, folder) if group.rank == 0 else None
+    problem, hint = Exchange(group, "initialize").broadcast(said, timeout_s=READ_TIMEOUT_S)
+    if problem is not None:
+        raise EngineError(problem, where=folder, hint=hint)
+
+
+def _take_folder(kind: StartKind, folder: str) -> tuple[str | None, str | None]:
+    """Note that this job saves into a folder; or return why it must not, and what to do."""
+    root = Path(folder)
+    if _is_in_use(folder):
+        problem = "two engines would save into one checkpoint.folder, and replace each other's checkpoints"
+        return problem, "give each of them a folder of its own, or call destroy() on the first one"
+    if not kind.may_begin_in(_absolute(folder), owners_of(root)) and (found := by_age(root)):
+        newest = found[-1].path.name
+        return (
             f"checkpoint.folder has checkpoints of another run already, such as {newest}, and this one begins anew",
-            where=folder,
-            hint="continue with `launch --resume auto`, begin anew with --resume never, or name another folder",
+            "continue with `launch --resume auto`, begin anew with --resume never, or name another folder",
         )
+    try:
+        add_owner(root, kind.jobs)
+    except OSError as error:
+        return f"nothing can be written to checkpoint.folder: {error.strerror}", None
+    return None, None
 
 
 def _is_in_use(folder: str) -> bool:
@@ -90,14 +101,6 @@ def _is_in_use(folder: str) -> bool:
         gc.collect()  # it may have been dropped
         other = _in_use.get(_absolute(folder))
     return other is not None and not other.has_ended
-
-
-def _newest_of_others(kind: StartKind, folder: str) -> str | None:
-    """Return the newest checkpoint of a folder that this start must not save into; None where it may."""
-    if kind.may_begin_in(_absolute(folder)):
-        return None
-    found = by_age(Path(folder))
-    return found[-1].path.name if found else None
 
 
 def resume_from(engine: LoadingEngine, folder: str | None, group: DataParallelGroup) -> Resumed | None:
@@ -143,20 +146,16 @@ class _Choice:
         self._folders = folders
         self._must_find = must_find
         self._damaged: list[str] = []
-        self._left = [path for folder in folders for path in self._good_in(Path(folder))]
+        self._left = itertools.chain.from_iterable(candidates(Path(folder)) for folder in folders)
         self._path: Path | None = None
-
-    def _good_in(self, root: Path) -> list[Path]:
-        good, damaged = candidates(root)
-        for error in damaged:
-            self._set_aside(str(error))
-        return good
 
     def next(self) -> dict[str, str | None]:
         """Return root and tag of the next checkpoint, an error, or nothing where the run is to begin anew."""
-        if self._left:
-            self._path = self._left.pop(0)
-            return {"root": str(self._path.parent), "tag": self._path.name}
+        for found in self._left:
+            if isinstance(found, Path):
+                self._path = found
+                return {"root": str(found.parent), "tag": found.name}
+            self._set_aside(str(found))
         if not self._folders:
             return {}
         where = self._folders[-1]

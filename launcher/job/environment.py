@@ -22,7 +22,7 @@ FORWARDED_PREFIXES = (
 FORWARDED_NAMES = (
     "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CUDA_HOME", "TMPDIR", "LANG", "LC_ALL", "TZ",
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
-    env.SLURM_RESTART_COUNT.name,
+    env.SLURM_JOB_ID.name, env.SLURM_RESTART_COUNT.name,
 )  # fmt: skip
 
 

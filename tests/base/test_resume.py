@@ -39,8 +39,16 @@ def test_any_count_of_restarts_means_that_the_job_was_started_before(name: str) 
     assert not start_kind({}).is_restart
 
 
-def test_only_a_new_run_is_kept_out_of_a_folder_that_is_in_use() -> None:
-    allowed = [StartKind("", True), StartKind("auto", False), StartKind("never", False), StartKind("own", False)]
-    assert all(kind.may_begin_in("own") for kind in allowed)
-    assert not StartKind("", False).may_begin_in("own")
-    assert not StartKind("/other", False).may_begin_in("own")
+def test_only_the_job_that_saved_there_continues_unasked() -> None:
+    allowed = [StartKind("auto", False), StartKind("never", False), StartKind("own", False)]
+    assert all(kind.may_begin_in("own", []) for kind in allowed)
+    assert not StartKind("", False, ("a", "77")).may_begin_in("own", ["a"])
+    assert not StartKind("/other", False, ("a", "77")).may_begin_in("own", ["a"])
+    assert StartKind("", True, ("b", "77")).may_begin_in("own", ["a", "77"])
+    assert not StartKind("", True, ("b", "78")).may_begin_in("own", ["a", "77"])  # its first start was refused
+
+
+def test_a_job_has_the_ids_that_its_starts_share() -> None:
+    environ = {"LAUNCH_JOB_ID": "calm-otter-4f2a", "TORCHELASTIC_RUN_ID": "calm-otter-4f2a", "SLURM_JOB_ID": "77"}
+    assert start_kind(environ).jobs == ("calm-otter-4f2a", "77")
+    assert start_kind({}).jobs == ()

@@ -61,10 +61,10 @@ def test_candidates_are_sound_as_far_as_can_be_seen_without_reading_tensors(tmp_
     paths = [write_checkpoint(tmp_path, step) for step in (2, 4, 6, 8)]
     (paths[3] / "manifest.json").write_text("{")
     (paths[2] / "rank-00001.safetensors").write_bytes(b"")
-    good, damaged = candidates(tmp_path)
-    assert [path.name for path in good] == ["global_step4", "global_step2"]
-    assert [str(error).partition(":")[0] for error in damaged] == [
+    assert [str(found).partition(":")[0] for found in candidates(tmp_path)] == [
         str(paths[3] / "manifest.json"),
         str(paths[2] / "rank-00001.safetensors"),
+        str(paths[1]),
+        str(paths[0]),
     ]
-    assert candidates(tmp_path / "nowhere") == ([], [])
+    assert list(candidates(tmp_path / "nowhere")) == []

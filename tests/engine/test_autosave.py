@@ -85,19 +85,19 @@ def test_old_checkpoints_go(tmp_path: Path, is_async: bool) -> None:
     assert latest_tag(tmp_path) == "global_step7"
 
 
-def noticed(rank: int, world_size: int, folder: str, at_step: int) -> Any:
+def noticed(rank: int, world_size: int, folder: str, at_step: int, is_async: bool) -> Any:
     """Give one rank notice at a step; returns where each rank left."""
     with pytest.MonkeyPatch.context() as patch:
         calls = iter(range(1, 100))
         patch.setattr("launcher.engine.autosave.preempted", lambda: next(calls) >= at_step and rank == 1)
         with pytest.raises(SystemExit) as end:
-            train(folder, 9, save_every=2)
+            train(folder, 9, save_every=2, **{"async": is_async})
     return end.value.code
 
 
-@pytest.mark.parametrize("at_step", [3, 4])
-def test_all_ranks_save_and_leave_when_one_was_given_notice(tmp_path: Path, at_step: int) -> None:
-    assert run_on_ranks(2, noticed, str(tmp_path), at_step) == [75, 75]
+@pytest.mark.parametrize(("at_step", "is_async"), [(3, False), (4, False), (3, True)])
+def test_all_ranks_save_and_leave_when_one_was_given_notice(tmp_path: Path, at_step: int, is_async: bool) -> None:
+    assert run_on_ranks(2, noticed, str(tmp_path), at_step, is_async) == [75, 75]
     assert saved(tmp_path) == ([2, 3] if at_step == 3 else [2, 4])
 
 

@@ -97,10 +97,12 @@ def test_options_of_a_launcher_are_refused_in_a_task(slurm: LoopbackSlurm, tmp_p
 
 
 def test_a_dry_run_of_a_task_starts_nothing(slurm: LoopbackSlurm, tmp_path: Path) -> None:
-    result = tasks(slurm, tmp_path, "--dry-run", "--json", scripts.write(tmp_path, "print('never')"))
+    options = ("--dry-run", "--json", "--resume", "auto")
+    result = tasks(slurm, tmp_path, *options, scripts.write(tmp_path, "print('never')"))
     assert result.returncode == 0, result.stderr
-    ranks = [json.loads(line)["RANK"] for line in result.stdout.splitlines()]
-    assert sorted(ranks) == list("012345")
+    variables = [json.loads(line) for line in result.stdout.splitlines()]
+    assert sorted(rank["RANK"] for rank in variables) == list("012345")
+    assert {rank["LAUNCH_RESUME"] for rank in variables} == {"auto"}
 
 
 def test_a_shell_inside_a_step_uses_the_whole_allocation(slurm: LoopbackSlurm, tmp_path: Path) -> None:

@@ -190,3 +190,39 @@ def test_a_preempted_job_saves_and_starts_again(slurm: LoopbackSlurm, tmp_path: 
     assert (tmp_path / "saved_1").exists()
     wait_until(lambda: log.read_text().count("RESUMED") == 2, "the second run", 150)
     wait_until(lambda: states(slurm, job) == ["COMPLETED"], "the end", 30)
+
+
+def test_a_preempted_training_continues_from_its_checkpoint(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    """The script knows nothing of checkpoints: the config says where, the notice when, the requeue to continue."""
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, time
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # the nodes' names do not resolve here
+        import torch, launcher
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "checkpoint": {"folder": "saved"},
+        }
+        engine, *_ = launcher.initialize(model=torch.nn.Linear(4, 1), config=config)
+        print("BEGINS BEHIND", engine.global_steps, flush=True)
+        while engine.global_steps < 6:
+            if engine.global_steps == 2 and os.environ["RANK"] == "1":
+                print("READY", flush=True)
+                while not launcher.preempted():
+                    time.sleep(0.02)
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+        print("DONE AT", engine.global_steps, flush=True)
+        """,
+    )
+    result = sbatch(slurm, tmp_path, *OPTIONS["requeue"], "--time", "5", "--submit", script)
+    assert result.code == 0, result.err
+    job = result.out.strip()
+    log = tmp_path / f"script-{job}.out"
+    wait_until(lambda: log.exists() and "READY" in log.read_text(), "the first run", 120)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    wait_until(lambda: log.read_text().count("DONE AT 6") == 2, "the second run", 200)
+    text = log.read_text()
+    assert (text.count("BEGINS BEHIND 0"), text.count("BEGINS BEHIND 3")) == (2, 2), text
+    assert "step 3 is saved in saved" in text
+    wait_until(lambda: states(slurm, job) == ["COMPLETED"], "the end", 30)

@@ -1,0 +1,30 @@
+"""Which jobs save into a folder: a job that was started again must not continue what another one has left there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from launcher.checkpoint_files.folder import replace_file
+
+OWNERS = "run.json"
+_MAX_JOBS = 100
+
+
+def owners_of(root: Path) -> list[str]:
+    """Return the ids of jobs that have saved into a folder, the last one at the end; none where it is not known."""
+    try:
+        plain = json.loads((root / OWNERS).read_bytes())
+        return [str(job) for job in plain["jobs"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def add_owner(root: Path, jobs: Collection[str]) -> None:
+    """Note that a job saves into a folder, which is made. jobs: all ids it has. Raises: OSError."""
+    root.mkdir(parents=True, exist_ok=True)
+    before = owners_of(root)
+    now = [*(job for job in before if job not in jobs), *jobs][-_MAX_JOBS:]
+    if now != before:
+        replace_file(root / OWNERS, json.dumps({"jobs": now}, indent=1).encode() + b"\n")
