@@ -27,6 +27,7 @@ SHORT = {
     "fanout": ("--hosts 2 --rounds 1", 0),
     "fault_matrix": ("--transports local --only exits", 0),
     "random_kills": ("--count 1", 0),
+    "checkpoint_kills": ("--count 2", 0),
     "stalls": ("--pause 4 --lease 3 --cases suspended", 0),
     "many_ranks": ("--ranks 4 --hosts 2", 0),
     "output": ("--lines 50 --ranks 1 --rounds 1", 0),
@@ -34,6 +35,7 @@ SHORT = {
     "offload_time": ("--model tiny --rounds 1", 1),
     "parity_table": ("--steps 1 --worlds 1 --stages 0 --worst", 0),
     "fuzz": ("--count 130", 0),
+    "checkpoint_fuzz": ("--count 270", 0),
     "memory_table": ("--worlds 2 --precisions fp32", 0),
     "nvme": ("--size 4MiB --seconds 0.01 --rounds 1", 0),
     "nvme_step": ("--layers 1 --rounds 1", 0),
@@ -46,7 +48,7 @@ SHORT = {
 # These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
 SLOW = {
     *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
-    *("parity_table", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
+    *("parity_table", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout", "checkpoint_kills"),
 }
 NEEDS = {
     "fanout": sshd.available,

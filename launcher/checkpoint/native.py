@@ -114,6 +114,8 @@ class NativeSource:
             prefix = "private/"
             tensors = {key.removeprefix(prefix): _whole(file, key) for key in file.entries if key.startswith(prefix)}
             plain: dict[str, Any] = tree.decode(self._rank_facts[writer]["private"], tensors, where)
+            if not all(isinstance(plain.get(key) or {}, dict) for key in ("rng", "data", "of_world")):
+                raise TypeError("what a rank has of its own is no dict")
             if rank not in saved_by:  # a further rank: its random numbers are its own, the data goes on for all ranks
                 return {"data": plain.get("data")}
             if world_size != self.manifest.world_size:

@@ -192,8 +192,7 @@ class Checkpoints:
         source = self._opened(exchange, root / tag)
         try:
             self._load_from(source, exchange, options)
-            if not options.loads_module_only:
-                self._continue(source, options)
+            self._agree(exchange, lambda: self._continue(source, options))
             return str(root / tag), dict(source.state.client_state)
         finally:
             source.close()
@@ -239,7 +238,17 @@ class Checkpoints:
         load_parameters(source, target, exchange, is_strict=options.is_strict and options.custom_load is None)
         if options.custom_load is not None:
             self._load_custom(source, options.custom_load)
-        _load_buffers(engine.module, source, engine.global_rank, engine.world_size)
+
+    def _agree(self, exchange: Exchange, load: Callable[[], None]) -> None:
+        """Load something on every rank. Raises: CheckpointError on all of them where one cannot."""
+        said, raised = None, None
+        try:
+            load()
+        except Exception as error:  # noqa: BLE001  # a schedule's, a module's: the other ranks must not train without
+            said, raised = f"{type(error).__name__}: {error}", error
+        failed = exchange.all_succeeded(said)
+        if failed:
+            raise CheckpointError(f"what belongs to the model and its optimizer cannot be loaded: {failed}") from raised
 
     def _load_custom(self, source: CheckpointSource, custom_load: Callable[..., Any]) -> None:
         """Have the script put the weights into the model: it gets them all, in host memory."""
@@ -252,18 +261,21 @@ class Checkpoints:
             custom_load(src=weights, dst=engine.module)
 
     def _continue(self, source: CheckpointSource, options: LoadOptions) -> None:
-        """Take over counters, schedule, loss scale, random numbers and the position in the data."""
+        """Take over buffers, and counters, schedule, loss scale, random numbers and the position in the data."""
         engine, state = self._engine, source.state
+        _load_buffers(engine.module, source, engine.global_rank, engine.world_size)
+        if options.loads_module_only:
+            return
         private = source.private(engine.global_rank, engine.world_size)
+        has_schedule = state.lr_scheduler is not None and hasattr(engine.lr_scheduler, "load_state_dict")
+        if options.loads_schedule and has_schedule:
+            engine.lr_scheduler.load_state_dict(state.lr_scheduler)
         optimizer = engine.optimizer
-        if optimizer is not None and options.loads_optimizer:
+        if optimizer is not None and options.loads_optimizer:  # after the schedule: rates the script has set stay
             optimizer.optimizer.load_groups(groups_for(source, optimizer.optimizer) or state.groups)
             optimizer.optimizer.load_rank_state(private.get("of_world", {}).get("optimizer", {}))
             if optimizer.loss_scaler is not None and state.loss_scaler is not None:
                 optimizer.loss_scaler.load_state_dict(state.loss_scaler)
-        has_schedule = state.lr_scheduler is not None and hasattr(engine.lr_scheduler, "load_state_dict")
-        if options.loads_schedule and has_schedule:
-            engine.lr_scheduler.load_state_dict(state.lr_scheduler)
         engine.take_counters(state)
         if engine.training_dataloader is not None and private.get("data") is not None:
             engine.training_dataloader.load_state_dict(private["data"])
