@@ -7,6 +7,7 @@ import logging
 import sys
 
 from launcher.base.errors import LauncherError
+from launcher.base.exit_codes import ExitCode
 
 # Command -> the module whose `run(arguments)` does it.
 COMMANDS = {
@@ -24,9 +25,11 @@ def main() -> None:
     except LauncherError as error:
         sys.stderr.write("".join(f"✗ {finding}\n" for finding in error.diagnostics))
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
     except (ValueError, OSError) as error:  # of zero_to_fp32, which is not to import anything of this package
         sys.stderr.write(f"✗ {error}\n")
-        sys.exit(1)
+        sys.exit(ExitCode.FAILURE)
 
 
 if __name__ == "__main__":

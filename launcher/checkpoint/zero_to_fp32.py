@@ -227,12 +227,12 @@ class Checkpoint:
         """
         found: dict[str, StoredTensor] = {}
         with _readable(self._folder / self._state_name):
-            left_out = set(self._state["excluded"])
+            left_out = set(self._state.get("excluded", ()))
             for param in [param for unit in self._state["units"] for param in unit["params"]]:
                 name = param["name"]
                 if name not in left_out and (param["is_trainable"] or not exclude_frozen):
                     found[name] = _stored(name, param, self._pieces.get(name, []))
-            found |= {alias: found[name] for alias, name in self._state["tied"].items() if name in found}
+            found |= {alias: found[name] for alias, name in self._state.get("tied", {}).items() if name in found}
             buffers = {name: plain["of"] for name, plain in self._state["run"]["buffers"].items()}
             pieces = self._tensors_of(self._state["tensors"], self._state) if buffers else {}
             for name, plain in buffers.items():
@@ -354,6 +354,8 @@ def write_safetensors(file: BinaryIO, tensors: Mapping[str, Any]) -> None:
     end = 0
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that all are aligned
     for name, tensor in ordered:
+        if tensor.dtype not in _CODES:
+            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors has no name for; write a *.bin file")
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -13,6 +13,7 @@ import click
 from launcher.base.errors import CheckpointError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.units import format_bytes, format_count
+from launcher.cli.checkpoint_tools import COMMANDS
 from launcher.cli.command import Command
 from launcher.cli.numbers import Whole
 from launcher.cli.render import printable
@@ -46,9 +47,13 @@ examples:
 _folder_argument = click.argument("path", metavar="PATH", type=click.Path(exists=True, file_okay=False, path_type=Path))
 
 
-@click.group("checkpoint", short_help="List, verify or remove checkpoints.")
+@click.group("checkpoint", short_help="List, verify, remove or convert checkpoints.")
 def checkpoint_group() -> None:
-    """List, verify or remove checkpoints. PATH is a folder of checkpoints, or one of them."""
+    """List, verify, remove or convert checkpoints. PATH and DIR are folders of checkpoints, or one of them."""
+
+
+for _command in COMMANDS:
+    checkpoint_group.add_command(_command)
 
 
 @checkpoint_group.command("inspect", cls=Command, epilog=_INSPECT_EPILOG, short_help="Show what checkpoints hold.")

@@ -74,7 +74,8 @@ def _run(command: str, folder: str, output: str, values: dict[str, str | None], 
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     options += [f"--{name}" for name in flags]
     argv = [*own_argv("launcher.checkpoint.__main__"), command, *options, "--", folder, output]
-    sys.exit(subprocess.run(argv).returncode)
+    code = subprocess.run(argv).returncode
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 COMMANDS = (to_fp32, export)

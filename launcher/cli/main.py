@@ -36,7 +36,7 @@ COMMANDS = {
     "stacks": _Lazy("launcher.cli.stacks", "stacks", "Show where every rank of a job stands."),
     "config": _Lazy("launcher.cli.config", "config_group", "Check an engine config, or explain a key."),
     "estimate": _Lazy("launcher.cli.estimate", "estimate", "Say what memory a model needs, and which setting fits."),
-    "checkpoint": _Lazy("launcher.cli.checkpoint", "checkpoint_group", "List, verify or remove checkpoints."),
+    "checkpoint": _Lazy("launcher.cli.checkpoint", "checkpoint_group", "List, verify, remove or convert checkpoints."),
     "io": _Lazy("launcher.cli.io", "io", "Measure a disk, and print the best aio section."),
     "sbatch": _Lazy("launcher.cli.sbatch", "sbatch", "Write, check or submit a batch script for Slurm."),
     "check": _Lazy("launcher.cli.check", "check", "Check whether a job could run on the hosts."),

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import launcher
-from launcher.cli.checkpoint_tools import export, to_fp32
+from launcher.cli.main import cli
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,8 +59,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
     return folder, run_on_ranks(2, _save, str(folder))[0]
 
 
-def run(command: Any, *arguments: str) -> int:
-    return CliRunner().invoke(command, arguments).exit_code
+def run(*arguments: str) -> int:
+    return CliRunner().invoke(cli, ["checkpoint", *arguments]).exit_code
 
 
 def opened(folder: Path) -> tuple[Any, State]:
@@ -73,7 +73,7 @@ def opened(folder: Path) -> tuple[Any, State]:
 
 def test_the_weights_are_those_of_the_run(saved: tuple[Path, State], tmp_path: Path) -> None:
     folder, state = saved
-    assert run(export, str(folder), str(tmp_path)) == 0
+    assert run("export", str(folder), str(tmp_path)) == 0
     model, found = opened(tmp_path)
     assert model.dtype == torch.bfloat16
     assert set(found) == set(state)
@@ -90,7 +90,7 @@ def test_another_type_and_several_files(saved: tuple[Path, State], tmp_path: Pat
     folder, state = saved
     whole = launcher.checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder)
     place = folder / "global_step1"  # what belongs to the model is beside it
-    assert run(export, str(place), str(tmp_path), "--dtype", "fp32", "--max-shard-size", "20KB") == 0
+    assert run("export", str(place), str(tmp_path), "--dtype", "fp32", "--max-shard-size", "20KB") == 0
     assert (tmp_path / "model.safetensors.index.json").is_file()
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
     model, found = opened(tmp_path)
@@ -101,14 +101,14 @@ def test_another_type_and_several_files(saved: tuple[Path, State], tmp_path: Pat
 def test_the_config_may_be_elsewhere(
     saved: tuple[Path, State], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(export, str(saved[0]), str(tmp_path / "out"), "--config", str(tmp_path)) == 2
+    assert run("export", str(saved[0]), str(tmp_path / "out"), "--config", str(tmp_path)) == 2
     assert capfd.readouterr().err == (
         f"✗ {tmp_path}: there is no config.json; name the folder of the model, or its config.json, with --config\n"
     )
     assert not (tmp_path / "out").exists()
     config = tmp_path / "tiny.json"
     config.write_text((saved[0] / "config.json").read_text())
-    assert run(export, str(saved[0]), str(tmp_path / "out"), "--config", str(config)) == 0
+    assert run("export", str(saved[0]), str(tmp_path / "out"), "--config", str(config)) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     opened(tmp_path / "out")
 
@@ -117,7 +117,7 @@ def test_to_fp32_on_the_command_line(
     saved: tuple[Path, State], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, state = saved
-    assert run(to_fp32, str(folder), str(tmp_path), "--safe-serialization", "--tag", "global_step1") == 0
+    assert run("to-fp32", str(folder), str(tmp_path), "--safe-serialization", "--tag", "global_step1") == 0
     assert f"model.safetensors: {len(state)} tensors" in capfd.readouterr().out
-    assert run(to_fp32, str(folder), str(tmp_path), "--max-shard-size", "nothing") == 1
+    assert run("to-fp32", str(folder), str(tmp_path), "--max-shard-size", "nothing") == 1
     assert capfd.readouterr().err == "✗ 'nothing' is not a size; write 5GB\n"

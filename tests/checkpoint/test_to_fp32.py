@@ -241,6 +241,21 @@ def test_weights_of_two_conversions_are_not_mixed(saved: tuple[Path, State], tmp
     convert_zero_checkpoint_to_fp32_state_dict(saved[0], tmp_path, max_shard_size="1KB")  # the same files again
 
 
+def test_a_type_that_safetensors_does_not_have_is_named(tmp_path: Path) -> None:
+    stored, rare = (
+        zero_to_fp32.StoredTensor(torch.Size([0, 2]), dtype, dtype, ()) for dtype in (torch.complex128, torch.uint16)
+    )
+    with pytest.raises(ValueError, match=r"wave is of torch.complex128, .* write a \*.bin file"):
+        zero_to_fp32.write_weights({"wave": stored}, tmp_path / "model.safetensors", None)
+    assert list(tmp_path.iterdir()) == []
+    zero_to_fp32.write_weights({"wave": stored, "rare": rare}, tmp_path / "model.bin", None)
+    read = torch.load(tmp_path / "model.bin", weights_only=True)
+    assert {name: (value.dtype, value.shape) for name, value in read.items()} == {
+        "wave": (torch.complex128, (0, 2)),
+        "rare": (torch.uint16, (0, 2)),
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
