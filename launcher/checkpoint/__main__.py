@@ -12,6 +12,7 @@ from launcher.base.errors import LauncherError
 COMMANDS = {
     "to-fp32": "launcher.checkpoint.zero_to_fp32",
     "export": "launcher.checkpoint.export",
+    "import": "launcher.checkpoint.imports",
 }
 
 
