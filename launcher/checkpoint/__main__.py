@@ -13,6 +13,7 @@ from launcher.base.exit_codes import ExitCode
 COMMANDS = {
     "to-fp32": "launcher.checkpoint.zero_to_fp32",
     "export": "launcher.checkpoint.export",
+    "import": "launcher.checkpoint.imports",
 }
 
 

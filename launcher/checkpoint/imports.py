@@ -116,9 +116,9 @@ def _precision(source: CheckpointSource) -> str:
 def run(arguments: Sequence[str]) -> None:
     """Do what the command line asks for. Raises: CheckpointError."""
     parser = argparse.ArgumentParser(prog="launch checkpoint import", description="Import a checkpoint of DeepSpeed.")
-    parser.add_argument("source", help="the folder that DeepSpeed's save_checkpoint was given")
+    parser.add_argument("source", help="the folder that DeepSpeed's save_checkpoint was given, or a tag's in it")
     parser.add_argument("target", help="the folder for checkpoints of launch; it may be new")
     parser.add_argument("--tag", help="which checkpoint (default: the one that the source's file latest names)")
     options = parser.parse_args(arguments)
     path = import_deepspeed(options.source, options.target, options.tag)
-    get_logger().info("imported as %s", path)
+    get_logger().info("%s: imported", path)

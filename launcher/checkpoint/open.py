@@ -7,6 +7,7 @@ from pathlib import Path
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint import dcp_files
 from launcher.checkpoint.dcp import DcpSource
+from launcher.checkpoint.deepspeed import DeepSpeedCheckpoint, holds_deepspeed
 from launcher.checkpoint.native import NativeSource
 from launcher.checkpoint.source import CheckpointSource
 from launcher.checkpoint_files.manifest import MANIFEST
@@ -14,11 +15,11 @@ from launcher.checkpoint_files.manifest import MANIFEST
 
 def is_checkpoint(folder: Path) -> bool:
     """Tell whether a folder is itself a checkpoint, rather than one that contains some."""
-    return any((folder / name).is_file() for name in (MANIFEST, dcp_files.METADATA))
+    return any((folder / name).is_file() for name in (MANIFEST, dcp_files.METADATA)) or holds_deepspeed(folder)
 
 
 def open_source(folder: Path) -> CheckpointSource:
-    """Open a checkpoint of ours, or one of torch.distributed.checkpoint.
+    """Open a checkpoint of ours, of torch.distributed.checkpoint or of DeepSpeed.
 
     Raises: CheckpointError for anything else, and for one that is damaged.
     """
@@ -26,10 +27,12 @@ def open_source(folder: Path) -> CheckpointSource:
         return NativeSource(folder)
     if (folder / dcp_files.METADATA).is_file():
         return DcpSource(folder)
+    if holds_deepspeed(folder):
+        return DeepSpeedCheckpoint(folder)
     if not folder.is_dir():
         raise CheckpointError("there is no checkpoint", where=str(folder), hint="is the folder's name right?")
     raise CheckpointError(
-        "this folder is no checkpoint: it has neither manifest.json nor .metadata",
+        "this folder is no checkpoint: it has neither manifest.json nor .metadata, nor files of DeepSpeed",
         where=str(folder),
-        hint="a save that did not end leaves none; what DeepSpeed saved is read by `launch checkpoint import`",
+        hint="a save that did not end leaves none",
     )

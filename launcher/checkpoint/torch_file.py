@@ -52,7 +52,10 @@ class _Storage:
         with _opened(self.path) as file:
             file.seek(self.at + start)
             while out.nbytes:
-                num_read = file.readinto(out[:CHUNK_BYTES])
+                try:
+                    num_read = file.readinto(out[:CHUNK_BYTES])
+                except OSError as error:
+                    raise _unreadable(self.path, error) from error
                 if not num_read:
                     raise CheckpointError("the file ends within a tensor", where=str(self.path), hint=_DAMAGED)
                 out = out[num_read:]
@@ -244,6 +247,8 @@ class _Members:
                 self._infos = {info.filename: info for info in zipfile.ZipFile(file).infolist()}
             except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
                 raise _not_a_zip(path) from error
+            except OSError as error:
+                raise _unreadable(path, error) from error
         pickles = [name for name in self._infos if name.endswith("data.pkl") and name.count("/") <= 1]
         if len(pickles) != 1:
             raise CheckpointError(
@@ -299,11 +304,12 @@ def _opened(path: Path) -> io.FileIO:
     try:
         return io.FileIO(path)
     except OSError as error:
-        raise CheckpointError(
-            f"the file cannot be opened: {error.strerror}",
-            where=str(path),
-            hint="the checkpoint is incomplete: bring the file, or use another checkpoint",
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    hint = "the checkpoint is incomplete: bring the file, or use another checkpoint"
+    return CheckpointError(f"the file cannot be read: {error.strerror}", where=str(path), hint=hint)
 
 
 def _not_a_zip(path: Path) -> CheckpointError:
@@ -313,7 +319,7 @@ def _not_a_zip(path: Path) -> CheckpointError:
         return CheckpointError(
             "the file is in torch's old format, which is not read",
             where=str(path),
-            hint='load it with torch.load and save it with torch.save, or save with "checkpoint_serialization": true',
+            hint='save with "checkpoint": {"checkpoint_serialization": true}, or torch.load it and torch.save it again',
         )
     if begin[:4] == b"PK\x03\x04":
         return CheckpointError("the end of the file is missing", where=str(path), hint=_DAMAGED)

@@ -1,4 +1,4 @@
-"""`launch checkpoint to-fp32` and `export`: weights for other tools, by a process of its own that has torch."""
+"""`launch checkpoint to-fp32`, `export` and `import`: for and from other tools, by a process that has torch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ _EXPORT_EPILOG = """\b
 examples:
   launch checkpoint export output/checkpoint-500 model
   launch checkpoint export checkpoints model --config gpt2/ --dtype bf16
+"""
+_IMPORT_EPILOG = """\b
+examples:
+  launch checkpoint import deepspeed_checkpoints checkpoints
+  launch checkpoint import deepspeed_checkpoints checkpoints --tag global_step500
 """
 _SIZE_HELP = "Most bytes of one file. Default: 5GB."
 _TAG_HELP = "The checkpoint. Default: the one that `latest` names."
@@ -69,6 +74,19 @@ def export(
     _run("export", folder, output, values)
 
 
+@click.command("import", cls=Command, epilog=_IMPORT_EPILOG, short_help="Take over a checkpoint of DeepSpeed.")
+@click.argument("folder", metavar="SRC", shell_complete=files)
+@click.argument("output", metavar="DST", shell_complete=files)
+@option("--tag", "-t", help=_TAG_HELP)
+def import_(folder: str, output: str, tag: str | None) -> None:
+    """Write the checkpoint of DeepSpeed in SRC into DST, a folder of checkpoints, under the same tag.
+
+    SRC is the folder with `latest`, or that of a tag. Any ZeRO stage and number of ranks is read, without DeepSpeed and
+    without running what its files ask for. One parameter is in memory at a time.
+    """
+    _run("import", folder, output, {"tag": tag})
+
+
 def _run(command: str, folder: str, output: str, values: dict[str, str | None], flags: Sequence[str] = ()) -> None:
     """Run a command of `launcher.checkpoint`, and end as it does."""
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
@@ -78,4 +96,4 @@ def _run(command: str, folder: str, output: str, values: dict[str, str | None], 
     sys.exit(code if code >= 0 else 128 - code)
 
 
-COMMANDS = (to_fp32, export)
+COMMANDS = (to_fp32, export, import_)

@@ -252,7 +252,7 @@ def test_other_files_are_named_for_what_they_are(tmp_path: Path) -> None:
         "compressed.pt": "compressed",
         "foreign.pt": "a zip file, but not one of torch.save",
         "text.pt": "not one of torch.save",
-        "none.pt": "cannot be opened: No such file",
+        "none.pt": "cannot be read: No such file",
     }.items():
         with pytest.raises(CheckpointError, match=f"{re.escape(name)}: .*{said}"):
             open_torch_file(tmp_path / name)

@@ -34,10 +34,12 @@ def holds_deepspeed(folder: Path) -> bool:
 
 
 def tag_folder(directory: Path, tag: str | None) -> Path:
-    """Return the folder of a tag, by default of the one in `latest`.
+    """Return the folder of a tag, by default of the one in `latest`. directory: it may be the tag's folder itself.
 
     Raises: CheckpointError where there is none.
     """
+    if tag is None and holds_deepspeed(directory):
+        return directory
     if tag is None:
         latest = directory / "latest"
         if not latest.is_file():

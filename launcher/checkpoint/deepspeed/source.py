@@ -23,9 +23,10 @@ _OTHER_NAMES = {"Adagrad": ("sum", "exp_avg_sq")}
 
 
 def open_deepspeed(directory: str | Path, tag: str | None = None) -> DeepSpeedCheckpoint:
-    """Open the checkpoint that DeepSpeed's `save_checkpoint(directory, tag)` wrote. tag: None: the one in `latest`.
+    """Open the checkpoint that DeepSpeed's `save_checkpoint(directory, tag)` wrote.
 
-    Raises: CheckpointError for one that is not there, is incomplete or is of a kind that is not read.
+    directory: it may also be a tag's folder. tag: None: the one in `latest`. Raises: CheckpointError for one that is
+    not there, is incomplete or is of a kind that is not read.
     """
     return DeepSpeedCheckpoint(tag_folder(Path(directory), tag))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from launcher.checkpoint.deepspeed.files import Files
 from launcher.checkpoint.deepspeed.places import Contents
-from launcher.checkpoint.source import RunState
+from launcher.checkpoint.source import UNKNOWN_OPTIMIZER, RunState
 from launcher.checkpoint.torch_file import FileTensor, plain
 from launcher.checkpoint.unpickle import Pickled
 
@@ -96,7 +96,7 @@ def _optimizer(config: Mapping[str, Any], contents: Contents) -> str | None:
     named = "Adam" if kind == "adam" else _CLASSES.get(kind, section.get("type"))
     if named and (not states or states >= _STATES.get(named, set())):
         return str(named)
-    found = next((name for expected, name in _BY_STATES if states >= expected), None)
+    found = next((name for expected, name in _BY_STATES if states >= expected), UNKNOWN_OPTIMIZER)
     return "Adam" if found == "AdamW" and contents.groups[0].get("decoupled_weight_decay") is False else found
 
 
