@@ -44,6 +44,7 @@ soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, e
 	@.ci/system-packages
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/python benchmarks/random_kills.py --count 500
+	$(BIN)/python benchmarks/checkpoint_kills.py --count 1000
 	$(BIN)/python benchmarks/fuzz.py --count 1000000
 	$(BIN)/python benchmarks/fault_matrix.py
 	$(BIN)/python benchmarks/stalls.py
@@ -52,6 +53,7 @@ soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
 	@.ci/system-packages
 	$(BIN)/python -m pytest -q -m soak tests/test_benchmarks.py
 	$(BIN)/python benchmarks/random_kills.py --count 20
+	$(BIN)/python benchmarks/checkpoint_kills.py --count 20
 	$(BIN)/python benchmarks/fuzz.py --count 5000
 	PYTHONPATH=tests $(BIN)/python benchmarks/stalls.py --pause 6 --disk 6 --lease 3 --hosts 8
 

@@ -56,6 +56,7 @@ SECTIONS = (
     Section("fanout", "fanout.py --rounds 2"),
     Section("fault_matrix", "fault_matrix.py"),
     Section("random_kills", "random_kills.py --count 300"),
+    Section("checkpoint_kills", "checkpoint_kills.py"),
     Section("stalls", "stalls.py"),
     Section("many_ranks", "many_ranks.py"),
     Section("output", "output.py --rounds 3"),

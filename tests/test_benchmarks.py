@@ -27,6 +27,7 @@ SHORT = {
     "fanout": ("--hosts 2 --rounds 1", 0),
     "fault_matrix": ("--transports local --only exits", 0),
     "random_kills": ("--count 1", 0),
+    "checkpoint_kills": ("--count 2", 0),
     "stalls": ("--pause 4 --lease 3 --cases suspended", 0),
     "many_ranks": ("--ranks 4 --hosts 2", 0),
     "output": ("--lines 50 --ranks 1 --rounds 1", 0),
@@ -46,7 +47,7 @@ SHORT = {
 # These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
 SLOW = {
     *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
-    *("parity_table", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
+    *("parity_table", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout", "checkpoint_kills"),
 }
 NEEDS = {
     "fanout": sshd.available,

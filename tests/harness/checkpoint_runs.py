@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import launcher
 from launcher.checkpoint_files.folder import committed_in, latest_tag
+from launcher.zero.parameters import unit_params_of
 
 WIDTH, BATCH = 16, 8
 FullState = dict[str, dict[str, Any]]  # parameter -> "weight" or state -> flat tensor, or one value
@@ -104,8 +105,8 @@ def own_state(engine: Any) -> Iterator[tuple[str, str, int, Any]]:
                         copied = value.detach().cpu().clone() if isinstance(value, Tensor) else value
                         yield name, state, piece["start"], copied
     for name, param in engine.module.named_parameters():
-        if not param.requires_grad:
-            yield name, "frozen", 0, param.detach().clone().reshape(-1)
+        if unit_params_of(param) is None:
+            yield name, "weight", 0, param.detach().clone().reshape(-1)
 
 
 def full_state(engine: Any) -> FullState:

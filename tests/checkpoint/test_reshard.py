@@ -1,0 +1,145 @@
+"""A checkpoint is loaded at any number of ranks, stage, division and offload: bit by bit the same state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.checkpoint_runs import FullState, differences, full_state, make_engine, train
+from harness.ranks import run_on_ranks
+
+STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 4)
+NUM_STEPS, NUM_NEXT = 3, 10
+SETTINGS = [(stage, world_size) for stage in STAGES for world_size in WORLDS]
+Losses = dict[str, list[float]]
+
+
+def _name(stage: int, world_size: int) -> str:
+    return f"stage {stage} on {world_size}"
+
+
+def _save_all(rank: int, world_size: int, folder: str) -> Losses:
+    """Train and save at every stage. Returns the losses of the steps after the save."""
+    losses = {}
+    for stage in STAGES:
+        root = Path(folder, _name(stage, world_size))
+        engine = make_engine(world_size, stage)
+        train(engine, NUM_STEPS)
+        engine.save_checkpoint(root)
+        full = full_state(engine)
+        if rank == 0:
+            torch.save(full, root / "full.pt")
+        losses[root.name] = train(engine, NUM_NEXT)
+        engine.destroy()
+    return losses
+
+
+def _load_all(rank: int, world_size: int, folder: str, expected: Losses) -> list[str]:
+    """Load every checkpoint at every stage. Returns what was not as it must be."""
+    problems = []
+    for stage in STAGES:
+        engine = make_engine(world_size, stage)
+        for source in expected:
+            root, here = Path(folder, source), _name(stage, world_size)
+            engine.load_checkpoint(root)
+            full: FullState = torch.load(root / "full.pt", weights_only=True)
+            problems += [f"{source} -> {here}: {each}" for each in differences(engine, full)]
+            if engine.global_steps != NUM_STEPS:
+                problems.append(f"{source} -> {here}: {engine.global_steps} steps")
+            losses = train(engine, NUM_NEXT)
+            worst = max(abs(a / b - 1) for a, b in zip(losses, expected[source], strict=True))
+            # Sums over another number of ranks run in another order.
+            if worst > (0.0 if source == here else 1e-6):
+                problems.append(f"{source} -> {here}: losses differ by {worst:.1e}")
+        engine.destroy()
+    return problems
+
+
+def test_every_setting_loads_what_every_other_one_saved(tmp_path: Path) -> None:
+    expected: Losses = {}
+    for world_size in WORLDS:
+        expected |= run_on_ranks(world_size, _save_all, str(tmp_path))[0]
+    assert expected.keys() == {_name(*setting) for setting in SETTINGS}
+    for world_size in WORLDS:
+        for problems in run_on_ranks(world_size, _load_all, str(tmp_path), expected):
+            assert problems == []
+
+
+# ---- further divisions, precisions and places ----
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a run is set up."""
+
+    world_size: int
+    stage: int
+    zero: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+    def engine(self, folder: str) -> Any:
+        """Return an engine. folder: for offloading to disk."""
+        zero = {
+            key: {**value, "nvme_path": folder} if "nvme" in str(value) else value for key, value in self.zero.items()
+        }
+        return make_engine(self.world_size, self.stage, zero=zero, **self.more)
+
+
+HOST, DISK = {"device": "cpu"}, {"device": "nvme"}
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+RUNS = {
+    "MiCS 2 x 2": Setting(4, 3, {"mics_shard_size": 2}),
+    "hpZ 2 x 2": Setting(4, 3, {"zero_hpz_partition_size": 2}),
+    "host optimizer 2": Setting(2, 2, {"offload_optimizer": HOST}),
+    "host parameters 3": Setting(2, 3, {"offload_optimizer": HOST, "offload_param": HOST}),
+    "disk 3": Setting(2, 3, {"offload_optimizer": DISK, "offload_param": DISK}),
+    "torch's kernel": Setting(2, 1, env={"LAUNCH_CPU_KERNEL": "off"}),
+    "plain 1": Setting(1, 0),
+    "plain 3": Setting(2, 3),
+}
+"""Those of one precision load one another's."""
+
+
+def _in_turn(rank: int, world_size: int, folder: str, names: list[str], more: dict[str, Any], saves: bool) -> list[str]:
+    problems = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            setting = RUNS[name]
+            setting = Setting(setting.world_size, setting.stage, setting.zero, {**setting.more, **more}, setting.env)
+            for key, value in setting.env.items():
+                patch.setenv(key, value)
+            engine = setting.engine(str(Path(folder, "disk")))
+            if saves:
+                train(engine, NUM_STEPS)
+                engine.save_checkpoint(Path(folder, name))
+                full = full_state(engine)
+                if rank == 0:
+                    torch.save(full, Path(folder, f"{name}.pt"))
+            else:
+                for source in RUNS:
+                    engine.load_checkpoint(Path(folder, source))
+                    full = torch.load(Path(folder, f"{source}.pt"), weights_only=True)
+                    problems += [f"{source} -> {name}: {each}" for each in differences(engine, full)]
+                train(engine, 1)
+            engine.destroy()
+            patch.undo()
+    return problems
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param(BF16, marks=pytest.mark.soak), pytest.param(FP16, marks=pytest.mark.soak)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_divisions_and_offload_load_one_another(tmp_path: Path, more: dict[str, Any]) -> None:
+    (tmp_path / "disk").mkdir()
+    for saves in (True, False):
+        for world_size in (1, 2, 4):
+            names = [name for name, setting in RUNS.items() if setting.world_size == world_size]
+            for problems in run_on_ranks(world_size, _in_turn, str(tmp_path), names, more, saves):
+                assert problems == []
