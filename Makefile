@@ -46,6 +46,7 @@ soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, e
 	$(BIN)/python benchmarks/random_kills.py --count 500
 	$(BIN)/python benchmarks/checkpoint_kills.py --count 1000
 	$(BIN)/python benchmarks/fuzz.py --count 1000000
+	$(BIN)/python benchmarks/checkpoint_fuzz.py --count 100000
 	$(BIN)/python benchmarks/fault_matrix.py
 	$(BIN)/python benchmarks/stalls.py
 
@@ -55,6 +56,7 @@ soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
 	$(BIN)/python benchmarks/random_kills.py --count 20
 	$(BIN)/python benchmarks/checkpoint_kills.py --count 20
 	$(BIN)/python benchmarks/fuzz.py --count 5000
+	$(BIN)/python benchmarks/checkpoint_fuzz.py --count 900
 	PYTHONPATH=tests $(BIN)/python benchmarks/stalls.py --pause 6 --disk 6 --lease 3 --hosts 8
 
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code

@@ -66,6 +66,7 @@ SECTIONS = (
     Section("offload_time", "offload_time.py --rounds 6", 2),
     Section("parity_table", "parity_table.py --worst"),
     Section("fuzz", "fuzz.py"),
+    Section("checkpoint_fuzz", "checkpoint_fuzz.py"),
     Section("memory_table", "memory_table.py"),
     Section("nvme", "nvme.py --seconds 0.5 --rounds 5"),
     Section("nvme_step", "nvme_step.py --rounds 7"),

@@ -35,6 +35,7 @@ SHORT = {
     "offload_time": ("--model tiny --rounds 1", 1),
     "parity_table": ("--steps 1 --worlds 1 --stages 0 --worst", 0),
     "fuzz": ("--count 130", 0),
+    "checkpoint_fuzz": ("--count 270", 0),
     "memory_table": ("--worlds 2 --precisions fp32", 0),
     "nvme": ("--size 4MiB --seconds 0.01 --rounds 1", 0),
     "nvme_step": ("--layers 1 --rounds 1", 0),

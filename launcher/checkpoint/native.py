@@ -116,6 +116,8 @@ class NativeSource:
             prefix = "private/"
             tensors = {key.removeprefix(prefix): _whole(file, key) for key in file.entries if key.startswith(prefix)}
             plain: dict[str, Any] = tree.decode(self._rank_facts[writer]["private"], tensors, where)
+            if not all(isinstance(plain.get(key) or {}, dict) for key in ("rng", "data", "of_world")):
+                raise TypeError("what a rank has of its own is no dict")
             if world_size != self.manifest.world_size:
                 plain.pop("of_world", None)
             return plain

@@ -255,15 +255,15 @@ class Checkpoints:
         """Take over counters, schedule, loss scale, random numbers and the position in the data."""
         engine, state = self._engine, source.state
         private = source.private(engine.global_rank, engine.world_size)
+        has_schedule = state.lr_scheduler is not None and hasattr(engine.lr_scheduler, "load_state_dict")
+        if options.loads_schedule and has_schedule:
+            engine.lr_scheduler.load_state_dict(state.lr_scheduler)
         optimizer = engine.optimizer
-        if optimizer is not None and options.loads_optimizer:
+        if optimizer is not None and options.loads_optimizer:  # after the schedule: rates the script has set stay
             optimizer.optimizer.load_groups(groups_for(source, optimizer.optimizer) or state.groups)
             optimizer.optimizer.load_rank_state(private.get("of_world", {}).get("optimizer", {}))
             if optimizer.loss_scaler is not None and state.loss_scaler is not None:
                 optimizer.loss_scaler.load_state_dict(state.loss_scaler)
-        has_schedule = state.lr_scheduler is not None and hasattr(engine.lr_scheduler, "load_state_dict")
-        if options.loads_schedule and has_schedule:
-            engine.lr_scheduler.load_state_dict(state.lr_scheduler)
         engine.take_counters(state)
         if engine.training_dataloader is not None and private.get("data") is not None:
             engine.training_dataloader.load_state_dict(private["data"])
