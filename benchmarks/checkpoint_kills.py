@@ -339,7 +339,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         num_steps = min(NUM_STEPS, 40 + 6 * options.count)
         story = Story(Path(folder, "saved"), losses_of_reference(num_steps))
-        for _ in range(options.count):
+        for number in range(options.count):
+            if number % 20 == 0:
+                sys.stderr.write(f"{number} of {options.count}, {time.monotonic() - start_s:.0f} s\n")
             plan = Round(
                 chance.choice(VICTIMS),
                 chance.random() < 0.5,

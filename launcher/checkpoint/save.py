@@ -290,9 +290,11 @@ class Save:
         content, path = SCRIPT.read_bytes(), self.draft.path / SCRIPT.name
         if not path.exists():
             write_file(path, content)
+            path.chmod(0o755)
         beside = self.draft.root / SCRIPT.name
         if not beside.exists() or beside.read_bytes() != content:
             replace_file(beside, content)
+            beside.chmod(0o755)
         else:
             temporary_name(beside).unlink(missing_ok=True)  # of a save that was killed
 

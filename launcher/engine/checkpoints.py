@@ -296,10 +296,12 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that belong to the state dict."""
     left_out = {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
+        for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    return {name: buffer.detach() for name, buffer in model.named_buffers() if name not in left_out}
+    return {
+        name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False) if name not in left_out
+    }
 
 
 def _extra_state_of(model: nn.Module) -> dict[str, Any]:
