@@ -24,7 +24,7 @@ install: $(VENV)/.installed-dev ## make the environment with all that the other 
 demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks with ZeRO stage 2
 	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json
 
-test: $(VENV)/.installed-dev $(VENV)/.peers ## install what the tests need and run them all
+test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services ## install what the tests need and run them all
 	@.ci/system-packages
 	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
@@ -90,6 +90,13 @@ $(VENV)/.peers: $(VENV)/.installed-dev .ci/test-peers.txt
 	install setuptools wheel && export DS_BUILD_OPS=0 PYTHONPATH=$(VENV)/peers \
 	  && install --no-deps --no-build-isolation -r .ci/test-peers.txt && touch $@ \
 	  || { echo "the tests that need DeepSpeed are skipped: it cannot be installed"; rm -rf $(VENV)/peers; }
+
+# A server of S3 and its client: they bring many packages, which the environment need not have.
+$(VENV)/.services: $(VENV)/.installed-dev .ci/test-services.txt
+	@rm -rf $(VENV)/services
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/services \
+	  -r .ci/test-services.txt && touch $@ \
+	  || { echo "the tests that need a server of S3 are skipped: it cannot be installed"; rm -rf $(VENV)/services; }
 
 # DeepSpeed's setup needs the torch that is there. Its operators are built here, so that no measurement waits for them;
 # where that fails the rows that need them say so.

@@ -14,6 +14,7 @@ COMMANDS = {
     "to-fp32": "launcher.checkpoint.zero_to_fp32",
     "export": "launcher.checkpoint.export",
     "import": "launcher.checkpoint.imports",
+    "export-dcp": "launcher.checkpoint.dcp_export",
 }
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from launcher.base.errors import CheckpointError
 from launcher.checkpoint.dcp_files import ChunkedTensor, PieceReader, read_contents
 from launcher.checkpoint.source import UNKNOWN_OPTIMIZER, WEIGHT, RunState, StoredParam
 from launcher.checkpoint.tensors import dtype_name
+from launcher.checkpoint_files.place import Place
 
 _Path = tuple[str | int, ...]
 _MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict", "model_state")
@@ -42,7 +42,7 @@ class _Optimizer:
 class DcpSource:
     """A folder with `.metadata` and `*.distcp`. What it holds in memory is one chunk, and the small values."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         """Raises: CheckpointError for what is no such folder, or a damaged one."""
         self._folder = folder
         self._contents = read_contents(folder)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,18 @@ from launcher.checkpoint.open import is_checkpoint, open_source
 from launcher.checkpoint.source import WEIGHT, CheckpointSource, StoredParam
 from launcher.checkpoint_files.folder import latest_tag
 from launcher.checkpoint_files.manifest import check_tag
+from launcher.checkpoint_files.place import place_of
 from launcher.optim.catalog import BY_NAME
 
 
 def export_checkpoint(
-    checkpoint_dir: str | Path, output: str | Path, *, tag: str | None = None, model_name: str = "model"
+    checkpoint_dir: str | os.PathLike[str], output: str | Path, *, tag: str | None = None, model_name: str = "model"
 ) -> None:
     """Write a checkpoint into a new folder, in the form of DCP.
 
     checkpoint_dir: a tag's folder, or the one of all tags, where `tag` or `latest` names one. Raises: as `export_dcp`.
     """
-    folder = Path(checkpoint_dir)
+    folder = place_of(checkpoint_dir)
     if not is_checkpoint(folder):
         tag = tag or latest_tag(folder)
         folder = folder if tag is None else folder / check_tag(tag)
@@ -151,3 +154,15 @@ def _options(optimizer: str | None, group: Mapping[str, Any]) -> dict[str, Any]:
     kind: Any = BY_NAME.get(optimizer or "")
     defaults = {} if kind is None else kind([torch.empty(1)], lr=float(group["lr"])).defaults
     return {**defaults, "initial_lr": group.get("lr"), **group}
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command line. Raises: what `export_checkpoint` does."""
+    parser = argparse.ArgumentParser(prog="launch checkpoint export", description=export_checkpoint.__doc__)
+    parser.add_argument("checkpoint_dir")
+    parser.add_argument("output_dir")
+    parser.add_argument("--format", choices=("dcp", "torchtitan"), default="dcp")
+    parser.add_argument("--tag")
+    given = parser.parse_args(arguments)
+    model_name = "" if given.format == "torchtitan" else "model"
+    export_checkpoint(given.checkpoint_dir, given.output_dir, tag=given.tag, model_name=model_name)

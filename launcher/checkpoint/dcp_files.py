@@ -6,6 +6,7 @@ is an error, so nothing that the file names is ever called.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -13,13 +14,14 @@ import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
+from launcher.checkpoint_files.place import LocalReader, Place, reader_of
+from launcher.checkpoint_files.remote import RemoteReader
 
 METADATA = ".metadata"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -76,7 +78,7 @@ class Contents:
     paths: Mapping[str, tuple[str | int, ...]]  # where each was in the nested state dict
 
 
-def read_contents(folder: Path) -> Contents:
+def read_contents(folder: Place) -> Contents:
     """Read `.metadata`. Raises: CheckpointError for one that is missing, damaged, or names what DCP does not write."""
     path = folder / METADATA
     try:
@@ -98,7 +100,7 @@ _OTHER = "use another checkpoint; only what torch.distributed.checkpoint itself 
 class PieceReader:
     """Reads pieces of the files of one folder. It keeps the last one: at most one is in memory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self._folder = folder
         self._kept: tuple[Piece, Tensor] | None = None
 
@@ -123,10 +125,10 @@ class PieceReader:
         """Return what `torch.save` was given; never code. Raises: CheckpointError."""
         path = self._folder / piece.file
         try:
-            with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < piece.start + piece.num_bytes:
+            with contextlib.closing(reader_of(path)) as reader:
+                if reader.num_bytes < piece.start + piece.num_bytes:
                     raise CheckpointError("it ends too early: it was cut off", where=str(path), hint="use another one")
-                part: Any = io.BufferedReader(_Part(file, piece))
+                part: Any = io.BufferedReader(_Part(reader, piece))
                 return torch.load(part, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             raise CheckpointError("it is missing", where=str(path), hint="copy the checkpoint again") from None
@@ -142,8 +144,8 @@ class PieceReader:
 class _Part(io.RawIOBase):
     """A piece of a file as a file."""
 
-    def __init__(self, file: Any, piece: Piece) -> None:
-        self._file, self._piece, self._at = file, piece, 0
+    def __init__(self, reader: LocalReader | RemoteReader, piece: Piece) -> None:
+        self._reader, self._piece, self._at = reader, piece, 0
 
     def readable(self) -> bool:
         return True
@@ -161,8 +163,7 @@ class _Part(io.RawIOBase):
 
     def readinto(self, out: Any) -> int:
         room = memoryview(out)[: max(0, self._piece.num_bytes - self._at)]
-        self._file.seek(self._piece.start + self._at)
-        num_read: int = self._file.readinto(room)
+        num_read = self._reader.read_into(self._piece.start + self._at, room)
         self._at += num_read
         return num_read
 

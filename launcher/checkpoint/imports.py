@@ -22,20 +22,21 @@ from launcher.checkpoint.exchange import Exchange
 from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData
 from launcher.checkpoint.source import WEIGHT, CheckpointSource, StoredParam
 from launcher.checkpoint_files.manifest import MANIFEST
+from launcher.checkpoint_files.place import Place, place_of
 from launcher.sharding.layout import layout_unit
 from launcher.sharding.tensors import ParamInfo
 
 _HALVES = ("bfloat16", "float16")
 
 
-def import_deepspeed(source_dir: str | Path, target_dir: str | Path, tag: str | None = None) -> Path:
+def import_deepspeed(source_dir: str | Path, target_dir: str | Path, tag: str | None = None) -> Place:
     """Write a checkpoint of DeepSpeed into a folder of checkpoints of ours; return the folder of the new one.
 
     tag: which one, and the name it has then; None: that in the source's `latest`. It becomes the target's `latest`.
     Raises: CheckpointError for one that is damaged or is not read, or whose tag is taken.
     """
     source = open_deepspeed(source_dir, tag)
-    root, tag = Path(target_dir), Path(source.where).name
+    root, tag = place_of(target_dir), Path(source.where).name
     if (root / tag).exists():
         what = "a checkpoint of ours" if (root / tag / MANIFEST).exists() else "something else"
         raise CheckpointError(f"{tag} is there already: {what}", where=str(root), hint="choose an empty folder")
@@ -44,7 +45,7 @@ def import_deepspeed(source_dir: str | Path, target_dir: str | Path, tag: str | 
     return write_checkpoint(source, root, tag, {"stage": stage, "tied": source.tied})
 
 
-def write_checkpoint(source: CheckpointSource, root: Path, tag: str, facts: Mapping[str, Any]) -> Path:
+def write_checkpoint(source: CheckpointSource, root: Place, tag: str, facts: Mapping[str, Any]) -> Place:
     """Write what a source has as a checkpoint of one rank; return its folder.
 
     facts: for readers. Raises: CheckpointError for what cannot be read or written; then nothing of it is left.

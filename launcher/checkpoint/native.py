@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from launcher.checkpoint.source import WEIGHT, RunState, StoredParam, checked
 from launcher.checkpoint.tensors import TORCH_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFile, TensorSums
 from launcher.checkpoint_files.manifest import read_json, read_manifest
+from launcher.checkpoint_files.place import Place
 from launcher.sharding.layout import ParamSlot
 from launcher.sharding.shard_map import ShardMap
 
@@ -34,7 +34,7 @@ _NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeE
 class NativeSource:
     """A committed checkpoint. Files are opened when something of them is read."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         """folder: of one tag. Raises: CheckpointError for what is no checkpoint, or a damaged one."""
         self._folder = folder
         self.manifest = read_manifest(folder)

@@ -11,14 +11,16 @@ from launcher.checkpoint.deepspeed import DeepSpeedCheckpoint, holds_deepspeed
 from launcher.checkpoint.native import NativeSource
 from launcher.checkpoint.source import CheckpointSource
 from launcher.checkpoint_files.manifest import MANIFEST
+from launcher.checkpoint_files.place import Place
 
 
-def is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Place) -> bool:
     """Tell whether a folder is itself a checkpoint, rather than one that contains some."""
-    return any((folder / name).is_file() for name in (MANIFEST, dcp_files.METADATA)) or holds_deepspeed(folder)
+    is_ours_or_dcp = any((folder / name).is_file() for name in (MANIFEST, dcp_files.METADATA))
+    return is_ours_or_dcp or (isinstance(folder, Path) and holds_deepspeed(folder))
 
 
-def open_source(folder: Path) -> CheckpointSource:
+def open_source(folder: Place) -> CheckpointSource:
     """Open a checkpoint of ours, of torch.distributed.checkpoint or of DeepSpeed.
 
     Raises: CheckpointError for anything else, and for one that is damaged.
@@ -27,7 +29,7 @@ def open_source(folder: Path) -> CheckpointSource:
         return NativeSource(folder)
     if (folder / dcp_files.METADATA).is_file():
         return DcpSource(folder)
-    if holds_deepspeed(folder):
+    if isinstance(folder, Path) and holds_deepspeed(folder):
         return DeepSpeedCheckpoint(folder)
     if not folder.is_dir():
         raise CheckpointError("there is no checkpoint", where=str(folder), hint="is the folder's name right?")

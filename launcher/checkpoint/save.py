@@ -42,6 +42,8 @@ from launcher.checkpoint_files.folder import (
     write_file,
 )
 from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest
+from launcher.checkpoint_files.place import Place
+from launcher.checkpoint_files.remote import RemotePath
 
 SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
 # Ranks wait so long for each other to have written: longer than any disk takes for what one rank holds.
@@ -52,7 +54,7 @@ WRITE_TIMEOUT_S = 6 * 3600.0
 class SaveRequest:
     """What a script has asked for."""
 
-    root: Path
+    root: Place
     tag: str
     step: int
     saves_latest: bool = True
@@ -158,6 +160,10 @@ class Save:
 
     def _make_room_on_every_host(self) -> None:
         request, error = self._request, None
+        if not isinstance(self.draft.path, Path):
+            raise CheckpointError(
+                "use_node_local_storage and a folder in a store exclude each other", where=str(request.root)
+            )
         if request.is_node_leader and self._exchange.rank != 0:
             try:
                 self.draft.path.mkdir(parents=True, exist_ok=not self.draft.is_new)
@@ -170,7 +176,7 @@ class Save:
         if failed:
             raise CheckpointError(failed, where=str(request.root))
 
-    def write(self, data: RankData, shared: SharedData, copies: Mapping[str, Tensor] | None = None) -> Path:
+    def write(self, data: RankData, shared: SharedData, copies: Mapping[str, Tensor] | None = None) -> Place:
         """Write this rank's files, and on rank 0 commit when all have. Returns the folder of the checkpoint.
 
         copies: written in place of the live tensors, by key. Raises: CheckpointError on every rank where any rank could
@@ -287,11 +293,14 @@ class Save:
 
     def _add_script(self) -> None:
         """Put the script that needs no package into the checkpoint, and beside it. Raises: OSError."""
-        content, path = SCRIPT.read_bytes(), self.draft.path / SCRIPT.name
+        content, path, beside = SCRIPT.read_bytes(), self.draft.path / SCRIPT.name, self.draft.root / SCRIPT.name
+        if isinstance(path, RemotePath) or isinstance(beside, RemotePath):
+            for each in (path, beside):
+                replace_file(each, content)
+            return
         if not path.exists():
             write_file(path, content)
             path.chmod(0o755)
-        beside = self.draft.root / SCRIPT.name
         if not beside.exists() or beside.read_bytes() != content:
             replace_file(beside, content)
             beside.chmod(0o755)

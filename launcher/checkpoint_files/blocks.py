@@ -10,11 +10,12 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
 from launcher.base.errors import CheckpointError
+from launcher.checkpoint_files.place import Place, open_new, reader_of
+from launcher.checkpoint_files.remote import RemotePath
 from launcher.checkpoint_files.tensor_file import MAX_HEADER_BYTES, TensorEntry, header_of, parse_header
 
 BLOCK_BYTES = 4 * 2**20
@@ -57,7 +58,7 @@ class TensorFileWriter:
     """Writes one file. Close it in any case; what `finish` has not been called for is incomplete."""
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+        self, path: Place, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
     ) -> None:
         """tensors: key -> dtype by safetensors' names, shape. Raises: OSError, also where the file exists."""
         header, self.entries = header_of(tensors, metadata)
@@ -65,7 +66,8 @@ class TensorFileWriter:
         self._header_sum = digest_of(header)
         self._blocks: dict[str, bytes] = {}
         self._unwritten = range(0)  # bytes that the disk has not been asked to write
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._path = path
+        self._file = open_new(path)
         try:
             _write_all(self._file, memoryview(header), 0)
         except OSError:
@@ -94,11 +96,17 @@ class TensorFileWriter:
         self._unwritten = joined
 
     def finish(self) -> TensorSums:
-        """Wait until the file is on the disk; return its checksums. Raises: OSError."""
+        """Wait until the file is on the disk, or in the store; return its checksums.
+
+        Raises: OSError, CheckpointError.
+        """
         missing = self.entries.keys() - self._blocks.keys()
         if missing:
             raise ValueError(f"{len(missing)} tensors were not written, such as {min(missing)}")
-        os.fsync(self._file)
+        if isinstance(self._path, RemotePath):
+            self._path.upload(self._file)
+        else:
+            os.fsync(self._file)
         return TensorSums(self._header_sum, self._blocks)
 
     def close(self) -> None:
@@ -129,7 +137,7 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
 class TensorFile:
     """One file of tensors, open for reading. What is read has been verified, if there are checksums."""
 
-    def __init__(self, path: Path, sums: TensorSums | None, num_bytes: int | None = None) -> None:
+    def __init__(self, path: Place, sums: TensorSums | None, num_bytes: int | None = None) -> None:
         """sums: None for a file from elsewhere. num_bytes: that it must have, where that is known.
 
         Raises: CheckpointError for a file that is missing, damaged or not what the checksums are of.
@@ -137,7 +145,7 @@ class TensorFile:
         self._where = str(path)
         self._sums = sums
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = reader_of(path)
         except OSError as error:
             raise self._unreadable(error) from None
         try:
@@ -147,7 +155,7 @@ class TensorFile:
             raise
 
     def _read_header(self, num_bytes: int | None) -> None:
-        found_bytes = os.fstat(self._file).st_size
+        found_bytes = self._file.num_bytes
         if num_bytes is not None and found_bytes != num_bytes:
             raise CheckpointError(
                 f"it has {found_bytes} bytes, the manifest says {num_bytes}: it was cut off, or is another file",
@@ -172,9 +180,7 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file. The second call does nothing."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
     def entry(self, key: str) -> TensorEntry:
         """Return where a tensor is. Raises: CheckpointError for one that is not there."""
@@ -224,7 +230,7 @@ class TensorFile:
     def _fill(self, offset: int, out: memoryview) -> None:
         while out.nbytes:
             try:
-                num_read = os.preadv(self._file, [out], offset)
+                num_read = self._file.read_into(offset, out)
             except OSError as error:
                 raise self._unreadable(error) from None
             if not num_read:

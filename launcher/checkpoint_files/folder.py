@@ -11,6 +11,8 @@ from pathlib import Path
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.manifest import MANIFEST, Manifest, check_tag, read_manifest
+from launcher.checkpoint_files.place import Place, children
+from launcher.checkpoint_files.remote import RemotePath
 
 LATEST = "latest"
 _OF_A_SAVE = re.compile(r"(rank-\d{5,}|state)(-[0-9a-f]{8})?\.(safetensors|json)")
@@ -20,14 +22,14 @@ _OF_A_SAVE = re.compile(r"(rank-\d{5,}|state)(-[0-9a-f]{8})?\.(safetensors|json)
 class Committed:
     """A checkpoint that was saved completely."""
 
-    path: Path
+    path: Place
     manifest: Manifest
 
 
-def committed_in(root: Path) -> list[Committed]:
+def committed_in(root: Place) -> list[Committed]:
     """Return the checkpoints of a folder, the newest last: by step, then by time. Damaged manifests are left out."""
     found = []
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
+    for path in children(root):
         if path.name.startswith(".") or not (path / MANIFEST).is_file():
             continue
         try:
@@ -37,7 +39,7 @@ def committed_in(root: Path) -> list[Committed]:
     return sorted(found, key=lambda each: (each.manifest.step, each.manifest.created))
 
 
-def latest_tag(root: Path) -> str | None:
+def latest_tag(root: Place) -> str | None:
     """Return the tag that `latest` names; None where there is no such file. Raises: CheckpointError for nonsense."""
     path = root / LATEST
     try:
@@ -52,18 +54,18 @@ def latest_tag(root: Path) -> str | None:
         raise CheckpointError(f"it names no checkpoint: {text[:80]!r}", where=str(path)) from error
 
 
-def set_latest(root: Path, tag: str) -> None:
+def set_latest(root: Place, tag: str) -> None:
     """Have `latest` name a checkpoint. Raises: OSError."""
     replace_file(root / LATEST, tag.encode())
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is being saved."""
+    """A checkpoint that is being saved. In a store it is written where it will be, under names of its own."""
 
-    root: Path
+    root: Place
     tag: str
-    path: Path  # where its files are written
+    path: Place  # where its files are written
     suffix: str  # of their names
 
     @property
@@ -76,45 +78,53 @@ class Draft:
         return f"{stem}{self.suffix}{extension}"
 
 
-def begin(root: Path, tag: str, save_id: str) -> Draft:
+def begin(root: Place, tag: str, save_id: str) -> Draft:
     """Make room for a checkpoint; one of the same tag stays. Raises: OSError, CheckpointError for the tag."""
+    if isinstance(root, RemotePath):
+        root.exists()  # what is wrong with the store is said before anything is computed or written
+        return draft_of(root, check_tag(tag), save_id, is_new=False)
     root.mkdir(parents=True, exist_ok=True)
     draft = draft_of(root, check_tag(tag), save_id, is_new=not (root / tag).exists())
     if draft.is_new:
+        assert isinstance(draft.path, Path)
         if draft.path.exists():
             shutil.rmtree(draft.path)  # of a save that was killed
         draft.path.mkdir()
     return draft
 
 
-def draft_of(root: Path, tag: str, save_id: str, *, is_new: bool) -> Draft:
+def draft_of(root: Place, tag: str, save_id: str, *, is_new: bool) -> Draft:
     """Return the draft that another process has begun."""
     return Draft(root, tag, root / f".{tag}.tmp", "") if is_new else Draft(root, tag, root / tag, f"-{save_id}")
 
 
-def commit(draft: Draft, manifest: Manifest) -> Path:
-    """Make a draft the checkpoint of its tag, with one rename; every file of it is on the disk. Raises: OSError."""
+def commit(draft: Draft, manifest: Manifest) -> Place:
+    """Make a draft the checkpoint of its tag, with one rename or put; every file of it is on the disk.
+
+    Raises: OSError, CheckpointError.
+    """
     final = draft.root / draft.tag
     replace_file(draft.path / MANIFEST, manifest.text())
-    if draft.is_new:
-        draft.path.rename(final)
+    if draft.is_new and isinstance(draft.path, Path):
+        draft.path.rename(str(final))
         sync_folder(draft.root)
     else:
         _remove_others(final, manifest)
     return final
 
 
-def _remove_others(path: Path, manifest: Manifest) -> None:
+def _remove_others(path: Place, manifest: Manifest) -> None:
     """Remove what earlier saves of a tag have left, also those that were killed. What cannot be removed stays."""
-    for found in path.iterdir():
-        if _OF_A_SAVE.fullmatch(found.name) and found.name not in manifest.files:
-            with contextlib.suppress(OSError):
-                found.unlink()
+    with contextlib.suppress(CheckpointError):  # of a store
+        for found in path.iterdir():
+            if _OF_A_SAVE.fullmatch(found.name) and found.name not in manifest.files:
+                with contextlib.suppress(OSError):
+                    found.unlink()
 
 
 def abandon(draft: Draft) -> None:
     """Remove what a save that failed has written, as far as that is possible, unless it has been committed."""
-    if draft.is_new:
+    if draft.is_new and isinstance(draft.path, Path):
         shutil.rmtree(draft.path, ignore_errors=True)
         return
     with contextlib.suppress(OSError, CheckpointError):  # of a manifest that cannot be read nothing is removed
@@ -125,8 +135,11 @@ def abandon(draft: Draft) -> None:
                 path.unlink(missing_ok=True)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a new file and wait until it is on the disk. Raises: OSError, also where it exists."""
+def write_file(path: Place, content: bytes) -> None:
+    """Write a new file and wait until it is on the disk. Raises: OSError, also where a local one exists."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(content)
+        return
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -138,8 +151,11 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Place, content: bytes) -> None:
     """Write a file such that either the old content or the new one is there, whatever happens. Raises: OSError."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(content)
+        return
     beside = temporary_name(path)
     beside.unlink(missing_ok=True)
     write_file(beside, content)
@@ -147,8 +163,10 @@ def replace_file(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: Place) -> None:
     """Wait until the names in a folder are on the disk. Raises: OSError."""
+    if isinstance(path, RemotePath):
+        return  # what was put is there
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.blocks import digest_of
+from launcher.checkpoint_files.place import Place, size_of
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "launch checkpoint", 1
@@ -112,7 +111,7 @@ def check_tag(tag: str) -> str:
     return tag
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Return the manifest of a checkpoint. Raises: CheckpointError where there is none, or a damaged one."""
     path = folder / MANIFEST
     try:
@@ -133,13 +132,12 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def read_small_file(folder: Path, name: str, manifest: Manifest) -> bytes:
+def read_small_file(folder: Place, name: str, manifest: Manifest) -> bytes:
     """Return the content of a file that has a checksum. Raises: CheckpointError for one that is damaged or missing."""
     path, record = folder / name, manifest.files[name]
     try:
-        with path.open("rb") as file:
-            is_as_long = os.fstat(file.fileno()).st_size == record.num_bytes  # else it may be of any length
-            text = file.read() if is_as_long else b""
+        is_as_long = size_of(path) == record.num_bytes  # else it may be of any length
+        text = path.read_bytes() if is_as_long else b""
     except OSError as error:
         raise CheckpointError(f"it cannot be read: {error.strerror}", where=str(path)) from None
     if not is_as_long or digest_of(text) != record.checksum:
@@ -147,7 +145,7 @@ def read_small_file(folder: Path, name: str, manifest: Manifest) -> bytes:
     return text
 
 
-def read_json(folder: Path, name: str, manifest: Manifest) -> dict[str, Any]:
+def read_json(folder: Place, name: str, manifest: Manifest) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint. Raises: as `read_small_file`."""
     text = read_small_file(folder, name, manifest)
     try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from pathlib import Path
 
 from launcher.checkpoint_files.folder import replace_file
+from launcher.checkpoint_files.place import Place
 
 OWNERS = "run.json"
 _MAX_JOBS = 100
 
 
-def owners_of(root: Path) -> list[str]:
+def owners_of(root: Place) -> list[str]:
     """Return the ids of jobs that have saved into a folder, the last one at the end; none where it is not known."""
     try:
         plain = json.loads((root / OWNERS).read_bytes())
@@ -21,8 +21,8 @@ def owners_of(root: Path) -> list[str]:
         return []
 
 
-def add_owner(root: Path, jobs: Collection[str]) -> None:
-    """Note that a job saves into a folder, which is made. jobs: all ids it has. Raises: OSError."""
+def add_owner(root: Place, jobs: Collection[str]) -> None:
+    """Note that a job saves into a folder, which is made. jobs: all ids it has. Raises: OSError, CheckpointError."""
     root.mkdir(parents=True, exist_ok=True)
     before = owners_of(root)
     now = [*(job for job in before if job not in jobs), *jobs][-_MAX_JOBS:]

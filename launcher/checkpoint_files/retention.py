@@ -15,6 +15,8 @@ from pathlib import Path
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.folder import Committed, committed_in, latest_tag, sync_folder
 from launcher.checkpoint_files.manifest import MANIFEST
+from launcher.checkpoint_files.place import Place, children
+from launcher.checkpoint_files.remote import RemotePath
 
 # A save that still runs has written something more recently than this.
 MIN_AGE_S = 900.0
@@ -33,7 +35,7 @@ class Retention:
 class Leftover:
     """A file or folder of a save that did not end."""
 
-    path: Path
+    path: Place
     num_bytes: int
     age_s: float  # since something was last written to it
 
@@ -43,7 +45,7 @@ class Leftover:
         return self.age_s < MIN_AGE_S
 
 
-def by_age(root: Path) -> list[Committed]:
+def by_age(root: Place) -> list[Committed]:
     """Return the checkpoints of a folder, the one that was saved last at the end.
 
     Not by step: a run that went back to an earlier checkpoint counts on from there.
@@ -51,7 +53,7 @@ def by_age(root: Path) -> list[Committed]:
     return sorted(committed_in(root), key=lambda each: (each.manifest.created, each.manifest.step))
 
 
-def superseded(root: Path, retention: Retention) -> list[Committed]:
+def superseded(root: Place, retention: Retention) -> list[Committed]:
     """Return the checkpoints that are not to be kept, the oldest first; never the one that `latest` names."""
     committed = by_age(root)
     try:
@@ -73,6 +75,11 @@ def _is_kept_for_ever(each: Committed, retention: Retention) -> bool:
 def remove(checkpoint: Committed) -> None:
     """Remove one checkpoint. It is gone with one rename: no part of one is left under its name. Raises: OSError."""
     path = checkpoint.path
+    if isinstance(path, RemotePath):
+        (path / MANIFEST).unlink(missing_ok=True)  # first: from here on this is no checkpoint
+        for each in path.iterdir():
+            each.unlink(missing_ok=True)
+        return
     leftover = path.with_name(f".{path.name}.tmp")
     if leftover.exists():
         shutil.rmtree(leftover)
@@ -81,7 +88,7 @@ def remove(checkpoint: Committed) -> None:
     shutil.rmtree(leftover)
 
 
-def prune(root: Path, retention: Retention) -> list[Committed]:
+def prune(root: Place, retention: Retention) -> list[Committed]:
     """Remove the checkpoints that are not to be kept; return them. One rank calls it. Raises: OSError."""
     found = superseded(root, retention)
     for each in found:
@@ -89,7 +96,7 @@ def prune(root: Path, retention: Retention) -> list[Committed]:
     return found
 
 
-def leftovers(root: Path) -> list[Leftover]:
+def leftovers(root: Place) -> list[Leftover]:
     """Return what saves that did not end have left in a folder and in its checkpoints."""
     now_s = time.time()
     return [Leftover(path, num_bytes_of(path), now_s - _last_write_s(path)) for path in _paths_left(root)]
@@ -97,29 +104,35 @@ def leftovers(root: Path) -> list[Leftover]:
 
 def remove_leftover(leftover: Leftover) -> None:
     """Remove it. Raises: OSError."""
-    if leftover.path.is_dir():
+    if isinstance(leftover.path, Path) and leftover.path.is_dir():
         shutil.rmtree(leftover.path)
     else:
         leftover.path.unlink(missing_ok=True)
 
 
-def _paths_left(root: Path) -> Iterator[Path]:
-    for path in sorted(root.iterdir()):
+def _paths_left(root: Place) -> Iterator[Place]:
+    for path in children(root):
         if path.name.startswith(".") and path.name.endswith(".tmp") and not path.is_symlink():
             yield path
+        elif isinstance(path, RemotePath) and not (path / MANIFEST).exists():  # a first save that did not end
+            yield from (each for each in path.iterdir() if _OF_A_SAVE.fullmatch(each.name))
     for each in committed_in(root):
-        for path in sorted(each.path.iterdir()):
+        for path in children(each.path):
             is_known = path.name in each.manifest.files or path.name == MANIFEST
             if not is_known and _OF_A_SAVE.fullmatch(path.name) and path.is_file():
                 yield path
 
 
-def num_bytes_of(path: Path) -> int:
+def num_bytes_of(path: Place) -> int:
     """Return the bytes of a file, or of all files in a folder."""
+    if isinstance(path, RemotePath):
+        return path.size_below()
     return sum(found.st_size for found in _stats_in(path) if not stat.S_ISDIR(found.st_mode))
 
 
-def _last_write_s(path: Path) -> float:
+def _last_write_s(path: Place) -> float:
+    if isinstance(path, RemotePath):
+        return path.last_write_s() or time.time()
     return max((found.st_mtime for found in _stats_in(path)), default=time.time())
 
 

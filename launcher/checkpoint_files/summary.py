@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.manifest import Manifest, read_json, read_manifest
+from launcher.checkpoint_files.place import Place
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ParamFacts:
 class Summary:
     """What the manifest and the state of one checkpoint say."""
 
-    path: Path
+    path: Place
     manifest: Manifest
     state: Mapping[str, Any]
 
@@ -106,7 +106,7 @@ class Summary:
         return CheckpointError(f"{what} cannot be read", where=str(self.path / self.manifest.state))
 
 
-def summary_of(path: Path, manifest: Manifest | None = None) -> Summary:
+def summary_of(path: Place, manifest: Manifest | None = None) -> Summary:
     """Return what a checkpoint says about itself. Raises: CheckpointError for what is none, or is damaged."""
     manifest = read_manifest(path) if manifest is None else manifest
     return Summary(path, manifest, read_json(path, manifest.state, manifest))

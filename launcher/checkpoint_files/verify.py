@@ -7,12 +7,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.blocks import TensorFile, TensorSums
 from launcher.checkpoint_files.manifest import Manifest, read_json, read_manifest
+from launcher.checkpoint_files.place import Place
 
 Ranges = dict[str, list[tuple[int, int]]]  # by key of a tensor: which elements the files have
 _MAX_SAID = 8  # of gaps and overlaps: one damaged list of ranges makes one for every parameter
@@ -29,7 +29,7 @@ class Finding:
         return f"{self.file}: {self.message}"
 
 
-def verify(folder: Path) -> list[Finding]:
+def verify(folder: Place) -> list[Finding]:
     """Return everything that is wrong with a checkpoint; nothing when it is as it was saved. folder: of one tag.
 
     Where every host has the files of its own ranks, those of others are not looked for.
@@ -66,7 +66,7 @@ def _findings(error: CheckpointError) -> list[Finding]:
     return [Finding(each.where or "", each.message) for each in error.diagnostics]
 
 
-def _verify_rank(folder: Path, tensors: str, facts_name: str, manifest: Manifest, ranges: Ranges) -> None:
+def _verify_rank(folder: Place, tensors: str, facts_name: str, manifest: Manifest, ranges: Ranges) -> None:
     """Verify the files of one rank, and add to `ranges` what they have. Raises: CheckpointError."""
     facts = read_json(folder, facts_name, manifest)
     file = _verify_tensors(folder, tensors, facts_name, facts, manifest)
@@ -81,7 +81,7 @@ def _verify_rank(folder: Path, tensors: str, facts_name: str, manifest: Manifest
 
 
 def _verify_tensors(
-    folder: Path, tensors: str, facts_name: str, facts: Mapping[str, Any], manifest: Manifest
+    folder: Place, tensors: str, facts_name: str, facts: Mapping[str, Any], manifest: Manifest
 ) -> TensorFile:
     """Read a file of tensors; return it, closed. facts: of the file that has its checksums."""
     plain = facts.get("sums")

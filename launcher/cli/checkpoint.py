@@ -21,6 +21,7 @@ from launcher.cli.render import printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from launcher.checkpoint_files.place import Place
     from launcher.checkpoint_files.retention import Leftover
     from launcher.checkpoint_files.summary import ParamFacts, Summary
     from launcher.checkpoint_files.verify import Finding
@@ -44,12 +45,30 @@ examples:
   launch checkpoint prune checkpoints --keep-last 3 --keep-every 10000
 """
 
-_folder_argument = click.argument("path", metavar="PATH", type=click.Path(exists=True, file_okay=False, path_type=Path))
+
+class _Folder(click.Path):
+    """A local folder, or one in a store by its URL."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str) or "://" not in value:
+            return super().convert(value, param, ctx)
+        from launcher.checkpoint_files.place import place_of
+
+        place = place_of(value)
+        if not place.is_dir():
+            raise CheckpointError("there is no such folder", where=value)
+        return place
+
+
+_folder_argument = click.argument("path", metavar="PATH", type=_Folder())
 
 
 @click.group("checkpoint", short_help="List, verify, remove or convert checkpoints.")
 def checkpoint_group() -> None:
-    """List, verify, remove or convert checkpoints. PATH and DIR are folders of checkpoints, or one of them."""
+    """List, verify, remove or convert checkpoints. PATH and DIR are folders of checkpoints or one of them."""
 
 
 for _command in COMMANDS:
@@ -60,7 +79,7 @@ for _command in COMMANDS:
 @_folder_argument
 @click.option("--params", "shows_params", is_flag=True, help="List the parameters; of the newest, if PATH has several.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
-def inspect(path: Path, shows_params: bool, as_json: bool) -> None:
+def inspect(path: Place, shows_params: bool, as_json: bool) -> None:
     """Show step, date, size, ranks, stage, precision, optimizer and parameters of the checkpoints in PATH."""
     found, damaged, latest = _summaries(path)
     is_one = _is_checkpoint(path)
@@ -78,7 +97,7 @@ def inspect(path: Path, shows_params: bool, as_json: bool) -> None:
 @_folder_argument
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 @click.pass_context
-def verify(ctx: click.Context, path: Path, as_json: bool) -> None:
+def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
     """Read every file of the checkpoints in PATH: sizes, checksums, and that every element is there exactly once."""
     from launcher.checkpoint_files.verify import verify as verify_one
 
@@ -95,11 +114,11 @@ def verify(ctx: click.Context, path: Path, as_json: bool) -> None:
 
 
 @checkpoint_group.command("prune", cls=Command, epilog=_PRUNE_EPILOG, short_help="Remove old checkpoints, leftovers.")
-@click.argument("path", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("path", metavar="DIR", type=_Folder())
 @click.option("--keep-last", type=Whole(1), metavar="N", help="Keep the N newest. Default: all.")
 @click.option("--keep-every", type=Whole(1), metavar="K", help="Keep those whose step is a multiple of K, too.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed and stop.")
-def prune(path: Path, keep_last: int | None, keep_every: int | None, dry_run: bool) -> None:
+def prune(path: Place, keep_last: int | None, keep_every: int | None, dry_run: bool) -> None:
     """Remove what is not to be kept of the checkpoints in DIR, and what saves that were killed left behind.
 
     The checkpoint that `latest` names is never removed. Leftovers that something was written to in the last quarter
@@ -138,13 +157,13 @@ def _say_in_use(leftover: Leftover) -> None:
     click.echo(f"{sign}{leftover.path} was written to {leftover.age_s:.0f} s ago: left alone, a save may still run")
 
 
-def _is_checkpoint(path: Path) -> bool:
+def _is_checkpoint(path: Place) -> bool:
     from launcher.checkpoint_files.manifest import MANIFEST
 
     return (path / MANIFEST).exists()
 
 
-def _checkpoints(path: Path) -> list[Path]:
+def _checkpoints(path: Place) -> list[Place]:
     """Return the folders of the checkpoints that PATH means, damaged ones too. Raises: CheckpointError for none."""
     if _is_checkpoint(path):
         return [path]
@@ -156,7 +175,7 @@ def _checkpoints(path: Path) -> list[Path]:
     return found
 
 
-def _summaries(path: Path) -> tuple[list[Summary], dict[str, str], str | None]:
+def _summaries(path: Place) -> tuple[list[Summary], dict[str, str], str | None]:
     """Return what the checkpoints in PATH say, newest last, what is wrong with others, and what `latest` names."""
     from launcher.checkpoint_files.folder import latest_tag
     from launcher.checkpoint_files.summary import summary_of
@@ -207,7 +226,7 @@ def _local_time(created: str) -> str:
         return created
 
 
-def _show_all(path: Path, found: Sequence[Summary], damaged: dict[str, str], latest: str | None) -> None:
+def _show_all(path: Place, found: Sequence[Summary], damaged: dict[str, str], latest: str | None) -> None:
     header = ("TAG", "STEP", "SAVED", "SIZE", "RANKS", "STAGE", "PRECISION", "OPTIMIZER", "PARAMETERS", "")
     rows: list[tuple[str, ...]] = [header]
     rows += [_row(each, latest) for each in found]
@@ -277,7 +296,7 @@ def _show_params(params: Sequence[ParamFacts]) -> None:
     _show_table(rows, right=(0, 3))
 
 
-def _show_findings(folder: Path, findings: Sequence[Finding], width: int) -> None:
+def _show_findings(folder: Place, findings: Sequence[Finding], width: int) -> None:
     if not findings:
         click.echo(f"{folder.name:<{width}}  {click.style('ok', fg='green')}")
     for finding in findings:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import click
 
+from launcher.base.errors import UsageError
 from launcher.cli.command import Command, option
 from launcher.cli.completion import files
 from launcher.transport.command import own_argv
@@ -21,6 +22,7 @@ _EXPORT_EPILOG = """\b
 examples:
   launch checkpoint export output/checkpoint-500 model
   launch checkpoint export checkpoints model --config gpt2/ --dtype bf16
+  launch checkpoint export s3://bucket/run out --format dcp
 """
 _IMPORT_EPILOG = """\b
 examples:
@@ -28,6 +30,7 @@ examples:
   launch checkpoint import deepspeed_checkpoints checkpoints --tag global_step500
 """
 _SIZE_HELP = "Most bytes of one file. Default: 5GB."
+_FORMAT_HELP = "hf: for Hugging Face's libraries. dcp, torchtitan: for torch.distributed.checkpoint. Default: hf."
 _TAG_HELP = "The checkpoint. Default: the one that `latest` names."
 
 
@@ -56,20 +59,37 @@ def to_fp32(
     _run("to-fp32", folder, output, {"tag": tag, "max_shard_size": max_shard_size}, given)
 
 
-@click.command("export", cls=Command, epilog=_EXPORT_EPILOG, short_help="Write a folder for Hugging Face's libraries.")
+@click.command("export", cls=Command, epilog=_EXPORT_EPILOG, short_help="Write a checkpoint in another form.")
 @click.argument("folder", metavar="DIR", shell_complete=files)
 @click.argument("output", metavar="OUT", shell_complete=files)
+@option("--format", "form", type=click.Choice(["hf", "dcp", "torchtitan"]), default="hf", help=_FORMAT_HELP)
 @option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the weights. Default: as the model has them.")
 @option("--config", metavar="PATH", help="The model's folder or its config.json. Default: beside the checkpoint.")
 @option("--tag", "-t", help=_TAG_HELP)
 @option("--max-shard-size", metavar="SIZE", help=_SIZE_HELP)
 def export(
-    folder: str, output: str, dtype: str | None, config: str | None, tag: str | None, max_shard_size: str | None
+    folder: str,
+    output: str,
+    form: str,
+    dtype: str | None,
+    config: str | None,
+    tag: str | None,
+    max_shard_size: str | None,
 ) -> None:
     """Write the weights of the checkpoint in DIR to OUT, so that `from_pretrained(OUT)` opens them.
 
     OUT gets model.safetensors, config.json, and what there is of generation config, tokenizer and the model's own code.
+    With --format dcp or torchtitan it gets weights and optimizer states in the form of torch.distributed.checkpoint,
+    as scripts with FSDP2 or torchtitan load them.
     """
+    if form != "hf":
+        given = {"--dtype": dtype, "--config": config, "--max-shard-size": max_shard_size}
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(
+                    f"{name} goes with --format hf", hint=f"leave it out: --format {form} has no use for it"
+                )
+        _run("export-dcp", folder, output, {"format": form, "tag": tag})
     values = {"dtype": dtype, "config": config, "tag": tag, "max_shard_size": max_shard_size}
     _run("export", folder, output, values)
 

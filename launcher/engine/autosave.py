@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
 from launcher.base.preemption import EXIT_REQUEUE, preempted
+from launcher.checkpoint_files.place import Place, place_of
 from launcher.checkpoint_files.retention import Retention, prune
 from launcher.comm.agreement import Agreement
 from launcher.config.schema_other import Checkpoint
@@ -56,12 +56,12 @@ class Autosave:
         elif is_due:
             engine.save_checkpoint(self._folder, client_state=engine.client_state)
 
-    def after_commit(self, path: Path) -> None:
+    def after_commit(self, path: Place) -> None:
         """Remove old checkpoints, once a further one is there; maybe from the thread of an asynchronous save.
 
         Of all ranks of a host only one calls it. path: of the further one.
         """
-        if self._retention is None or self._folder is None or path.parent != Path(self._folder):
+        if self._retention is None or self._folder is None or path.parent != place_of(self._folder):
             return
         try:
             prune(path.parent, self._retention)

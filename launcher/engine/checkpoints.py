@@ -8,7 +8,6 @@ import platform
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,6 +26,7 @@ from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, Share
 from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
+from launcher.checkpoint_files.place import Place
 from launcher.config.schema import Config
 from launcher.zero.gathered import GatheredParameters
 
@@ -50,7 +50,7 @@ class LoadOptions:
 class Checkpoints:
     """Saves and loads one engine. Every rank must call each method, with the same arguments."""
 
-    def __init__(self, engine: Engine, settings: Config, after_commit: Callable[[Path], None]) -> None:
+    def __init__(self, engine: Engine, settings: Config, after_commit: Callable[[Place], None]) -> None:
         """after_commit: called with the folder of each checkpoint that is saved, on the rank that can remove others."""
         self._engine = cast("Engine", weakref.proxy(engine))  # an engine that is dropped is freed at once
         self._after_commit = after_commit
@@ -61,7 +61,7 @@ class Checkpoints:
     # ---- save ----
 
     def save(
-        self, root: Path, tag: str, client_state: Mapping[str, Any], *, saves_latest: bool, excludes_frozen: bool
+        self, root: Place, tag: str, client_state: Mapping[str, Any], *, saves_latest: bool, excludes_frozen: bool
     ) -> None:
         """Save. With `checkpoint.async` this returns as soon as copies are taken. Raises: CheckpointError."""
         engine, section = self._engine, self._section
@@ -106,7 +106,7 @@ class Checkpoints:
         """Wait for an asynchronous save at the end of the engine: what went wrong has been said."""
         self._saver.wait()
 
-    def _request(self, root: Path, tag: str, saves_latest: bool) -> SaveRequest:
+    def _request(self, root: Place, tag: str, saves_latest: bool) -> SaveRequest:
         return SaveRequest(
             root,
             tag,
@@ -179,7 +179,7 @@ class Checkpoints:
 
     # ---- load ----
 
-    def load(self, root: Path, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
+    def load(self, root: Place, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load; returns the checkpoint's folder and the client state, or None and nothing where there is no `latest`.
 
         Raises: CheckpointError, on every rank.
@@ -197,7 +197,7 @@ class Checkpoints:
         finally:
             source.close()
 
-    def _agreed_tag(self, exchange: Exchange, root: Path, tag: str | None) -> str | None:
+    def _agreed_tag(self, exchange: Exchange, root: Place, tag: str | None) -> str | None:
         """Return the tag that all ranks asked for, or that `latest` names for rank 0."""
         said = exchange.gather(tag)
         plan: list[Any] = [None, None]
@@ -215,7 +215,7 @@ class Checkpoints:
             get_logger().warning("there is no file %s: no checkpoint was loaded", root / LATEST)
         return None if found is None else str(found)
 
-    def _opened(self, exchange: Exchange, folder: Path) -> CheckpointSource:
+    def _opened(self, exchange: Exchange, folder: Place) -> CheckpointSource:
         source, error = None, None
         try:
             source = open_source(folder)
@@ -283,7 +283,7 @@ class Checkpoints:
             restore_rng(private["rng"], engine.device)
 
 
-def _tag_in(root: Path) -> str | None:
+def _tag_in(root: Place) -> str | None:
     """Return the tag that `latest` names; "" where the folder is itself a checkpoint, as other formats have it."""
     tag = latest_tag(root)
     return "" if tag is None and is_checkpoint(root) else tag

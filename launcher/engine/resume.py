@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -18,6 +17,7 @@ from launcher.checkpoint.exchange import Exchange
 from launcher.checkpoint.load import READ_TIMEOUT_S
 from launcher.checkpoint_files.candidates import candidates
 from launcher.checkpoint_files.owners import add_owner, owners_of
+from launcher.checkpoint_files.place import Place, place_of
 from launcher.checkpoint_files.retention import by_age
 from launcher.checkpoint_files.verify import verify
 from launcher.comm.groups import DataParallelGroup
@@ -77,7 +77,7 @@ def _check_folder(kind: StartKind, folder: str, group: DataParallelGroup) -> Non
 
 def _take_folder(kind: StartKind, folder: str) -> tuple[str | None, str | None]:
     """Note that this job saves into a folder; or return why it must not, and what to do."""
-    root = Path(folder)
+    root = place_of(folder)
     if _is_in_use(folder):
         problem = "two engines would save into one checkpoint.folder, and replace each other's checkpoints"
         return problem, "give each of them a folder of its own, or call destroy() on the first one"
@@ -91,6 +91,8 @@ def _take_folder(kind: StartKind, folder: str) -> tuple[str | None, str | None]:
         add_owner(root, kind.jobs)
     except OSError as error:
         return f"nothing can be written to checkpoint.folder: {error.strerror}", None
+    except CheckpointError as error:
+        return f"nothing can be written to checkpoint.folder: {error}", None
     return None, None
 
 
@@ -146,13 +148,13 @@ class _Choice:
         self._folders = folders
         self._must_find = must_find
         self._damaged: list[str] = []
-        self._left = itertools.chain.from_iterable(candidates(Path(folder)) for folder in folders)
-        self._path: Path | None = None
+        self._left = itertools.chain.from_iterable(candidates(place_of(folder)) for folder in folders)
+        self._path: Place | None = None
 
     def next(self) -> dict[str, str | None]:
         """Return root and tag of the next checkpoint, an error, or nothing where the run is to begin anew."""
         for found in self._left:
-            if isinstance(found, Path):
+            if not isinstance(found, CheckpointError):
                 self._path = found
                 return {"root": str(found.parent), "tag": found.name}
             self._set_aside(str(found))

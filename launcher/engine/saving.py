@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from launcher.base.errors import EngineError
+from launcher.checkpoint_files.place import place_of
 from launcher.engine.checkpoints import Checkpoints, LoadOptions
 from launcher.engine.resume import Resumed, begin_in_folder, resume_from
 from launcher.engine.state import collect_state, load_state
@@ -87,7 +87,7 @@ class SavesCheckpoints:
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._checkpoints.save(
-            Path(save_dir),
+            place_of(save_dir),
             name,
             client_state or {},
             saves_latest=save_latest,
@@ -113,7 +113,7 @@ class SavesCheckpoints:
         fit.
         """
         return self._checkpoints.load(
-            Path(load_dir),
+            place_of(load_dir),
             None if tag is None else str(tag),
             LoadOptions(
                 is_strict=load_module_strict,
