@@ -35,6 +35,7 @@ from launcher.checkpoint_files.folder import (
     begin,
     commit,
     draft_of,
+    make_executable,
     replace_file,
     set_latest,
     sync_folder,
@@ -43,7 +44,6 @@ from launcher.checkpoint_files.folder import (
 )
 from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest
 from launcher.checkpoint_files.place import Place
-from launcher.checkpoint_files.remote import RemotePath
 
 SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
 # Ranks wait so long for each other to have written: longer than any disk takes for what one rank holds.
@@ -294,17 +294,13 @@ class Save:
     def _add_script(self) -> None:
         """Put the script that needs no package into the checkpoint, and beside it. Raises: OSError."""
         content, path, beside = SCRIPT.read_bytes(), self.draft.path / SCRIPT.name, self.draft.root / SCRIPT.name
-        if isinstance(path, RemotePath) or isinstance(beside, RemotePath):
-            for each in (path, beside):
-                replace_file(each, content)
-            return
         if not path.exists():
             write_file(path, content)
-            path.chmod(0o755)
+            make_executable(path)
         if not beside.exists() or beside.read_bytes() != content:
             replace_file(beside, content)
-            beside.chmod(0o755)
-        else:
+            make_executable(beside)
+        elif isinstance(beside, Path):
             temporary_name(beside).unlink(missing_ok=True)  # of a save that was killed
 
     def _commit_on_every_host(self, outcome: str | None) -> str | None:

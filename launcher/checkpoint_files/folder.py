@@ -163,6 +163,12 @@ def replace_file(path: Place, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def make_executable(path: Place) -> None:
+    """Have a local file run as a program. Raises: OSError."""
+    if isinstance(path, Path):
+        path.chmod(0o755)
+
+
 def sync_folder(path: Place) -> None:
     """Wait until the names in a folder are on the disk. Raises: OSError."""
     if isinstance(path, RemotePath):

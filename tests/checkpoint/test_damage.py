@@ -74,7 +74,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "a missing folder": (shutil.rmtree, (TAG, "there is no checkpoint")),
     "a folder of DeepSpeed's": (
         lambda at: [path.rename(at / f"mp_rank_{index}.pt") for index, path in enumerate(at.iterdir())],
-        (TAG, "launch checkpoint import"),
+        (TAG, "nor files of DeepSpeed"),
     ),
     "another tag's manifest": (lambda at: at.rename(at.with_name("other")), (TAG, "there is no checkpoint")),
     "nonsense in latest": (lambda at: (at.parent / "latest").write_bytes(b"\xff\xfe"), ("latest", "cannot be read")),
