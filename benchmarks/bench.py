@@ -64,6 +64,8 @@ SECTIONS = (
     Section("step_time_gpt", "step_time.py --models gpt --rounds 5", 2),
     Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),
     Section("offload_time", "offload_time.py --rounds 6", 2),
+    Section("checkpoint_peers", "checkpoint_peers.py"),
+    Section("checkpoint_time", "checkpoint_time.py", 2),
     Section("parity_table", "parity_table.py --worst"),
     Section("fuzz", "fuzz.py"),
     Section("checkpoint_fuzz", "checkpoint_fuzz.py"),

@@ -90,9 +90,11 @@ class Ours:
         self.width = model.layers[0].in_features
         self.step()
 
-    def step(self) -> None:
-        self.engine.backward(self.engine(torch.ones(1, self.width)))
+    def step(self) -> float:
+        loss = self.engine(torch.ones(1, self.width))
+        self.engine.backward(loss)
         self.engine.step()
+        return float(loss.detach())
 
     def save(self, folder: Path) -> None:
         self.engine.save_checkpoint(folder)
@@ -124,8 +126,13 @@ class DeepSpeeds:
         self.width = model.layers[0].in_features
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        self.engine.backward(self.engine(torch.ones(1, self.width)))
+        self.step()
+
+    def step(self) -> float:
+        loss = self.engine(torch.ones(1, self.width))
+        self.engine.backward(loss)
         self.engine.step()
+        return float(loss.detach())
 
     def save(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder))
@@ -149,11 +156,17 @@ class TorchsDcp:
             fully_shard(layer, reshard_after_forward=stage == 3)
         fully_shard(model, reshard_after_forward=stage == 3)
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-4)
-        model(torch.ones(1, model.layers[0].in_features)).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.width = model.layers[0].in_features
+        self.step()
         self.is_async, self._future = is_async, None
         self._group = dist.new_group(backend="gloo") if is_async else None
+
+    def step(self) -> float:
+        loss = self.model(torch.ones(1, self.width))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
 
     def _state(self) -> dict[str, Any]:
         weights, states = get_state_dict(self.model, self.optimizer)

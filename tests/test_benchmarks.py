@@ -33,6 +33,8 @@ SHORT = {
     "output": ("--lines 50 --ranks 1 --rounds 1", 0),
     "step_time": ("--models tiny --rounds 1", 1),
     "offload_time": ("--model tiny --rounds 1", 1),
+    "checkpoint_peers": ("--count 1 --only ours", 0),
+    "checkpoint_time": ("--sizes 0 --stages 2 --rounds 1", 2),
     "parity_table": ("--steps 1 --worlds 1 --stages 0 --worst", 0),
     "fuzz": ("--count 130", 0),
     "checkpoint_fuzz": ("--count 270", 0),
@@ -48,7 +50,8 @@ SHORT = {
 # These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
 SLOW = {
     *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
-    *("parity_table", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout", "checkpoint_kills"),
+    *("parity_table", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
+    *("checkpoint_kills", "checkpoint_peers", "checkpoint_time"),
 }
 NEEDS = {
     "fanout": sshd.available,
