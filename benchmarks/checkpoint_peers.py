@@ -4,9 +4,9 @@
 
 Two cases, beside one in which nothing happens. A checkpoint is saved again under the tag it has, as a job does that is
 started again, and all ranks are killed at a random instant of that. And a step later another one is saved while one
-rank's disk is slow, and all ranks are killed before that rank has written. Then two new ranks load, what `latest` names where there is such a file, else
-the newest folder that can be one, and take two steps: the losses must be those after one of the saves. Writes a section
-of docs/benchmarks.md; exit code 1 when ours lost a checkpoint.
+rank's disk is slow, and all ranks are killed before that rank has written. Then two new ranks load what `latest` names,
+where there is such a file, else the newest folder that can be one, and take two steps: the losses must be those after
+one of the saves. Writes a section of docs/benchmarks.md; exit code 1 when ours lost a checkpoint.
 """
 
 from __future__ import annotations
