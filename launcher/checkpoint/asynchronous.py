@@ -6,7 +6,6 @@ At most one save is in flight. The copies take as many bytes as this rank's file
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -49,21 +48,20 @@ class BackgroundSaver:
         def run() -> None:
             try:
                 write()
-            except CheckpointError as error:
-                self._error = error
+            except Exception as error:  # noqa: BLE001  # whatever it is: `wait_for_checkpoint` must not say all is well
+                said = f"the save has failed: {type(error).__name__}: {error}"
+                self._error = error if isinstance(error, CheckpointError) else CheckpointError(said)
                 if self._is_rank0:
-                    get_logger().error("%s; the training continues without this checkpoint", error)
+                    get_logger().error("%s; the training continues without this checkpoint", self._error)
 
         self._thread = threading.Thread(target=run, name="launch-checkpoint", daemon=False)
         self._thread.start()
 
-    def wait(self) -> float:
-        """Wait until the save in flight has ended; return the seconds that took."""
-        start_s = time.monotonic()
+    def wait(self) -> None:
+        """Wait until the save in flight has ended."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        return time.monotonic() - start_s
 
     def take_error(self) -> CheckpointError | None:
         """Return why the last save failed, once; None where it did not."""

@@ -93,6 +93,7 @@ class LossScaler:
             "num_steps": self._num_steps,
             "last_overflow": self._last_overflow,
             "hysteresis": self._hysteresis,
+            "overflows_at_minimum": self._overflows_at_minimum,
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -102,3 +103,4 @@ class LossScaler:
         self._num_steps = int(state["num_steps"])
         self._last_overflow = int(state["last_overflow"])
         self._hysteresis = int(state["hysteresis"])
+        self._overflows_at_minimum = int(state.get("overflows_at_minimum", 0))  # DeepSpeed has no such count

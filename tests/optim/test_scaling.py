@@ -67,3 +67,13 @@ def test_a_scaler_continues_where_another_was() -> None:
     for step in "..x...x":
         assert first.update(overflow=step == "x") == second.update(overflow=step == "x")
         assert first.scale == second.scale
+
+
+def test_overflows_in_a_row_are_counted_across_a_restart() -> None:
+    rules = LossScaleRules(1.0, hysteresis=1)
+    before, after = LossScaler(rules), LossScaler(rules)
+    for _ in range(MAX_OVERFLOWS_AT_MINIMUM - 1):
+        before.update(overflow=True)
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(EngineError, match="overflowed in 20 steps in a row"):
+        after.update(overflow=True)
