@@ -35,6 +35,7 @@ SHORT = {
     "offload_time": ("--model tiny --rounds 1", 1),
     "checkpoint_peers": ("--count 1 --only ours", 0),
     "checkpoint_time": ("--sizes 0 --stages 2 --rounds 1", 2),
+    "to_fp32": ("--layers 1 --rounds 1", 0),
     "parity_table": ("--steps 1 --worlds 1 --stages 0 --worst", 0),
     "fuzz": ("--count 130", 0),
     "checkpoint_fuzz": ("--count 270", 0),
@@ -51,7 +52,7 @@ SHORT = {
 SLOW = {
     *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
     *("parity_table", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
-    *("checkpoint_kills", "checkpoint_peers", "checkpoint_time"),
+    *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32"),
 }
 NEEDS = {
     "fanout": sshd.available,
