@@ -8,11 +8,10 @@ that were missing.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -20,7 +19,6 @@ from launcher.base.errors import CheckpointError
 from launcher.base.timeouts import timeouts
 from launcher.comm.groups import DataParallelGroup
 
-_numbers = itertools.count()  # alike on every rank: saves and loads are called by all of them
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _POLL_SHARE = 0.05  # of what has been waited: polls lengthen no wait by more
 
@@ -28,13 +26,17 @@ _POLL_SHARE = 0.05  # of what has been waited: polls lengthen no wait by more
 class Exchange:
     """Messages between the ranks of one save or load. Values are plain data for JSON."""
 
+    _num_begun: ClassVar[int] = 0  # alike on every rank: saves and loads are called by all of them
+
     def __init__(self, group: DataParallelGroup | None, purpose: str) -> None:
         """group: None: this process alone. purpose: for messages, such as "save_checkpoint".
 
         Every rank must build it, in the same order.
         """
         self._purpose = purpose
-        self._prefix = f"launch/checkpoint/{next(_numbers)}"
+        self._number = Exchange._num_begun
+        Exchange._num_begun += 1
+        self._prefix = f"launch/checkpoint/{self._number}"
         self.rank, self.world_size = (0, 1) if group is None else (group.rank, group.world_size)
         self._store: Any = None
         if group is not None and group.process_group is not None:
@@ -108,8 +110,15 @@ class Exchange:
         start_s, missing = time.monotonic(), keys
         while missing := [key for key in missing if not self._store.check([key])]:
             if time.monotonic() - start_s > timeout_s:
+                self._take_back()
                 raise self._error(missing, keys, timeout_s)
             time.sleep(_pause_s(start_s))
+
+    def _take_back(self) -> None:
+        """Uncount an exchange that some ranks never began: the next one of all ranks has its number."""
+        if self._num_phases <= 2 and Exchange._num_begun == self._number + 1:
+            Exchange._num_begun = self._number
+            self._store.delete_key(f"{self._prefix}/1/{self.rank}")
 
     @contextlib.contextmanager
     def _while_rank0_lives(self) -> Iterator[None]:

@@ -237,7 +237,7 @@ class Checkpoints:
         target = Target(engine.module, sharded.units, None if optimizer is None else optimizer.optimizer)
         load_parameters(source, target, exchange, is_strict=options.is_strict and options.custom_load is None)
         if options.custom_load is not None:
-            self._load_custom(source, options.custom_load)
+            self._load_custom(source, exchange, options.custom_load)
 
     def _agree(self, exchange: Exchange, load: Callable[[], None]) -> None:
         """Load something on every rank. Raises: CheckpointError on all of them where one cannot."""
@@ -250,13 +250,17 @@ class Checkpoints:
         if failed:
             raise CheckpointError(f"what belongs to the model and its optimizer cannot be loaded: {failed}") from raised
 
-    def _load_custom(self, source: CheckpointSource, custom_load: Callable[..., Any]) -> None:
+    def _load_custom(self, source: CheckpointSource, exchange: Exchange, custom_load: Callable[..., Any]) -> None:
         """Have the script put the weights into the model: it gets them all, in host memory."""
         engine = self._engine
         weights = dict(source.state.buffers)
-        for name, stored in source.params.items():
-            weights[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-            source.read(WEIGHT, name, 0, weights[name].view(-1))
+
+        def read() -> None:
+            for name, stored in source.params.items():
+                weights[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+                source.read(WEIGHT, name, 0, weights[name].view(-1))
+
+        self._agree(exchange, read)
         with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
             custom_load(src=weights, dst=engine.module)
 

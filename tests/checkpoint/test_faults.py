@@ -17,7 +17,7 @@ from harness.checkpoint_runs import differences, full_state, is_consistent, left
 from harness.disks import small_disk
 from harness.launching import run_launch, wait_until_gone
 from harness.logs import logged
-from harness.ranks import RankPool, run_on_ranks
+from harness.ranks import run_on_ranks
 
 from launcher.base.errors import CheckpointError
 from launcher.base.timeouts import timeouts
@@ -227,27 +227,27 @@ def test_wherever_it_is_killed_latest_can_be_loaded(tmp_path: Path, is_new: bool
 # ---- ranks that do not agree ----
 
 
-def _only_one_saves(rank: int, world_size: int, folder: str, caller: int) -> str:
+def _only_one_saves(rank: int, world_size: int, folder: str, caller: int) -> list[Any]:
     engine = make_engine(world_size, 1)
     train(engine, 1)
     said = ""
     scaled = timeouts().scaled(0.01)
-    with mock.patch("launcher.checkpoint.exchange.timeouts", return_value=scaled):
-        if rank == caller:
+    if rank == caller:
+        with mock.patch("launcher.checkpoint.exchange.timeouts", return_value=scaled):
             said = _save_and_say(engine, folder, "alone")
-    return said
+    before = full_state(engine)  # of all ranks together
+    engine.save_checkpoint(folder, "together")
+    facts = [said, latest_tag(Path(folder)), loads(engine, Path(folder), before)]
+    engine.destroy()
+    return facts
 
 
 @pytest.mark.parametrize("caller", [0, 1])
-def test_a_save_on_one_rank_only_is_noticed(tmp_path: Path, caller: int) -> None:
-    pool = RankPool(2)  # of its own: from now on its ranks have made different numbers of calls
-    try:
-        said = pool.run(_only_one_saves, str(tmp_path), caller)
-    finally:
-        for process, _ in pool._ranks:
-            process.kill()
-    assert f"save_checkpoint was called on rank {caller}, and for 1 s not on rank {1 - caller}" in said[caller]
-    assert not any(tmp_path.iterdir())
+def test_a_save_on_one_rank_only_is_noticed_and_the_next_one_of_all_ranks_works(tmp_path: Path, caller: int) -> None:
+    facts = run_on_ranks(2, _only_one_saves, str(tmp_path), caller)
+    assert f"save_checkpoint was called on rank {caller}, and for 1 s not on rank {1 - caller}" in facts[caller][0]
+    assert [each[1:] for each in facts] == [["together", []]] * 2
+    assert not (tmp_path / "alone").exists()
 
 
 def _different_tags(rank: int, world_size: int, folder: str, validation: str) -> list[Any]:
