@@ -43,6 +43,7 @@ class Exchange:
             self._store = dist.distributed_c10d._get_default_store()
         self._num_phases = 0
         self._said: list[str] = []  # keys of what rank 0 has broadcast
+        self._has_finished = False
 
     def gather(self, value: Any, *, timeout_s: float | None = None) -> list[Any] | None:
         """Return the values of all ranks on rank 0, None elsewhere.
@@ -77,9 +78,13 @@ class Exchange:
             return json.loads(self._store.get(phase))
 
     def finish(self) -> None:
-        """Have rank 0 wait until every rank has read its last message: the store may end with rank 0's process."""
-        if self._store is None:
+        """Have rank 0 wait until every rank has read its last message: the store may end with rank 0's process.
+
+        The second call does nothing.
+        """
+        if self._store is None or self._has_finished:
             return
+        self._has_finished = True
         key, start_s = f"{self._prefix}/finished", time.monotonic()
         with contextlib.suppress(RuntimeError):
             num_ranks = self._store.add(key, 1)
@@ -93,12 +98,17 @@ class Exchange:
                     self._store.delete_key(each)
 
     def all_succeeded(self, error: str | None, *, timeout_s: float | None = None) -> str | None:
-        """Return what went wrong on any rank, by rank; None where nothing did. error: this rank's, if any."""
+        """Return what went wrong on any rank, by rank; None where nothing did. error: this rank's, if any.
+
+        What went wrong is the last message: all ranks raise it.
+        """
         errors = self.gather(error, timeout_s=timeout_s)
         said: str | None = None
         if errors is not None:
             said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text) or None
         failed: str | None = self.broadcast(said, timeout_s=timeout_s)
+        if failed:
+            self.finish()
         return failed
 
     def _next_phase(self) -> str:
@@ -107,12 +117,14 @@ class Exchange:
 
     def _wait(self, keys: list[str], timeout_s: float | None) -> None:
         timeout_s = timeouts().other_ranks_s if timeout_s is None else timeout_s
-        start_s, missing = time.monotonic(), keys
-        while missing := [key for key in missing if not self._store.check([key])]:
-            if time.monotonic() - start_s > timeout_s:
-                self._take_back()
-                raise self._error(missing, keys, timeout_s)
-            time.sleep(_pause_s(start_s))
+        start_s = time.monotonic()
+        for key in keys:  # one is asked for at a time: of thousands of ranks too
+            while not self._store.check([key]):
+                if time.monotonic() - start_s > timeout_s:
+                    missing = [each for each in keys if not self._store.check([each])]
+                    self._take_back()
+                    raise self._error(missing or [key], keys, timeout_s)
+                time.sleep(_pause_s(start_s))
 
     def _take_back(self) -> None:
         """Uncount an exchange that some ranks never began: the next one of all ranks has its number."""

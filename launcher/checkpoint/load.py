@@ -40,7 +40,7 @@ def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange
     is_strict: every parameter of the model must be there; else those that are not keep their values. Raises:
     CheckpointError on every rank for what is missing, has another shape, or cannot be read by any of them.
     """
-    error = exchange.all_succeeded(_misfit(source, target, is_strict=is_strict))
+    error = exchange.all_succeeded(_misfit(source, target, is_strict=is_strict), timeout_s=READ_TIMEOUT_S)
     if error:
         raise CheckpointError(error, where=source.where)
     said: str | None = None
@@ -105,7 +105,7 @@ def _state_of(source: CheckpointSource, shard: ParamShard) -> dict[str, Any]:
         state[name] = values
     if isinstance(source, NativeSource):
         for name in source.whole_states(shard.name):
-            whole = source.read_whole(name, shard.name) if len(shard.owned) == shard.numel else None
+            whole = source.read_whole(name, shard.name, shard.owned)
             if whole is None:
                 raise CheckpointError(
                     f"the state {name} of {shard.name} has no value for each element: it cannot be divided otherwise",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -91,14 +92,15 @@ class NativeSource:
             _read_part(file, prefix + name, start + place - first, part)
             place += found.numel
 
-    def read_whole(self, state: str, name: str) -> Tensor | None:
-        """Return a state that is not by element; None where there is none for the parameter as a whole."""
-        unit = self._map.shards_of(name, 0, 1)
-        if not unit or state not in self._facts["params"].get(name, {}).get("whole", {}):
+    def read_whole(self, state: str, name: str, elements: range) -> Tensor | None:
+        """Return a state that is not by element; None where no rank had one for just these elements."""
+        found = self._map.shards_of(name, elements.start, elements.start + 1)
+        if not found:
             return None
-        file = self._file(unit[0].rank)
-        key = f"whole/{state}/{name}"
-        return _whole(file, key) if key in file.entries else None
+        file, key = self._file(found[0].rank), f"whole/{state}/{name}"
+        with _refusing_nonsense(str(self._folder / self.manifest.ranks[found[0].rank][0])):
+            ranges = json.loads(file.metadata["ranges"])
+        return _whole(file, key) if ranges.get(key) == [elements.start, elements.stop] else None
 
     def whole_states(self, name: str) -> list[str]:
         """Return the names of states that are not by element."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.base.errors import CheckpointError
+from launcher.base.errors import CheckpointError, LauncherError
 from launcher.base.log import get_logger
 from launcher.checkpoint import tree
 from launcher.checkpoint.contents import UnitContents
@@ -131,6 +131,7 @@ class Save:
             plan = {"error": failed} if failed else self._plan([each[1:] for each in said])
         plan = self._exchange.broadcast(plan)
         if plan["error"]:
+            self._exchange.finish()
             raise CheckpointError(plan["error"], where=str(request.root))
         self._save_id = plan["save_id"]
         self._draft = draft_of(request.root, plan["tag"], self._save_id, is_new=plan["is_new"])
@@ -166,27 +167,32 @@ class Save:
             )
         if request.is_node_leader and self._exchange.rank != 0:
             try:
-                self.draft.path.mkdir(parents=True, exist_ok=not self.draft.is_new)
-            except FileExistsError:
-                shutil.rmtree(self.draft.path)
-                self.draft.path.mkdir()
+                if self.draft.is_new and self.draft.path.exists():
+                    shutil.rmtree(str(self.draft.path))  # of a save that was killed
+                self.draft.path.mkdir(parents=True, exist_ok=True)
             except OSError as raised:
                 error = f"no room can be made: {raised.strerror}"
         failed = self._exchange.all_succeeded(error)
         if failed:
             raise CheckpointError(failed, where=str(request.root))
 
-    def write(self, data: RankData, shared: SharedData, copies: Mapping[str, Tensor] | None = None) -> Place:
+    def write(
+        self,
+        data: RankData,
+        shared: SharedData,
+        copies: Mapping[str, Tensor] | None = None,
+        failure: str | None = None,
+    ) -> Place:
         """Write this rank's files, and on rank 0 commit when all have. Returns the folder of the checkpoint.
 
-        copies: written in place of the live tensors, by key. Raises: CheckpointError on every rank where any rank could
-        not write; then nothing of this save is left, and what was saved before is as it was.
+        copies: written in place of the live tensors, by key. failure: why this rank has nothing to write. Raises:
+        CheckpointError on every rank where any rank could not write; what was saved before is as it was then.
         """
-        written, error = None, None
+        written, error = None, failure
         try:
-            written = self._write_rank(data, copies)
+            written = None if failure else self._write_rank(data, copies)
         except Exception as raised:  # noqa: BLE001  # whatever it is: the other ranks wait for this one's report
-            error = _said(raised)
+            error = error_text(raised)
         report = None if written is None else _plain(written)
         reports = self._exchange.gather([error, data.writer, report], timeout_s=WRITE_TIMEOUT_S)
         outcome: str | None = None
@@ -241,7 +247,7 @@ class Save:
                     set_latest(path.parent, path.name)
                 return None
         except Exception as error:  # noqa: BLE001  # as above
-            failed = [f"rank 0: {_said(error)}"]
+            failed = [f"rank 0: {error_text(error)}"]
         abandon(self.draft)
         return "; ".join(failed)
 
@@ -324,7 +330,7 @@ class Save:
                     if request.saves_latest:
                         set_latest(request.root, self.draft.tag)
             except OSError as raised:
-                error = _said(raised)
+                error = error_text(raised)
         return self._exchange.all_succeeded(error or (outcome if self._exchange.rank == 0 else None))
 
 
@@ -372,8 +378,9 @@ def _plain(written: _Written) -> dict[str, Any]:
     return {"tensors": written.tensors, "facts": written.facts, "records": records, "params": written.params}
 
 
-def _said(error: Exception) -> str:
-    if isinstance(error, CheckpointError):
+def error_text(error: Exception) -> str:
+    """Return what to tell the other ranks of an error."""
+    if isinstance(error, LauncherError):
         return str(error)
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"

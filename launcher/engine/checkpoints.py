@@ -17,12 +17,12 @@ from launcher.base import env
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
 from launcher.checkpoint.asynchronous import BackgroundSaver
-from launcher.checkpoint.contents import contents_of, writer_index
+from launcher.checkpoint.contents import UnitContents, contents_of, writer_index
 from launcher.checkpoint.exchange import Exchange
-from launcher.checkpoint.load import Target, groups_for, load_parameters
+from launcher.checkpoint.load import READ_TIMEOUT_S, Target, groups_for, load_parameters
 from launcher.checkpoint.open import is_checkpoint, open_source
 from launcher.checkpoint.rng import restore_rng, rng_state
-from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData
+from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData, error_text
 from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
@@ -56,7 +56,8 @@ class Checkpoints:
         self._after_commit = after_commit
         self._parts = engine._parts
         self._section = settings.checkpoint
-        self._saver = BackgroundSaver(is_rank0=engine.global_rank == 0)
+        self._is_rank0 = engine.global_rank == 0
+        self._saver = BackgroundSaver(is_rank0=self._is_rank0)
 
     # ---- save ----
 
@@ -64,31 +65,50 @@ class Checkpoints:
         self, root: Place, tag: str, client_state: Mapping[str, Any], *, saves_latest: bool, excludes_frozen: bool
     ) -> None:
         """Save. With `checkpoint.async` this returns as soon as copies are taken. Raises: CheckpointError."""
-        engine, section = self._engine, self._section
         self._saver.wait()
-        engine.synchronize_parameters()
-        is_async, error = section.asynchronous, None
+        exchange = Exchange(self._parts.group, "save_checkpoint")
+        if self._parts.sharded.delayed is not None:
+            exchange.all_succeeded(None)  # to synchronize is collective then: a rank that saves alone would hang in it
+        self._engine.synchronize_parameters()
+        saving = Save(self._request(root, tag, saves_latest), exchange)
         try:
-            run = Encoded.of(vars(self._run_state(client_state)), "the run's state", copies=is_async)
-            private = Encoded.of(self._private(), f"rank {engine.global_rank}", copies=is_async)
-        except CheckpointError as raised:
-            error = str(raised)
-        saving = Save(self._request(root, tag, saves_latest), Exchange(self._parts.group, "save_checkpoint"))
-        saving.agree(error)
+            data, shared = self._collected(client_state, excludes_frozen=excludes_frozen)
+        except Exception as error:
+            saving.agree(error_text(error))  # raises on every rank
+            raise
+        saving.agree()
+        if not self._section.asynchronous:
+            self._write(saving, data, shared)
+            return
+        copies, failure = None, None
+        try:
+            copies = self._saver.copy(data.contents)
+        except Exception as error:  # noqa: BLE001  # no memory, a disk: the other ranks wait for this one's report
+            failure = error_text(error)
+        self._saver.start(functools.partial(self._write, saving, data, shared, copies, failure))
+
+    def _collected(self, client_state: Mapping[str, Any], *, excludes_frozen: bool) -> tuple[RankData, SharedData]:
+        """Return what this rank saves. Tensors of contents are live. Raises: CheckpointError, what modules raise."""
+        engine, copies = self._engine, self._section.asynchronous
+        run = Encoded.of(vars(self._run_state(client_state)), "the run's state", copies=copies)
+        private = Encoded.of(self._private(), f"rank {engine.global_rank}", copies=copies)
         excluded = {
             name for name, param in engine.module.named_parameters() if excludes_frozen and not param.requires_grad
         }
         data = RankData(writer_index(self._parts.mesh), self._contents(excluded), private)
-        shared = SharedData(run, {**self._facts(), "excluded": sorted(excluded)})
-        if not is_async:
-            self._write(saving, data, shared, None)
-            return
-        copies = self._saver.copy(data.contents)
-        self._saver.start(functools.partial(self._write, saving, data, shared, copies))
+        return data, SharedData(run, {**self._facts(), "excluded": sorted(excluded)})
 
-    def _write(self, saving: Save, data: RankData, shared: SharedData, copies: Mapping[str, Tensor] | None) -> None:
-        path = saving.write(data, shared, copies)
-        if self._is_node_leader if self._section.use_node_local_storage else self._engine.global_rank == 0:
+    def _write(
+        self,
+        saving: Save,
+        data: RankData,
+        shared: SharedData,
+        copies: Mapping[str, Tensor] | None = None,
+        failure: str | None = None,
+    ) -> None:
+        """Write, maybe in a thread that outlives the engine. failure: why this rank has nothing to write."""
+        path = saving.write(data, shared, copies, failure)
+        if self._is_node_leader if self._section.use_node_local_storage else self._is_rank0:
             self._after_commit(path)
 
     @property
@@ -117,7 +137,7 @@ class Checkpoints:
             self._is_node_leader,
         )
 
-    def _contents(self, excluded: set[str]) -> Any:
+    def _contents(self, excluded: set[str]) -> list[UnitContents]:
         sharded, optimizer = self._parts.sharded, self._engine.optimizer
         for unit in sharded.units:
             unit.take_edits()
@@ -193,6 +213,7 @@ class Checkpoints:
         try:
             self._load_from(source, exchange, options)
             self._agree(exchange, lambda: self._continue(source, options))
+            exchange.finish()
             return str(root / tag), dict(source.state.client_state)
         finally:
             source.close()
@@ -221,10 +242,12 @@ class Checkpoints:
             source = open_source(folder)
             # Read now: every rank can, or all raise together.
             source.state, source.params, source.private(exchange.rank, exchange.world_size)
-        except CheckpointError as raised:
-            error = str(raised)
-        failed = exchange.all_succeeded(error)
-        if failed or source is None:
+        except Exception as raised:  # noqa: BLE001  # whatever it is: the other ranks wait for this one
+            error = error_text(raised)
+        failed = exchange.all_succeeded(error, timeout_s=READ_TIMEOUT_S)
+        if source is None or failed:
+            if source is not None:
+                source.close()
             raise CheckpointError(failed or "it cannot be read")
         return source
 
@@ -246,23 +269,25 @@ class Checkpoints:
             load()
         except Exception as error:  # noqa: BLE001  # a schedule's, a module's: the other ranks must not train without
             said, raised = f"{type(error).__name__}: {error}", error
-        failed = exchange.all_succeeded(said)
+        failed = exchange.all_succeeded(said, timeout_s=READ_TIMEOUT_S)
         if failed:
             raise CheckpointError(f"what belongs to the model and its optimizer cannot be loaded: {failed}") from raised
 
     def _load_custom(self, source: CheckpointSource, exchange: Exchange, custom_load: Callable[..., Any]) -> None:
         """Have the script put the weights into the model: it gets them all, in host memory."""
-        engine = self._engine
-        weights = dict(source.state.buffers)
+        model, weights = self._engine.module, dict(source.state.buffers)
 
         def read() -> None:
             for name, stored in source.params.items():
                 weights[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
                 source.read(WEIGHT, name, 0, weights[name].view(-1))
 
-        self._agree(exchange, read)
-        with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
-            custom_load(src=weights, dst=engine.module)
+        def load() -> None:
+            custom_load(src=weights, dst=model)
+
+        self._agree(exchange, read)  # to gather is collective
+        with GatheredParameters(list(model.parameters()), modifier_rank=0):
+            self._agree(exchange, load)  # within: to leave the block is collective too
 
     def _continue(self, source: CheckpointSource, options: LoadOptions) -> None:
         """Take over buffers, and counters, schedule, loss scale, random numbers and the position in the data."""
@@ -324,6 +349,9 @@ def _load_buffers(model: nn.Module, source: CheckpointSource, rank: int, world_s
     with torch.no_grad():
         for name, buffer in _buffers_of(model).items():
             if name in saved:
+                if saved[name].shape != buffer.shape:  # `copy_` would spread one value over many
+                    shapes = f"{list(saved[name].shape)} in the checkpoint, {list(buffer.shape)} in the model"
+                    raise CheckpointError(f"the buffer {name} has the shape {shapes}")
                 buffer.copy_(saved[name])
             elif name in source.params:  # of a format that keeps buffers as it keeps parameters
                 read = torch.empty(buffer.numel(), dtype=buffer.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -15,11 +16,12 @@ from launcher.base.log import get_logger
 from launcher.base.resume import AUTO, StartKind, start_kind
 from launcher.checkpoint.exchange import Exchange
 from launcher.checkpoint.load import READ_TIMEOUT_S
+from launcher.checkpoint.save import error_text
 from launcher.checkpoint_files.candidates import candidates
 from launcher.checkpoint_files.owners import add_owner, owners_of
 from launcher.checkpoint_files.place import Place, place_of
 from launcher.checkpoint_files.retention import by_age
-from launcher.checkpoint_files.verify import verify
+from launcher.checkpoint_files.verify import Finding, verify
 from launcher.comm.groups import DataParallelGroup
 from launcher.engine.sharded import ShardedModel
 
@@ -77,22 +79,20 @@ def _check_folder(kind: StartKind, folder: str, group: DataParallelGroup) -> Non
 
 def _take_folder(kind: StartKind, folder: str) -> tuple[str | None, str | None]:
     """Note that this job saves into a folder; or return why it must not, and what to do."""
-    root = place_of(folder)
     if _is_in_use(folder):
         problem = "two engines would save into one checkpoint.folder, and replace each other's checkpoints"
         return problem, "give each of them a folder of its own, or call destroy() on the first one"
-    if not kind.may_begin_in(_absolute(folder), owners_of(root)) and (found := by_age(root)):
-        newest = found[-1].path.name
-        return (
-            f"checkpoint.folder has checkpoints of another run already, such as {newest}, and this one begins anew",
-            "continue with `launch --resume auto`, begin anew with --resume never, or name another folder",
-        )
     try:
+        root = place_of(folder)
+        if not kind.may_begin_in(_absolute(folder), owners_of(root)) and (found := by_age(root)):
+            newest = found[-1].path.name
+            return (
+                f"checkpoint.folder has checkpoints of another run already, such as {newest}, and this one begins anew",
+                "continue with `launch --resume auto`, begin anew with --resume never, or name another folder",
+            )
         add_owner(root, kind.jobs)
-    except OSError as error:
-        return f"nothing can be written to checkpoint.folder: {error.strerror}", None
-    except CheckpointError as error:
-        return f"nothing can be written to checkpoint.folder: {error}", None
+    except (OSError, CheckpointError) as error:  # all ranks raise it: they wait for what is found here
+        return f"checkpoint.folder cannot be used: {error_text(error)}", None
     return None, None
 
 
@@ -153,6 +153,12 @@ class _Choice:
 
     def next(self) -> dict[str, str | None]:
         """Return root and tag of the next checkpoint, an error, or nothing where the run is to begin anew."""
+        try:
+            return self._next()
+        except (OSError, CheckpointError) as error:  # all ranks raise it: they wait for what is chosen here
+            return {"error": f"it cannot be read: {error_text(error)}", "where": self._folders[-1], "hint": None}
+
+    def _next(self) -> dict[str, str | None]:
         for found in self._left:
             if not isinstance(found, CheckpointError):
                 self._path = found
@@ -170,7 +176,9 @@ class _Choice:
 
     def is_damaged(self) -> bool:
         """Tell whether the checkpoint that could not be loaded is damaged, and warn of it then."""
-        findings = [] if self._path is None else verify(self._path)
+        findings: list[Finding] = []
+        with contextlib.suppress(OSError, CheckpointError):  # why it could not be loaded is known already
+            findings = [] if self._path is None else verify(self._path)
         for finding in findings:
             self._set_aside(str(finding))
         return bool(findings)

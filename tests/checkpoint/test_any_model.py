@@ -196,3 +196,44 @@ def test_tiles_are_loaded_into_the_same_tiles(tmp_path: Path) -> None:
     for bound, world_size in ((10**9, 2), (2**19, 1)):  # one rank tiles nothing
         for said, _ in run_on_ranks(world_size, _tiled, str(tmp_path), bound, False):
             assert "the model has down.weight; only the checkpoint has down.tiles.0.weight" in said
+
+
+# ---- states that are not by element, on other ranks ----
+
+
+def _leaky(rank: int, world_size: int, folder: str, saves: bool) -> list[Any]:
+    engine = _engine(world_size, "leaky", 2)
+    if saves:
+        train(engine, 2)
+        engine.save_checkpoint(folder)
+        found: list[Any] = ["", train(engine, 2)]
+    else:
+        found = [_said(engine, folder)]
+        found.append([] if found[0] else train(engine, 2))
+    engine.destroy()
+    return found
+
+
+def test_states_of_parts_are_loaded_for_the_same_parts_only(tmp_path: Path) -> None:
+    saved = run_on_ranks(2, _leaky, str(tmp_path), True)
+    assert run_on_ranks(2, _leaky, str(tmp_path), False) == saved
+    ((said, _),) = run_on_ranks(1, _leaky, str(tmp_path), False)
+    assert "cannot be divided otherwise" in said
+
+
+# ---- buffers of another shape ----
+
+
+def _narrower(rank: int, world_size: int, folder: str) -> str:
+    engine = make_engine(world_size, 1)
+    engine.module.seen = torch.zeros(1)
+    engine.save_checkpoint(folder)
+    engine.module.seen = torch.zeros(3)
+    said = _said(engine, folder)
+    engine.destroy()
+    return said
+
+
+def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
+    (said,) = run_on_ranks(1, _narrower, str(tmp_path))
+    assert "the buffer seen has the shape [1] in the checkpoint, [3] in the model" in said

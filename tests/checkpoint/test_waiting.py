@@ -1,0 +1,130 @@
+"""A rank that fails on its own, in whatever way, leaves no other one waiting; and a thread's failure is not lost."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from harness.checkpoint_runs import make_engine, train
+from harness.ranks import run_on_ranks
+
+from launcher.base.errors import CheckpointError
+from launcher.checkpoint_files.folder import committed_in, latest_tag
+
+ASYNC = {"checkpoint": {"async": True}}
+
+
+def _said(call: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        call(*args, **kwargs)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _saved(engine: Any, folder: str, tag: str) -> str:
+    return _said(engine.save_checkpoint, folder, tag) or _said(engine.wait_for_checkpoint)
+
+
+def _no_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError("no memory is left")
+
+
+# What a save does on each rank by itself, before and after ranks agree, and in the thread.
+STEPS = (
+    "launcher.engine.checkpoints.rng_state",
+    "launcher.engine.checkpoints.contents_of",
+    "launcher.checkpoint.asynchronous.live_tensors",
+)
+
+
+def _failing_saves(rank: int, world_size: int, folder: str) -> list[str]:
+    engine = make_engine(world_size, 1, **ASYNC)
+    train(engine, 1)
+    said = []
+    for step in STEPS:
+        with mock.patch(step, _no_memory) if rank == 1 else contextlib.nullcontext():
+            said.append(_saved(engine, folder, "bad"))
+    said.append(_saved(engine, folder, "good"))
+    engine.destroy()
+    return said
+
+
+def test_what_fails_on_one_rank_before_it_writes_is_said_by_all(tmp_path: Path) -> None:
+    for *said, good in run_on_ranks(2, _failing_saves, str(tmp_path)):
+        assert ["rank 1: MemoryError: no memory is left" in text for text in said] == [True] * len(STEPS)
+        assert good == ""
+    assert [each.path.name for each in committed_in(tmp_path)] == ["good"]
+
+
+def _failing_loads(rank: int, world_size: int, folder: str) -> list[Any]:
+    engine = make_engine(world_size, 3)
+    engine.save_checkpoint(folder)
+    with mock.patch("launcher.engine.checkpoints.open_source", _no_memory) if rank == 1 else contextlib.nullcontext():
+        num_open = len(os.listdir("/proc/self/fd"))
+        said = [_said(engine.load_checkpoint, folder)]
+        leaked = len(os.listdir("/proc/self/fd")) - num_open
+    custom = _no_memory if rank == 1 else mock.MagicMock()
+    said.append(_said(engine.load_checkpoint, folder, custom_load_fn=custom))
+    facts = [*said, leaked, len(train(engine, 1))]
+    engine.destroy()
+    return facts
+
+
+def test_what_fails_on_one_rank_while_it_loads_is_said_by_all(tmp_path: Path) -> None:
+    for opening, custom, leaked, num_losses in run_on_ranks(2, _failing_loads, str(tmp_path)):
+        assert "rank 1: MemoryError: no memory is left" in opening
+        assert "rank 1: MemoryError: no memory is left" in custom
+        assert (leaked, num_losses) == (0, 1)
+
+
+def _failing_thread(rank: int, world_size: int, folder: str) -> list[str]:
+    engine = make_engine(world_size, 1, **ASYNC)
+    with mock.patch.object(engine._checkpoints, "_after_commit", _no_memory):
+        said = [_saved(engine, folder, "first")]
+    said.append(_saved(engine, folder, "second"))
+    engine.destroy()
+    return said
+
+
+def test_a_thread_that_fails_in_any_way_is_not_taken_for_a_save(tmp_path: Path) -> None:
+    ((first, second),) = run_on_ranks(1, _failing_thread, str(tmp_path))
+    assert "MemoryError: no memory is left" in first
+    assert second == ""
+
+
+def _dropped(rank: int, world_size: int, folder: str) -> list[Any]:
+    engine = make_engine(world_size, 1, **ASYNC)
+    pruned: list[Path] = []
+    engine._checkpoints._after_commit = pruned.append
+    engine.save_checkpoint(folder, "last")
+    saver = engine._checkpoints._saver
+    del engine
+    gc.collect()
+    saver.wait()
+    return [str(saver.take_error()), [path.name for path in pruned], latest_tag(Path(folder))]
+
+
+def test_a_save_goes_to_its_end_without_its_engine(tmp_path: Path) -> None:
+    assert run_on_ranks(1, _dropped, str(tmp_path)) == [["None", ["last"], "last"]]
+
+
+def _unreadable_folder(rank: int, world_size: int, folder: str) -> str:
+    engine = make_engine(world_size, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAUNCH_RESUME", "auto")
+        said = _said(engine.resume, folder)
+    engine.destroy()
+    return said
+
+
+def test_a_folder_that_only_rank_0_looks_into_is_named_by_all(tmp_path: Path) -> None:
+    (tmp_path / "global_step1").mkdir()
+    (tmp_path / "global_step1" / "manifest.json").symlink_to("x" * 300)  # its name is too long for any call
+    for said in run_on_ranks(2, _unreadable_folder, str(tmp_path)):
+        assert "File name too long" in said
