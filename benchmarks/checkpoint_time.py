@@ -12,6 +12,7 @@ to drop them. Rank 0 writes a section of docs/benchmarks.md.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import shutil
@@ -355,6 +356,7 @@ def measure(millions: int, stage: int, rounds: int, folder: Path) -> Table:
                 candidate.end()
                 del candidate
                 gc.collect()
+                ctypes.CDLL(None).malloc_trim(0)  # the next one needs the memory
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(place)
