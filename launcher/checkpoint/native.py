@@ -129,6 +129,12 @@ class NativeSource:
             self._open.move_to_end(writer)
             return self._open[writer]
         tensors_name, facts_name = self.manifest.ranks[writer]
+        if self.manifest.is_node_local and not (self._folder / facts_name).exists():
+            raise CheckpointError(
+                "another host has it: it was saved with use_node_local_storage",
+                where=str(self._folder / facts_name),
+                hint="copy the files of all hosts into one folder",
+            )
         facts = read_json(self._folder, facts_name, self.manifest)
         where = str(self._folder / facts_name)
         with _refusing_nonsense(where):

@@ -36,13 +36,13 @@ from launcher.checkpoint_files.folder import (
     commit,
     draft_of,
     make_executable,
+    make_folder,
     replace_file,
     set_latest,
-    sync_folder,
     temporary_name,
     write_file,
 )
-from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest
+from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from launcher.checkpoint_files.place import Place
 
 SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
@@ -143,11 +143,10 @@ class Save:
         plan: dict[str, Any] = {"save_id": save_id, "tag": request.tag, "is_new": True, "error": None}
         tags, roots, steps = ([str(value) for value in column] for column in zip(*said, strict=True))
         for what, values in (("folders", roots), ("steps", steps), ("tags", tags)):
-            if len(set(values)) == 1:
+            if len(set(values)) == 1 or (what == "folders" and request.is_node_local):
                 continue
             text = f"ranks save to different {what}: {_listed(values)}"
-            is_fatal = what != "tags" or request.tag_validation == "Fail"
-            if is_fatal and not (what == "folders" and request.is_node_local):
+            if what != "tags" or request.tag_validation == "Fail":
                 return {**plan, "error": text}
             if request.tag_validation == "Warn":
                 get_logger().warning("%s; the tag of rank 0 is used", text)
@@ -169,7 +168,7 @@ class Save:
             try:
                 if self.draft.is_new and self.draft.path.exists():
                     shutil.rmtree(str(self.draft.path))  # of a save that was killed
-                self.draft.path.mkdir(parents=True, exist_ok=True)
+                make_folder(self.draft.path)
             except OSError as raised:
                 error = f"no room can be made: {raised.strerror}"
         failed = self._exchange.all_succeeded(error)
@@ -241,7 +240,6 @@ class Save:
             if not failed:
                 self._add_script()
                 manifest = self._describe(reports, data, shared)
-                sync_folder(self.draft.path)
                 path = commit(self.draft, manifest)
                 if self._request.saves_latest:
                     set_latest(path.parent, path.name)
@@ -301,7 +299,7 @@ class Save:
         """Put the script that needs no package into the checkpoint, and beside it. Raises: OSError."""
         content, path, beside = SCRIPT.read_bytes(), self.draft.path / SCRIPT.name, self.draft.root / SCRIPT.name
         if not path.exists():
-            write_file(path, content)
+            replace_file(path, content)  # never a part of it: a later save of this tag takes over what is there
             make_executable(path)
         if not beside.exists() or beside.read_bytes() != content:
             replace_file(beside, content)
@@ -314,9 +312,12 @@ class Save:
         request, final, error = self._request, self.draft.root / self.draft.tag, None
         texts: dict[str, str] | None = None
         if self._exchange.rank == 0 and outcome is None:
-            shared = [path for path in final.iterdir() if not path.name.startswith("rank-")]
-            texts = {path.name: base64.b64encode(path.read_bytes()).decode() for path in shared}
-        texts = self._exchange.broadcast(texts)
+            try:
+                names = [name for name in read_manifest(final).files if not name.startswith("rank-")]
+                texts = {name: base64.b64encode((final / name).read_bytes()).decode() for name in (MANIFEST, *names)}
+            except (OSError, CheckpointError) as raised:
+                outcome = error_text(raised)
+        texts = self._exchange.broadcast(texts, timeout_s=WRITE_TIMEOUT_S)
         if request.is_node_leader and self._exchange.rank != 0:
             try:
                 if texts is None:
@@ -329,9 +330,10 @@ class Save:
                     commit(self.draft, manifest)
                     if request.saves_latest:
                         set_latest(request.root, self.draft.tag)
-            except OSError as raised:
+            except (OSError, CheckpointError) as raised:
                 error = error_text(raised)
-        return self._exchange.all_succeeded(error or (outcome if self._exchange.rank == 0 else None))
+        error = outcome if self._exchange.rank == 0 else error
+        return self._exchange.all_succeeded(error, timeout_s=WRITE_TIMEOUT_S)
 
 
 def live_tensors(contents: list[UnitContents]) -> Iterator[tuple[str, Tensor]]:

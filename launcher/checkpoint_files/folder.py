@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from launcher.checkpoint_files.place import Place, children
 from launcher.checkpoint_files.remote import RemotePath
 
 LATEST = "latest"
+_replacing = threading.Lock()  # saves of several engines may end in several threads, and share a file such as `latest`
 _OF_A_SAVE = re.compile(r"(rank-\d{5,}|state)(-[0-9a-f]{8})?\.(safetensors|json)")
 
 
@@ -83,7 +85,7 @@ def begin(root: Place, tag: str, save_id: str) -> Draft:
     if isinstance(root, RemotePath):
         root.exists()  # what is wrong with the store is said before anything is computed or written
         return draft_of(root, check_tag(tag), save_id, is_new=False)
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root)
     draft = draft_of(root, check_tag(tag), save_id, is_new=not (root / tag).exists())
     if draft.is_new:
         assert isinstance(draft.path, Path)
@@ -99,11 +101,12 @@ def draft_of(root: Place, tag: str, save_id: str, *, is_new: bool) -> Draft:
 
 
 def commit(draft: Draft, manifest: Manifest) -> Place:
-    """Make a draft the checkpoint of its tag, with one rename or put; every file of it is on the disk.
+    """Make a draft the checkpoint of its tag, with one rename or put; the content of its files is on the disk.
 
     Raises: OSError, CheckpointError.
     """
     final = draft.root / draft.tag
+    sync_folder(draft.path)  # the names of its files are there before the manifest that tells of them
     replace_file(draft.path / MANIFEST, manifest.text())
     if draft.is_new and isinstance(draft.path, Path):
         draft.path.rename(str(final))
@@ -157,10 +160,23 @@ def replace_file(path: Place, content: bytes) -> None:
         path.write_bytes(content)
         return
     beside = temporary_name(path)
-    beside.unlink(missing_ok=True)
-    write_file(beside, content)
-    beside.replace(path)
+    with _replacing:
+        beside.unlink(missing_ok=True)
+        write_file(beside, content)
+        beside.replace(path)
     sync_folder(path.parent)
+
+
+def make_folder(path: Place) -> None:
+    """Make a folder, and those above it that are missing; then their names are on the disk. Raises: OSError."""
+    if isinstance(path, RemotePath):
+        return  # stores have no folders
+    path = path.absolute()
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        with contextlib.suppress(PermissionError):  # of a folder that one may add to and not read
+            sync_folder(each.parent)
 
 
 def make_executable(path: Place) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from launcher.checkpoint_files.folder import replace_file
+from launcher.checkpoint_files.folder import make_folder, replace_file
 from launcher.checkpoint_files.place import Place
 
 OWNERS = "run.json"
@@ -23,7 +23,7 @@ def owners_of(root: Place) -> list[str]:
 
 def add_owner(root: Place, jobs: Collection[str]) -> None:
     """Note that a job saves into a folder, which is made. jobs: all ids it has. Raises: OSError, CheckpointError."""
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root)
     before = owners_of(root)
     now = [*(job for job in before if job not in jobs), *jobs][-_MAX_JOBS:]
     if now != before:
