@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import FlatOptimizer
 from launcher.sharding.layout import UnitLayout, layout_unit
-from launcher.sharding.tensors import ParamInfo
 from launcher.zero.parameters import param_info, unit_params_of
 from launcher.zero.unit import FlatUnit
 
@@ -126,8 +125,3 @@ def _others(model: nn.Module, num_writers: int, writer: int) -> Iterator[UnitCon
         flat = params[slot.name].detach().reshape(-1)
         contents.items.append(Item(f"weight/{slot.name}", flat, slice(elements.start, elements.stop), elements))
     yield contents
-
-
-def infos_of(contents: Iterable[UnitContents]) -> dict[str, ParamInfo]:
-    """Return the parameters of all units, by name."""
-    return {slot.name: slot.param for each in contents for slot in each.layout.slots}

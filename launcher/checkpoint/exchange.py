@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from launcher.base.errors import CheckpointError
+from launcher.base.errors import CheckpointError, LauncherError
 from launcher.base.timeouts import timeouts
 from launcher.comm.groups import DataParallelGroup
 
@@ -145,6 +145,15 @@ class Exchange:
             f"{self._purpose} was called on rank {self.rank}, and for {timeout_s:.0f} s not on rank {ranks}",
             hint="every rank must call it, also where only rank 0 has something to say",
         )
+
+
+def error_text(error: Exception) -> str:
+    """Return what to tell the other ranks of an error."""
+    if isinstance(error, LauncherError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _pause_s(start_s: float) -> float:

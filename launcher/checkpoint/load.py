@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.base.errors import CheckpointError, EngineError
-from launcher.checkpoint.exchange import Exchange
+from launcher.base.errors import CheckpointError
+from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.native import NativeSource
 from launcher.checkpoint.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
 from launcher.optim.api import FlatOptimizer, ParamShard
@@ -63,8 +63,8 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target) -> str | No
     with unit.with_new_states() if is_trained else unit.readable(writes=True):
         try:
             _load_unit(source, unit, target.optimizer if is_trained else None)
-        except (CheckpointError, EngineError) as error:
-            said = str(error)
+        except Exception as error:  # noqa: BLE001  # whatever it is: the other ranks gather with this one
+            said = error_text(error)
         unit.write_back(is_written=False, overlaps=False)
     unit.params.after_load()
     return said
@@ -125,8 +125,8 @@ def _load_others(source: CheckpointSource, module: nn.Module) -> str | None:
                 source.read(WEIGHT, name, 0, values)
                 with torch.no_grad():
                     param.data.copy_(values.view(param.shape))
-    except CheckpointError as error:
-        return str(error)
+    except Exception as error:  # noqa: BLE001  # as above
+        return error_text(error)
     return None
 
 
@@ -147,8 +147,8 @@ def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str
             if name in stored and stored[name].shape != shape:
                 return f"{name} has the shape {list(stored[name].shape)} in the checkpoint, {list(shape)} in the model"
         return None if target.optimizer is None else _other_optimizer(source, target.optimizer, stored)
-    except CheckpointError as error:
-        return str(error)
+    except Exception as error:  # noqa: BLE001  # as above
+        return error_text(error)
 
 
 def _other_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.base.errors import CheckpointError, LauncherError
+from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
 from launcher.checkpoint import tree
 from launcher.checkpoint.contents import UnitContents
-from launcher.checkpoint.exchange import Exchange
+from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.layout_json import layouts_to_json
 from launcher.checkpoint.tensors import FILE_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFileWriter, digest_of
@@ -378,15 +378,6 @@ def _scalar(value: Any) -> Any:
 def _plain(written: _Written) -> dict[str, Any]:
     records = {name: vars(record) for name, record in written.records.items()}
     return {"tensors": written.tensors, "facts": written.facts, "records": records, "params": written.params}
-
-
-def error_text(error: Exception) -> str:
-    """Return what to tell the other ranks of an error."""
-    if isinstance(error, LauncherError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-    return f"{type(error).__name__}: {error}"
 
 
 def _listed(values: list[str]) -> str:

@@ -18,11 +18,11 @@ from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
 from launcher.checkpoint.asynchronous import BackgroundSaver
 from launcher.checkpoint.contents import UnitContents, contents_of, writer_index
-from launcher.checkpoint.exchange import Exchange
+from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.load import READ_TIMEOUT_S, Target, groups_for, load_parameters
 from launcher.checkpoint.open import is_checkpoint, open_source
 from launcher.checkpoint.rng import restore_rng, rng_state
-from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData, error_text
+from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData
 from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
@@ -268,7 +268,7 @@ class Checkpoints:
         try:
             load()
         except Exception as error:  # noqa: BLE001  # a schedule's, a module's: the other ranks must not train without
-            said, raised = f"{type(error).__name__}: {error}", error
+            said, raised = error_text(error), error
         failed = exchange.all_succeeded(said, timeout_s=READ_TIMEOUT_S)
         if failed:
             raise CheckpointError(f"what belongs to the model and its optimizer cannot be loaded: {failed}") from raised

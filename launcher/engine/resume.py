@@ -14,9 +14,8 @@ from weakref import WeakValueDictionary
 from launcher.base.errors import CheckpointError, EngineError
 from launcher.base.log import get_logger
 from launcher.base.resume import AUTO, StartKind, start_kind
-from launcher.checkpoint.exchange import Exchange
+from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.load import READ_TIMEOUT_S
-from launcher.checkpoint.save import error_text
 from launcher.checkpoint_files.candidates import candidates
 from launcher.checkpoint_files.owners import add_owner, owners_of
 from launcher.checkpoint_files.place import Place, place_of
