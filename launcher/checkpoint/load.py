@@ -65,7 +65,7 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target) -> str | No
             _load_unit(source, unit, target.optimizer if is_trained else None)
         except Exception as error:  # noqa: BLE001  # whatever it is: the other ranks gather with this one
             said = error_text(error)
-        unit.write_back(is_written=False, overlaps=False)
+        unit.write_back(is_written=False, overlaps=True)  # gathered while the next unit is read
     unit.params.after_load()
     return said
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from launcher.checkpoint_files.remote import RemotePath, RemoteReader
 
 Place = Path | RemotePath
+_LARGE_READ_BYTES = 2**20
+_READ_AHEAD_BYTES = 16 * 2**20
 
 
 def place_of(text: str | os.PathLike[str] | RemotePath) -> Place:
@@ -43,7 +45,10 @@ class LocalReader:
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """Fill as much of `out` as one call gives; return how many bytes. Raises: OSError."""
-        return os.preadv(self._file, [out], offset)
+        num_read = os.preadv(self._file, [out], offset)
+        if out.nbytes >= _LARGE_READ_BYTES:  # one of several: the disk reads on while this one is verified
+            os.posix_fadvise(self._file, offset + num_read, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        return num_read
 
     def close(self) -> None:
         """Close the file. The second call does nothing."""
