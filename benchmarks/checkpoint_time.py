@@ -1,7 +1,7 @@
 """How long a checkpoint takes to save and to load: ours, DeepSpeed's, torch.distributed.checkpoint's, beside `dd`.
 
     launch --num_gpus 2 benchmarks/checkpoint_time.py [--rounds 3] [--sizes 100,500] [--stages 2,3] [--folder DIR]
-        [--output FILE]
+        [--without DeepSpeed] [--output FILE]
 
 All write the same model with AdamW's states in fp32 to the same disk, in one job, in turns, in another order each
 round. `dd` writes as many bytes, with one process a rank, and waits for the disk as we do. Before each save and load
@@ -368,8 +368,10 @@ def main() -> None:
     parser = argument_parser(__doc__, rounds=3)
     parser.add_argument("--sizes", default="100,500", help="millions of parameters; 0: only to try this script")
     parser.add_argument("--stages", default="2,3")
+    parser.add_argument("--without", help="leave a candidate out, by name")
     parser.add_argument("--folder", type=Path, help="on the disk to write to; default: a temporary folder")
     options = parser.parse_args()
+    CANDIDATES.pop(options.without, None)
     launcher.init_distributed()
     torch.set_num_threads(1)
     page = Section("Time of checkpoints", "torch", "deepspeed")
@@ -393,6 +395,8 @@ def main() -> None:
             " have their memory. DeepSpeed does not wait for the disk.\nLoads read from the page cache, and cold from"
             " the disk."
         )
+        if options.without:
+            intro += f"\nWithout {options.without}: two ranks that load it need more than the 24 GiB of this machine."
         page.write(rounds_text(options.rounds), "\n\n".join([intro, *parts]), options.output)
     dist.barrier()
     sys.stdout.flush()
