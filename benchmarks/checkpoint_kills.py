@@ -308,7 +308,7 @@ def look_at(story: Story) -> None:
         return
     found = committed_in(story.root)
     if tag is not None and tag not in {each.path.name for each in found}:
-        story.problems.append(f"latest names {tag}, which is no checkpoint")
+        story.problems.append(f"latest names {tag}, which is not a checkpoint")
     for each in found[:-KEPT]:
         if each.path.name != tag:
             shutil.rmtree(each.path)

@@ -43,7 +43,7 @@ class DcpSource:
     """A folder with `.metadata` and `*.distcp`. What it holds in memory is one chunk, and the small values."""
 
     def __init__(self, folder: Place) -> None:
-        """Raises: CheckpointError for what is no such folder, or a damaged one."""
+        """Raises: CheckpointError where it is not such a folder, or is damaged."""
         self._folder = folder
         self._contents = read_contents(folder)
         self._reader = PieceReader(folder)

@@ -11,7 +11,6 @@ import io
 import math
 import os
 import pickle
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,26 +19,13 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
+from launcher.checkpoint.refused import DAMAGE
+from launcher.checkpoint_files.manifest import FILE_NAME
 from launcher.checkpoint_files.place import LocalReader, Place, reader_of
 from launcher.checkpoint_files.remote import RemoteReader
 
 METADATA = ".metadata"
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _MAX_NUMEL = 2**63
-# What reading a damaged or hostile file may raise.
-_DAMAGE = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True)
@@ -74,7 +60,7 @@ class Contents:
     """What a checkpoint holds, by key of its flattened state dict."""
 
     tensors: Mapping[str, ChunkedTensor]
-    values: Mapping[str, Piece]  # anything that is no tensor
+    values: Mapping[str, Piece]  # anything but tensors
     paths: Mapping[str, tuple[str | int, ...]]  # where each was in the nested state dict
 
 
@@ -86,11 +72,11 @@ def read_contents(folder: Place) -> Contents:
             metadata = _Unpickler(file).load()
     except FileNotFoundError:
         raise CheckpointError("there is no .metadata of torch.distributed.checkpoint", where=str(folder)) from None
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise CheckpointError(f"it cannot be read ({error})", where=str(path), hint=_OTHER) from None
     try:
         return _checked(metadata)
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise CheckpointError(f"it is damaged ({error})", where=str(path), hint=_OTHER) from None
 
 
@@ -132,7 +118,7 @@ class PieceReader:
                 return torch.load(part, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             raise CheckpointError("it is missing", where=str(path), hint="copy the checkpoint again") from None
-        except _DAMAGE as error:
+        except DAMAGE as error:
             text = str(error).strip().partition("\n")[0]
             raise CheckpointError(f"what is at {piece.start} cannot be read: {text}", where=str(path)) from None
 
@@ -227,14 +213,14 @@ def _stand_ins() -> dict[tuple[str, str], Any]:
 
 
 def _checked(metadata: Any) -> Contents:
-    """Return what the pickle said, if it is what DCP writes. Raises: one of `_DAMAGE`."""
+    """Return what the pickle said, if it is what DCP writes. Raises: one of `DAMAGE`."""
     described, stored = dict(metadata.state_dict_metadata), dict(metadata.storage_data)
     pieces = {(index.fqn, index.offset): _piece(info) for index, info in stored.items()}
     tensors: dict[str, ChunkedTensor] = {}
     values: dict[str, Piece] = {}
     for key, each in described.items():
         if not isinstance(key, str):
-            raise TypeError(f"{key!r} is no key")
+            raise TypeError(f"{key!r} is not a key")
         if type(each).__name__ == "BytesStorageMetadata":
             values[key] = pieces[key, None]
         elif type(each).__name__ == "TensorStorageMetadata":
@@ -265,7 +251,7 @@ def _tensor(key: str, described: Any, pieces: Mapping[Any, Piece]) -> ChunkedTen
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < _MAX_NUMEL for size in value):
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     return value
 
 
@@ -273,6 +259,6 @@ def _piece(info: Any) -> Piece:
     if info.transform_descriptors:
         raise ValueError(f"an extension wrote it: {info.transform_descriptors}")
     name, (start, num_bytes) = info.relative_path, _sizes((info.offset, info.length))
-    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+    if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a file of a checkpoint")
     return Piece(name, start, num_bytes)

@@ -32,6 +32,7 @@ class Target:
     module: nn.Module
     units: Sequence[FlatUnit]
     optimizer: FlatOptimizer | None  # None: no states are loaded
+    loads_weights: bool = True
 
 
 def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange, *, is_strict: bool) -> None:
@@ -47,7 +48,8 @@ def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange
     for unit in target.units:
         failed = _tried(source, unit, target)  # of every unit: other ranks gather with this one
         said = said or failed
-    said = said or _load_others(source, target.module)
+    if target.loads_weights:
+        said = said or _load_others(source, target.module)
     error = exchange.all_succeeded(said, timeout_s=READ_TIMEOUT_S)
     if error:
         raise CheckpointError(
@@ -62,7 +64,11 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target) -> str | No
     unit.params.release()
     with unit.with_new_states() if is_trained else unit.readable(writes=True):
         try:
-            _load_unit(source, unit, target.optimizer if is_trained else None)
+            if target.loads_weights:
+                _load_weights(source, unit)
+            if target.optimizer is not None and is_trained:
+                states = {shard.name: _state_of(source, shard) for shard in unit.shards if shard.owned}
+                target.optimizer.load_unit(unit.index, states)
         except Exception as error:  # noqa: BLE001  # whatever it is: the other ranks gather with this one
             said = error_text(error)
         unit.write_back(is_written=False, overlaps=True)  # gathered while the next unit is read
@@ -70,7 +76,7 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target) -> str | No
     return said
 
 
-def _load_unit(source: CheckpointSource, unit: FlatUnit, optimizer: FlatOptimizer | None) -> None:
+def _load_weights(source: CheckpointSource, unit: FlatUnit) -> None:
     master = unit.params.master
     for slot, shared in unit.layout.slots_in(unit.owned):
         if slot.name not in source.params:
@@ -78,9 +84,6 @@ def _load_unit(source: CheckpointSource, unit: FlatUnit, optimizer: FlatOptimize
         place = slice(shared.start - unit.owned.start, shared.stop - unit.owned.start)
         _read(source, WEIGHT, slot.name, shared.start - slot.offset, master[place])
     unit.params.renew_copy()
-    if optimizer is not None:
-        states = {shard.name: _state_of(source, shard) for shard in unit.shards if shard.owned}
-        optimizer.load_unit(unit.index, states)
 
 
 def _read(source: CheckpointSource, key: str, name: str, start: int, out: Tensor) -> None:
@@ -144,7 +147,8 @@ def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str
             says = [_listed("the model has", missing), _listed("only the checkpoint has", unexpected)]
             return "parameters do not fit: " + "; ".join(each for each in says if each) + _STRICT
         for name, shape in shapes.items():
-            if name in stored and stored[name].shape != shape:
+            is_read = target.loads_weights or target.optimizer is not None
+            if is_read and name in stored and stored[name].shape != shape:
                 return f"{name} has the shape {list(stored[name].shape)} in the checkpoint, {list(shape)} in the model"
         return None if target.optimizer is None else _other_optimizer(source, target.optimizer, stored)
     except Exception as error:  # noqa: BLE001  # as above

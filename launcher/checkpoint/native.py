@@ -16,6 +16,7 @@ from torch import Tensor
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint import tree
 from launcher.checkpoint.layout_json import layouts_from_json
+from launcher.checkpoint.refused import DAMAGE
 from launcher.checkpoint.source import WEIGHT, RunState, StoredParam, checked
 from launcher.checkpoint.tensors import TORCH_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFile, TensorSums
@@ -28,15 +29,13 @@ _MAX_OPEN_FILES = 32
 # Elements that are converted at a time where a file has another type than what is asked for.
 _CONVERTED_NUMEL = 2**20
 _DTYPE_NAMES = {dtype_name(dtype): dtype for dtype in TORCH_DTYPES.values()}
-# What reading plain data of another form than expected raises.
-_NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 class NativeSource:
     """A committed checkpoint. Files are opened when something of them is read."""
 
     def __init__(self, folder: Place) -> None:
-        """folder: of one tag. Raises: CheckpointError for what is no checkpoint, or a damaged one."""
+        """folder: of one tag. Raises: CheckpointError where it is not a checkpoint, or is damaged."""
         self._folder = folder
         self.manifest = read_manifest(folder)
         self._state_path = where = str(folder / self.manifest.state)
@@ -117,8 +116,10 @@ class NativeSource:
             tensors = {key.removeprefix(prefix): _whole(file, key) for key in file.entries if key.startswith(prefix)}
             plain: dict[str, Any] = tree.decode(self._rank_facts[writer]["private"], tensors, where)
             if not all(isinstance(plain.get(key) or {}, dict) for key in ("rng", "data", "of_world")):
-                raise TypeError("what a rank has of its own is no dict")
-            if rank not in saved_by:  # a further rank: its random numbers are its own, the data goes on for all ranks
+                raise TypeError("what a rank has of its own is not a dict")
+            if (
+                rank not in saved_by
+            ):  # a further rank: its random numbers are its own, the position in the data is that of all
                 return {"data": plain.get("data")}
             if world_size != self.manifest.world_size:
                 plain.pop("of_world", None)
@@ -198,6 +199,6 @@ def _refusing_nonsense(where: str) -> Iterator[None]:
     """Have what a file says that no save writes, though its checksum fits, end in an error that names the file."""
     try:
         yield
-    except _NONSENSE as error:
+    except DAMAGE as error:
         said = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"no save writes this: {said[:200]}", where=where, hint="load another one") from None

@@ -34,7 +34,7 @@ def open_source(folder: Place) -> CheckpointSource:
     if not folder.is_dir():
         raise CheckpointError("there is no checkpoint", where=str(folder), hint="is the folder's name right?")
     raise CheckpointError(
-        "this folder is no checkpoint: it has neither manifest.json nor .metadata, nor files of DeepSpeed",
+        "this folder is not a checkpoint: it has neither manifest.json nor .metadata, nor files of DeepSpeed",
         where=str(folder),
         hint="a save that did not end leaves none",
     )

@@ -1,12 +1,30 @@
-"""What to say of a value that cannot be saved."""
+"""What to say of a value that cannot be saved, and what reading a damaged one raises."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import pickle
+import struct
 from typing import Any
 
 from torch import Tensor
+
+# What reading damaged or hostile data may raise, whatever reads it.
+DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
 
 
 def name_of(value: Any) -> str:

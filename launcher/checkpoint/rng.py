@@ -120,7 +120,7 @@ def _set_tracked(part: Any) -> bool:
         return False
     states: dict[str, Tensor] = part["states"]
     if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in states.items()):
-        raise TypeError("a state is no tensor")
+        raise TypeError("a state is not a tensor")
     tracker = get_cuda_rng_tracker()
     tracker.set_states({**tracker.get_states(), **states})
     return True

@@ -68,9 +68,9 @@ def checked(state: RunState) -> RunState:
         if not isinstance(value, kind) and not (value is None and name in optional):
             raise TypeError(f"{name} is no {kind.__name__}")
     if not all(isinstance(group, dict) for group in state.groups):
-        raise TypeError("a group of the optimizer is no dict")
+        raise TypeError("a group of the optimizer is not a dict")
     if not all(isinstance(buffer, Tensor) for buffer in state.buffers.values()):
-        raise TypeError("a buffer is no tensor")
+        raise TypeError("a buffer is not a tensor")
     return state
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.refused import advice, name_of
+from launcher.checkpoint.refused import DAMAGE, advice, name_of
 
 KIND, PAYLOAD = "$", "of"
 MAX_DEPTH = 100  # of values in values; the JSON of each is up to three deep, and readers of JSON allow about 1000
@@ -56,18 +56,6 @@ _PATH_KINDS = {path: kind for kind, path in _PATHS.items()}
 # numpy's `dtype.str` of booleans, numbers, texts and times. Not objects, which are pickles; not structures.
 _ARRAY_DTYPE = re.compile(
     r"[<>|](b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[SU]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,7}\])?)", re.ASCII
-)
-# What reading a damaged value may raise.
-_DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
 )
 
 _Path = tuple["_Path", str] | None  # innermost last; text is made of it for errors only
@@ -319,7 +307,7 @@ class _Decoder:
                 return sequence(self._items(payload, path, depth))
             if (mapping := _MAPPINGS.get(kind)) is not None:
                 return mapping(self._pairs(payload, path, depth))
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise self._damaged(f"the value of kind {kind[:40]!r} is damaged ({error})", path) from None
         raise self._damaged(f"there is no kind of value {kind[:40]!r}", path)
 

@@ -51,7 +51,7 @@ class TensorSums:
                 return cls(header, {str(key): bytes.fromhex(digests) for key, digests in blocks.items()})
         except (TypeError, ValueError):
             pass
-        raise CheckpointError("checksums are missing, or are none", where=where)
+        raise CheckpointError("checksums are missing or malformed", where=where)
 
 
 class TensorFileWriter:
@@ -164,7 +164,7 @@ class TensorFile:
         length = self._read(0, 8)
         num_header_bytes = int.from_bytes(length, "little")
         if num_header_bytes > min(MAX_HEADER_BYTES, found_bytes - 8):
-            raise CheckpointError("this is no safetensors file, or a damaged one", where=self._where)
+            raise CheckpointError("this is not a safetensors file, or it is damaged", where=self._where)
         header = self._read(8, num_header_bytes)
         if self._sums is not None and digest_of(length + header) != self._sums.header:
             raise self._damaged("its header")

@@ -14,7 +14,7 @@ from launcher.checkpoint_files.place import Place, size_of
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "launch checkpoint", 1
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _MAX_TAG_BYTES = 200
 _RESERVED = ("latest", "zero_to_fp32.py")  # files beside the checkpoints
 
@@ -74,13 +74,13 @@ class Manifest:
         files = {name: FileRecord(**record) for name, record in plain["files"].items()}
         ranks = tuple((str(tensors), str(facts)) for tensors, facts in plain["ranks"])
         for name in [*files, plain["state"], *(name for pair in ranks for name in pair)]:
-            if not _FILE_NAME.fullmatch(name):
+            if not FILE_NAME.fullmatch(name):
                 raise CheckpointError(f"{name!r} is not the name of a file of a checkpoint", where=where)
             if name not in files:
                 raise CheckpointError(f"nothing is known of {name}", where=where)
         numbers = [plain["step"], plain["world_size"], *(record.num_bytes for record in files.values())]
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("a number that is none")
+            raise ValueError("a size or a step that is not a number")
         texts = {key: str(plain[key]) for key in ("tag", "save_id", "created", "state")}
         return cls(
             **texts,

@@ -191,7 +191,7 @@ class RemotePath:
 
 
 class RemoteReader:
-    """Reads one file by ranges. It asks for more than is wanted where reading goes on from where it was."""
+    """Reads one file by ranges. It asks for more than is wanted where reads follow one another."""
 
     def __init__(self, path: RemotePath) -> None:
         """Raises: FileNotFoundError, CheckpointError."""
@@ -203,8 +203,8 @@ class RemoteReader:
         """Fill as much of `out` as one request gives; return how many bytes. Raises: as `RemotePath`."""
         place = offset - self._start
         if not 0 <= place < len(self._kept):
-            goes_on = place == len(self._kept) and offset > 0
-            wanted = max(out.nbytes, _READ_BYTES if goes_on else 0)
+            is_next = place == len(self._kept) and offset > 0
+            wanted = max(out.nbytes, _READ_BYTES if is_next else 0)
             self._kept = memoryview(self._path.read_range(offset, min(offset + wanted, self.num_bytes)))
             self._start, place = offset, 0
         part = self._kept[place : place + out.nbytes]

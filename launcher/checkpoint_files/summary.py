@@ -107,7 +107,7 @@ class Summary:
 
 
 def summary_of(path: Place, manifest: Manifest | None = None) -> Summary:
-    """Return what a checkpoint says about itself. Raises: CheckpointError for what is none, or is damaged."""
+    """Return what a checkpoint says about itself. Raises: CheckpointError where it is missing or damaged."""
     manifest = read_manifest(path) if manifest is None else manifest
     return Summary(path, manifest, read_json(path, manifest.state, manifest))
 

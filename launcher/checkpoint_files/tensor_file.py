@@ -92,11 +92,11 @@ def _entry(plain: Mapping[str, Any], begin: int) -> TensorEntry:
     dtype, shape, (start, stop) = plain["dtype"], plain["shape"], plain["data_offsets"]
     numbers = [*shape, start, stop]
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise ValueError("a size that is none")
+        raise ValueError("a size that is not a number")
     if DTYPE_BYTES[dtype] * math.prod(shape) != stop - start:
         raise ValueError(f"the shape {shape} does not fit {stop - start} bytes of {dtype}")
     return TensorEntry(dtype, tuple(shape), start + begin, stop + begin)
 
 
 def _damaged(what: str, where: str) -> CheckpointError:
-    return CheckpointError(f"this is no safetensors file, or a damaged one: {what}", where=where)
+    return CheckpointError(f"this is not a safetensors file, or it is damaged: {what}", where=where)

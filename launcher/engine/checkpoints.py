@@ -257,8 +257,10 @@ class Checkpoints:
         sharded.schedule.reset()
         sharded.reducer.discard()
         optimizer = engine.optimizer if options.loads_optimizer else None
-        target = Target(engine.module, sharded.units, None if optimizer is None else optimizer.optimizer)
-        load_parameters(source, target, exchange, is_strict=options.is_strict and options.custom_load is None)
+        is_custom = options.custom_load is not None
+        states = None if optimizer is None else optimizer.optimizer
+        target = Target(engine.module, sharded.units, states, loads_weights=not is_custom)
+        load_parameters(source, target, exchange, is_strict=options.is_strict and not is_custom)
         if options.custom_load is not None:
             self._load_custom(source, exchange, options.custom_load)
 

@@ -51,6 +51,54 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path, stage: int) -> None:
         assert differs == []
 
 
+# ---- weights that a function of the script loads ----
+
+
+def _doubled(src: dict[str, Tensor], dst: nn.Module) -> None:
+    with torch.no_grad():
+        for name, param in dst.named_parameters():
+            param.copy_(2 * src[name])
+
+
+def _resized(src: dict[str, Tensor], dst: nn.Module) -> None:
+    with torch.no_grad():
+        for name, param in dst.named_parameters():
+            param.copy_(src[name][: len(param)])
+
+
+def _by_function(rank: int, world_size: int, folder: str, stage: int) -> list[Any]:
+    engine = make_engine(world_size, stage)
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    full = full_state(engine)
+    train(engine, 1)
+    engine.load_checkpoint(folder, custom_load_fn=_doubled)
+    twice = {name: {**each, "weight": 2 * each["weight"]} for name, each in full.items()}
+    facts: list[Any] = [differences(engine, twice)]
+    train(engine, 1)
+    engine.destroy()
+    torch.manual_seed(0)
+    wide = launcher.initialize(model=nn.Linear(8, 6), config=config(world_size, stage))[0]
+    wide.save_checkpoint(folder, "wide")
+    saved = {name: each["weight"] for name, each in full_state(wide).items()}
+    wide.destroy()
+    narrow = launcher.initialize(model=nn.Linear(8, 4), config=config(world_size, stage))[0]
+    facts.append(_said(narrow, folder, tag="wide", custom_load_fn=_resized))
+    narrow.load_checkpoint(folder, "wide", load_optimizer_states=False, custom_load_fn=_resized)
+    weights = {name: each["weight"] for name, each in full_state(narrow).items()}
+    facts.append(all(torch.equal(weights[name], saved[name][: len(weights[name])]) for name in weights))
+    narrow.destroy()
+    return facts
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_function_of_the_script_may_load_the_weights_also_into_other_shapes(tmp_path: Path, stage: int) -> None:
+    for differs, said, is_resized in run_on_ranks(2, _by_function, str(tmp_path), stage):
+        assert differs == []
+        assert "has the shape [6, 8] in the checkpoint, [4, 8] in the model" in said
+        assert is_resized
+
+
 # ---- buffers that differ between ranks ----
 
 

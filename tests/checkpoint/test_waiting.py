@@ -69,7 +69,7 @@ def _failing_loads(rank: int, world_size: int, folder: str) -> list[Any]:
         num_open = len(os.listdir("/proc/self/fd"))
         said = [_said(engine.load_checkpoint, folder)]
         leaked = len(os.listdir("/proc/self/fd")) - num_open
-    with mock.patch("launcher.checkpoint.load._load_unit", _no_memory) if rank == 1 else contextlib.nullcontext():
+    with mock.patch("launcher.checkpoint.load._load_weights", _no_memory) if rank == 1 else contextlib.nullcontext():
         said.append(_said(engine.load_checkpoint, folder))
     custom = _no_memory if rank == 1 else mock.MagicMock()
     said.append(_said(engine.load_checkpoint, folder, custom_load_fn=custom))
