@@ -117,9 +117,8 @@ class NativeSource:
             plain: dict[str, Any] = tree.decode(self._rank_facts[writer]["private"], tensors, where)
             if not all(isinstance(plain.get(key) or {}, dict) for key in ("rng", "data", "of_world")):
                 raise TypeError("what a rank has of its own is not a dict")
-            if (
-                rank not in saved_by
-            ):  # a further rank: its random numbers are its own, the position in the data is that of all
+            if rank not in saved_by:
+                # A further rank: its random numbers are its own, the position in the data is that of all.
                 return {"data": plain.get("data")}
             if world_size != self.manifest.world_size:
                 plain.pop("of_world", None)

@@ -199,10 +199,11 @@ class Save:
             outcome = self._finish(reports, data, shared)
         outcome = self._exchange.broadcast(outcome, timeout_s=WRITE_TIMEOUT_S)
         if self._request.is_node_local:
-            outcome = self._commit_on_every_host(outcome)
+            failed = self._commit_on_every_host(outcome)
+            outcome = f"was not saved on every host: {failed}" if failed else None
         self._exchange.finish()
         if outcome is not None:
-            raise CheckpointError(f"{self._request.tag} was not saved: {outcome}", where=str(self._request.root))
+            raise CheckpointError(f"{self._request.tag} {outcome}", where=str(self._request.root))
         return self.draft.root / self.draft.tag
 
     def _write_rank(self, data: RankData, copies: Mapping[str, Tensor] | None) -> _Written:
@@ -234,20 +235,27 @@ class Save:
         return _Written(tensors_name, facts_name, records, _params_of(data.contents))
 
     def _finish(self, reports: list[list[Any]], data: RankData, shared: SharedData) -> str | None:
-        """Write what all ranks share, and commit. Returns what went wrong on any rank, or None."""
+        """Write what all ranks share, and commit. Returns what became of the save where something went wrong."""
         failed = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(reports) if error]
         try:
             if not failed:
                 self._add_script()
                 manifest = self._describe(reports, data, shared)
                 path = commit(self.draft, manifest)
-                if self._request.saves_latest:
-                    set_latest(path.parent, path.name)
-                return None
+                return self._name_latest(path) if self._request.saves_latest else None
         except Exception as error:  # noqa: BLE001  # as above
             failed = [f"rank 0: {error_text(error)}"]
         abandon(self.draft)
-        return "; ".join(failed)
+        return f"was not saved: {'; '.join(failed)}"
+
+    @staticmethod
+    def _name_latest(path: Place) -> str | None:
+        """Have `latest` name a checkpoint that has been committed; return what went wrong, or None."""
+        try:
+            set_latest(path.parent, path.name)
+        except (OSError, CheckpointError) as error:
+            return f"was saved, but `latest` does not name it: rank 0: {error_text(error)}"
+        return None
 
     def _describe(self, reports: list[list[Any]], data: RankData, shared: SharedData) -> Manifest:
         """Write the files of what all ranks share; return the manifest of the whole."""
