@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 
-_NAME = "launcher"
+_logger = logging.getLogger("launcher")
 
 
 def get_logger() -> logging.Logger:
     """Return the one logger of the engine, with a stdout handler attached once."""
-    logger = logging.getLogger(_NAME)
-    if not logger.handlers:
+    if not _logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False  # a user's root handlers would print each line twice
-    return logger
+        _logger.addHandler(handler)
+        _logger.setLevel(logging.INFO)
+        _logger.propagate = False  # a user's root handlers would print each line twice
+    return _logger

@@ -6,7 +6,7 @@ measures the calls that an implementation makes.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from launcher.comm import observe
 from launcher.comm.pending import Pending
+from launcher.kernels.cpu import scaled_copy
 
 # Since torch 2.13 the collectives on one flat buffer have other names, and the old ones warn.
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -87,6 +88,14 @@ class Alone:
         """See `Communicator`."""
 
 
+class Transfer(NamedTuple):
+    """A tensor on its way between this rank and a peer of the group."""
+
+    tensor: Tensor
+    peer: int
+    is_sent: bool  # else it is received
+
+
 class Connected:
     """What all backends do alike; peers are ranks of the group, never of the world."""
 
@@ -117,28 +126,31 @@ class Connected:
 
     def send_and_receive(self, sends: list[Tensor], receives: list[Tensor]) -> list[dist.Work]:
         """Send `sends[peer]` to, and receive `receives[peer]` from, every other rank at once."""
-        group, rank, world_size = self.process_group, self.rank, self.world_size
-        operations: list[dist.P2POp] = []
+        rank, world_size = self.rank, self.world_size
+        transfers: list[Transfer] = []
         observe.note_sent(sum(sends[peer].nbytes for peer in range(world_size) if peer != rank))
         for distance in range(1, world_size):  # each rank starts at another peer: no rank is a hot spot
             to, source = (rank + distance) % world_size, (rank - distance) % world_size
             if sends[to].numel():
-                tag = self._tag_of(sends[to])
-                operations.append(dist.P2POp(dist.isend, sends[to], group=group, group_peer=to, tag=tag))
+                transfers.append(Transfer(sends[to], to, is_sent=True))
             if receives[source].numel():
-                tag = self._tag_of(receives[source])
-                operations.append(dist.P2POp(dist.irecv, receives[source], group=group, group_peer=source, tag=tag))
-        return list(dist.batch_isend_irecv(operations)) if operations else []
+                transfers.append(Transfer(receives[source], source, is_sent=False))
+        return self._begin(transfers) if transfers else []
 
-    def _tag_of(self, tensor: Tensor) -> int:
-        """Return what a message is matched by, besides the order of messages between two ranks."""
-        return 0
+    def _begin(self, transfers: list[Transfer]) -> list[dist.Work]:
+        """Start transfers that wait for one another."""
+        group = self.process_group
+        calls = [
+            dist.P2POp(dist.isend if one.is_sent else dist.irecv, one.tensor, group=group, group_peer=one.peer)
+            for one in transfers
+        ]
+        return list(dist.batch_isend_irecv(calls))
 
 
 def copy_unless_same(target: Tensor, source: Tensor) -> None:
     """Copy `source` to `target`, unless they are the same memory."""
     if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
+        scaled_copy(target, source, 1.0)
 
 
 def scale_in_place(tensor: Tensor, scale: float) -> None:

@@ -28,6 +28,11 @@ class Pending:
         if self.works:
             _in_flight[self] = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to wait for, nor to do."""
+        return not self.works and self.finish is None
+
     def advance(self) -> Pending:
         """Block until this phase has ended; return the next one, or a finished collective."""
         span = observe.wait_span()
@@ -68,7 +73,7 @@ class Pending:
     def wait(self) -> None:
         """Block until the result is in its buffer."""
         phase = self
-        while phase.works or phase.finish is not None:
+        while not phase.is_done:
             phase = phase.advance()
 
     def _take_works(self) -> list[dist.Work]:

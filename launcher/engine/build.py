@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from launcher.activation.settings import use_section
 from launcher.base.errors import ConfigError, EngineError
 from launcher.base.log import get_logger
+from launcher.base.malloc import keep_freed_memory
 from launcher.comm import collectives, pending
 from launcher.comm.exit import leave_in_order
 from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
@@ -123,6 +124,8 @@ def initialize(
     use_section(settings.activation_checkpointing)
     if group.device.type == "cuda":
         set_tf32(settings.tf32)
+    elif group.device.type == "cpu":
+        keep_freed_memory()
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
     _place_buffers(model, settings, policy.precision, group)

@@ -62,7 +62,8 @@ class UnitGradients:
         self.state = UnitState.IDLE
         offloads_sums = placement.is_offloaded and policy.stage.shards_gradients  # as soon as it is summed
         self._is_kept_full = not offloads_sums and (self._owns_all or not policy.stage.shards_gradients)
-        self._early_scale = self._codec.exact_scale if self._is_kept_full else 1.0  # of gradients as they are taken
+        # Of gradients as they are taken. Nothing on a GPU: NCCL takes the mean itself.
+        self._early_scale = 1.0 if group.runtime.runs_behind_host else self._codec.exact_scale
         self._sends_what_autograd_makes = self._is_kept_full and self._codec.sends_what_autograd_makes
         sum_dtype = policy.precision.grad_dtype
         # 1-D [padded] in the type of sums, where all of it is kept until the step.
@@ -209,13 +210,15 @@ class UnitGradients:
         self._is_summed_over_copies = True
         return collectives.all_reduce(self._replicate, output)
 
-    def advance_reduction(self) -> None:
-        """Wait for the phase under way and start the next one, where there is one."""
-        if self._reduction is not None:
-            with self._streams.on(Side.REDUCE):
-                with observe.unit_span("wait for the reduction", self._label):
-                    self._reduction = self._reduction.advance()
-                self._codec.release()  # what was sent has been added: the sum itself is in flight now
+    def advance_reduction(self) -> bool:
+        """Wait for the phase under way and start the next one; return whether there is one."""
+        if self._reduction is None:
+            return False
+        with self._streams.on(Side.REDUCE):
+            with observe.unit_span("wait for the reduction", self._label):
+                self._reduction = self._reduction.advance()
+            self._codec.release()  # what was sent has been added: the sum itself is in flight now
+        return not self._reduction.is_done
 
     def finish_reduction(self, *, measure: bool = False) -> None:
         """Wait for the sum and give temporary buffers back. measure: sum its squares while the sum is in the cache.

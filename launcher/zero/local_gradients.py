@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm.buffers import BufferPool
+from launcher.kernels.cpu import scaled_copy
 from launcher.sharding.layout import UnitLayout
 
 
@@ -112,10 +113,8 @@ class LocalGradients:
         target, grad = self._target_and_gradient(index)
         if is_further:
             target.add_(grad, alpha=self._scale)
-        elif self._scale == 1.0:
-            target.copy_(grad)
         else:
-            torch.mul(grad, self._scale, out=target)
+            scaled_copy(target, grad, self._scale)
 
     def _target_and_gradient(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a parameter's place in the buffer and what is going to be moved there, of the same shape."""

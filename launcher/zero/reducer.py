@@ -161,9 +161,11 @@ class GradientReducer:
         oldest = self._in_flight.pop(0)
         if self._policy.stage.shards_optimizer:
             oldest.finish_reduction(measure=self._is_boundary)
-        else:  # the sum is there, its way back to every rank begins
-            oldest.advance_reduction()
+        elif oldest.advance_reduction() or self.group.streams.is_async:
+            # The sum is on its way back to every rank. On a GPU its buffer would be used again, and be waited for.
             self._advanced.append(oldest)
+        else:  # the norm is taken while further reductions are in flight
+            oldest.finish_reduction(measure=self._is_boundary)
 
     def _reduce(self, gradients: UnitGradients) -> None:
         self._make_room()

@@ -196,6 +196,33 @@ def test_sums_of_the_largest_gradients_are_finite(kernel: CpuKernel) -> None:
     assert kernel.sum_of_squares([largest]) == REFERENCE.sum_of_squares([largest])
 
 
+# ---- copies ----
+
+
+@each_kernel
+def test_scaled_copies_of_every_length_from_every_start(kernel: CpuKernel) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for numel in (*range(70), LARGE_NUMEL):
+        for start in (0, 1, 5):
+            source = torch.randn(numel + start, generator=generator)[start:]
+            memory = torch.full((numel + 8,), 7.0)
+            kernel.scaled_copy(memory[start : start + numel], source, 0.3)
+            expected = torch.full((numel + 8,), 7.0)
+            torch.mul(source, 0.3, out=expected[start : start + numel])
+            assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_copy_takes_what_the_kernel_does_not(scale: float) -> None:
+    numel = 2**19  # large enough for the kernel
+    for dtype in (torch.float32, torch.bfloat16):
+        source = torch.randn(2 * numel).to(dtype)
+        for given in (source[:numel], source[::2], source[:8]):  # contiguous, strided, small
+            target = torch.empty(given.numel(), dtype=dtype)
+            cpu.scaled_copy(target, given, scale)
+            assert torch.equal(target, given * scale)
+
+
 # ---- the library ----
 
 

@@ -423,8 +423,40 @@ double sum_of_squares(const Array& array, int64_t begin, int64_t end) {
   return sum.total();
 }
 
+// Where a store goes past the caches, the line is not read first, which a store to memory otherwise costs.
+#if defined(__AVX512F__)
+constexpr int64_t STREAM_NUMEL = 16;
+inline void stream_scaled(float* to, const float* from, float scale) {
+  _mm512_stream_ps(to, _mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(scale)));
+}
+#elif defined(__AVX__)
+constexpr int64_t STREAM_NUMEL = 8;
+inline void stream_scaled(float* to, const float* from, float scale) {
+  _mm256_stream_ps(to, _mm256_mul_ps(_mm256_loadu_ps(from), _mm256_set1_ps(scale)));
+}
+#elif defined(__SSE2__)
+constexpr int64_t STREAM_NUMEL = 4;
+inline void stream_scaled(float* to, const float* from, float scale) {
+  _mm_stream_ps(to, _mm_mul_ps(_mm_loadu_ps(from), _mm_set1_ps(scale)));
+}
+#else
+constexpr int64_t STREAM_NUMEL = 1;
+inline void stream_scaled(float* to, const float* from, float scale) { *to = *from * scale; }
+#endif
+
+void scaled_copy(float* target, const float* source, float scale, int64_t begin, int64_t end) {
+  constexpr int64_t NUM_BYTES = STREAM_NUMEL * sizeof(float);
+  int64_t i = begin;
+  for (; i < end && reinterpret_cast<uintptr_t>(target + i) % NUM_BYTES != 0; ++i) target[i] = source[i] * scale;
+  for (; i + STREAM_NUMEL <= end; i += STREAM_NUMEL) stream_scaled(target + i, source + i, scale);
+  for (; i < end; ++i) target[i] = source[i] * scale;
+#if defined(__SSE2__)
+  _mm_sfence();  // other threads may read the target as soon as this one says that it is there
+#endif
+}
+
 }  // namespace
 
-const Kernels kernels = {LAUNCH_ISA_NAME, update, lamb_moments, sum_of_squares};
+const Kernels kernels = {LAUNCH_ISA_NAME, update, lamb_moments, sum_of_squares, scaled_copy};
 
 }  // namespace launch::LAUNCH_ISA

@@ -10,7 +10,7 @@
 namespace launch {
 namespace {
 
-constexpr int64_t ABI_VERSION = 1;  // to be raised with every change of spans.h or of the functions below
+constexpr int64_t ABI_VERSION = 2;  // to be raised with every change of spans.h or of the functions below
 
 // Memory of some 2 MB: long runs for the prefetcher, and enough chunks to share out. Sums are taken by chunk and added
 // in order, so they do not depend on the number of threads.
@@ -124,6 +124,17 @@ LAUNCH_EXPORT double launch_sum_of_squares(int64_t isa, const Array* arrays, con
   double sum = 0;
   for (double part : partial) sum += part;
   return sum;
+}
+
+// The stores go past the caches: for more than these hold.
+LAUNCH_EXPORT void launch_scaled_copy(int64_t isa, float* target, const float* source, int64_t numel, float scale,
+                                      int64_t num_threads) {
+  const Kernels& kernels = kernels_at(isa);
+  std::vector<Chunk> chunks;
+  append_chunks(chunks, 0, numel);
+  for_each(chunks.size(), num_threads, [&](int64_t k) {
+    kernels.scaled_copy(target, source, scale, chunks[k].begin, chunks[k].end);
+  });
 }
 
 }  // extern "C"

@@ -37,6 +37,7 @@ struct Kernels {
   void (*update)(const Span& span, int64_t begin, int64_t end, float grad_scale);
   Sums (*lamb_moments)(const Span& span, int64_t begin, int64_t end, float grad_scale);
   double (*sum_of_squares)(const Array& array, int64_t begin, int64_t end);
+  void (*scaled_copy)(float* target, const float* source, float scale, int64_t begin, int64_t end);
 };
 
 namespace avx512 { extern const Kernels kernels; }
