@@ -31,6 +31,7 @@ _UNITS_AT_ONCE = inert("what one unit needs is in memory together; pipeline_read
 _NEVER_EMPTY = inert("states are first written after their first update")
 _ANY_RANK = inert("every rank copies what it owns, at the same time")
 _ALWAYS_FLAT = inert("units are flat buffers: gradients always stand in one")
+_ALWAYS_NORM = inert("the norm also says whether every gradient is finite, so it is always computed")
 _RANKS_JOINED = inert("a unit's gradients go to all their owners in one collective")
 _ONE_GATHER = inert("a unit is gathered in one collective, which is never slower than a broadcast from each rank")
 _UNIT_GATHER = inert("what is gathered at once is a unit; reduce_bucket_size bounds it below stage 3")
@@ -169,6 +170,12 @@ class ZeroOptimization(Section):
     ignore_unused_parameters: Flag = key(True, "accept parameters without gradient; false: they are an error")
     legacy_stage1: Flag = key(False, "stage 1 of old versions", unsupported("use stage 1"))
     round_robin_gradients: Flag = key(False, "copy gradients to host memory in parallel", _ANY_RANK)
+    parameter_alignment: Flag = key(
+        False,
+        "pad flat buffers so that each parameter starts at a multiple of 16 bytes",
+        unsupported("parameters follow one another; those whose sizes are multiples of 8 are aligned. Remove the key"),
+    )
+    compute_grad_norm: Flag = key(True, "compute the norm of all gradients at each step", _ALWAYS_NORM)
     zero_hpz_partition_size: PositiveInt = key(
         1, "ranks of a node that keep a second set of shards, which backward gathers from", AT_STAGE_3
     )
