@@ -5,6 +5,7 @@ This is the only module that knows them. What is checked, resolved or translated
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,8 @@ def normalise(data: Mapping[str, Any]) -> Normalised:
     """Return the data with one spelling of every key. Values of a wrong type stay as they are, for the schema."""
     found = Normalised({})
     found.data = _renamed(Config, data, (), found)
+    if found.data.get("steps_per_print") == math.inf:  # as accelerate says that it wants no lines
+        found.data["steps_per_print"] = 0
     zero = found.data.get(_ZERO)
     if isinstance(zero, dict):
         _lift_aio(zero, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -360,6 +360,17 @@ class Engine(SavesCheckpoints, WeightExport, nn.Module):  # type: ignore[misc]  
         self._sharded.end()
         self._watch.stop()
 
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None
+    ) -> None:
+        """Have torch.compile compile the model inside. compile_kwargs: further arguments of `torch.compile`.
+
+        Raises: EngineError for a `schedule` of compiler passes, which DeepSpeed has.
+        """
+        if schedule is not None:
+            raise EngineError("engine.compile(schedule=...) is not supported", hint="leave schedule out")
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
     def any_rank(self, condition: bool) -> bool:
         """Whether `condition` holds on any rank. Collective.
 
@@ -385,4 +396,10 @@ class Engine(SavesCheckpoints, WeightExport, nn.Module):  # type: ignore[misc]  
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(super().__getattr__("module"), name)
+            model = super().__getattr__("module")
+            try:
+                return getattr(model, name)
+            except AttributeError as error:
+                raise AttributeError(
+                    f"neither Engine nor the model in it, {type(model).__name__}, has an attribute {name!r}", name=name
+                ) from error

@@ -42,6 +42,10 @@ class WeightExport:
             raise EngineError("_zero3_consolidated_16bit_state_dict() is for ZeRO stage 3", hint="call state_dict()")
         return self._whole_weights(exclude_frozen_parameters)
 
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Return on rank 0 what `save_16bit_model` writes, on others None, at any stage. Every rank must call it."""
+        return self._whole_weights(exclude_frozen_parameters)
+
     def _whole_weights(self, exclude_frozen: bool) -> dict[str, Any] | None:
         for unit in self._sharded.units:
             unit.params.wait()

@@ -63,14 +63,25 @@ FUSED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 }
 
 
+def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the class whose steps it takes: its own, or the one that its own class states as `steps_of`.
+
+    A subclass of a class that states one may do anything, and counts as itself.
+    """
+    if "steps_of" not in type(optimizer).__dict__:
+        return type(optimizer)
+    stated: type[torch.optim.Optimizer] = optimizer.steps_of  # type: ignore[attr-defined]
+    return stated
+
+
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is exactly one of `BY_NAME`, or Muon; a subclass may do anything."""
-    return type(optimizer) in (*BY_NAME.values(), *MUON_KINDS)
+    """Whether it takes exactly the steps of one of `BY_NAME`, or of Muon; a subclass may do anything."""
+    return kind_of(optimizer) in (*BY_NAME.values(), *MUON_KINDS)
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it holds state of steps taken; Adagrad makes its state before the first one."""
-    if type(optimizer) is torch.optim.Adagrad:
+    if kind_of(optimizer) is torch.optim.Adagrad:
         return any(float(state["step"]) > 0 for state in optimizer.state.values())
     return bool(optimizer.state)
 

@@ -25,6 +25,7 @@ from launcher.optim.catalog import (
     construct,
     has_stepped,
     is_known,
+    kind_of,
     retarget,
 )
 from launcher.optim.flat import TorchFlat
@@ -193,7 +194,8 @@ def plan_from_client(
             f"the optimizer is a {type(optimizer).__name__}",
             hint="give a torch.optim.Optimizer, or a function from parameters to one",
         )
-    name = type(optimizer).__name__
+    known = kind_of(optimizer)
+    name = known.__name__
     if has_stepped(optimizer):
         raise EngineError(
             f"the optimizer {name} holds state already", hint="call launcher.initialize before the first step"
@@ -201,11 +203,11 @@ def plan_from_client(
     _check_client(name, is_known(optimizer), rules)
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     if is_known(optimizer):
-        make = functools.partial(construct, type(optimizer), dict(optimizer.defaults))
+        make = functools.partial(construct, known, dict(optimizer.defaults))
     else:
         make = functools.partial(retarget, optimizer)
-    why_torch = why_no_rule(type(optimizer), optimizer.param_groups)
-    kind = type(optimizer) if why_torch is None else None
+    why_torch = why_no_rule(known, optimizer.param_groups)
+    kind = known if why_torch is None else None
     untested = not is_known(optimizer)
     notice = f"optimizer {name} is untested: its update must treat each element by itself"
     return OptimizerPlan(

@@ -278,14 +278,25 @@ def build_schedule(
 
     Raises: ConfigError for an unknown type or parameter, or a missing one.
     """
+    options = dict(params)
+    last_batch_iteration = options.pop("last_batch_iteration", -1)
+    learning_rate, momentum = formulas_of(type_name, options, param_groups)
+    return LRSchedule(learning_rate, param_groups, base_lr, momentum, last_batch_iteration)
+
+
+def formulas_of(
+    type_name: str, params: Mapping[str, Any], param_groups: list[dict[str, Any]]
+) -> tuple[LearningRate, Momentum | None]:
+    """Return the learning rate and the momentum, None for none, of a schedule over `param_groups`.
+
+    Raises: as `build_schedule`.
+    """
     factory = SCHEDULES.get(type_name)
     if factory is None:
         hint = did_you_mean(type_name, SCHEDULES) or f"expected one of {', '.join(SCHEDULES)}"
         raise ConfigError(f'unknown scheduler type "{type_name}"', where="scheduler.type", hint=hint)
-    options = dict(params)
-    last_batch_iteration = options.pop("last_batch_iteration", -1)
     try:
-        built = factory(**options)
+        built = factory(**params)
     except TypeError as error:
         message = str(error).split("() ", 1)[-1]
         raise ConfigError(f"{type_name}: {message}", where="scheduler.params") from error
@@ -293,4 +304,4 @@ def build_schedule(
     if momentum is not None and not any("betas" in group or group.get("momentum") for group in param_groups):
         get_logger().warning("scheduler.params.cycle_momentum has no effect: the optimizer has no momentum")
         momentum = None
-    return LRSchedule(learning_rate, param_groups, base_lr, momentum, last_batch_iteration)
+    return learning_rate, momentum

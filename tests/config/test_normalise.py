@@ -182,3 +182,7 @@ def test_nothing_else_reads_an_old_key() -> None:
     assert readers == {"config/normalise.py"}
     loaded = load({"stage": 3, **dict.fromkeys(OLD_KEYS, True)})
     assert [getattr(loaded.config.zero_optimization, key) for key in OLD_KEYS] == [None, None, None]
+
+
+def test_infinitely_many_steps_between_lines_are_no_lines() -> None:
+    assert load_config({"steps_per_print": float("inf")}).config.steps_per_print == 0
