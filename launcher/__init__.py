@@ -26,6 +26,7 @@ _LAZY_MODULES = {
     "checkpoint": "launcher.checkpoint",
     "checkpointing": "launcher.activation",
     "comm": "launcher.comm",
+    "compat": "launcher.compat",
     "notebook": "launcher.notebook",
     "zero": "launcher.zero",
 }
@@ -39,6 +40,7 @@ __all__ = [
     "checkpoint",
     "checkpointing",
     "comm",
+    "compat",
     "heartbeat",
     "init_distributed",
     "initialize",
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from launcher import activation as checkpointing
-    from launcher import checkpoint, comm, notebook, zero
+    from launcher import checkpoint, comm, compat, notebook, zero
     from launcher.base.errors import JobError
     from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat

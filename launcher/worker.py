@@ -29,6 +29,7 @@ import time
 from launcher.base import env, preemption
 from launcher.base.private_files import write_private
 from launcher.base.signals import STACKS_SIGNAL
+from launcher.compat import install
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def main() -> None:
         _exec_program(target)
     _explain_missing_input()
     try:
+        install()  # `import deepspeed` of the script finds the engine
         if kind == "internal":
             _run_module(target)
         else:

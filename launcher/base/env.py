@@ -60,6 +60,7 @@ RESUME = EnvVar(
     "what the run continues from: `auto`, `never`, a folder, or nothing (`--resume`)",
     "set",
 )
+ENGINE = EnvVar("LAUNCH_ENGINE", "what `import deepspeed` finds: `auto` or `builtin` (`--engine`)", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
 SSH_PROCESSES = EnvVar(
     "LAUNCH_SSH_PROCESSES", "helper processes that hold SSH connections, 0 for none; default by hosts and cores", "read"

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from launcher.base import env
 from launcher.base.errors import UsageError
 from launcher.base.resume import AUTO, NEVER
 from launcher.base.suggest import did_you_mean
@@ -21,6 +22,8 @@ from launcher.cli.host_options import HOST_CHOICE, HOSTS, REACHING, Reaching, no
 from launcher.cli.numbers import Ranks, Seconds, Whole
 from launcher.cluster.allocation import in_allocation
 from launcher.cluster.limits import MAX_SLOTS
+from launcher.compat import AUTO as AUTO_ENGINE
+from launcher.compat import ENGINES
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -179,6 +182,15 @@ _OPTIONS = (
     option("--dry-run", heading=_OUTPUT, is_flag=True, help="Print what would happen and stop."),
     option("--json", "as_json", heading=_OUTPUT, is_flag=True, help="With --dry-run: print it as JSON."),
     option(
+        "--engine",
+        heading=_COMPATIBILITY,
+        type=click.Choice(ENGINES),
+        envvar=env.ENGINE.name,
+        default=AUTO_ENGINE,
+        help="What import deepspeed finds: auto: DeepSpeed where it is installed, else the built-in engine; builtin:"
+        " always that. Default: auto.",
+    ),
+    option(
         "--standalone",
         heading=_COMPATIBILITY,
         is_flag=True,
@@ -207,6 +219,7 @@ class RunOptions(Reaching):
     script: str
     script_args: tuple[str, ...]
     standalone: bool
+    engine: str
     num_gpus: int | None
     master_addr: str | None
     master_port: int | None

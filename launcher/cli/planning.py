@@ -114,6 +114,7 @@ def make_plan(options: RunOptions, cluster: Cluster, transports: Reach, job_id: 
         saves_pid=options.save_pid,
         bound_cores=_bound_cores(options),
         max_restarts=options.max_restarts,
+        engine=options.engine,
         resume=options.resumes_from,
     )
 

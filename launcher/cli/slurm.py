@@ -29,7 +29,7 @@ _WORKER_MODULE = "launcher.worker"
 # What has a meaning where srun has already started the ranks; any other option is refused, not ignored.
 _OPTIONS_OF_A_TASK = (
     "script", "script_args", "module", "no_python", "pass_local_rank", "no_local_rank", "master_addr", "master_port",
-    "resume", "quiet", "plain", "dry_run", "as_json",
+    "resume", "engine", "quiet", "plain", "dry_run", "as_json",
 )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def run_task(ctx: click.Context, options: RunOptions, task: SlurmTask) -> None:
                 f"{spelling} has no meaning here: srun has started {task.world_size} tasks, and each is one rank",
                 hint="run `launch` without srun: it starts the ranks of all nodes of the allocation itself",
             )
-    variables = task.variables(options.master_addr, options.master_port)
+    variables = task.variables(options.master_addr, options.master_port) | {env.ENGINE.name: options.engine}
     if options.resume is not None:
         variables[env.RESUME.name] = options.resumes_from
     command = Command(options.kind, options.script, options.script_args, options.pass_local_rank)

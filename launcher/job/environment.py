@@ -60,6 +60,7 @@ def device_tokens(plan: JobPlan, node: NodePlacement, devices: list[str] | None)
 def job_variables(plan: JobPlan) -> dict[str, str]:
     """Return the variables that all ranks of all hosts share and that come from the plan alone."""
     return {
+        env.ENGINE.name: plan.engine,
         env.RESUME.name: plan.resume,
         env.RESTART_COUNT.name: str(plan.restart),
         env.TORCHELASTIC_RESTART_COUNT.name: str(plan.restart),

@@ -92,6 +92,7 @@ class JobPlan:
     restart: int = 0  # how often the job was started again
     num_failures: int = 0  # of those restarts, how many came after a failure: what `max_restarts` limits
     max_restarts: int = 0
+    engine: str = "auto"  # what `--engine` says
     resume: str = ""  # what `--resume` says: "auto", "never", a folder, or nothing
 
     def needs_lease(self, node_rank: int) -> bool:
@@ -124,6 +125,7 @@ class JobPlan:
             "lease_s": self.lease_s,
             "hang_timeout_s": self.hang_timeout_s,
             "max_restarts": self.max_restarts,
+            "engine": self.engine,
             "resume": self.resume,
             "nodes": [
                 {

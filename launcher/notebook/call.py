@@ -21,6 +21,7 @@ from launcher.base.units import format_duration
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.cluster.devices import local_device_tokens
 from launcher.cluster.filters import select
+from launcher.compat import AUTO
 from launcher.job.controller import Controller
 from launcher.job.display import Display
 from launcher.job.plan import DEFAULT_GRACE_S, Command, JobPlan, new_job_id
@@ -110,6 +111,7 @@ def _plan(
         forwarded_env={},
         device_tokens=local_device_tokens(os.environ),
         grace_s=grace_s,
+        engine=os.environ.get(env.ENGINE.name, AUTO),
     )
 
 

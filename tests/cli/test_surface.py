@@ -25,6 +25,7 @@ from launcher.cli.shown import ShownOutput
 
 # Every spelling that works. The first one of two dashes is shown; `_` stands for `-` in all of them.
 SURFACE = {
+    "engine": ("--engine",),
     "standalone": ("--standalone",),
     "hostfile": ("-H", "--hostfile"),
     "include": ("-i", "--include"),

@@ -1,0 +1,126 @@
+"""`import deepspeed` of scripts and of Hugging Face libraries, answered by the built-in engine: `install()`.
+
+The modules that scripts get are the real files in `deepspeed/`, loaded under the names `deepspeed`, `deepspeed.comm`
+and so on. Nothing of them, of the engine or of torch is imported before a script imports one. Every rank that `launch`
+starts imports this file: standard library only, and what is rarely needed is imported in functions.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from launcher.base import env
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from importlib.machinery import ModuleSpec
+    from importlib.metadata import Distribution, DistributionFinder
+
+AUTO, BUILTIN = "auto", "builtin"
+ENGINES = (AUTO, BUILTIN)
+_NAME = "deepspeed"
+_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), _NAME)
+_METADATA = f"{_FOLDER}_metadata"
+# These look for DeepSpeed when they are imported, once and for all.
+_LOOK_AT_IMPORT = ("accelerate", "transformers.integrations.deepspeed")
+
+
+def install(engine: str | None = None) -> None:
+    """Let `import deepspeed` find the built-in engine, in this process. A second call changes nothing.
+
+    Call it before the first import of transformers, accelerate or deepspeed; ranks that `launch` starts need no call.
+
+    engine: "auto": a DeepSpeed that is installed is used, with a line that says so, and the built-in engine where there
+    is none. "builtin": the built-in engine also then. None: what an earlier call or LAUNCH_ENGINE says, else "auto".
+    Side effects: an entry in `sys.meta_path`, which answers for the package and for its metadata.
+    Raises: EngineError for another word, and where the call comes too late to have an effect.
+    """
+    if engine not in (None, *ENGINES):
+        raise _refusal(f'there is no engine "{engine}"', f"use {' or '.join(ENGINES)}")
+    present = next((finder for finder in sys.meta_path if getattr(finder, "answers_for", None) == _NAME), None)
+    wanted = engine or getattr(present, "engine", None) or os.environ.get(env.ENGINE.name) or AUTO
+    if wanted not in ENGINES:
+        raise _refusal(f'{env.ENGINE.name}: there is no engine "{wanted}"', f"use {' or '.join(ENGINES)}")
+    loaded = sys.modules.get(_NAME)
+    if loaded is not None:
+        if wanted == BUILTIN and not _is_ours(loaded):
+            raise _refusal(
+                "DeepSpeed was imported before install()",
+                'call install("builtin") before any import of deepspeed, transformers or accelerate',
+            )
+        return
+    if present is not None:
+        present.engine = wanted  # type: ignore[attr-defined]  # the class may be that of an earlier import of this file
+        return
+    finder = DeepSpeedFinder(wanted)
+    early = next((name for name in _LOOK_AT_IMPORT if name in sys.modules), None)
+    if early is not None and finder.installed() is None:
+        raise _refusal(
+            f"install() was called after the import of {early}, which looked for deepspeed then",
+            "call it first; in a notebook restart the kernel",
+        )
+    sys.meta_path.insert(0, finder)
+
+
+def _refusal(message: str, hint: str) -> Exception:
+    from launcher.base.errors import EngineError
+
+    return EngineError(message, hint=hint)
+
+
+def _is_ours(module: object) -> bool:
+    return getattr(module, "__path__", None) == [_FOLDER]
+
+
+class DeepSpeedFinder:
+    """Finds the package `deepspeed` and its metadata; its submodules are found through its `__path__`."""
+
+    answers_for = _NAME
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self._has_told = False
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the spec of our package, None for other modules and where the installed DeepSpeed is used."""
+        if name != _NAME:
+            return None
+        if self.engine != BUILTIN and self.installed() is not None:
+            self._tell()
+            return None
+        from importlib.util import spec_from_file_location
+
+        return spec_from_file_location(
+            _NAME, os.path.join(_FOLDER, "__init__.py"), submodule_search_locations=[_FOLDER]
+        )
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        """Return the metadata of our package where it is what `import deepspeed` finds."""
+        from importlib.metadata import Distribution
+
+        wanted = None if context is None else context.name
+        is_asked = wanted is None or wanted.lower() == _NAME
+        if not is_asked or (self.engine != BUILTIN and self.installed() is not None):
+            return []
+        return [Distribution.at(_METADATA)]
+
+    def invalidate_caches(self) -> None:
+        """Do nothing: nothing is kept. `importlib.invalidate_caches()` calls it."""
+
+    def installed(self) -> ModuleSpec | None:
+        """Return the spec of a DeepSpeed that is installed. A mere folder of that name, of configs say, is none."""
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            if find_spec is None or getattr(finder, "answers_for", None) == _NAME:
+                continue
+            spec: ModuleSpec | None = find_spec(_NAME, None, None)
+            if spec is not None:
+                return spec if spec.loader is not None and spec.has_location else None
+        return None
+
+    def _tell(self) -> None:
+        if not self._has_told and os.environ.get(env.RANK.name, "0") == "0":
+            sys.stderr.write("launch: DeepSpeed is installed and is used; --engine builtin takes the built-in engine\n")
+        self._has_told = True

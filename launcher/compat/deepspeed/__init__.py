@@ -1,0 +1,65 @@
+"""The package `deepspeed` as scripts and Hugging Face libraries see it, backed by the built-in engine.
+
+Loaded under that name by `launcher.compat`: the modules here import each other by relative names alone, so that none of
+them exists twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from launcher.base.errors import EngineError
+from launcher.engine.arguments import add_config_arguments
+from launcher.engine.build import initialize
+from launcher.engine.engine import Engine as DeepSpeedEngine
+
+from . import accelerator, checkpoint, comm, launcher, ops, runtime, utils
+from .comm import init_distributed
+from .runtime import zero
+from .runtime.activation_checkpointing import checkpointing
+
+# The release whose interface this is. Libraries ask for a version before they use a part of it: every part that they
+# use was there in this one.
+__version__ = "0.19.8"
+
+__all__ = [
+    "DeepSpeedEngine",
+    "__version__",
+    "accelerator",
+    "add_config_arguments",
+    "checkpoint",
+    "checkpointing",
+    "comm",
+    "init_distributed",
+    "init_inference",
+    "initialize",
+    "launcher",
+    "ops",
+    "runtime",
+    "tp_model_init",
+    "utils",
+    "zero",
+]
+
+
+def tp_model_init(*_: Any, **__: Any) -> NoReturn:
+    """Refuse. Raises: EngineError."""
+    raise EngineError(
+        "tp_model_init(): the built-in engine has no tensor parallelism",
+        hint='remove "tensor_parallel" from the config and use ZeRO stage 3, or install DeepSpeed',
+    )
+
+
+def init_inference(*_: Any, **__: Any) -> NoReturn:
+    """Refuse. Raises: EngineError."""
+    raise EngineError(
+        "init_inference(): the built-in engine has no inference kernels",
+        hint="call initialize() without an optimizer, or install DeepSpeed",
+    )
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(
+        f"module 'deepspeed' has no attribute {name!r}: it is the built-in engine of launch, whose docs/huggingface.md"
+        " lists what there is"
+    )

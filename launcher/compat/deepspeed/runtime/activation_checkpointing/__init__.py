@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.activation_checkpointing`."""
+
+from . import checkpointing
+
+__all__ = ["checkpointing"]
