@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from click.testing import CliRunner
+from harness.launching import Result, code_of, run_here
 from harness.ranks import run_on_ranks
 from safetensors import safe_open
 from torch import Tensor
 
 import launcher
-from launcher.cli.main import cli
+from launcher.checkpoint.__main__ import main
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,8 +65,23 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
     return folder, run_on_ranks(2, _save, str(folder))[0]
 
 
-def run(*arguments: str) -> int:
-    return CliRunner().invoke(cli, ["checkpoint", *arguments]).exit_code
+@contextlib.contextmanager
+def without_a_process_of_its_own() -> Iterator[None]:
+    """Have a command work in the process of `launch`, a fork of this one, in place of one that imports torch again."""
+
+    def work(argv: list[str]) -> SimpleNamespace:
+        logging.getLogger().handlers.clear()  # of pytest
+        logging.getLogger("launcher").propagate = True
+        sys.argv = argv[argv.index(main.__module__) :]
+        return SimpleNamespace(returncode=code_of(main))
+
+    with mock.patch("launcher.cli.checkpoint_tools.subprocess", SimpleNamespace(run=work)):
+        yield
+
+
+def run(folder: Path, *arguments: str | Path) -> Result:
+    with without_a_process_of_its_own():
+        return run_here(folder, "checkpoint", *arguments)
 
 
 def opened(folder: Path) -> tuple[Any, State]:
@@ -73,16 +94,18 @@ def opened(folder: Path) -> tuple[Any, State]:
 
 def test_the_weights_are_those_of_the_run(saved: tuple[Path, State], tmp_path: Path) -> None:
     folder, state = saved
-    assert run("export", str(folder), str(tmp_path)) == 0
-    model, found = opened(tmp_path)
+    out = tmp_path / "out"
+    result = run_here(tmp_path, "checkpoint", "export", folder, out)  # in a process of its own, as users run it
+    assert result.code == 0, result.err
+    model, found = opened(out)
     assert model.dtype == torch.bfloat16
     assert set(found) == set(state)
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert model.lm_head.weight is model.transformer.wte.weight
-    assert {path.name for path in tmp_path.iterdir()} == {
+    assert {path.name for path in out.iterdir()} == {
         "config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors",
     }  # fmt: skip
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    with safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
@@ -90,7 +113,8 @@ def test_another_type_and_several_files(saved: tuple[Path, State], tmp_path: Pat
     folder, state = saved
     whole = launcher.checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder)
     place = folder / "global_step1"  # what belongs to the model is beside it
-    assert run("export", str(place), str(tmp_path), "--dtype", "fp32", "--max-shard-size", "20KB") == 0
+    result = run(tmp_path, "export", place, tmp_path, "--dtype", "fp32", "--max-shard-size", "20KB")
+    assert result.code == 0, result.err
     assert (tmp_path / "model.safetensors.index.json").is_file()
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
     model, found = opened(tmp_path)
@@ -98,26 +122,24 @@ def test_another_type_and_several_files(saved: tuple[Path, State], tmp_path: Pat
     assert all(torch.equal(found[name], whole[name]) for name in state)
 
 
-def test_the_config_may_be_elsewhere(
-    saved: tuple[Path, State], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run("export", str(saved[0]), str(tmp_path / "out"), "--config", str(tmp_path)) == 2
-    assert capfd.readouterr().err == (
-        f"✗ {tmp_path}: there is no config.json; name the folder of the model, or its config.json, with --config\n"
-    )
+def test_the_config_may_be_elsewhere(saved: tuple[Path, State], tmp_path: Path) -> None:
+    result = run(tmp_path, "export", saved[0], tmp_path / "out", "--config", tmp_path)
+    assert (result.code, result.err) == (
+        2, f"✗ {tmp_path}: there is no config.json; name the folder of the model, or its config.json, with --config\n"
+    )  # fmt: skip
     assert not (tmp_path / "out").exists()
     config = tmp_path / "tiny.json"
     config.write_text((saved[0] / "config.json").read_text())
-    assert run("export", str(saved[0]), str(tmp_path / "out"), "--config", str(config)) == 0
+    result = run(tmp_path, "export", saved[0], tmp_path / "out", "--config", config)
+    assert result.code == 0, result.err
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     opened(tmp_path / "out")
 
 
-def test_to_fp32_on_the_command_line(
-    saved: tuple[Path, State], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_to_fp32_on_the_command_line(saved: tuple[Path, State], tmp_path: Path) -> None:
     folder, state = saved
-    assert run("to-fp32", str(folder), str(tmp_path), "--safe-serialization", "--tag", "global_step1") == 0
-    assert f"model.safetensors: {len(state)} tensors" in capfd.readouterr().out
-    assert run("to-fp32", str(folder), str(tmp_path), "--max-shard-size", "nothing") == 1
-    assert capfd.readouterr().err == "✗ 'nothing' is not a size; write 5GB\n"
+    result = run(tmp_path, "to-fp32", folder, tmp_path, "--safe-serialization", "--tag", "global_step1")
+    assert result.code == 0, result.err
+    assert f"model.safetensors: {len(state)} tensors" in result.out
+    result = run(tmp_path, "to-fp32", folder, tmp_path, "--max-shard-size", "nothing")
+    assert (result.code, result.err) == (1, "✗ 'nothing' is not a size; write 5GB\n")

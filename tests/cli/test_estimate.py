@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,9 +15,10 @@ from unittest import mock
 import click
 import pytest
 from click.testing import CliRunner
-from harness.launching import ROOT, run_here
+from harness.launching import ROOT, run_forked, run_here
 from harness.terminal import TerminalLaunch
 
+from launcher.base.errors import Diagnostic
 from launcher.cli.estimate import estimate
 from launcher.cli.main import cli
 
@@ -369,17 +369,16 @@ def test_a_function_that_builds_no_model_is_told_so(models: Path) -> None:
     assert "Traceback" not in result.err + result.out
     with asked_here():
         assert "no trainable parameters" in run_here(models, "estimate", "models:nothing_to_train").err
-    code = (  # one process for all: each would import torch
-        "import json, sys; from launcher.base.errors import Diagnostic\n"
-        "from launcher.probes.model import facts_of\n"
-        "for name in sys.argv[1:]: print(Diagnostic(**facts_of('function', name)['error']), file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", code, *WRONG_FUNCTIONS]
-    done = subprocess.run(
-        command, cwd=models, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    said = done.stderr.splitlines()
-    assert len(said) == len(WRONG_FUNCTIONS), done.stderr
+
+    def tell() -> None:
+        for name in WRONG_FUNCTIONS:
+            print(Diagnostic(**facts_of("function", name)["error"]), file=sys.stderr)
+
+    from launcher.probes.model import facts_of
+
+    result = run_forked(models, [""], tell)
+    said = result.err.splitlines()
+    assert len(said) == len(WRONG_FUNCTIONS), result.err
     for line, expected in zip(said, WRONG_FUNCTIONS.values(), strict=True):
         assert expected in line
         assert "; " in line  # and what to do

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.launching import ROOT, Result, run_launch
+from harness.launching import ROOT, Result, run_forked, run_launch
 from harness.sshd import LoopbackSshd
 
 pytestmark = pytest.mark.cluster
@@ -58,8 +58,9 @@ def test_optimizer_and_parameters_in_host_memory(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_clear_error(tmp_path: Path) -> None:
-    result = run_launch(tmp_path, EXAMPLE, "--deepspeed", CONFIG, "--data", "/no/such/text")
-    assert result.code != 0
+    arguments = [EXAMPLE, "--deepspeed", CONFIG, "--data", "/no/such/text"]
+    result = run_forked(tmp_path, arguments, lambda: runpy.run_path(str(EXAMPLE), run_name="__main__"))
+    assert result.code == 1
     assert "cannot read /no/such/text" in result.err
     assert "Traceback" not in result.err
 
