@@ -93,7 +93,7 @@ def test_a_preempted_job_ends_with_75_and_the_next_one_continues(
     assert ended.code == 75, ended.err
     assert "step 5 is saved in saved" in ended.out + ended.err
     assert steps_of(tmp_path) == [4, 5]
-    refused = job(tmp_path, SAVING, "--num_gpus", "2", "--max-restarts", "1").wait()
+    refused = job(tmp_path, SAVING, "--num_gpus", "1", "--max-restarts", "1").wait()
     assert refused.code != 0
     assert "restart 1 of 1" in refused.err
     assert "LOSS" not in refused.out  # nor does its restart continue what is not its own

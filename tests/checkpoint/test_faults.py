@@ -17,7 +17,7 @@ from harness.checkpoint_runs import differences, full_state, is_consistent, left
 from harness.disks import small_disk
 from harness.launching import run_launch, wait_until_gone
 from harness.logs import logged
-from harness.ranks import run_on_ranks
+from harness.ranks import RankPool, run_on_ranks
 
 from launcher.base.errors import CheckpointError
 from launcher.base.timeouts import timeouts
@@ -151,7 +151,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path: Path) -> Non
 def _fails_everywhere(rank: int, world_size: int, folder: str, is_new: bool) -> tuple[int, list[str]]:
     """Save with a failure at the first call, the second ... Returns how many there are, and what went wrong."""
     root, problems = Path(folder), []
-    engine = make_engine(world_size, 1)
+    engine = make_engine(world_size, 1, num_blocks=0)  # one write after the other is the same again
     train(engine, 1)
     engine.save_checkpoint(root, "kept")
     saved = {"kept": full_state(engine)}
@@ -189,7 +189,7 @@ def test_whichever_call_fails_latest_can_be_loaded(tmp_path: Path, is_new: bool)
 def _killed_everywhere(rank: int, world_size: int, folder: str, is_new: bool) -> tuple[int, list[str]]:
     """Do the same with a process that is killed at that call."""
     root, problems = Path(folder), []
-    engine = make_engine(world_size, 1)
+    engine = make_engine(world_size, 1, num_blocks=0)  # one write after the other is the same again
     train(engine, 1)
     engine.save_checkpoint(root, "kept")
     before = full_state(engine)
@@ -357,17 +357,27 @@ engine = make_engine(2, 2, **({{"checkpoint": {{"async": True}}}} if how == "asy
 if how == "alone" and os.environ["RANK"] == "0":
     engine.save_checkpoint(sys.argv[1])
 train(engine, 1)
-if how != "alone":
+if how == "async":
     engine.save_checkpoint(sys.argv[1], "last")
-if how == "at once":
-    os._exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["async", "at once"])
-def test_a_save_at_the_end_of_a_script_is_committed(tmp_path: Path, how: str) -> None:
-    result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, ENDS), tmp_path / "saved", how)
+def test_an_asynchronous_save_at_the_end_of_a_script_is_committed(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, ENDS), tmp_path / "saved", "async")
     assert result.code == 0, result.err
+    assert latest_tag(tmp_path / "saved") == "last"
+    assert left_over(tmp_path / "saved") == []
+
+
+def _ends_at_once(rank: int, world_size: int, folder: str) -> None:
+    engine = make_engine(world_size, 2)
+    train(engine, 1)
+    engine.save_checkpoint(folder, "last")
+    os._exit(0)
+
+
+def test_a_save_before_the_process_ends_at_once_is_committed(tmp_path: Path) -> None:
+    assert RankPool(2).run_to_the_end(_ends_at_once, str(tmp_path / "saved")) == [0, 0]
     assert latest_tag(tmp_path / "saved") == "last"
     assert left_over(tmp_path / "saved") == []
 

@@ -12,7 +12,7 @@ from harness.checkpoint_runs import FullState, differences, full_state, make_eng
 from harness.ranks import run_on_ranks
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 4)
-NUM_STEPS, NUM_NEXT = 3, 10
+NUM_STEPS, NUM_NEXT = 3, 4  # the warm-up of the learning rate ends in step 6
 SETTINGS = [(stage, world_size) for stage in STAGES for world_size in WORLDS]
 Losses = dict[str, list[float]]
 
@@ -40,13 +40,15 @@ def _save_all(rank: int, world_size: int, folder: str) -> Losses:
 def _load_all(rank: int, world_size: int, folder: str, expected: Losses) -> list[str]:
     """Load every checkpoint at every stage. Returns what was not as it must be."""
     problems = []
+    full: dict[str, FullState] = {
+        source: torch.load(Path(folder, source, "full.pt"), weights_only=True) for source in expected
+    }
     for stage in STAGES:
         engine = make_engine(world_size, stage)
         for source in expected:
-            root, here = Path(folder, source), _name(stage, world_size)
-            engine.load_checkpoint(root)
-            full: FullState = torch.load(root / "full.pt", weights_only=True)
-            problems += [f"{source} -> {here}: {each}" for each in differences(engine, full)]
+            here = _name(stage, world_size)
+            engine.load_checkpoint(Path(folder, source))
+            problems += [f"{source} -> {here}: {each}" for each in differences(engine, full[source])]
             if engine.global_steps != NUM_STEPS:
                 problems.append(f"{source} -> {here}: {engine.global_steps} steps")
             losses = train(engine, NUM_NEXT)

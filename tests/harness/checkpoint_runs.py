@@ -22,11 +22,11 @@ FullState = dict[str, dict[str, Any]]  # parameter -> "weight" or state -> flat 
 class Net(nn.Module):
     """Blocks in a list, tied weights, a frozen parameter, a buffer, and sizes that no number of ranks divides."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         super().__init__()
         self.embed = nn.Linear(7, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH + 3), nn.Tanh()) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(WIDTH + 3, WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH + 3), nn.Tanh()) for _ in range(num_blocks))
+        self.down = nn.ModuleList(nn.Linear(WIDTH + 3, WIDTH) for _ in range(num_blocks))
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.7), requires_grad=False)
         self.out = nn.Linear(7, WIDTH, bias=False)
         self.out.weight = self.embed.weight
@@ -41,10 +41,10 @@ class Net(nn.Module):
         return F.mse_loss(hidden @ self.out.weight, y)
 
 
-def make_net() -> Net:
+def make_net(num_blocks: int = 3) -> Net:
     """Return the same model on every call."""
     torch.manual_seed(4)
-    return Net()
+    return Net(num_blocks)
 
 
 def config(world_size: int, stage: int, **more: Any) -> dict[str, Any]:
@@ -61,9 +61,9 @@ def config(world_size: int, stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def make_engine(world_size: int, stage: int, **more: Any) -> Any:
+def make_engine(world_size: int, stage: int, *, num_blocks: int = 3, **more: Any) -> Any:
     """Return a new engine of `make_net()`."""
-    return launcher.initialize(model=make_net(), config=config(world_size, stage, **more))[0]
+    return launcher.initialize(model=make_net(num_blocks), config=config(world_size, stage, **more))[0]
 
 
 def train(engine: Any, num_steps: int) -> list[float]:

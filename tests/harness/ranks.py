@@ -60,9 +60,21 @@ class RankPool:
             results.append(value)
         return results
 
+    def run_to_the_end(self, body: Body, *args: Any, deadline_s: float = DEADLINE_S) -> list[int | None]:
+        """Call a body that ends its process; return the exit codes, None of a rank that hangs. Closes the pool."""
+        for _, pipe in self._ranks:
+            pipe.send((body, args))
+        end_s = time.monotonic() + deadline_s
+        for process, _ in self._ranks:
+            process.join(max(0.0, end_s - time.monotonic()))
+        codes = [process.exitcode for process, _ in self._ranks]
+        self.close()
+        return codes
+
     def close(self) -> None:
         """End the processes."""
-        _pools.pop(self.world_size, None)
+        if _pools.get(self.world_size) is self:
+            del _pools[self.world_size]
         for process, _ in self._ranks:
             process.kill()
             process.join()
