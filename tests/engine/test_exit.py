@@ -39,12 +39,6 @@ LATE = """
 """
 
 
-def test_a_rank_leaves_when_the_last_steps_exchange_has_ended(tmp_path: Path) -> None:
-    script = scripts.write(tmp_path, TRAIN.format(before=LATE.strip(), after=""))
-    result = run_launch(tmp_path, "--num_gpus", "2", script)
-    assert result.code == 0, result.err
-
-
 # Run after everything that `initialize` has registered.
 LEFT = """
     import atexit, pathlib
@@ -53,9 +47,11 @@ LEFT = """
 """
 
 
-@pytest.mark.parametrize("after", ["", "torch.distributed.destroy_process_group()"])
-def test_no_thread_of_gloo_is_left_when_python_ends(tmp_path: Path, after: str) -> None:
-    script = scripts.write(tmp_path, LEFT + TRAIN.format(before="", after=after))
+@pytest.mark.parametrize(("before", "after"), [(LATE.strip(), ""), ("", "torch.distributed.destroy_process_group()")])
+def test_a_rank_leaves_when_the_last_steps_exchange_and_gloos_threads_have_ended(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    script = scripts.write(tmp_path, LEFT + TRAIN.format(before=before, after=after))
     result = run_launch(tmp_path, "--num_gpus", "2", script)
     assert result.code == 0, result.err
     assert result.out.count("THREADS 0") == 2, result.out

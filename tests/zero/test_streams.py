@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,17 +73,15 @@ def _both(rank: int, world_size: int, case: Case, is_behind: bool = False) -> bo
     return same and found.losses == expected.losses
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("stage", "place"),
-    [
-        (stage, place)
-        for stage in (0, 1, 2, 3)
-        for place in PLACES
-        if place == "device" or (stage and place == "optimizer on host") or stage == 3
-    ],
-)
+def _cases() -> Iterator[Any]:
+    """Off the device, the short form has each precision and each accumulation, not every pair of them."""
+    for stage, place, precision, accumulation in itertools.product((0, 1, 2, 3), PLACES, ("fp32", "bf16"), (1, 2)):
+        is_short = place == "device" or (precision == "bf16") == (accumulation == 2)
+        if place == "device" or (stage and place == "optimizer on host") or stage == 3:
+            yield pytest.param(stage, place, precision, accumulation, marks=[] if is_short else pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("stage", "place", "precision", "accumulation"), _cases())
 def test_nothing_races(stage: int, place: str, precision: str, accumulation: int, tmp_path: Path) -> None:
     zero = {**SHARDED, **PLACES[place](str(tmp_path))}
     case = Case(stage, precision, accumulation, num_steps=NUM_STEPS, unit_numel=2500, zero=zero, unused=True)
