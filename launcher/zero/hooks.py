@@ -239,11 +239,13 @@ def _watch_accesses(
 ) -> list[weakref.ref[nn.Module]]:
     unit_of = {param: unit for unit in units for param in unit.members.params}
 
+    @outside_graphs
     def on_access(param: nn.Parameter) -> None:
         unit = unit_of.get(param)
         if unit is not None:
             schedule.on_access(unit)
 
+    @outside_graphs
     def on_listing(params: Iterable[nn.Parameter | None]) -> None:
         # Whole parameters only: reading shards is a collective, and this rank may be the only one that lists.
         for unit in {unit_of[param] for param in params if param in unit_of}:
