@@ -3,8 +3,7 @@
 A backward pass allocates a gradient for each parameter and frees it as soon as it has been collected. By default glibc
 returns what is free at the end of its heap to the kernel, from 128 KiB on, and a tensor of more than that is a mapping
 of its own; both bounds grow, up to 64 and 32 MiB, as tensors are freed. The next gradient is then built of new pages,
-each a page fault and zeroed first: for eight matrices of 16 MiB some 5,600 of them a step, 10 of 270 ms
-(`perf record -e page-faults`, the MLP of benchmarks/step_time.py at stage 0).
+each a page fault, and zeroed by the kernel first: `perf stat -e page-faults` shows them.
 """
 
 from __future__ import annotations

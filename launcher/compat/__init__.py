@@ -81,14 +81,14 @@ class DeepSpeedFinder:
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
-        self._has_told = False
+        self._is_announced = False
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the spec of our package, None for other modules and where the installed DeepSpeed is used."""
         if name != _NAME:
             return None
         if self.engine != BUILTIN and self.installed() is not None:
-            self._tell()
+            self._announce()
             return None
         from importlib.util import spec_from_file_location
 
@@ -120,7 +120,7 @@ class DeepSpeedFinder:
                 return spec if spec.loader is not None and spec.has_location else None
         return None
 
-    def _tell(self) -> None:
-        if not self._has_told and os.environ.get(env.RANK.name, "0") == "0":
+    def _announce(self) -> None:
+        if not self._is_announced and os.environ.get(env.RANK.name, "0") == "0":
             sys.stderr.write("launch: DeepSpeed is installed and is used; --engine builtin takes the built-in engine\n")
-        self._has_told = True
+        self._is_announced = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
+import functools
+import inspect
 import os
 from typing import Any
 
@@ -14,36 +15,16 @@ from launcher.comm import groups
 from launcher.comm.device import local_device, use_local_device
 
 
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: datetime.timedelta | None = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
+@functools.wraps(groups.init_distributed)
+def init_distributed(*args: Any, **kwargs: Any) -> None:
     """Do what `launcher.init_distributed` does; a process that is alone gets a process group of its own, too.
 
     Callers read `torch.distributed.get_rank()` right after. Raises: as `launcher.init_distributed`.
     """
-    groups.init_distributed(
-        dist_backend,
-        auto_mpi_discovery,
-        distributed_port,
-        verbose,
-        timeout,
-        init_method,
-        dist_init_required,
-        config,
-        rank,
-        world_size,
-    )
-    if not dist.is_initialized() and dist_init_required is not False:
-        backend = dist_backend or dist.get_default_backend_for_device(local_device())
+    groups.init_distributed(*args, **kwargs)
+    given = inspect.signature(groups.init_distributed).bind(*args, **kwargs).arguments
+    if not dist.is_initialized() and given.get("dist_init_required") is not False:
+        backend = given.get("dist_backend") or dist.get_default_backend_for_device(local_device())
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch's own annotations leave it out
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 

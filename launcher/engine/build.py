@@ -122,10 +122,7 @@ def initialize(
     check_types(model, policy.precision.param_dtype)
     mesh = build_mesh(group, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
     use_section(settings.activation_checkpointing)
-    if group.device.type == "cuda":
-        set_tf32(settings.tf32)
-    elif group.device.type == "cpu":
-        keep_freed_memory()
+    _prepare_device(settings, group)
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
     _place_buffers(model, settings, policy.precision, group)
@@ -143,6 +140,14 @@ def initialize(
     engine = Engine(model, parts)
     engine.begin_in_folder()
     return engine, built.optimizer, loader, scheduler
+
+
+def _prepare_device(settings: Config, group: DataParallelGroup) -> None:
+    """Set what holds for the whole process: the precision of multiplications on a GPU, the allocator on a CPU."""
+    if group.device.type == "cuda":
+        set_tf32(settings.tf32)
+    elif group.device.type == "cpu":
+        keep_freed_memory()
 
 
 def _batch(settings: Config, group: DataParallelGroup) -> BatchPlan:

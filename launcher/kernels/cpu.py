@@ -101,7 +101,7 @@ class CpuKernel:
         self._library.launch_scaled_copy(self._isa, to, read, numel, scale, torch.get_num_threads())
 
 
-_STREAMED_BYTES = 2**20  # from here on a copy goes past the caches: the second one of a core has as much
+_STREAMED_BYTES = 2**20  # a copy of so much goes past the caches: the second-level cache of a core holds no more
 
 
 def scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:

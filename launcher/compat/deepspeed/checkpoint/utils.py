@@ -13,7 +13,7 @@ __all__ = ["clone_tensors_for_torch_save"]
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Return `item` with every tensor in it copied to `device`; lists, tuples and dicts of any depth are copied.
 
-    A tensor that stands in it several times is copied once, so that tied weights stay tied.
+    A tensor that occurs several times is copied once, so that tied weights stay tied.
     """
     return _cloned(item, torch.device(device), {})
 
