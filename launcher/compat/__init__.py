@@ -84,7 +84,14 @@ class DeepSpeedFinder:
         self._is_announced = False
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of our package, None for other modules and where the installed DeepSpeed is used."""
+        """Return the spec of our package, None for other modules and where the installed DeepSpeed is used.
+
+        Where it is ours, also that of `accelerate.state`, which needs a change to use DeepSpeed on CPUs.
+        """
+        if name == "accelerate.state" and (self.engine == BUILTIN or self.installed() is None):
+            from launcher.compat.on_cpu import spec_of_state
+
+            return spec_of_state(path)
         if name != _NAME:
             return None
         if self.engine != BUILTIN and self.installed() is not None:

@@ -1,0 +1,92 @@
+"""One job that runs many small cases with transformers, since an import of it takes seconds; and what each returned.
+
+A module of cases has functions `case_NAME(folder)`, which every rank calls, in the order of the names given. What one
+returns goes to its test as JSON. One that raises on all ranks does not disturb the others; its error goes to its test.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.launching import ROOT, run_launch
+
+NUM_RANKS = 2
+
+
+def run_cases(
+    folder: Path, module: str, names: Sequence[str], num_ranks: int = NUM_RANKS, env: dict[str, str] | None = None
+) -> dict[str, list[Any]]:
+    """Run the cases of `module` in one job of `launch`; return what each rank returned, by name of the case.
+
+    A case that has raised has {"error": "Type: message", "traceback": text} on its rank. Transformers is that of
+    PYTHONPATH where there is one. Working folder and `folder` of the cases: this one.
+    """
+    search = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+    result = run_launch(
+        folder,
+        f"--num_gpus={num_ranks}",
+        "-m",
+        "harness.hf_job",
+        module,
+        *names,
+        env={
+            "PYTHONPATH": search,
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        },
+    )
+    found: list[dict[str, Any]] = []
+    for rank in range(num_ranks):
+        path = folder / f"cases_of_rank_{rank}.json"
+        found.append(json.loads(path.read_text()) if path.exists() else {})
+    lost = {"error": "the job ended before", "traceback": result.out + result.err}
+    return {name: [of_rank.get(name, lost) for of_rank in found] for name in names}
+
+
+def returned(found: dict[str, list[Any]], name: str) -> list[Any]:
+    """Return what each rank returned; fail with the stack trace where one has raised."""
+    for rank, value in enumerate(found[name]):
+        assert not (isinstance(value, dict) and "traceback" in value), f"rank {rank}: {value['traceback']}"
+    return found[name]
+
+
+def _reset() -> None:
+    """Let the next case begin as a new process would: no state of accelerate, no configuration that is alive."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    gc.collect()
+
+
+def main() -> None:
+    """Run the cases, on a rank."""
+    module, names = sys.argv[1], sys.argv[2:]
+    cases = importlib.import_module(module)
+    path = Path(f"cases_of_rank_{os.environ['RANK']}.json").resolve()
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = getattr(cases, f"case_{name}")(Path.cwd())
+        except Exception as error:  # noqa: BLE001  # it is the result of the case
+            found[name] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        path.write_text(json.dumps(found))
+        _reset()
+
+
+if __name__ == "__main__":
+    main()
