@@ -219,6 +219,7 @@ def run_job(name: str, models: list[str], steps: int, width: int) -> dict[str, A
             cwd=folder,
             env={
                 **os.environ,
+                "PATH": f"{BIN}:{os.environ['PATH']}",  # another ninja would build DeepSpeed's operators again
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}",
                 "CUDA_VISIBLE_DEVICES": "",
                 "OMP_NUM_THREADS": "1",
@@ -298,8 +299,8 @@ def main() -> None:
     found = measure(names, models, options.rounds, job)
     about = (
         "2 ranks on the CPU, one thread each, fp32; 4 samples a rank and step; torch's AdamW, linear schedule and\n"
-        f"clipping to {CLIP} as the Trainer sets them. Apart: the largest relative difference of a loss to DDP's at the\n"
-        "same step."
+        f"clipping to {CLIP} as the Trainer sets them. Apart: the largest relative difference of a loss to DDP's at\n"
+        "the same step."
     )
     left_out = f"\n\nDeepSpeed: {NOT_INSTALLED}." if missing else ""
     text = "\n\n".join([about + left_out, *(section_of(model, found) for model in models)])
