@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from launcher.base import env
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.exchange import Exchange, error_text
-from launcher.checkpoint.native import NativeSource
-from launcher.checkpoint.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
+from launcher.checkpoint.formats.native import NativeSource
+from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.zero.parameters import unit_params_of
 from launcher.zero.unit import FlatUnit

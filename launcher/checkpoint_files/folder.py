@@ -120,9 +120,19 @@ def _remove_others(path: Place, manifest: Manifest) -> None:
     """Remove what earlier saves of a tag have left, also those that were killed. What cannot be removed stays."""
     with contextlib.suppress(CheckpointError):  # of a store
         for found in path.iterdir():
-            if _OF_A_SAVE.fullmatch(found.name) and found.name not in manifest.files:
+            if is_of_a_save(found.name) and found.name not in manifest.files:
                 with contextlib.suppress(OSError):
                     found.unlink()
+
+
+def is_of_a_save(name: str) -> bool:
+    """Tell whether a file's name is one that saves give, to what ranks write and to what they share."""
+    return _OF_A_SAVE.fullmatch(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a name is one of `temporary_name`, or of a folder that a first save writes to."""
+    return name.startswith(".") and name.endswith(".tmp")
 
 
 def abandon(draft: Draft) -> None:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from launcher.base import env
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
-from launcher.checkpoint.asynchronous import BackgroundSaver
-from launcher.checkpoint.contents import UnitContents, contents_of, writer_index
 from launcher.checkpoint.exchange import Exchange, error_text
+from launcher.checkpoint.formats.open import is_checkpoint, open_source
+from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint.load import READ_TIMEOUT_S, Target, groups_for, load_parameters
-from launcher.checkpoint.open import is_checkpoint, open_source
-from launcher.checkpoint.rng import restore_rng, rng_state
-from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData
-from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState
+from launcher.checkpoint.saving.asynchronous import BackgroundSaver
+from launcher.checkpoint.saving.contents import UnitContents, contents_of, writer_index
+from launcher.checkpoint.saving.save import Encoded, RankData, Save, SaveRequest, SharedData
+from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import Place

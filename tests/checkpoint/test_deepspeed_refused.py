@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.deepspeed import open_deepspeed
-from launcher.checkpoint.deepspeed.files import holds_deepspeed
+from launcher.checkpoint.formats.deepspeed import open_deepspeed
+from launcher.checkpoint.formats.deepspeed.files import holds_deepspeed
 
 MODEL = "mp_rank_00_model_states.pt"
 

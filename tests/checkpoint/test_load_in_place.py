@@ -12,7 +12,7 @@ from harness.ranks import run_on_ranks
 from torch import Tensor
 
 from launcher.base import env
-from launcher.checkpoint.native import NativeSource
+from launcher.checkpoint.formats.native import NativeSource
 from launcher.comm.gloo import GlooCommunicator
 
 

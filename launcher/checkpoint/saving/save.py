@@ -23,11 +23,11 @@ from torch import Tensor
 
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
-from launcher.checkpoint import tree
-from launcher.checkpoint.contents import UnitContents
 from launcher.checkpoint.exchange import Exchange, error_text
-from launcher.checkpoint.layout_json import layouts_to_json
-from launcher.checkpoint.tensors import FILE_DTYPES, bytes_of, dtype_name
+from launcher.checkpoint.saving.contents import UnitContents
+from launcher.checkpoint.values import tree
+from launcher.checkpoint.values.layout_json import layouts_to_json
+from launcher.checkpoint.values.tensors import FILE_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFileWriter, digest_of
 from launcher.checkpoint_files.folder import (
     Draft,
@@ -45,7 +45,7 @@ from launcher.checkpoint_files.folder import (
 from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from launcher.checkpoint_files.place import Place
 
-SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
+SCRIPT = Path(__file__).parents[1] / "zero_to_fp32.py"
 # Ranks wait so long for each other to have written: longer than any disk takes for what one rank holds.
 WRITE_TIMEOUT_S = 6 * 3600.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.torch_file import open_torch_file
+from launcher.checkpoint.formats.torch_file import open_torch_file
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
