@@ -11,7 +11,6 @@ import base64
 import contextlib
 import datetime
 import json
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from launcher.checkpoint_files.folder import (
     commit,
     draft_of,
     make_executable,
-    make_folder,
+    make_room,
     replace_file,
     set_latest,
     temporary_name,
@@ -166,9 +165,7 @@ class Save:
             )
         if request.is_node_leader and self._exchange.rank != 0:
             try:
-                if self.draft.is_new and self.draft.path.exists():
-                    shutil.rmtree(str(self.draft.path))  # of a save that was killed
-                make_folder(self.draft.path)
+                make_room(self.draft)
             except OSError as raised:
                 error = f"no room can be made: {raised.strerror}"
         failed = self._exchange.all_succeeded(error)
