@@ -127,7 +127,8 @@ class Connected:
         for work in works:
             work.wait()
         for mine, received in zip(tensors, dense, strict=True):
-            copy_unless_same(mine, received)
+            if received is not mine:
+                mine.copy_(received)
 
     def send_and_receive(self, sends: list[Tensor], receives: list[Tensor]) -> list[dist.Work]:
         """Send `sends[peer]` to, and receive `receives[peer]` from, every other rank at once."""
