@@ -36,7 +36,7 @@ xmod yoso visual_bert vilt
 bart bigbird_pegasus blenderbot encoder-decoder fsmt led longt5 m2m_100 marian mbart mt5 nllb-moe pegasus_x prophetnet
 seamless_m4t_v2 switch_transformers t5 t5gemma umt5
 altclip clip clipseg flava florence2 git groupvit idefics2 idefics3 internvl llava llava_next llava_onevision mistral3
-mllama ovis2 paligemma owlvit qwen3_vl qwen3_vl_moe siglip smolvlm video_llava vipllava vision-encoder-decoder
+mllama ovis2 paligemma owlvit qwen2_vl qwen3_vl qwen3_vl_moe siglip smolvlm video_llava vipllava vision-encoder-decoder
 granite_speech voxtral
 beit bit convnext convnextv2 data2vec-vision deit dinov2 dinov3_convnext focalnet hiera imagegpt mobilenet_v2
 mobilevit pvt_v2 regnet resnet rf_detr segformer swiftformer swin2sr swinv2 timesformer videomae vit vit_mae vitdet
@@ -54,6 +54,10 @@ process that sees the batches of both ranks: the largest relative difference of 
 Weights whose gradient is rounding and nothing else (below 1e-6 of the largest: biases of keys) are not compared: AdamW
 makes steps of it all the same. Dropout is 0; what else a model draws in its forward, it draws from the same seed.
 """.strip()
+WHY_BITS_DIFFER = (
+    "Where a tensor is read by several modules, stage 3 adds its gradients module by module, which is another order "
+    "than plain torch's: the last\nbits of a sum differ then."
+)
 LONGEST_RUN_S = 180.0  # one model, three steps, on a machine with other work
 
 
@@ -198,7 +202,7 @@ def report(rows: list[Row]) -> str:
         goals_table([goal]),
         f"Of these, {', '.join(f'{number} are of {name}' for name, number in libraries.items())}. "
         f"{num_same} of {len(counted) * len(SETTINGS)} runs have the same bits as plain torch; for the others a number "
-        "says how far apart they are.",
+        f"says how far apart they are. {WHY_BITS_DIFFER}",
         table(
             ["family", "class", "kind", "parameters", *SETTINGS],
             [
