@@ -51,8 +51,8 @@ METHOD = """
 Small models, none of them adapted, trained 3 steps on 2 ranks with AdamW in fp32, beside AdamW in plain torch on one
 process that sees the batches of both ranks: the largest relative difference of any loss and of any final weight
 (2-norm). At stage 3 every parameter is sharded; the last column keeps optimizer and parameters in host memory.
-Weights whose gradient is rounding and nothing else (below 1e-6 of the largest: biases of keys) are not compared: AdamW
-makes steps of it all the same. Dropout is 0; what else a model draws in its forward, it draws from the same seed.
+Elements whose gradient is rounding and nothing else (below 1e-6 of the largest: biases of keys) are not compared: AdamW
+makes full steps of it all the same. Dropout is 0; what else a model draws in its forward, it draws from the same seed.
 """.strip()
 WHY_BITS_DIFFER = (
     "Where a tensor is read by several modules, stage 3 adds its gradients module by module, which is another order "

@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +66,30 @@ def forward(model: Any, inputs: Any, step: int, rank: int) -> Tensor:
     return loss_of(model(**batch))
 
 
-# A gradient this far below the largest of the model is rounding and nothing else: that of a key's bias, which moves all
-# logits of a softmax alike. AdamW makes steps of it all the same, so that such weights are not compared.
+# A gradient this far below the model's largest is rounding and nothing else: that of a key's bias, which moves all
+# logits of a softmax alike. AdamW makes full steps of it all the same, so that such elements are not compared.
 ROUNDING = 1e-6
 
 
-Expected = tuple[list[list[float]], dict[str, Tensor]]
+@dataclass
+class Expected:
+    """What plain torch arrives at."""
+
+    losses: list[list[float]]  # [step][rank]
+    weights: dict[str, Tensor]  # final
+    is_rounding: dict[str, Tensor]  # of a weight's elements, whether their gradient was nothing but rounding
 
 
 def train_plain(family: Family) -> tuple[Expected, dict[str, Any]]:
-    """Train on one process with the data of all ranks; return losses [step][rank] and final parameters, and facts.
+    """Train on one process with the data of all ranks; return what comes of it, and facts of the model.
 
-    Parameters that have had no gradient but rounding are left out. Raises: ValueError where the loss is no number.
+    Raises: ValueError where a loss is no number.
     """
     model = family.build()
     inputs = family.inputs(model)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = engines_adamw(trained, lr=LR, betas=(0.9, 0.999), weight_decay=WEIGHT_DECAY)
-    losses, largest = [], dict.fromkeys(trained, 0.0)
+    losses, largest = [], {param: torch.zeros_like(param) for param in trained}
     for step in range(NUM_STEPS):
         of_step = []
         for rank in range(NUM_RANKS):
@@ -91,24 +98,24 @@ def train_plain(family: Family) -> tuple[Expected, dict[str, Any]]:
             of_step.append(loss.item())
         for param in trained:
             if param.grad is not None:
-                largest[param] = max(largest[param], param.grad.abs().max().item())
+                torch.maximum(largest[param], param.grad.abs(), out=largest[param])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(of_step)
-    limit = ROUNDING * max(largest.values())
-    names = {
-        name
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if not 0.0 < largest.get(param, 0.0) < limit
-    }
     if not all(math.isfinite(loss) for of_step in losses for loss in of_step):
         raise ValueError("the loss is no number")
+    limit = ROUNDING * max(grad.max().item() for grad in largest.values())
+    params = dict(model.named_parameters(remove_duplicate=False))
+    weights = {name: value for name, value in model.state_dict().items() if name in params}
+    is_rounding = {
+        name: (largest[param] > 0) & (largest[param] < limit) for name, param in params.items() if param in largest
+    }
     facts = {
         "class": type(model).__name__,
         "kind": kind_of(family.name, model),
         "parameters": sum(param.numel() for param in model.parameters()),
     }
-    return (losses, {name: value for name, value in model.state_dict().items() if name in names}), facts
+    return Expected(losses, weights, is_rounding), facts
 
 
 def train_engine(family: Family, setting: str, rank: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -137,16 +144,18 @@ def worst_loss(found: list[list[float]], expected: list[list[float]]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
 
 
-def worst_weight(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+def worst_weight(found: dict[str, Tensor], expected: Expected) -> tuple[float, str]:
     """Return the largest relative 2-norm difference of a parameter, and its name."""
     worst, where = 0.0, ""
-    for name, value in expected.items():
+    for name, value in expected.weights.items():
         if name not in found:
-            return float("inf"), f"{name} is not in the engine's state dict"
-        distance = (found[name].double() - value.double()).norm().item()
-        norm = max(value.double().norm().item(), 1e-12)
-        if not distance / norm <= worst:  # also where it is no number
-            worst, where = distance / norm, name
+            return float("inf"), f"{name}, which is not in the engine's state dict"
+        difference = (found[name].double() - value.double()).masked_fill(
+            expected.is_rounding.get(name, torch.tensor(False)), 0.0
+        )
+        relative = difference.norm().item() / max(value.double().norm().item(), 1e-12)
+        if not relative <= worst:  # also where it is no number
+            worst, where = relative, name
     return worst, where
 
 
@@ -188,11 +197,14 @@ class Runs:
         of_ranks: list[Any] = [None] * NUM_RANKS
         dist.all_gather_object(of_ranks, losses)
         if self.rank == 0:
-            plain_losses, plain_weights = expected
             by_step = [list(row) for row in zip(*of_ranks, strict=True)]
-            weight, where = worst_weight(weights, plain_weights)
+            weight, where = worst_weight(weights, expected)
             self.note(
-                family=family.name, setting=setting, loss=worst_loss(by_step, plain_losses), weight=weight, where=where
+                family=family.name,
+                setting=setting,
+                loss=worst_loss(by_step, expected.losses),
+                weight=weight,
+                where=where,
             )
 
 
