@@ -179,7 +179,8 @@ def class_of(model_type: str) -> tuple[str, str]:
     from transformers.models.auto import modeling_auto
 
     for kind, head in HEADS:
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES" if head else "MODEL_MAPPING_NAMES")
+        # Not every release of transformers has all of them.
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES" if head else "MODEL_MAPPING_NAMES", {})
         if model_type in mapping:
             name = mapping[model_type]
             return kind, name if isinstance(name, str) else name[0]
