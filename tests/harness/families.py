@@ -104,7 +104,7 @@ def train_plain(family: Family) -> tuple[Expected, dict[str, Any]]:
         losses.append(of_step)
     if not all(math.isfinite(loss) for of_step in losses for loss in of_step):
         raise ValueError("the loss is no number")
-    limit = ROUNDING * max(grad.max().item() for grad in largest.values())
+    limit = ROUNDING * max(grad.max().item() for grad in largest.values() if grad.numel())
     params = dict(model.named_parameters(remove_duplicate=False))
     weights = {name: value for name, value in model.state_dict().items() if name in params}
     is_rounding = {
