@@ -23,7 +23,7 @@ help: ## list the targets
 install: $(VENV)/.installed-dev ## make the environment with all that the other targets need
 
 demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks with ZeRO stage 2
-	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json
+	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models ## install what the tests need and run them all
 	@.ci/system-packages
@@ -54,10 +54,10 @@ soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, e
 soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
 	@.ci/system-packages
 	$(BIN)/python -m pytest -q -m soak tests/test_benchmarks.py
-	$(BIN)/python benchmarks/random_kills.py --count 20
-	$(BIN)/python benchmarks/checkpoint_kills.py --count 20
-	$(BIN)/python benchmarks/fuzz.py --count 5000
-	$(BIN)/python benchmarks/checkpoint_fuzz.py --count 900
+	$(BIN)/python benchmarks/random_kills.py --count 12
+	$(BIN)/python benchmarks/checkpoint_kills.py --count 10
+	$(BIN)/python benchmarks/fuzz.py --count 2000
+	$(BIN)/python benchmarks/checkpoint_fuzz.py --count 300
 	PYTHONPATH=tests $(BIN)/python benchmarks/stalls.py --pause 6 --disk 6 --lease 3 --hosts 8
 
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code

@@ -34,8 +34,8 @@ from torch import nn
 
 import launcher
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint import tree
-from launcher.checkpoint.native import NativeSource
+from launcher.checkpoint.formats.native import NativeSource
+from launcher.checkpoint.values import tree
 from launcher.checkpoint_files.blocks import digest_of
 from launcher.checkpoint_files.manifest import MANIFEST
 

@@ -4,9 +4,11 @@
 
 Each round starts 2 ranks, which load what `latest` names, train and save, step after step: under new tags or under one
 that is there already, with or without `checkpoint.async`. At a random instant of a save a rank or all of them are
-killed, or one rank's writes fail with ENOSPC or EIO. What the next round loads must be no older than the last save that
-was reported as done, and every loss must be, bit by bit, that of a training that was never interrupted. Writes a
-section of docs/benchmarks.md; exit code 1 when any round went wrong.
+killed, or one rank's writes fail with ENOSPC or EIO; or `launch` has started the ranks on two nodes, and all processes
+of one node are killed at once: its agent and its rank. Nodes are addresses of this machine that an sshd of our own
+serves; without sshd they are left out. What the next round loads must be no older than the last save that was reported
+as done, and every loss must be, bit by bit, that of a training that was never interrupted. Writes a section of
+docs/benchmarks.md; exit code 1 when any round went wrong.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ import random
 import selectors
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,20 +36,24 @@ from unittest import mock
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
 
 import torch
-from common import Section, argument_parser, median, table
+from common import ROOT, Section, argument_parser, median, table
+from harness import sshd
 from harness.ports import free_port
 from torch import Tensor, nn
 
 import launcher
 from launcher.base.errors import CheckpointError
-from launcher.base.processes import die_with_parent
+from launcher.base.exit_codes import ExitCode
+from launcher.base.processes import descendants, die_with_parent
 from launcher.checkpoint_files.folder import committed_in, latest_tag
 
 RANKS, WIDTH, BATCH = 2, 512, 8
 NUM_STEPS = 400  # of the training that is not interrupted; others begin anew before its end
 HANG_S = 60.0
 KEPT = 3  # checkpoints; older ones are removed between rounds
-VICTIMS = ("rank 0", "rank 1", "all ranks", "ENOSPC", "EIO")
+# A round with nodes takes as long as several others.
+VICTIMS = (*("rank 0", "rank 1", "all ranks", "ENOSPC", "EIO") * 2, "node 0", "node 1")
+NODES = ("127.0.0.2", "127.0.0.3")
 SAME_TAG = "same"
 
 
@@ -173,19 +180,57 @@ def failing_writes(plan: Round, rank: int) -> Iterator[None]:
         yield
 
 
+def on_a_node(pipe: str, root: str, plan: str) -> None:
+    """Do what `interrupted` does, in a process that `launch` has started. pipe: the path of one; plan: as JSON."""
+    rank = int(os.environ["RANK"])
+    Path(pipe).with_name(f"pid-{rank}").write_text(str(os.getpid()))
+    interrupted(rank, os.open(pipe, os.O_WRONLY), Path(root), Round(**json.loads(plan)))
+
+
 # ---- both of them ----
 
 
-class Ranks:
+class Job:
+    """Two ranks, and a pipe for what rank 0 says."""
+
+    problem = ""  # after `end()`: what was wrong about it
+
+    def __init__(self, pipe: int) -> None:
+        """pipe: its end for reading."""
+        self._pipe, self._rest = pipe, b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(pipe, selectors.EVENT_READ)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the ranks
+
+    def messages(self, timeout_s: float) -> Iterator[dict[str, Any]]:
+        """Yield what rank 0 says, until `timeout_s` have passed or all ranks have ended."""
+        end_s = time.monotonic() + timeout_s
+        while self._selector.select(max(0.0, end_s - time.monotonic())):
+            data = os.read(self._pipe, 65536)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            yield from map(json.loads, lines)
+            if not data:
+                return
+
+    def kill(self, victim: str) -> None:
+        """Kill what a round is to kill."""
+        raise NotImplementedError
+
+    def end(self) -> str:
+        """Have nothing be left. Returns what the ranks wrote."""
+        self._selector.close()
+        os.close(self._pipe)
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-3000:]
+
+
+class Ranks(Job):
     """Two forks of this process, which has loaded torch and started no thread."""
 
     def __init__(self, body: Callable[..., None], *arguments: Any) -> None:
         """body: called on each as `body(rank, pipe, *arguments)`."""
         read, write = os.pipe()
-        self._pipe, self._rest = read, b""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(read, selectors.EVENT_READ)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the ranks
+        super().__init__(read)
         port, parent = free_port(), os.getpid()
         self.pids = [self._fork(rank, port, parent, write, body, arguments) for rank in range(RANKS)]
         os.close(write)
@@ -207,31 +252,64 @@ class Ranks:
             os._exit(1)
         os._exit(0)
 
-    def messages(self, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Yield what rank 0 says, until `timeout_s` have passed or all ranks have ended."""
-        end_s = time.monotonic() + timeout_s
-        while self._selector.select(max(0.0, end_s - time.monotonic())):
-            data = os.read(self._pipe, 65536)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            yield from map(json.loads, lines)
-            if not data:
-                return
-
-    def kill(self, ranks: list[int]) -> None:
-        """Kill some."""
-        for rank in ranks:
+    def kill(self, victim: str) -> None:
+        for rank in {"rank 0": [0], "rank 1": [1]}.get(victim, [0, 1]):
             os.kill(self.pids[rank], signal.SIGKILL)
 
     def end(self) -> str:
-        """Kill those that are left, and wait for all. Returns what they wrote."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        self._selector.close()
-        os.close(self._pipe)
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-3000:]
+        return super().end()
+
+
+class Nodes(Job):
+    """Two nodes of one rank each, which `launch` has started."""
+
+    def __init__(self, server: sshd.LoopbackSshd, root: Path, plan: Round) -> None:
+        self._folder = Path(tempfile.mkdtemp())
+        pipe = self._folder / "pipe"
+        os.mkfifo(pipe)
+        super().__init__(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+        # Until rank 0 has opened it: a pipe that no one writes to seems to have ended.
+        self._writer = os.open(pipe, os.O_WRONLY)
+        script = self._folder / "script.py"
+        words = (str(pipe), str(root), json.dumps(asdict(plan)))
+        script.write_text(
+            f"import sys\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
+            f"import checkpoint_kills\ncheckpoint_kills.on_a_node(*{words!r})\n"
+        )
+        hostfile = self._folder / "hostfile"
+        hostfile.write_text("".join(f"{node} slots=1\n" for node in NODES))
+        options = ["--hostfile", str(hostfile), "--ssh_config", str(server.ssh_config), "--grace", "1"]
+        self._launch = subprocess.Popen(
+            [sys.executable, "-m", "launcher", *options, str(script)],
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    def kill(self, victim: str) -> None:
+        rank = int((self._folder / f"pid-{victim[-1]}").read_text())
+        agent = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in (agent, *descendants(agent)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        """Wait for `launch`, which ends the other node. Returns what it wrote."""
+        os.close(self._writer)
+        try:
+            code = self._launch.wait(HANG_S)
+        except subprocess.TimeoutExpired:
+            self._launch.terminate()
+            code = self._launch.wait()
+        shutil.rmtree(self._folder)
+        if code != ExitCode.UNREACHABLE:
+            self.problem = f"launch ended with {code}"
+        return super().end()
 
 
 # ---- rounds ----
@@ -245,6 +323,7 @@ class Story:
     expected: list[str]  # losses, by step
     saved: int = 0  # the newest step of which a save was reported as done
     begun: int = 0  # and begun
+    server: sshd.LoopbackSshd | None = None  # of nodes
     save_s: list[float] = field(default_factory=lambda: [0.1])
     problems: list[str] = field(default_factory=list)
     failures: int = 0  # saves that said that they failed
@@ -272,7 +351,8 @@ def one_round(story: Story, plan: Round, chance: random.Random) -> bool:
     """Start, save, kill. Returns whether it was killed within a save."""
     if story.begun > len(story.expected) - 30 or (plan.is_same_tag and latest_tag(story.root) not in (None, SAME_TAG)):
         story.begin_anew()
-    ranks = Ranks(interrupted, story.root, plan)
+    is_node = plan.victim.startswith("node") and story.server is not None
+    ranks = Nodes(story.server, story.root, plan) if is_node else Ranks(interrupted, story.root, plan)
     num_before = len(story.problems)
     num_saves = chance.choice((1, 1, 2)) + (plan.victim in ("ENOSPC", "EIO"))
     begin_s = 0.0
@@ -290,10 +370,11 @@ def one_round(story: Story, plan: Round, chance: random.Random) -> bool:
         return False
     for message in ranks.messages(chance.random() * 1.3 * median(story.save_s[-30:])):
         story.hear(message)
-    ranks.kill({"rank 0": [0], "rank 1": [1]}.get(plan.victim, [0, 1]))
+    ranks.kill(plan.victim)
     for message in ranks.messages(0.05):  # then the launcher ends the other rank
         story.hear(message)
     log = ranks.end()
+    story.problems += [ranks.problem] if ranks.problem else []
     if len(story.problems) > num_before:
         story.problems[-1] = f"{plan.name}: {story.problems[-1]}\n{log}"
     return story.begun > story.saved
@@ -336,14 +417,18 @@ def main() -> None:
     counts: collections.Counter[str] = collections.Counter()
     within: collections.Counter[str] = collections.Counter()
     wrong: collections.Counter[str] = collections.Counter()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    why_no_nodes = sshd.available()
+    victims = [each for each in VICTIMS if not (why_no_nodes and each.startswith("node"))]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
+        server = None if why_no_nodes else stack.enter_context(sshd.LoopbackSshd(Path(folder, "sshd")))
         num_steps = min(NUM_STEPS, 40 + 6 * options.count)
-        story = Story(Path(folder, "saved"), losses_of_reference(num_steps))
+        story = Story(Path(folder, "saved"), losses_of_reference(num_steps), server=server)
         for number in range(options.count):
             if number % 20 == 0:
                 sys.stderr.write(f"{number} of {options.count}, {time.monotonic() - start_s:.0f} s\n")
             plan = Round(
-                chance.choice(VICTIMS),
+                chance.choice(victims),
                 chance.random() < 0.5,
                 chance.random() < 0.5,
                 chance.randrange(RANKS),
@@ -363,6 +448,7 @@ def main() -> None:
         f"{RANKS} ranks, ZeRO-2, AdamW, {4 * (WIDTH + 1) * WIDTH:,} parameters in fp32; a save takes"
         f" {1000 * median(story.save_s):.0f} ms (median); {story.failures} saves failed with an error and the training"
         f" continued; {time.monotonic() - start_s:.0f} s in all; seed {options.seed}.\n\n{table(columns, rows)}\n\n"
+        f"{f'No node was killed: {why_no_nodes}. ' if why_no_nodes else ''}"
         f"Problems: {len(story.problems) or 'none'}."
     )
     page.write(f"{options.count} rounds, one kill each", text, options.output)

@@ -43,6 +43,7 @@ SHORT = {
     "memory_table": ("--worlds 2 --precisions fp32", 0),
     "nvme": ("--size 4MiB --seconds 0.01 --rounds 1", 0),
     "nvme_step": ("--layers 1 --rounds 1", 0),
+    "hf_trainer": ("--rounds 1 --models vit --steps 3 --width 64 --engines launch", 0),
     "growth": ("--units 2 --rounds 1", 0),
     "start_7b": ("--worlds 8 --layers 2", 0),
     "cpu_kernels": ("--numel-mi 1 --rounds 1 --threads 1 --cases Lion", 0),
@@ -53,7 +54,7 @@ SHORT = {
 SLOW = {
     *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
     *("parity_table", "architectures", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
-    *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32"),
+    *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32", "hf_trainer"),
 }
 NEEDS = {
     "fanout": sshd.available,

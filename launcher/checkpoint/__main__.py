@@ -12,9 +12,9 @@ from launcher.base.exit_codes import ExitCode
 # Command -> the module whose `run(arguments)` does it.
 COMMANDS = {
     "to-fp32": "launcher.checkpoint.zero_to_fp32",
-    "export": "launcher.checkpoint.export",
-    "import": "launcher.checkpoint.imports",
-    "export-dcp": "launcher.checkpoint.dcp_export",
+    "export": "launcher.checkpoint.convert.to_hugging_face",
+    "import": "launcher.checkpoint.convert.to_ours",
+    "export-dcp": "launcher.checkpoint.convert.to_dcp",
 }
 
 

@@ -6,6 +6,7 @@ therefore continues with what is left to gather, and says at the end what it met
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from launcher.base import env
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.exchange import Exchange, error_text
-from launcher.checkpoint.native import NativeSource
-from launcher.checkpoint.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
+from launcher.checkpoint.formats.native import NativeSource
+from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.zero.parameters import unit_params_of
 from launcher.zero.unit import FlatUnit
@@ -67,23 +69,38 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target) -> str | No
             if target.loads_weights:
                 _load_weights(source, unit)
             if target.optimizer is not None and is_trained:
-                states = {shard.name: _state_of(source, shard) for shard in unit.shards if shard.owned}
-                target.optimizer.load_unit(unit.index, states)
+                optimizer = target.optimizer
+                states = {shard.name: _state_of(source, shard, optimizer) for shard in unit.shards if shard.owned}
+                optimizer.load_unit(unit.index, states)
         except Exception as error:  # noqa: BLE001  # whatever it is: the other ranks gather with this one
             said = error_text(error)
-        unit.write_back(is_written=False, overlaps=True)  # gathered while the next unit is read
+        if not _is_read_whole(source, unit):
+            unit.write_back(is_written=False, overlaps=True)  # gathered while the next unit is read
     unit.params.after_load()
     return said
 
 
 def _load_weights(source: CheckpointSource, unit: FlatUnit) -> None:
-    master = unit.params.master
-    for slot, shared in unit.layout.slots_in(unit.owned):
+    values, held = unit.params.master, unit.owned
+    if _is_read_whole(source, unit):
+        values, held = unit.params.flat, range(unit.layout.padded_numel)
+    for slot, shared in unit.layout.slots_in(held):
         if slot.name not in source.params:
             continue
-        place = slice(shared.start - unit.owned.start, shared.stop - unit.owned.start)
-        _read(source, WEIGHT, slot.name, shared.start - slot.offset, master[place])
+        place = slice(shared.start - held.start, shared.stop - held.start)
+        _read(source, WEIGHT, slot.name, shared.start - slot.offset, values[place])
     unit.params.renew_copy()
+
+
+def _is_read_whole(source: CheckpointSource, unit: FlatUnit) -> bool:
+    """Whether every rank reads all weights of a unit, instead of its part and then the others' from these ranks.
+
+    CPU ranks of one host do where parameters are their own masters: the page cache is quicker than a socket.
+    """
+    params, num_ranks = unit.params, unit.mesh.data.world_size
+    is_near = os.environ.get(env.LOCAL_WORLD_SIZE.name) == str(num_ranks) and "://" not in source.where
+    is_in_place = not params.is_sharded and params.master is params.shard
+    return is_near and is_in_place and params.flat.device.type == "cpu"
 
 
 def _read(source: CheckpointSource, key: str, name: str, start: int, out: Tensor) -> None:
@@ -96,14 +113,19 @@ def _read(source: CheckpointSource, key: str, name: str, start: int, out: Tensor
     out.copy_(read)
 
 
-def _state_of(source: CheckpointSource, shard: ParamShard) -> dict[str, Any]:
-    """Return the state of what a rank owns of a parameter, on the host; empty where nothing is known of it."""
+def _state_of(source: CheckpointSource, shard: ParamShard, optimizer: FlatOptimizer) -> dict[str, Any]:
+    """Return the state of what a rank owns of a parameter; empty where nothing is known of it.
+
+    It is read into the optimizer's own memory where that is on the host: new memory takes longer than reading does.
+    """
     stored = source.params.get(shard.name)
     if stored is None:
         return {}
     state: dict[str, Any] = dict(stored.scalars)
     for name, dtype in stored.states.items():
-        values = torch.empty(len(shard.owned), dtype=getattr(torch, dtype))
+        values = optimizer.room_of(shard, name)
+        if values is None or values.device.type != "cpu":
+            values = torch.empty(len(shard.owned), dtype=getattr(torch, dtype))
         source.read(name, shard.name, shard.owned.start, values)
         state[name] = values
     if isinstance(source, NativeSource):

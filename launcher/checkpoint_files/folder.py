@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -68,12 +69,22 @@ class Draft:
     root: Place
     tag: str
     path: Place  # where its files are written
-    suffix: str  # of their names
+    save_id: str
 
     @property
     def is_new(self) -> bool:
         """Whether the tag is new: then the folder appears with the commit."""
         return self.path.name != self.tag
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of its files."""
+        return "" if self.is_new else f"-{self.save_id}"
+
+    @property
+    def marker(self) -> str:
+        """The name of an empty file in a new folder: it is the folder of this save until the commit."""
+        return f".save-{self.save_id}"
 
     def file(self, stem: str, extension: str) -> str:
         """Return the name of a file."""
@@ -87,17 +98,23 @@ def begin(root: Place, tag: str, save_id: str) -> Draft:
         return draft_of(root, check_tag(tag), save_id, is_new=False)
     make_folder(root)
     draft = draft_of(root, check_tag(tag), save_id, is_new=not (root / tag).exists())
-    if draft.is_new:
-        assert isinstance(draft.path, Path)
-        if draft.path.exists():
-            shutil.rmtree(draft.path)  # of a save that was killed
-        draft.path.mkdir()
+    make_room(draft)
     return draft
+
+
+def make_room(draft: Draft) -> None:
+    """Make the local folder that a draft is written to. Raises: OSError."""
+    assert isinstance(draft.path, Path)
+    if draft.is_new and draft.path.exists():
+        shutil.rmtree(draft.path)  # of a save that was killed
+    make_folder(draft.path)
+    if draft.is_new:
+        (draft.path / draft.marker).touch()
 
 
 def draft_of(root: Place, tag: str, save_id: str, *, is_new: bool) -> Draft:
     """Return the draft that another process has begun."""
-    return Draft(root, tag, root / f".{tag}.tmp", "") if is_new else Draft(root, tag, root / tag, f"-{save_id}")
+    return Draft(root, tag, root / (f".{tag}.tmp" if is_new else tag), save_id)
 
 
 def commit(draft: Draft, manifest: Manifest) -> Place:
@@ -106,29 +123,62 @@ def commit(draft: Draft, manifest: Manifest) -> Place:
     Raises: OSError, CheckpointError.
     """
     final = draft.root / draft.tag
+    _check_own(draft, manifest)
     sync_folder(draft.path)  # the names of its files are there before the manifest that tells of them
     replace_file(draft.path / MANIFEST, manifest.text())
     if draft.is_new and isinstance(draft.path, Path):
-        draft.path.rename(str(final))
+        (draft.path / draft.marker).unlink()
+        try:
+            draft.path.rename(str(final))
+        except OSError:
+            shutil.rmtree(draft.path, ignore_errors=True)
+            raise
         sync_folder(draft.root)
     else:
         _remove_others(final, manifest)
     return final
 
 
+def _check_own(draft: Draft, manifest: Manifest) -> None:
+    """Raises: CheckpointError where another job has removed what this save wrote, or has put its own in this place."""
+    if not isinstance(draft.path, Path):
+        return
+    names = set(os.listdir(draft.path)) if draft.path.is_dir() else set()
+    expected = set() if manifest.is_node_local else {*manifest.files}  # of other hosts, some are there
+    if draft.is_new:
+        expected.add(draft.marker)
+    if not expected <= names:
+        raise CheckpointError(
+            f"{min(expected - names)} of this save is gone: it was removed, or another job saves here",
+            where=str(draft.path),
+            hint="give every job a folder of its own",
+        )
+
+
 def _remove_others(path: Place, manifest: Manifest) -> None:
     """Remove what earlier saves of a tag have left, also those that were killed. What cannot be removed stays."""
     with contextlib.suppress(CheckpointError):  # of a store
         for found in path.iterdir():
-            if _OF_A_SAVE.fullmatch(found.name) and found.name not in manifest.files:
+            if is_of_a_save(found.name) and found.name not in manifest.files:
                 with contextlib.suppress(OSError):
                     found.unlink()
+
+
+def is_of_a_save(name: str) -> bool:
+    """Tell whether a file's name is one that saves give, to what ranks write and to what they share."""
+    return _OF_A_SAVE.fullmatch(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a name is one of `temporary_name`, or of a folder that a first save writes to."""
+    return name.startswith(".") and name.endswith(".tmp")
 
 
 def abandon(draft: Draft) -> None:
     """Remove what a save that failed has written, as far as that is possible, unless it has been committed."""
     if draft.is_new and isinstance(draft.path, Path):
-        shutil.rmtree(draft.path, ignore_errors=True)
+        if (draft.path / draft.marker).exists():  # else another job's save has taken its place
+            shutil.rmtree(draft.path, ignore_errors=True)
         return
     with contextlib.suppress(OSError, CheckpointError):  # of a manifest that cannot be read nothing is removed
         manifest = draft.path / MANIFEST
@@ -173,7 +223,10 @@ def make_folder(path: Place) -> None:
         return  # stores have no folders
     path = path.absolute()
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file, or a link that leads nowhere", str(path)) from None
     for each in missing:
         with contextlib.suppress(PermissionError):  # of a folder that one may add to and not read
             sync_folder(each.parent)

@@ -106,7 +106,8 @@ def check_tag(tag: str) -> str:
     if not is_word or not tag or "/" in tag or tag.startswith(".") or tag in _RESERVED:
         raise CheckpointError(
             f"the tag {tag[:80]!r} cannot name a folder of its own",
-            hint="use one without slashes that does not begin with a dot, such as global_step100",
+            hint="use one without slashes that does not begin with a dot, such as global_step100;"
+            f" it may have {_MAX_TAG_BYTES} bytes",
         )
     return tag
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import stat
 import time
@@ -13,14 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint_files.folder import Committed, committed_in, latest_tag, sync_folder
+from launcher.checkpoint_files.folder import (
+    Committed,
+    committed_in,
+    is_of_a_save,
+    is_temporary,
+    latest_tag,
+    sync_folder,
+)
 from launcher.checkpoint_files.manifest import MANIFEST
 from launcher.checkpoint_files.place import Place, children
 from launcher.checkpoint_files.remote import RemotePath
 
 # A save that still runs has written something more recently than this.
 MIN_AGE_S = 900.0
-_OF_A_SAVE = re.compile(r"(rank-\d+|state).*\.(safetensors|json)|\.[^/]+\.tmp")
 
 
 @dataclass(frozen=True)
@@ -112,14 +117,14 @@ def remove_leftover(leftover: Leftover) -> None:
 
 def _paths_left(root: Place) -> Iterator[Place]:
     for path in children(root):
-        if path.name.startswith(".") and path.name.endswith(".tmp") and not path.is_symlink():
+        if is_temporary(path.name) and not path.is_symlink():
             yield path
         elif isinstance(path, RemotePath) and not (path / MANIFEST).exists():  # a first save that did not end
-            yield from (each for each in path.iterdir() if _OF_A_SAVE.fullmatch(each.name))
+            yield from (each for each in path.iterdir() if is_of_a_save(each.name))
     for each in committed_in(root):
         for path in children(each.path):
             is_known = path.name in each.manifest.files or path.name == MANIFEST
-            if not is_known and _OF_A_SAVE.fullmatch(path.name) and path.is_file():
+            if not is_known and (is_of_a_save(path.name) or is_temporary(path.name)) and path.is_file():
                 yield path
 
 

@@ -120,9 +120,14 @@ class Connected:
         """See `Communicator`."""
         if self.rank == source:
             observe.note_sent(sum(tensor.nbytes for tensor in tensors) * (self.world_size - 1))
-        works = [dist.broadcast(t, group=self.process_group, group_src=source, async_op=True) for t in tensors]
+        dense = [each.contiguous() for each in tensors]
+        # As bytes: backends lack types that buffers have, such as uint16, and complex numbers.
+        sent = [each.view(-1).view(torch.uint8) for each in dense]
+        works = [dist.broadcast(t, group=self.process_group, group_src=source, async_op=True) for t in sent]
         for work in works:
             work.wait()
+        for mine, received in zip(tensors, dense, strict=True):
+            copy_unless_same(mine, received)
 
     def send_and_receive(self, sends: list[Tensor], receives: list[Tensor]) -> list[dist.Work]:
         """Send `sends[peer]` to, and receive `receives[peer]` from, every other rank at once."""

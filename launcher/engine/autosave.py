@@ -71,13 +71,14 @@ class Autosave:
     def _leave(self, engine: SavingEngine, folder: str) -> None:
         with contextlib.suppress(CheckpointError):  # an asynchronous save has failed before, and rank 0 has said so
             engine.wait_for_checkpoint()
-        engine.save_checkpoint(folder, client_state=engine.client_state)
-        engine.wait_for_checkpoint()
+        try:
+            engine.save_checkpoint(folder, client_state=engine.client_state)
+            engine.wait_for_checkpoint()
+            outcome = f"step {engine.global_steps} is saved in {folder}"
+        except CheckpointError as error:  # on all ranks: what starts the job again must do so all the same
+            outcome = f"step {engine.global_steps} could not be saved, the checkpoint before is as it was: {error}"
         if engine.global_rank == 0:
             get_logger().warning(
-                "the job is about to be preempted: step %d is saved in %s, the ranks end with %d to be started again",
-                engine.global_steps,
-                folder,
-                EXIT_REQUEUE,
+                "the job is about to be preempted: %s; the ranks end with %d to be started again", outcome, EXIT_REQUEUE
             )
         raise SystemExit(EXIT_REQUEUE)

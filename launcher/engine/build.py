@@ -240,8 +240,7 @@ def _place_buffers(model: nn.Module, settings: Config, precision: Precision, gro
         buffers_kept(model, group.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)),
     ):
         model.to(device=group.device, dtype=param_dtype)
-    tensors = [buffer.data for buffer in model.buffers()]
-    collectives.broadcast(group, [torch.view_as_real(t) if t.is_complex() else t for t in tensors])
+    collectives.broadcast(group, [buffer.data for buffer in model.buffers()])
 
 
 def _place_others(model: nn.Module, precision: Precision, group: DataParallelGroup) -> None:

@@ -37,9 +37,9 @@ def buffer_dtype(own: torch.dtype, param_dtype: torch.dtype, named: torch.dtype 
     """Return what a buffer of type `own` becomes. named: the config's `data_types.buffer_dtype`.
 
     A 16-bit model has 16-bit buffers. One in fp32 leaves them as they are, float64 for example. Integers and complex
-    numbers, such as rotary frequencies, are never cast.
+    numbers, such as rotary frequencies, are never cast, nor is what is quantized to 8 bits or fewer.
     """
-    if not own.is_floating_point:
+    if not own.is_floating_point or own.itemsize == 1:
         return own
     return named or (own if param_dtype == torch.float32 else param_dtype)
 

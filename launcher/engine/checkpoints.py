@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from launcher.base import env
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
-from launcher.checkpoint.asynchronous import BackgroundSaver
-from launcher.checkpoint.contents import UnitContents, contents_of, writer_index
 from launcher.checkpoint.exchange import Exchange, error_text
+from launcher.checkpoint.formats.open import is_checkpoint, open_source
+from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint.load import READ_TIMEOUT_S, Target, groups_for, load_parameters
-from launcher.checkpoint.open import is_checkpoint, open_source
-from launcher.checkpoint.rng import restore_rng, rng_state
-from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData
-from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState
+from launcher.checkpoint.saving.asynchronous import BackgroundSaver
+from launcher.checkpoint.saving.contents import UnitContents, contents_of, writer_index
+from launcher.checkpoint.saving.save import Encoded, RankData, Save, SaveRequest, SharedData
+from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import Place
@@ -344,6 +344,13 @@ def _extra_state_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def _overwrite(buffer: Tensor, value: Tensor) -> None:
+    """Copy a value of the same shape, as bytes where that can be: torch copies no integers of fewer than 8 bits."""
+    if buffer.dtype == value.dtype and buffer.is_contiguous():
+        buffer, value = (each.view(-1).view(torch.uint8) for each in (buffer, value.contiguous()))
+    buffer.copy_(value)
+
+
 def _load_buffers(model: nn.Module, source: CheckpointSource, rank: int, world_size: int) -> None:
     """Load buffers, this rank's own where it saved some, and extra state."""
     own = source.private(rank, world_size).get("of_world", {}).get("buffers", {})
@@ -354,7 +361,7 @@ def _load_buffers(model: nn.Module, source: CheckpointSource, rank: int, world_s
                 if saved[name].shape != buffer.shape:  # `copy_` would spread one value over many
                     shapes = f"{list(saved[name].shape)} in the checkpoint, {list(buffer.shape)} in the model"
                     raise CheckpointError(f"the buffer {name} has the shape {shapes}")
-                buffer.copy_(saved[name])
+                _overwrite(buffer, saved[name])
             elif name in source.params:  # of a format that keeps buffers as it keeps parameters
                 read = torch.empty(buffer.numel(), dtype=buffer.dtype)
                 source.read(WEIGHT, name, 0, read)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from launcher.base.errors import CheckpointError, EngineError
 from launcher.base.log import get_logger
-from launcher.checkpoint.rng import restore_rng, rng_state
+from launcher.checkpoint.values.rng import restore_rng, rng_state
 
 _MAX_NUMBER = 2**62  # in a saved state: sums of two stay within what a generator takes as a seed
 _END = object()

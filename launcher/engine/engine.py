@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import heartbeat, tell
-from launcher.checkpoint.source import RunState
+from launcher.checkpoint.formats.source import RunState
 from launcher.comm import collectives
 from launcher.comm.groups import DataParallelGroup
 from launcher.comm.mesh import ParallelMesh

@@ -150,6 +150,16 @@ class FlatOptimizer(ABC):
         self.load_groups(state["groups"])
         return found
 
+    def room_of(self, shard: ParamShard, name: str) -> Tensor | None:
+        """Return the memory that a state by element will have, 1-D; None where that is not known yet.
+
+        What was written there may be given to `load_unit` of this shard, which then copies nothing.
+        """
+        state = shard.state.get(name)
+        if not isinstance(state, Tensor) or state.numel() != len(shard.owned) or not state.untyped_storage().nbytes():
+            return None
+        return state.view(-1) if state.dim() > 0 and state.is_contiguous() else None
+
     def load_unit(self, unit: int, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the states of a unit's shards by copies of `states`, by name."""
         for shard in self._of_unit.get(unit, ()):
@@ -163,6 +173,11 @@ class FlatOptimizer(ABC):
     @abstractmethod
     def load_state(self, shard: ParamShard, state: Mapping[str, Any]) -> None:
         """Replace the state of a shard by a copy of `state`, of the same elements; empty: as before the first step."""
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two contiguous tensors are one, in whatever shapes."""
+    return one.data_ptr() == other.data_ptr() and one.nbytes == other.nbytes and one.dtype == other.dtype
 
 
 @runtime_checkable

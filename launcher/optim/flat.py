@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.kernels.api import DeviceScale, GradScale
-from launcher.optim.api import FlatOptimizer, ParamShard
+from launcher.optim.api import FlatOptimizer, ParamShard, is_same_memory
 from launcher.optim.catalog import kernel_of, ready_fused_sgd
 from launcher.optim.rules import check_torch_steps
 from launcher.optim.states import options_of
@@ -99,15 +99,20 @@ class TorchFlat(FlatOptimizer):
         """Replace the state of a shard by a copy of `state`, of the same elements."""
         param = self._params[shard]
         is_fused = bool(self._inner.param_groups[shard.group].get("fused"))
-        placed = {name: _placed(value, param, is_fused) for name, value in state.items()}
+        placed = {name: _placed(value, shard.state.get(name), param, is_fused) for name, value in state.items()}
         shard.state.clear()
         shard.state.update(placed)
 
 
-def _placed(value: Any, param: Tensor, is_fused: bool) -> Any:
-    """Return a copy of a state's value where the optimizer expects it: counters beside a fused kernel, else on CPU."""
+def _placed(value: Any, kept: Any, param: Tensor, is_fused: bool) -> Any:
+    """Return a copy of a state's value where the optimizer expects it: counters beside a fused kernel, else on CPU.
+
+    kept: the state there is, or None; its own memory is not copied.
+    """
     if not isinstance(value, Tensor):
         return value
+    if isinstance(kept, Tensor) and kept.dim() > 0 and is_same_memory(kept, value):
+        return kept
     if value.dim() == 0:
         return value.to(param.device if is_fused else "cpu").clone()
     value = value.to(param.device, copy=True)

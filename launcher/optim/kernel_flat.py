@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.comm.groups import DataParallelGroup
 from launcher.kernels.api import DeviceScale, GradScale, Kernel, Rule, Span
-from launcher.optim.api import ParamShard, UnitOptimizer
+from launcher.optim.api import ParamShard, UnitOptimizer, is_same_memory
 from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
 from launcher.optim.muon.matrices import Matrices
 from launcher.optim.muon.muon import MUON_KINDS
@@ -217,6 +217,13 @@ class KernelFlat(UnitOptimizer):
         check_steps(groups)
         super().load_groups(groups)
 
+    def room_of(self, shard: ParamShard, name: str) -> Tensor | None:
+        """Return the memory that a state by element will have, 1-D; None for one that the steps do not keep."""
+        if name not in RULES[self._kind](self.param_groups[shard.group], 1).STATES:
+            return None
+        memory = self._memory_of(shard, name)
+        return memory if memory.untyped_storage().nbytes() else None
+
     def load_unit(self, unit: int, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the states of a unit's shards by copies of `states`, by name."""
         for shard in self._of_unit.get(unit, ()):
@@ -230,7 +237,8 @@ class KernelFlat(UnitOptimizer):
         shard.state.clear()
         for name in RULES[self._kind](self.param_groups[shard.group], 1).STATES:
             if name in state:
-                shard.state[name] = self._memory_of(shard, name).copy_(state[name].view(-1))
+                memory, value = self._memory_of(shard, name), state[name].view(-1)
+                shard.state[name] = memory if is_same_memory(memory, value) else memory.copy_(value)
         if shard.state:
             shard.state["step"] = int(state.get("step", 1))  # torch counts no steps where only the first differs
 

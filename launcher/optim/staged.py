@@ -55,6 +55,10 @@ class StagedFlat(FlatOptimizer):
         for _, copy in staged:
             self._pool.take_back(copy.untyped_storage())
 
+    def room_of(self, shard: ParamShard, name: str) -> Tensor | None:
+        """Return the memory that a state by element will have, 1-D; None where that is not known yet."""
+        return self._inner.room_of(self._copy_of[shard], name)
+
     def load_state(self, shard: ParamShard, state: Mapping[str, Any]) -> None:
         """Replace the state of a shard by a copy of `state`, of the same elements."""
         self._inner.load_state(self._copy_of[shard], state)

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import fully_shard
 
 import launcher
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.dcp import DcpSource, boxes
-from launcher.checkpoint.dcp_export import export_checkpoint
-from launcher.checkpoint.open import open_source
-from launcher.checkpoint.source import WEIGHT
+from launcher.checkpoint.convert.to_dcp import export_checkpoint
+from launcher.checkpoint.formats.dcp.source import DcpSource, boxes
+from launcher.checkpoint.formats.open import open_source
+from launcher.checkpoint.formats.source import WEIGHT
 from launcher.zero.gathered import GatheredParameters
 
 pytestmark = [

@@ -33,10 +33,10 @@ from torch import Tensor
 
 import launcher
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.deepspeed import open_deepspeed
-from launcher.checkpoint.imports import import_deepspeed, run
-from launcher.checkpoint.native import NativeSource
-from launcher.checkpoint.source import CheckpointSource
+from launcher.checkpoint.convert.to_ours import import_deepspeed, run
+from launcher.checkpoint.formats.deepspeed import open_deepspeed
+from launcher.checkpoint.formats.native import NativeSource
+from launcher.checkpoint.formats.source import CheckpointSource
 
 TAG = f"global_step{NUM_STEPS}"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.deepspeed import open_deepspeed
-from launcher.checkpoint.deepspeed.files import holds_deepspeed
+from launcher.checkpoint.formats.deepspeed import open_deepspeed
+from launcher.checkpoint.formats.deepspeed.files import holds_deepspeed
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -56,7 +56,7 @@ def test_kinds_that_are_not_read(tmp_path: Path, name: str, said: str) -> None:
 def test_states_offloaded_to_nvme_are_not_read(tmp_path: Path) -> None:
     folder = saved(tmp_path, mp_rank_00_model_states=model_states())
     (folder / "tag" / "offloaded_tensors").mkdir()
-    with pytest.raises(CheckpointError, match=r"offloaded to NVMe are not read; "):
+    with pytest.raises(CheckpointError, match=r"offloaded to NVMe \(here offloaded_tensors\) are not read; load "):
         open_deepspeed(folder)
 
 

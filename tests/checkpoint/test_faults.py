@@ -331,7 +331,7 @@ def _cannot_copy(rank: int, world_size: int, folder: str) -> list[str]:
     def failing(*_: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    with mock.patch("launcher.checkpoint.save.bytes_of", failing) if rank == 1 else contextlib.nullcontext():
+    with mock.patch("launcher.checkpoint.saving.save.bytes_of", failing) if rank == 1 else contextlib.nullcontext():
         said = _save_and_say(engine, folder, "first")
     facts = [said, _save_and_say(engine, folder, "second")]
     engine.destroy()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.checkpoint.imports import import_deepspeed
-from launcher.checkpoint.native import NativeSource
+from launcher.checkpoint.convert.to_ours import import_deepspeed
+from launcher.checkpoint.formats.native import NativeSource
 
 NUM_PARAMS, NUMEL = 12, 4_000_000  # 16 MB each in fp32, and two states as large
 

@@ -14,8 +14,8 @@ import torch
 
 from launcher.activation.rng import get_cuda_rng_tracker
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.rng import restore_rng, rng_state
-from launcher.checkpoint.tree import decode, encode
+from launcher.checkpoint.values.rng import restore_rng, rng_state
+from launcher.checkpoint.values.tree import decode, encode
 
 CPU = torch.device("cpu")
 
@@ -119,7 +119,8 @@ def test_what_is_no_state_at_all_is_refused() -> None:
 
 def test_numpy_s_random_numbers_are_not_loaded_for_it() -> None:
     code = (
-        "import sys, torch; from launcher.checkpoint.rng import rng_state; before = 'numpy.random' in sys.modules;"
+        "import sys, torch; from launcher.checkpoint.values.rng import rng_state;"
+        "before = 'numpy.random' in sys.modules;"
         "state = rng_state(torch.device('cpu'));"
         "print(before, 'numpy.random' in sys.modules, 'numpy' in state)"
     )

@@ -18,8 +18,8 @@ from harness.ranks import run_on_ranks
 from harness.s3 import s3_environment, s3_server, services_folder
 
 from launcher.base.errors import CheckpointError, EngineError
-from launcher.checkpoint.dcp import DcpSource
-from launcher.checkpoint.dcp_export import export_checkpoint
+from launcher.checkpoint.convert.to_dcp import export_checkpoint
+from launcher.checkpoint.formats.dcp.source import DcpSource
 from launcher.checkpoint_files.candidates import candidates
 from launcher.checkpoint_files.folder import committed_in, latest_tag
 from launcher.checkpoint_files.manifest import MANIFEST

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.torch_file import CHUNK_BYTES, FileTensor, open_torch_file, plain
+from launcher.checkpoint.formats.torch_file import CHUNK_BYTES, FileTensor, open_torch_file, plain
 
 
 def bytes_read() -> int:

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.tree import _MAPPINGS, _READERS, _SEQUENCES, MAX_DEPTH, decode, encode
+from launcher.checkpoint.values.tree import _MAPPINGS, _READERS, _SEQUENCES, MAX_DEPTH, decode, encode
 
 
 def round_trip(value: Any) -> Any:

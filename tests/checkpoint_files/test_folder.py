@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from harness.checkpoints import write_checkpoint
 
-from launcher.checkpoint_files.folder import latest_tag, set_latest
+from launcher.base.errors import CheckpointError
+from launcher.checkpoint_files.blocks import digest_of
+from launcher.checkpoint_files.folder import Draft, abandon, begin, commit, latest_tag, set_latest, write_file
+from launcher.checkpoint_files.manifest import FileRecord, Manifest, read_manifest
 
 
 @pytest.fixture
@@ -69,3 +72,41 @@ def test_threads_that_replace_one_file_do_not_disturb_each_other(tmp_path: Path)
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_a_path_that_is_no_folder_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(OSError, match="it is a file, or a link that leads nowhere"):
+            begin(tmp_path / name, "tag", "0" * 8)
+
+
+def _begun(root: Path, save_id: str) -> tuple[Draft, Manifest]:
+    """Write all files of a save of one rank, which is not committed."""
+    draft = begin(root, "tag", save_id)
+    names = [
+        draft.file(*each) for each in (("state", ".json"), ("rank-00000", ".safetensors"), ("rank-00000", ".json"))
+    ]
+    for name in names:
+        write_file(draft.path / name, save_id.encode())
+    files = {name: FileRecord(8, digest_of(save_id.encode())) for name in names}
+    return draft, Manifest("tag", 1, save_id, 1, "2026-01-02T00:00:00", names[0], ((names[1], names[2]),), files)
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_of_two_jobs_that_save_one_tag_at_once_one_is_there_whole(tmp_path: Path, is_again: bool) -> None:
+    if is_again:
+        commit(*_begun(tmp_path, "0" * 8))
+    first, second = _begun(tmp_path, "1" * 8), _begun(tmp_path, "2" * 8)
+    if is_again:
+        commit(*second)
+    with pytest.raises(CheckpointError, match=r"of this save is gone: .*; give every job a folder of its own"):
+        commit(*first)
+    abandon(first[0])
+    if not is_again:
+        commit(*second)
+    manifest = read_manifest(tmp_path / "tag")
+    assert manifest.save_id == "2" * 8
+    assert {path.read_text() for path in map((tmp_path / "tag").joinpath, manifest.files)} == {"2" * 8}
+    assert not list(tmp_path.rglob(".*"))

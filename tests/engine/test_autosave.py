@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,26 @@ def noticed(rank: int, world_size: int, folder: str, at_step: int, is_async: boo
 def test_all_ranks_save_and_leave_when_one_was_given_notice(tmp_path: Path, at_step: int, is_async: bool) -> None:
     assert run_on_ranks(2, noticed, str(tmp_path), at_step, is_async) == [75, 75]
     assert saved(tmp_path) == ([2, 3] if at_step == 3 else [2, 4])
+
+
+def noticed_with_a_full_disk(rank: int, world_size: int, folder: str, is_async: bool) -> Any:
+    """Give notice at step 3, of which rank 1 can write nothing; returns where each rank left."""
+    real = os.pwrite
+
+    def write(file: int, data: Any, offset: int) -> int:
+        if rank == 1 and "global_step3" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.pwrite", write)
+        return noticed(rank, world_size, folder, 3, is_async)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_that_fails_after_a_notice_does_not_keep_the_job_from_the_queue(tmp_path: Path, is_async: bool) -> None:
+    assert run_on_ranks(2, noticed_with_a_full_disk, str(tmp_path), is_async) == [75, 75]
+    assert saved(tmp_path) == [2]
 
 
 def refused(rank: int, world_size: int, folder: str) -> str:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint import dcp_files
-from launcher.checkpoint.dcp import DcpSource
-from launcher.checkpoint.deepspeed import DeepSpeedCheckpoint, holds_deepspeed
-from launcher.checkpoint.native import NativeSource
-from launcher.checkpoint.source import CheckpointSource
+from launcher.checkpoint.formats.dcp.files import METADATA as DCP_METADATA
+from launcher.checkpoint.formats.dcp.source import DcpSource
+from launcher.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, holds_deepspeed
+from launcher.checkpoint.formats.native import NativeSource
+from launcher.checkpoint.formats.source import CheckpointSource
 from launcher.checkpoint_files.manifest import MANIFEST
 from launcher.checkpoint_files.place import Place
 
 
 def is_checkpoint(folder: Place) -> bool:
     """Tell whether a folder is itself a checkpoint, rather than one that contains some."""
-    is_ours_or_dcp = any((folder / name).is_file() for name in (MANIFEST, dcp_files.METADATA))
+    is_ours_or_dcp = any((folder / name).is_file() for name in (MANIFEST, DCP_METADATA))
     return is_ours_or_dcp or (isinstance(folder, Path) and holds_deepspeed(folder))
 
 
@@ -27,7 +27,7 @@ def open_source(folder: Place) -> CheckpointSource:
     """
     if (folder / MANIFEST).is_file():
         return NativeSource(folder)
-    if (folder / dcp_files.METADATA).is_file():
+    if (folder / DCP_METADATA).is_file():
         return DcpSource(folder)
     if isinstance(folder, Path) and holds_deepspeed(folder):
         return DeepSpeedCheckpoint(folder)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.refused import DAMAGE, advice, name_of
+from launcher.checkpoint.values.refused import DAMAGE, advice, name_of
 
 KIND, PAYLOAD = "$", "of"
 MAX_DEPTH = 100  # of values in values; the JSON of each is up to three deep, and readers of JSON allow about 1000

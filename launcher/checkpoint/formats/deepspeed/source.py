@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.deepspeed.files import Files, tag_folder
-from launcher.checkpoint.deepspeed.partitioned import read_partitioned
-from launcher.checkpoint.deepspeed.places import Found
-from launcher.checkpoint.deepspeed.state import run_state
-from launcher.checkpoint.deepspeed.whole import read_whole
-from launcher.checkpoint.source import WEIGHT, CheckpointSource, RunState, StoredParam
-from launcher.checkpoint.torch_file import verify_torch_file
+from launcher.checkpoint.formats.deepspeed.files import Files, tag_folder
+from launcher.checkpoint.formats.deepspeed.partitioned import read_partitioned
+from launcher.checkpoint.formats.deepspeed.places import Found
+from launcher.checkpoint.formats.deepspeed.state import run_state
+from launcher.checkpoint.formats.deepspeed.whole import read_whole
+from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, RunState, StoredParam
+from launcher.checkpoint.formats.torch_file import verify_torch_file
 
 # Class -> our name of a state and the one that DeepSpeed's CPU kernel has.
 _OTHER_NAMES = {"Adagrad": ("sum", "exp_avg_sq")}

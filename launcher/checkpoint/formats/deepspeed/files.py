@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.torch_file import open_torch_file
+from launcher.checkpoint.formats.torch_file import open_torch_file
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
@@ -19,6 +19,10 @@ _NOT_READ = (
     (re.compile(r"offloaded_tensors"), "optimizer states offloaded to NVMe"),
 )
 _AGAIN = "save it again, or use another checkpoint"
+_WITH_DEEPSPEED = (
+    "load it with DeepSpeed and the parallelism it was saved with, save the weights as one state dict, and load that"
+    " into the model before initialize()"
+)
 _LEFT = "an older checkpoint was left in the folder: move its files away, or use another checkpoint"
 _FUNCTIONS = {"deepspeed.runtime.zero.config.ZeroStageEnum": int}
 _CLASSES = (
@@ -125,13 +129,12 @@ class Files:
 
     def _refuse(self, names: list[str], mp_ranks: list[int]) -> None:
         for pattern, what in _NOT_READ:
-            if any(pattern.fullmatch(name) for name in names):
-                raise self.error(f"DeepSpeed's checkpoints of {what} are not read", "use DeepSpeed's own tools")
+            found = next((name for name in names if pattern.fullmatch(name)), None)
+            if found is not None:
+                raise self.error(f"DeepSpeed's checkpoints of {what} (here {found}) are not read", _WITH_DEEPSPEED)
         if any(mp_ranks):
-            raise self.error(
-                "DeepSpeed's checkpoints of tensor parallelism (files mp_rank_01 and up) are not read",
-                "merge the parts with DeepSpeed's own tools",
-            )
+            files = f"files mp_rank_00 to mp_rank_{max(mp_ranks):02}"
+            raise self.error(f"DeepSpeed's checkpoints of tensor parallelism ({files}) are not read", _WITH_DEEPSPEED)
         if not mp_ranks and "zero" in names:
             raise self.error("universal checkpoints are not read", "give the folder it was converted from")
         if not mp_ranks:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from launcher.checkpoint.source import StoredParam
-from launcher.checkpoint.torch_file import FileTensor, plain
+from launcher.checkpoint.formats.source import StoredParam
+from launcher.checkpoint.formats.torch_file import FileTensor, plain
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from launcher.checkpoint.deepspeed.files import Files
-from launcher.checkpoint.deepspeed.places import Contents, Found, Place, States, dtype_name, in_one, states_of
-from launcher.checkpoint.source import WEIGHT, StoredParam
-from launcher.checkpoint.torch_file import FileTensor
+from launcher.checkpoint.formats.deepspeed.files import Files
+from launcher.checkpoint.formats.deepspeed.places import Contents, Found, Place, States, dtype_name, in_one, states_of
+from launcher.checkpoint.formats.source import WEIGHT, StoredParam
+from launcher.checkpoint.formats.torch_file import FileTensor
 
 
 @dataclass(frozen=True)

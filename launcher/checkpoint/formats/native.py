@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint import tree
-from launcher.checkpoint.layout_json import layouts_from_json
-from launcher.checkpoint.refused import DAMAGE
-from launcher.checkpoint.source import WEIGHT, RunState, StoredParam, checked
-from launcher.checkpoint.tensors import TORCH_DTYPES, bytes_of, dtype_name
+from launcher.checkpoint.formats.source import WEIGHT, RunState, StoredParam, checked
+from launcher.checkpoint.values import tree
+from launcher.checkpoint.values.layout_json import layouts_from_json
+from launcher.checkpoint.values.refused import DAMAGE
+from launcher.checkpoint.values.tensors import TORCH_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFile, TensorSums
 from launcher.checkpoint_files.manifest import read_json, read_manifest
 from launcher.checkpoint_files.place import Place

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
-from launcher.checkpoint.contents import UnitContents
-from launcher.checkpoint.save import live_tensors
+from launcher.checkpoint.saving.contents import UnitContents
+from launcher.checkpoint.saving.save import live_tensors
 
 
 class BackgroundSaver:

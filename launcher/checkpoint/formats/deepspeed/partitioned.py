@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher.checkpoint.deepspeed.files import Files
-from launcher.checkpoint.deepspeed.places import Contents, Found, Place, States, dtype_name, in_one, states_of
-from launcher.checkpoint.source import WEIGHT, StoredParam
-from launcher.checkpoint.torch_file import FileTensor
+from launcher.checkpoint.formats.deepspeed.files import Files
+from launcher.checkpoint.formats.deepspeed.places import Contents, Found, Place, States, dtype_name, in_one, states_of
+from launcher.checkpoint.formats.source import WEIGHT, StoredParam
+from launcher.checkpoint.formats.torch_file import FileTensor
 
 _FLAT = "single_partition_of_fp32_groups"
 _FLAT_STAGE3 = "fp32_flat_groups"

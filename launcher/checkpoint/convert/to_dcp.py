@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.dcp_files import METADATA
-from launcher.checkpoint.native import NativeSource
-from launcher.checkpoint.open import is_checkpoint, open_source
-from launcher.checkpoint.source import WEIGHT, CheckpointSource, StoredParam
+from launcher.checkpoint.formats.dcp.files import METADATA
+from launcher.checkpoint.formats.native import NativeSource
+from launcher.checkpoint.formats.open import is_checkpoint, open_source
+from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, StoredParam
 from launcher.checkpoint_files.folder import latest_tag
 from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import place_of

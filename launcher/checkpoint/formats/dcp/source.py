@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.dcp_files import ChunkedTensor, PieceReader, read_contents
-from launcher.checkpoint.source import UNKNOWN_OPTIMIZER, WEIGHT, RunState, StoredParam
-from launcher.checkpoint.tensors import dtype_name
+from launcher.checkpoint.formats.dcp.files import ChunkedTensor, PieceReader, read_contents
+from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, RunState, StoredParam
+from launcher.checkpoint.values.tensors import dtype_name
 from launcher.checkpoint_files.place import Place
 
 _Path = tuple[str | int, ...]

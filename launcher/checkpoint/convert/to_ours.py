@@ -16,11 +16,11 @@ from torch import Tensor
 
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
-from launcher.checkpoint.contents import Item, UnitContents
-from launcher.checkpoint.deepspeed import open_deepspeed
 from launcher.checkpoint.exchange import Exchange
-from launcher.checkpoint.save import Encoded, RankData, Save, SaveRequest, SharedData
-from launcher.checkpoint.source import WEIGHT, CheckpointSource, StoredParam
+from launcher.checkpoint.formats.deepspeed import open_deepspeed
+from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, StoredParam
+from launcher.checkpoint.saving.contents import Item, UnitContents
+from launcher.checkpoint.saving.save import Encoded, RankData, Save, SaveRequest, SharedData
 from launcher.checkpoint_files.manifest import MANIFEST
 from launcher.checkpoint_files.place import Place, place_of
 from launcher.sharding.layout import layout_unit

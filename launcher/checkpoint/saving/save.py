@@ -11,7 +11,6 @@ import base64
 import contextlib
 import datetime
 import json
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
-from launcher.checkpoint import tree
-from launcher.checkpoint.contents import UnitContents
 from launcher.checkpoint.exchange import Exchange, error_text
-from launcher.checkpoint.layout_json import layouts_to_json
-from launcher.checkpoint.tensors import FILE_DTYPES, bytes_of, dtype_name
+from launcher.checkpoint.saving.contents import UnitContents
+from launcher.checkpoint.values import tree
+from launcher.checkpoint.values.layout_json import layouts_to_json
+from launcher.checkpoint.values.tensors import FILE_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFileWriter, digest_of
 from launcher.checkpoint_files.folder import (
     Draft,
@@ -36,7 +35,7 @@ from launcher.checkpoint_files.folder import (
     commit,
     draft_of,
     make_executable,
-    make_folder,
+    make_room,
     replace_file,
     set_latest,
     temporary_name,
@@ -45,7 +44,7 @@ from launcher.checkpoint_files.folder import (
 from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from launcher.checkpoint_files.place import Place
 
-SCRIPT = Path(__file__).with_name("zero_to_fp32.py")
+SCRIPT = Path(__file__).parents[1] / "zero_to_fp32.py"
 # Ranks wait so long for each other to have written: longer than any disk takes for what one rank holds.
 WRITE_TIMEOUT_S = 6 * 3600.0
 
@@ -166,9 +165,7 @@ class Save:
             )
         if request.is_node_leader and self._exchange.rank != 0:
             try:
-                if self.draft.is_new and self.draft.path.exists():
-                    shutil.rmtree(str(self.draft.path))  # of a save that was killed
-                make_folder(self.draft.path)
+                make_room(self.draft)
             except OSError as raised:
                 error = f"no room can be made: {raised.strerror}"
         failed = self._exchange.all_succeeded(error)

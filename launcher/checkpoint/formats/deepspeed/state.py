@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from launcher.checkpoint.deepspeed.files import Files
-from launcher.checkpoint.deepspeed.places import Contents
-from launcher.checkpoint.source import UNKNOWN_OPTIMIZER, RunState
-from launcher.checkpoint.torch_file import FileTensor, plain
-from launcher.checkpoint.unpickle import Pickled
+from launcher.checkpoint.formats.deepspeed.files import Files
+from launcher.checkpoint.formats.deepspeed.places import Contents
+from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, RunState
+from launcher.checkpoint.formats.torch_file import FileTensor, plain
+from launcher.checkpoint.formats.unpickle import Pickled
 
 # What DeepSpeed writes beside the client state.
 _OWN = {

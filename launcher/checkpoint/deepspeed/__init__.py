@@ -1,6 +1,0 @@
-"""Checkpoints that DeepSpeed wrote, read without DeepSpeed."""
-
-from launcher.checkpoint.deepspeed.files import holds_deepspeed
-from launcher.checkpoint.deepspeed.source import DeepSpeedCheckpoint, open_deepspeed
-
-__all__ = ["DeepSpeedCheckpoint", "holds_deepspeed", "open_deepspeed"]

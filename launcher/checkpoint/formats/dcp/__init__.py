@@ -1,0 +1,1 @@
+"""Checkpoints of torch.distributed.checkpoint, of FSDP2 and torchtitan."""

@@ -1,0 +1,62 @@
+"""What a load reads goes straight to where it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.checkpoint_runs import make_engine, train
+from harness.ranks import run_on_ranks
+from torch import Tensor
+
+from launcher.base import env
+from launcher.checkpoint.formats.native import NativeSource
+from launcher.comm.gloo import GlooCommunicator
+
+
+def _loaded(rank: int, world_size: int, folder: str, stage: int, kernel: str, hosts: int) -> list[str]:
+    """Save, train on, and load. Returns what was not as it must be."""
+    problems, reads, gathers = [], set(), []
+    real_read, real_gather = NativeSource.read, GlooCommunicator.all_gather
+
+    def read(source: NativeSource, key: str, name: str, start: int, out: Tensor) -> None:
+        reads.add(out.data_ptr())
+        real_read(source, key, name, start, out)
+
+    def gather(*arguments: Any) -> Any:
+        gathers.append(1)
+        return real_gather(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(env.LOCAL_WORLD_SIZE.name, str(world_size // hosts))
+        if kernel == "torch":
+            patch.setenv("LAUNCH_CPU_KERNEL", "off")
+        engine = make_engine(world_size, stage)
+        train(engine, 2)
+        engine.save_checkpoint(folder)
+        saved = {name: value.clone() for name, value in engine.state_dict().items()}
+        expected = train(engine, 3)
+        engine.synchronize_parameters()
+        patch.setattr(NativeSource, "read", read)
+        patch.setattr(GlooCommunicator, "all_gather", gather)
+        engine.load_checkpoint(folder)
+        problems += ["gathered"] * (bool(gathers) != (hosts > 1))
+        optimizer = engine.optimizer.optimizer
+        for shard in optimizer.shards:
+            kept = [value for value in shard.state.values() if isinstance(value, Tensor) and value.dim()]
+            problems += [f"{shard.name} was read elsewhere" for value in kept if value.data_ptr() not in reads]
+        found = engine.state_dict()
+        problems += [name for name, value in saved.items() if not torch.equal(found[name], value)]
+        if train(engine, 3) != expected:
+            problems.append("other losses")
+        engine.destroy()
+    return problems
+
+
+@pytest.mark.parametrize("kernel", ["own", "torch"])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_states_and_weights_are_read_into_place(tmp_path: Path, kernel: str, hosts: int) -> None:
+    for problems in run_on_ranks(2, _loaded, str(tmp_path), 2, kernel, hosts):
+        assert problems == []
