@@ -70,6 +70,7 @@ SECTIONS = (
     Section("checkpoint_time_500m", "checkpoint_time.py --sizes 500 --rounds 1 --without DeepSpeed", 2),
     Section("to_fp32", "to_fp32.py --rounds 2"),
     Section("parity_table", "parity_table.py --worst"),
+    Section("architectures", "architectures.py"),
     Section("fuzz", "fuzz.py"),
     Section("checkpoint_fuzz", "checkpoint_fuzz.py"),
     Section("memory_table", "memory_table.py"),

@@ -37,6 +37,7 @@ SHORT = {
     "checkpoint_time": ("--sizes 0 --stages 2 --rounds 1", 2),
     "to_fp32": ("--layers 1 --rounds 1", 0),
     "parity_table": ("--steps 1 --worlds 1 --stages 0 --worst", 0),
+    "architectures": ("--only transformers/llama timm/vit_tiny_patch16_224", 0),
     "fuzz": ("--count 130", 0),
     "checkpoint_fuzz": ("--count 270", 0),
     "memory_table": ("--worlds 2 --precisions fp32", 0),
@@ -52,7 +53,7 @@ SHORT = {
 # These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
 SLOW = {
     *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
-    *("parity_table", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
+    *("parity_table", "architectures", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
     *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32", "hf_trainer"),
 }
 NEEDS = {

@@ -87,7 +87,8 @@ class _Reader:
         self._schedule = schedule
         self._reducer = reducer
         self._units = units
-        self._running: list[Use | None] = []  # of the forwards that run now, the innermost last
+        # Of the forwards that run now, the innermost last; and the ids of the tensors that their inputs are views of.
+        self._running: list[tuple[Use | None, set[int]]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_idle_reader, ())  # a copy of the model belongs to no engine
@@ -104,7 +105,8 @@ class _Reader:
             )
         self._schedule.before_forward(self._units)
         use = self._schedule.open_use(sharded, self, is_training=module.training) if sharded else None
-        self._running.append(use)
+        given = {id(_base(tensor)) for tensor in tensors_in((args, kwargs))} if sharded else set()
+        self._running.append((use, given))
         return None if use is None else self._hook_inputs(use, args, kwargs)
 
     def _hook_inputs(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,7 +130,7 @@ class _Reader:
 
     @outside_graphs
     def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        use = self._running.pop() if self._running else None
+        use, given = self._running.pop() if self._running else (None, set())
         read = [unit for unit in self._units if unit.is_sharded]
         if output is None and sys.exc_info()[0] is not None:  # torch calls this within its `except` block
             self._schedule.abort_forward()
@@ -140,10 +142,11 @@ class _Reader:
                 Tensor, lambda tensor: tensor.clone() if _reads(tensor, returned) else tensor, output
             )
         if read and torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    # After the hooks of the tensor itself, which release the module that reads it.
-                    tensor.grad_fn.register_prehook(lambda _grads: self._schedule.before_backward(read, use))
+            with_graph = dict.fromkeys(_first_node(tensor, given) for tensor in tensors_in(output))
+            with_graph.pop(None, None)
+            for node in with_graph:
+                # After the hooks of the tensor itself, which release the module that reads it.
+                node.register_prehook(lambda _grads: self._schedule.before_backward(read, use))
         if returned and is_outermost:
             self._schedule.release(returned)
         return output
@@ -153,6 +156,22 @@ class _Reader:
         for unit in self._schedule.after_backward(use):
             if unit.grads is not None and self._reducer is not None:
                 self._reducer.after_backward(unit.grads)
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """Return the tensor that one is a view of, which may be itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _first_node(tensor: Tensor, given: set[int]) -> Any:
+    """Return the node of an output that every gradient of it reaches first; None: it has no graph.
+
+    Of a view that is the node of what it is a view of: whoever writes into the view (`y += x` behind a linear layer,
+    an activation in place) takes the view's own node out of the graph. given: the ids of what inputs are views of,
+    whose nodes belong to modules before.
+    """
+    base = _base(tensor)
+    return tensor.grad_fn if base.grad_fn is None or id(base) in given else base.grad_fn
 
 
 def _viewed(value: Any, views: dict[int, Tensor]) -> Any:

@@ -285,6 +285,26 @@ class LookBetween(Plain):
         return super().forward(x, y) * weight
 
 
+class WrittenInto(nn.Module):
+    """Linear layers of three dimensions, which return views, and a forward that writes into what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.unsqueeze(1)
+        for index, layer in enumerate(self.layers):
+            out = layer(x)
+            if index % 2:
+                out += x
+            else:
+                out = self.act(out)
+            x = out
+        return F.mse_loss(x.mean((1, 2)), y)
+
+
 MODELS: dict[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (
@@ -307,6 +327,7 @@ MODELS: dict[str, type[nn.Module]] = {
         Containers,
         TwoForwards,
         LookBetween,
+        WrittenInto,
     )
 }
 
