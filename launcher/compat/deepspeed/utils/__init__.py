@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from launcher.compat.gradients import safe_update_full_grad_vectorized
+from launcher.compat.leaves import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from launcher.compat.repeating import RepeatingLoader
 from launcher.zero import (
     get_z3_leaf_modules,
@@ -49,9 +51,12 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "zero_to_fp32",
