@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 
+from launcher.base import env
 from launcher.base.errors import EngineError
 from launcher.config.batch import BatchPlan
 from launcher.config.policies import DType
@@ -138,6 +140,11 @@ class DeepSpeedNames:
     def data_parallel_group(self) -> ProcessGroup | None:
         """The process group of all ranks; None for a process that is alone."""
         return self._parts.group.process_group
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return int(os.environ.get(env.LOCAL_RANK.name, "0"))
 
     @property
     def dp_world_size(self) -> int:
