@@ -227,10 +227,7 @@ class DeepSpeedNames:
 
 def _params_of(section: Any) -> dict[str, Any] | None:
     """Return the parameters of a section with a type as plain data."""
-    if section is None:
-        return None
-    params = section.params
-    return dict(params) if isinstance(params, Mapping) else dict(params.model_dump())
+    return None if section is None else dict(section.params)
 
 
 def _getter(method: str, key: str) -> Callable[[DeepSpeedNames], Any]:

@@ -16,6 +16,7 @@ from harness.launching import ROOT, run_launch
 from launcher.base.errors import ConfigError, EngineError
 from launcher.cli.main import cli
 from launcher.compat.refused import REFUSED
+from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
 from launcher.optim.scaling import MAX_OVERFLOWS_AT_MINIMUM, LossScaler, LossScaleRules
 
@@ -111,6 +112,32 @@ def test_an_example_leaves_to_the_trainer_what_it_knows(path: Path) -> None:
     loaded = load_config(path)
     assert loaded.config.train_micro_batch_size_per_gpu == loaded.config.gradient_clipping == AUTO
     assert path.name in PAGE
+
+
+def test_what_auto_becomes_without_a_trainer() -> None:
+    given = {**CONFIGS["everything on disk"], "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": AUTO}}
+    found, _ = resolve_auto(load_config(given).config, AutoFacts(world_size=4, hidden_size=16))
+    assert (found.train_batch_size, found.gradient_accumulation_steps, found.gradient_clipping) == (8, 1, 1.0)
+    assert (found.fp16.enabled, found.bf16.enabled) == (False, False)
+    zero = found.zero_optimization
+    sizes = (zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold)
+    assert sizes == (16**2, int(0.9 * 16**2), 160)
+    assert found.scheduler is not None
+    assert found.scheduler.params["warmup_num_steps"] == 1000
+    params = {**WARMUP, "total_num_steps": AUTO}
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.total_num_steps"):
+        resolve_auto(
+            load_config({"train_batch_size": 4, "scheduler": {"type": "WarmupDecayLR", "params": params}}).config,
+            AutoFacts(world_size=4, hidden_size=None),
+        )
+
+
+def test_the_lines_of_a_hang_are_in_the_code() -> None:
+    code = (ROOT / "launcher/job/controller.py").read_text()
+    shown = printed("asking all ranks")
+    for words in ("s: asking all ranks for their stacks", ", all ranks alike", "no progress for "):
+        assert words in code
+        assert words in shown
 
 
 def printed(word: str) -> str:

@@ -51,8 +51,6 @@ class FlopsProfiler:
             self.stop_profile()
         self._count, self._duration_s = FlopCount({}, 0), 0.0
 
-    reset_profile = end_profile
-
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the floating-point operations of all that ran."""
         return _shown(self._count.forward_total, "FLOPs", as_string)

@@ -1,7 +1,7 @@
 """`deepspeed.runtime.fp16.loss_scaler`: the scale of fp16 losses, by DeepSpeed's classes.
 
-The engine has one of its own, `optimizer.loss_scaler`; these are for loops that scale by hand, and for what names the
-classes, such as `torch.serialization.add_safe_globals`.
+The engine has one of its own, `optimizer.loss_scaler`; these are for loops that scale losses themselves, and for what
+names the classes, such as `torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
