@@ -140,6 +140,26 @@ def test_the_lines_of_a_hang_are_in_the_code() -> None:
         assert words in shown
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--num_gpus=2", "world 2"),
+        ("--num_gpus 8 --num_nodes 2 --hostfile hostfile --master_addr hostname1 --master_port=9901", "world 16"),
+        ("--nnodes 2 --node_rank 0 --master_addr hostname1 --master_port 9901 --num_gpus 8", "world 16"),
+    ],
+)
+def test_the_commands_of_the_guides_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hostfile").write_text("hostname1 slots=8\nhostname2 slots=8\n")
+    Path("train.py").touch()
+    assert options.removesuffix(" --num_gpus 8") in PAGE
+    result = CliRunner().invoke(cli, ["--dry-run", *options.split(), "train.py", "--deepspeed", "ds_config.json"])
+    assert result.exit_code == 0, result.output
+    assert words in result.output
+
+
 def printed(word: str) -> str:
     """Return the block of printed lines with a word in it."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
