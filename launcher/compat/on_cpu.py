@@ -1,8 +1,8 @@
 """Lets accelerate use the engine on a machine without accelerators.
 
-accelerate chooses a backend of `torch.distributed` only where it finds an accelerator. For DeepSpeed on CPUs it has
-none then, takes itself for a single process, and the Trainer refuses its configuration. Here it gets gloo in that case.
-No other part of another library is changed by this package.
+accelerate chooses a backend of `torch.distributed` only where it finds an accelerator. For DeepSpeed on CPUs it has none
+then, takes itself for a single process, and the Trainer refuses its configuration. Here it gets gloo in that case. No
+other part of another library is changed by this package.
 """
 
 from __future__ import annotations
