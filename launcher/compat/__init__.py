@@ -74,6 +74,15 @@ def _is_ours(module: object) -> bool:
     return getattr(module, "__path__", None) == [_FOLDER]
 
 
+def _spec_of_refused(name: str) -> ModuleSpec | None:
+    """Return the spec of a part of DeepSpeed that the built-in engine does not have; its import says so."""
+    if not name.startswith(f"{_NAME}.") or not _is_ours(sys.modules.get(_NAME)):
+        return None
+    from launcher.compat.refused import spec_of_refused
+
+    return spec_of_refused(name)
+
+
 class DeepSpeedFinder:
     """Finds the package `deepspeed` and its metadata; its submodules are found through its `__path__`."""
 
@@ -86,19 +95,14 @@ class DeepSpeedFinder:
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the spec of our package, None for other modules and where the installed DeepSpeed is used.
 
-        Where it is ours, also that of `accelerate.state`, which needs a change to use DeepSpeed on CPUs, and of the
-        parts of DeepSpeed that the built-in engine does not have, which say so.
+        Where it is ours, also that of `accelerate.state`, which needs a change to use DeepSpeed on CPUs.
         """
         if name == "accelerate.state" and (self.engine == BUILTIN or self.installed() is None):
             from launcher.compat.on_cpu import spec_of_state
 
             return spec_of_state(path)
-        if name.startswith("deepspeed.") and _is_ours(sys.modules.get(_NAME)):
-            from launcher.compat.refused import spec_of_refused
-
-            return spec_of_refused(name)
         if name != _NAME:
-            return None
+            return _spec_of_refused(name)
         if self.engine != BUILTIN and self.installed() is not None:
             self._announce()
             return None
