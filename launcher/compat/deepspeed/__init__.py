@@ -53,6 +53,22 @@ __all__ = [
 ]
 
 
+def tp_model_init(*_: Any, **__: Any) -> NoReturn:
+    """Refuse. Raises: EngineError."""
+    raise EngineError(
+        "tp_model_init(): the built-in engine has no tensor parallelism",
+        hint='remove "tensor_parallel" from the config and use ZeRO stage 3, or install DeepSpeed',
+    )
+
+
+def init_inference(*_: Any, **__: Any) -> NoReturn:
+    """Refuse. Raises: EngineError."""
+    raise EngineError(
+        "init_inference(): the built-in engine has no inference kernels",
+        hint="call initialize() without an optimizer, or install DeepSpeed",
+    )
+
+
 class PipelineModule:
     """No model is one: libraries ask. Raises: EngineError where one is made."""
 
@@ -68,22 +84,6 @@ class InferenceEngine:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         init_inference()
-
-
-def tp_model_init(*_: Any, **__: Any) -> NoReturn:
-    """Refuse. Raises: EngineError."""
-    raise EngineError(
-        "tp_model_init(): the built-in engine has no tensor parallelism",
-        hint='remove "tensor_parallel" from the config and use ZeRO stage 3, or install DeepSpeed',
-    )
-
-
-def init_inference(*_: Any, **__: Any) -> NoReturn:
-    """Refuse. Raises: EngineError."""
-    raise EngineError(
-        "init_inference(): the built-in engine has no inference kernels",
-        hint="call initialize() without an optimizer, or install DeepSpeed",
-    )
 
 
 def __getattr__(name: str) -> NoReturn:
