@@ -321,6 +321,13 @@ sgd = optimizer()
 schedule = WarmupDecayLR(sgd, 5, 0.0, 0.1, warmup_num_steps=2)
 assert rates(schedule) == expected and sgd.param_groups[0]["lr"] == schedule.get_last_lr()[0]
 assert WarmupLR(optimizer(), 0.0, 0.1, 4, "linear", 3).last_batch_iteration == 3
+groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (0.02, 0.01)]
+of_groups = torch.optim.SGD(groups)
+schedule = WarmupDecayLR(of_groups, 20, warmup_max_lr=[0.08, 0.04], warmup_num_steps=4, warmup_type="linear")
+assert schedule.get_last_lr() == [0.0, 0.0]
+for step, factor in ((1, 0.25), (4, 1.0), (12, 0.5)):
+    schedule.step(step)
+    assert [group["lr"] for group in of_groups.param_groups] == [0.08 * factor, 0.04 * factor]
 try:
     WarmupLR(optimizer(), no_such=1)
 except Exception as error:
