@@ -1,4 +1,4 @@
-"""The notebook cell of docs/huggingface.md, in a process that no launcher has started."""
+"""The notebook cell of docs/guides.md, in a process that no launcher has started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ emulation.restore()
 
 @pytest.mark.soak
 def test_the_cell_trains(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "huggingface.md").read_text()
+    page = (ROOT / "docs" / "guides.md").read_text()
     (cell,) = [
         block for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "emulate" in block
     ]
