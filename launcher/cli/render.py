@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from launcher.job.report import Failure, RunReport
 
 _MAX_STACK_LINES = 200
+_OUT_OF_MEMORY = (  # what to do about it
+    "next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less; so do",
+    '      offload_optimizer and offload_param with "device": "nvme" in place of "cpu"',
+)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _STREAMS: dict[str, Callable[[], BinaryIO]] = {
     "stdout": lambda: sys.stdout.buffer,
@@ -287,7 +291,7 @@ class Console:
         if failure.oom and failure.max_rss_bytes:
             held = format_bytes(failure.max_rss_bytes)
             lines.append(f"  why   {failure.oom}; this rank held up to {held}")
-            lines.append("  next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less")
+            lines += [f"  {line}" for line in _OUT_OF_MEMORY]
         elif failure.hint:
             lines.append(f"  next  {failure.hint}")
         elif failure.signal_name == "SIGKILL":

@@ -74,6 +74,15 @@ def _is_ours(module: object) -> bool:
     return getattr(module, "__path__", None) == [_FOLDER]
 
 
+def _spec_of_refused(name: str) -> ModuleSpec | None:
+    """Return the spec of a part of DeepSpeed that the built-in engine does not have; its import says so."""
+    if not name.startswith(f"{_NAME}.") or not _is_ours(sys.modules.get(_NAME)):
+        return None
+    from launcher.compat.refused import spec_of_refused
+
+    return spec_of_refused(name)
+
+
 class DeepSpeedFinder:
     """Finds the package `deepspeed` and its metadata; its submodules are found through its `__path__`."""
 
@@ -93,7 +102,7 @@ class DeepSpeedFinder:
 
             return spec_of_state(path)
         if name != _NAME:
-            return None
+            return _spec_of_refused(name)
         if self.engine != BUILTIN and self.installed() is not None:
             self._announce()
             return None

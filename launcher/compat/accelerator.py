@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from launcher.comm.accelerator import accelerator_type, device_module
+from launcher.monitor.memory import host_memory, memory_use
+
+# Names of torch's modules for kinds of devices that the CPU's does not have: what they return there. Nothing is cached
+# and nothing is waited for on a CPU.
+_ON_CPU: dict[str, Callable[..., Any]] = {
+    "empty_cache": lambda: None,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "get_rng_state": lambda device_index=None: torch.get_rng_state(),
+    "set_rng_state": lambda new_state, device_index=None: torch.set_rng_state(new_state),
+    "initial_seed": torch.initial_seed,
+    "memory_stats": lambda device_index=None: {},
+    "reset_peak_memory_stats": lambda device_index=None: None,
+}
 
 
 class Accelerator:
@@ -16,6 +32,9 @@ class Accelerator:
 
     def __init__(self) -> None:
         self._name = accelerator_type() or "cpu"
+        self._compile_backend = "inductor"
+
+    # ---- devices ----
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return such as "cuda:1", or "cuda" without an index; "cpu" has none."""
@@ -33,13 +52,25 @@ class Accelerator:
         """Return the device itself."""
         return torch.device(self.device_name(device_index))
 
-    def communication_backend_name(self) -> str:
-        """Return the backend of torch.distributed that serves it."""
-        return dist.get_default_backend_for_device(self._name)
+    def is_available(self) -> bool:
+        """Whether ranks can train on it; on the CPU they always can."""
+        return True
 
     def is_synchronized_device(self) -> bool:
         """Whether the host computes itself, and waits for nothing."""
         return self._name == "cpu"
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def communication_backend_name(self) -> str:
+        """Return the backend of torch.distributed that serves it."""
+        return dist.get_default_backend_for_device(self._name)
+
+    def visible_devices_envs(self) -> list[str]:
+        """Return the variables that say which devices a process sees."""
+        return {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"]}.get(self._name, [])
+
+    # ---- precisions ----
 
     def is_bf16_supported(self) -> bool:
         """Whether it computes in bfloat16."""
@@ -49,9 +80,102 @@ class Accelerator:
         """Whether it computes in float16."""
         return True
 
+    def is_fp64_supported(self) -> bool:
+        """Whether it computes in float64."""
+        return self._name != "mps"
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return the precisions that ranks can train in."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    # ---- memory, in bytes ----
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Return what this process uses of the device; on the CPU its resident memory."""
+        return memory_use(self.device(device_index)).used_bytes
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the most that this process has used so far."""
+        return memory_use(self.device(device_index)).peak_bytes
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Return what the allocator holds."""
+        if self._name == "cpu":
+            return self.memory_allocated()
+        return int(device_module(self._name).memory_reserved(device_index))
+
+    memory_cached = memory_reserved
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """Return the most that the allocator has held."""
+        is_cpu = self._name == "cpu"
+        return (
+            self.max_memory_allocated() if is_cpu else int(device_module(self._name).max_memory_reserved(device_index))
+        )
+
+    max_memory_cached = max_memory_reserved
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Return the memory of the device; on the CPU that of the machine."""
+        if self._name == "cpu":
+            return host_memory().total_bytes
+        return int(device_module(self._name).get_device_properties(self.device(device_index)).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Return what is free of it."""
+        if self._name == "cpu":
+            return host_memory().available_bytes
+        return int(device_module(self._name).mem_get_info(self.device(device_index))[0])
+
+    def pin_memory(self, tensor: Tensor, make_copy: bool = True) -> Tensor:
+        """Return a copy in page-locked memory; on the CPU the tensor itself."""
+        return tensor if self._name == "cpu" else tensor.pin_memory()
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in page-locked memory."""
+        return tensor.is_pinned()
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on a device of this kind."""
+        return tensor.device.type == self._name
+
+    # ---- the rest ----
+
+    def random(self) -> Any:
+        """Return torch's module of random states."""
+        return torch.random
+
+    def range_push(self, msg: str) -> None:
+        """Open a range of a profile of NVIDIA's tools; elsewhere nothing is opened."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self) -> None:
+        """Close the last range."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_pop()
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton's kernels run on it."""
+        return self._name in ("cuda", "xpu")
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call `callback` once the device is ready, which is now."""
+        return callback()
+
+    def get_compile_backend(self) -> str:
+        """Return the backend that scripts give to `torch.compile`."""
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Choose what `get_compile_backend` returns."""
+        self._compile_backend = backend
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if self._name == "cpu" and name in _ON_CPU:
+            return _ON_CPU[name]
         return getattr(device_module(self._name), name)
 
 

@@ -24,6 +24,7 @@ from launcher.engine.backward import BackwardPass, check_loss, first_of_sum, sca
 from launcher.engine.casting import Casting
 from launcher.engine.checkpoints import Checkpoints
 from launcher.engine.data import DistributedLoader
+from launcher.engine.deepspeed_names import DeepSpeedNames
 from launcher.engine.export import WeightExport
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
@@ -58,7 +59,7 @@ class EngineParts:
         return self.mesh.data
 
 
-class Engine(SavesCheckpoints, WeightExport, nn.Module):  # type: ignore[misc]  # torch overloads state_dict
+class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type: ignore[misc]  # torch overloads state_dict
     """A model that trains by `loss = engine(x); engine.backward(loss); engine.step()`.
 
     All three must be called by every rank, once per micro-batch; `step()` acts only at the accumulation
@@ -84,6 +85,7 @@ class Engine(SavesCheckpoints, WeightExport, nn.Module):  # type: ignore[misc]  
         self._is_in_no_sync = False
         self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
+        self._ended_accumulation = False  # the last `step()` was at a boundary
         self._last_step = LastStep(parts.sharded.units, self.optimizer, parts.lr_scheduler, parts.group)
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
         self._loss_reporter = LossReporter(is_wanted=self.global_rank == 0)
@@ -276,7 +278,7 @@ class Engine(SavesCheckpoints, WeightExport, nn.Module):  # type: ignore[misc]  
             raise EngineError("engine.step() was called within no_sync()", hint="call it after the block")
         heartbeat()
         boundary = self.is_gradient_accumulation_boundary()
-        self._backward_done = False
+        self._backward_done, self._ended_accumulation = False, boundary
         self.micro_steps += 1
         if boundary:
             self._model_facts.check()

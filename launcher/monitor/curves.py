@@ -34,7 +34,10 @@ class Curves:
 
     def write(self, values: dict[str, float], num_samples: int) -> None:
         """Add a point to each of the named curves."""
-        events = [Event(PREFIX + name, value, num_samples) for name, value in values.items()]
+        self.write_points([Event(PREFIX + name, value, num_samples) for name, value in values.items()])
+
+    def write_points(self, events: Sequence[Event]) -> None:
+        """Add points of any curves."""
         for writer in self._writers:
             try:
                 writer.write(events)

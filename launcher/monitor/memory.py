@@ -33,3 +33,18 @@ def memory_use(device: torch.device) -> MemoryUse:
     resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return MemoryUse(resident_bytes, max(resident_bytes, peak_bytes))  # the kernel brings its peak up to date lazily
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of this machine."""
+
+    total_bytes: int
+    available_bytes: int  # without swapping
+
+
+def host_memory() -> HostMemory:
+    """Return what the kernel says of this machine's memory."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = {line[0].rstrip(":"): int(line[1]) for line in lines}
+    return HostMemory(kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024)

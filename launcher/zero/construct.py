@@ -29,7 +29,16 @@ _active: list[Init] = []
 # Arguments of DeepSpeed's signature: those that say how, and those that say what.
 _HARMLESS = frozenset({"mem_efficient_linear", "pin_memory"})
 _REFUSED = frozenset(
-    {"data_parallel_group", "sequence_data_parallel_group", "mpu", "param_swapper", "zero_param_parallel_group"}
+    {
+        "data_parallel_group",
+        "mpu",
+        "param_swapper",
+        "sequence_data_parallel_group",
+        "tensor_overrides",
+        "zero_param_parallel_group",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_weights",
+    }
 )
 
 
@@ -62,7 +71,7 @@ class Init:
         or a disk that is too full; ConfigError for a config that cannot be read.
         """
         unknown = sorted(set(other) - _HARMLESS - _REFUSED)
-        refused = sorted(name for name in _REFUSED if other.get(name) is not None)
+        refused = sorted(name for name in _REFUSED if other.get(name) is not None and other[name] is not False)
         if unknown:
             raise EngineError(f"zero.Init has no argument {unknown[0]}", hint=did_you_mean(unknown[0], _HARMLESS))
         if refused:

@@ -15,14 +15,14 @@ _EXTERNAL_MARK = "_launch_external_parameters"
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_modules: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Have modules gathered as one, with everything inside, when their forward begins. Call it before `initialize`.
 
-    leaf_modules: classes, or their names. For modules whose parts run in an order that differs between ranks, such as
-    mixtures of experts. Returns the modules found. Raises: EngineError when there are none.
+    leaf_module_classes: classes, or their names. For modules whose parts run in an order that differs between ranks,
+    such as mixtures of experts. Returns the modules found. Raises: EngineError when there are none.
     """
-    kinds = list(leaf_modules)
+    kinds = list(leaf_module_classes)
     classes = tuple(kind for kind in kinds if isinstance(kind, type))
     names = {kind for kind in kinds if isinstance(kind, str)}
     found = [
@@ -38,10 +38,18 @@ def set_z3_leaf_modules(
     return found
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_modules: Iterable[type[nn.Module]]) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules` for modules of the given classes; return them."""
-    classes = tuple(leaf_modules)
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module]], raise_if_not_found: bool = False
+) -> list[nn.Module]:
+    """Undo `set_z3_leaf_modules` for modules of the given classes; return them.
+
+    Raises: EngineError when there are none, with `raise_if_not_found`.
+    """
+    classes = tuple(leaf_module_classes)
     found = [module for module in model.modules() if isinstance(module, classes)]
+    if not found and raise_if_not_found:
+        wanted = ", ".join(kind.__name__ for kind in classes)
+        raise EngineError(f"the model has no module of class {wanted}", hint="give the class of one of its modules")
     for module in found:
         set_z3_leaf_module(module, False)
     return found

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from harness.child import run_python
 
+from launcher.compat.refused import REFUSED as REFUSED_MODULES
+
 # Each statement is run by itself in the child, which has an engine at stage 3; it fails by raising.
 WORKS = [
     # ---- imports, as they are written ----
@@ -27,6 +29,13 @@ WORKS = [
     "dist.init_distributed(dist_backend=None, auto_mpi_discovery=False, timeout=datetime.timedelta(minutes=1))",
     "dist.barrier(); x = torch.ones(2); dist.all_reduce(x, op=dist.ReduceOp.SUM); dist.broadcast(x, src=0)",
     "assert dist.get_world_group() is torch.distributed.group.WORLD",
+    "x = torch.ones(2); out = torch.zeros(2); dist.all_gather_into_tensor(out, x); dist.reduce_scatter_tensor(out, x)",
+    "dist.all_to_all_single(out, x); dist.allgather_fn(out, x); dist.reduce_scatter_fn(out, x); assert out.sum() == 2",
+    "g = dist.new_group([0]); assert dist.get_all_ranks_from_group(g) == [0] and dist.get_global_rank(g, 0) == 0",
+    "dist.monitored_barrier(); objects = [3]; dist.broadcast_object_list(objects); dist.all_gather_object([None], 1)",
+    "assert dist.initialize_mesh_device('cpu', (1,), mesh_dim_names=('data',)).size() == 1",
+    "assert callable(dist.send) and callable(dist.recv) and callable(dist.batch_isend_irecv) and dist.ReduceOp.AVG",
+    "assert 'busbw' in dist.log_summary()",
     # ---- zero ----
     "p = torch.nn.Parameter(torch.ones(2))",
     "with deepspeed.zero.GatheredParameters([p, None], modifier_rank=0): p.data.zero_()",
@@ -40,6 +49,25 @@ WORKS = [
     "assert pp.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.bfloat16)(2).dtype == torch.float32",
     "assert pp._orig_torch_arange(2).tolist() == [0, 1]",
     "assert pp.get_accelerator().device_name(0) == 'cpu'",
+    "from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum; assert ZeroStageEnum.weights == 3",
+    "assert DeepSpeedZeroConfig(stage=2).stage == 2",
+    "from deepspeed.runtime.zero.tiling import TiledLinear; TiledLinear(4, 4, in_splits=2)(torch.ones(1, 4))",
+    "from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live as live\n"
+    "with contextlib.redirect_stdout(io.StringIO()) as said: live(torch.nn.Linear(4, 4), 1, num_nodes=1)\n"
+    "assert 'per GPU' in said.getvalue() and 'zero_init=1' in said.getvalue()",
+    "from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold as cold\n"
+    "with contextlib.redirect_stdout(io.StringIO()) as said: cold(total_params=10**9)\n"
+    "assert '1000M total params' in said.getvalue()",
+    "from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3; assert DeepSpeedZeroOptimizer_Stage3",
+    "from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer",
+    # ---- configs ----
+    "from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError\n"
+    "sizes = {'train_batch_size': 8, 'gradient_accumulation_steps': 2}\n"
+    "read = DeepSpeedConfig({**sizes, 'zero_optimization': {'stage': 2}})\n"
+    "assert (read.train_batch_size, read.train_micro_batch_size_per_gpu) == (8, 4)\n"
+    "assert read.zero_optimization_stage == read.zero_config.stage == 2 and read.zero_enabled\n"
+    "assert read.gradient_clipping == 1.0 and read.optimizer_name is None and read.fp16.enabled is False",
+    "assert issubclass(DeepSpeedConfigError, Exception) and deepspeed.DeepSpeedConfig is DeepSpeedConfig",
     # ---- schedules ----
     "assert set(deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES) == "
     "{'LRRangeTest', 'OneCycle', 'WarmupLR', 'WarmupDecayLR', 'WarmupCosineLR'}",
@@ -49,10 +77,59 @@ WORKS = [
     "from deepspeed.accelerator import get_accelerator; assert get_accelerator().current_device_name() == 'cpu'",
     "assert get_accelerator() is get_accelerator() and get_accelerator().communication_backend_name() == 'gloo'",
     "get_accelerator().synchronize(); assert not hasattr(get_accelerator(), 'no_such_function')",
+    "a = deepspeed.get_accelerator(); a.empty_cache(); a.manual_seed(1); a.set_rng_state(a.get_rng_state())",
+    "assert a.memory_allocated() > 2**20 and a.max_memory_allocated() >= a.memory_reserved() > 0",
+    "assert a.total_memory() > a.available_memory() > 0 and a.memory_stats() == {} and a.device_count() == 1",
+    "assert a.is_available() and torch.bfloat16 in a.supported_dtypes() and a.use_host_timers()",
+    "x = torch.ones(2); assert a.on_accelerator(x) and a.pin_memory(x) is x and not a.is_pinned(x)",
+    "a.range_push('a'); a.range_pop(); a.set_device(0); assert a.get_compile_backend() == 'inductor'",
+    "with a.stream(a.current_stream()): pass",
+    "assert a.visible_devices_envs() == [] and not a.is_triton_supported() and a.lazy_call(lambda: 1) == 1",
     "deepspeed.utils.logger.setLevel(30); deepspeed.utils.logger.setLevel(20)",
     "from deepspeed.utils import log_dist; log_dist('hello', ranks=[0])",
+    "from deepspeed.utils.logging import log_dist_once, set_log_level_from_string; log_dist_once('hello', ranks=[0])",
+    "set_log_level_from_string('warning'); assert deepspeed.logger.level == 30; set_log_level_from_string('info')",
+    "with deepspeed.OnDevice(dtype=torch.bfloat16, device='meta'): built = torch.nn.Linear(2, 2)\n"
+    "assert built.weight.is_meta and built.weight.dtype == torch.bfloat16 and torch.ones(1).dtype == torch.float32",
+    "from deepspeed.utils import RepeatingLoader; loader = RepeatingLoader([1, 2])\n"
+    "assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]",
+    "from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader",
+    "from deepspeed.utils import instrument_w_nvtx; assert instrument_w_nvtx(len)('ab') == 2",
+    "from deepspeed.runtime.utils import see_memory_usage, clip_grad_norm_, get_global_norm, set_random_seed\n"
+    "see_memory_usage('after', force=True); assert get_global_norm([3.0, 4.0]) == 5.0; set_random_seed(1)",
+    "from deepspeed.runtime.utils import empty_cache, get_only_unique_item, move_to_device; empty_cache()\n"
+    "moved = move_to_device({'a': [torch.ones(1), 2]}, 'meta')\n"
+    "assert moved['a'][0].is_meta and get_only_unique_item([1, 1]) == 1",
+    "from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler\n"
+    "scaler = DynamicLossScaler(init_scale=16, scale_window=1); scaler.update_scale(True)\n"
+    "assert scaler.loss_scale == scaler.cur_scale == 8 and LossScaler(4).scale_loss(torch.ones(1)) == 4",
+    "torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler])",
+    "from deepspeed.monitor.config import get_monitor_config; from deepspeed.monitor.monitor import MonitorMaster\n"
+    "section = {'enabled': True, 'output_path': 'curves', 'job_name': 'job'}\n"
+    "monitor = MonitorMaster(get_monitor_config({'csv_monitor': section, 'train_batch_size': 1}))\n"
+    "monitor.write_events([('Train/mine', 0.5, 10)]); assert monitor.enabled\n"
+    "assert '10,0.5' in open('curves/job/Train_mine.csv').read()",
+    "from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile\n"
+    "counted = get_model_profile(torch.nn.Linear(4, 8), input_shape=(2, 4), as_string=False, print_profile=False)\n"
+    "assert counted == (2 * 2 * 4 * 8, 2 * 4 * 8, 40)",
+    "profiler = FlopsProfiler(torch.nn.Linear(4, 8)); profiler.start_profile(); profiler.model(torch.ones(2, 4))\n"
+    "profiler.stop_profile(); profiler.print_model_profile(output_file='profile.txt')\n"
+    "assert profiler.get_total_macs(as_string=True) == '64 MACs' and profiler.get_total_duration() > 0\n"
+    "profiler.end_profile(); assert 'Linear' in open('profile.txt').read()",
+    "from deepspeed.ops.lamb import FusedLamb; FusedLamb([torch.nn.Parameter(torch.ones(2))], lr=0.1)",
+    "from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder\n"
+    "assert CPUAdamBuilder().is_compatible() and not FusedAdamBuilder().is_compatible()",
+    "from deepspeed.ops.aio import AsyncIOBuilder; assert deepspeed.ops.__compatible_ops__[AsyncIOBuilder.NAME]",
+    "from deepspeed.git_version_info import version, git_hash, compatible_ops; assert version == deepspeed.__version__",
+    "from deepspeed.env_report import main, cli_main",
+    "from deepspeed.utils.groups import get_data_parallel_world_size, get_model_parallel_rank",
     "m = torch.nn.Sequential(torch.nn.Linear(2, 2))",
-    "assert deepspeed.utils.set_z3_leaf_modules(m, [torch.nn.Linear]) == [m[0]]",
+    "assert deepspeed.utils.set_z3_leaf_modules(m, leaf_module_classes=[torch.nn.Linear]) == [m[0]]",
+    "from deepspeed.utils import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix, get_z3_leaf_modules",
+    "assert deepspeed.utils.unset_z3_leaf_modules(m, [torch.nn.Linear]) == [m[0]] and not get_z3_leaf_modules(m)",
+    "assert set_z3_leaf_modules_by_name(m, ['0', '7'], raise_if_not_found=False) == ([m[0]], ['7'])",
+    "set_z3_leaf_modules_by_suffix(m, ['0'], flag=False); assert get_z3_leaf_modules(m) == []",
+    "deepspeed.zero.Init(enabled=False, mem_efficient_linear=True, zero_quantized_weights=False)",
     "from deepspeed.utils import groups; assert groups._get_sequence_parallel_world_size() == 1",
     "assert groups._get_sequence_parallel_rank() == 0 == groups._get_data_parallel_rank()",
     "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint",
@@ -68,11 +145,32 @@ WORKS = [
     "assert engine.config is not None and engine.config.get('zero_optimization', {}).get('stage') == 3",
     "assert engine.device == torch.device('cpu') and engine.train() is engine and engine.eval() is engine",
     "engine.train(); engine.set_gradient_accumulation_boundary(is_boundary=True)",
-    "engine.backward(engine(torch.ones(2, 4)).sum(), scale_wrt_gas=False); engine.step()",
+    "engine.backward(engine(torch.ones(2, 4)).sum(), scale_wrt_gas=False)",
+    "before = deepspeed.utils.safe_get_full_grad(model.weight)\n"
+    "deepspeed.utils.safe_update_full_grad_vectorized([model.weight, p], lambda grad, param: grad / 2)\n"
+    "assert torch.equal(deepspeed.utils.safe_get_full_grad(model.weight), before / 2); engine.step()",
     "assert engine.get_global_grad_norm() > 0 and engine.global_steps == 1; engine.zero_grad()",
     "assert 'exclude_frozen_parameters' in inspect.signature(engine.save_checkpoint).parameters",
     "assert {'load_module_strict', 'load_optimizer_states', 'load_lr_scheduler_states'} <= "
     "set(inspect.signature(engine.load_checkpoint).parameters)",
+    "assert engine.get_batch_info() == (2, 2, 1) and engine.was_step_applied() and engine.get_mom() == [(0.9, 0.999)]",
+    "assert engine.zero_optimization() and engine.zero_optimization_partition_weights(); engine.zero_cpu_offload()",
+    "assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.gradient_clipping()) == (False, False, 1.0)",
+    "assert engine.zero_reduce_bucket_size() == 500_000_000 and engine.wall_clock_breakdown() is False",
+    "assert engine.zero_overlap_comm() in (None, True) and engine.fp16_enabled.__doc__ == "
+    "'Return `fp16.enabled` of the config in force.'",
+    "for name in engine_getters: getattr(engine, name)()",
+    "assert engine.get_data_types() == (torch.float32, torch.float32) and engine.dp_world_size == 1",
+    "assert engine.optimizer_name() == 'adamw' and engine.optimizer_params()['lr'] == 0.1",
+    "assert engine.scheduler_name() is None and engine.scheduler_params() is None",
+    "assert engine.get_data_parallel_rank() == 0 == engine.get_model_parallel_rank() and engine.mp_world_size == 1",
+    "engine.allreduce_gradients(); assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (2, 1)",
+    "assert [batch.shape for batch in engine.deepspeed_io(torch.ones(4, 4))] == [(2, 4), (2, 4)]",
+    "state = engine.module_state_dict(); assert state['weight'].shape == (1, 4)",
+    "engine.load_module_state_dict({'module': state}); assert engine.save_fp16_model('whole', 'model.bin')",
+    "assert engine.local_rank == 0 and engine.get_lr() == [0.1] and engine.micro_steps == 1",
+    "assert engine.is_gradient_accumulation_boundary()",
+    "assert engine.loss_scale() == 1.0 == optimizer.cur_scale and engine.global_samples == 2",
     "engine.save_checkpoint('saved', 'pytorch_model'); assert engine.load_checkpoint('saved', 'pytorch_model')[0]",
     "assert engine.zero_gather_16bit_weights_on_model_save() is True",
     "assert engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)['weight'].shape == (1, 4)",
@@ -98,6 +196,16 @@ REFUSED = {
     "deepspeed.moe": ("AttributeError", "the built-in engine of launch"),
     "import deepspeed.no_such_module": ("ModuleNotFoundError", "deepspeed.no_such_module"),
     "from deepspeed.moe.layer import MoE": ("ImportError", "no expert parallelism"),
+    "from deepspeed.runtime.pipe.engine import PipelineEngine": ("ImportError", "no pipeline parallelism"),
+    "from deepspeed.pipe import LayerSpec": ("ImportError", "use ZeRO stage 3, or install DeepSpeed"),
+    "from deepspeed.compression.compress import init_compression": ("ImportError", "use torch.ao.quantization"),
+    "from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset": (
+        "ImportError",
+        "no curriculum learning",
+    ),
+    "from deepspeed.checkpoint.ds_to_universal import main": ("ImportError", "loads at any number of ranks"),
+    "from deepspeed.sequence.layer import DistributedAttention": ("ImportError", "no sequence parallelism"),
+    "import deepspeed.autotuning": ("ImportError", "launch estimate"),
     "from deepspeed.pipe import PipelineModule": ("ImportError", "no pipeline parallelism"),
     "from deepspeed import pipe": ("ImportError", "no pipeline parallelism"),
     "import deepspeed.inference": ("ImportError", "no inference kernels"),
@@ -113,18 +221,33 @@ REFUSED = {
     "deepspeed.utils.groups._get_sequence_parallel_group()": ("EngineError", "no group of sequence parallelism"),
     "deepspeed.ops.adam.FusedAdam([p], bias_correction=False)": ("EngineError", "bias_correction"),
     "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad([p], adamw_mode=True)": ("EngineError", "no decoupled weight decay"),
+    "set_z3_leaf_modules_by_name(m, ['7'])": ("EngineError", "no module named 7"),
+    "deepspeed.zero.Init(zero_quantized_weights=True)": ("EngineError", "zero_quantized_weights"),
+    "engine.get_sequence_parallel_group()": ("EngineError", "no group of sequence parallelism"),
+    "engine.load_module_state_dict({}, custom_load_fn=print)": ("EngineError", "custom_load_fn"),
+    "deepspeed.PipelineModule(layers=[], num_stages=2)": ("EngineError", "no pipeline parallelism"),
+    "deepspeed.InferenceEngine(model)": ("EngineError", "no inference kernels"),
+    "CPUAdamBuilder().load()": ("EngineError", "is part of the engine"),
+    "FusedLamb([p], amsgrad=True)": ("EngineError", "amsgrad"),
+    "FlopsProfiler(model).start_profile(ignore_list=[torch.nn.Linear])": ("EngineError", "ignore_list"),
+    "get_model_profile(model, mode='train')": ("EngineError", 'mode="train"'),
+    "set_log_level_from_string('loud')": ("EngineError", "no log level"),
+    "DeepSpeedConfig({'train_batch_size': 1, 'no_such_key': 1})": ("ConfigError", "no_such_key"),
+    "DeepSpeedConfig({'train_batch_size': 1}, mpu=3)": ("ConfigError", "mpu"),
+    "get_only_unique_item([1, 2])": ("RuntimeError", "one value was expected"),
     "deepspeed.initialize(model=model, config={}, mpu=3)": ("EngineError", "mpu"),
     "engine.compile(schedule=[])": ("EngineError", "schedule"),
 }
 RUN = """
 import launcher.compat; launcher.compat.install()
-import argparse, collections, datetime, importlib.metadata, inspect, json, sys
+import argparse, collections, contextlib, datetime, importlib.metadata, inspect, io, json, sys
 import deepspeed, launcher, torch
 
 deepspeed.init_distributed()
 model = torch.nn.Linear(4, 1)
 config = {
     "train_micro_batch_size_per_gpu": 2, "steps_per_print": float("inf"), "fp16": {"enabled": False},
+    "comms_logger": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
     "zero_optimization": {
         "stage": 3, "stage3_gather_16bit_weights_on_model_save": True,
@@ -135,6 +258,7 @@ engine, optimizer, _, scheduler = deepspeed.initialize(
     model=model, config_params=config, model_parameters=(p for p in model.parameters()),
     lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
 )
+from launcher.engine.deepspeed_names import _GETTERS as engine_getters
 names, found = globals(), {}
 for statement in json.load(open("statements.json")):
     try:
@@ -156,6 +280,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert result.returncode == 0, result.stderr
     loaded: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return loaded
+
+
+def test_each_refusal_of_a_module_says_what_to_use() -> None:
+    assert [path for path, sentence in REFUSED_MODULES.items() if ": " not in sentence or sentence.endswith(".")] == []
 
 
 @pytest.mark.parametrize("statement", WORKS)
@@ -193,6 +321,13 @@ sgd = optimizer()
 schedule = WarmupDecayLR(sgd, 5, 0.0, 0.1, warmup_num_steps=2)
 assert rates(schedule) == expected and sgd.param_groups[0]["lr"] == schedule.get_last_lr()[0]
 assert WarmupLR(optimizer(), 0.0, 0.1, 4, "linear", 3).last_batch_iteration == 3
+groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (0.02, 0.01)]
+of_groups = torch.optim.SGD(groups)
+schedule = WarmupDecayLR(of_groups, 20, warmup_max_lr=[0.08, 0.04], warmup_num_steps=4, warmup_type="linear")
+assert schedule.get_last_lr() == [0.0, 0.0]
+for step, factor in ((1, 0.25), (4, 1.0), (12, 0.5)):
+    schedule.step(step)
+    assert [group["lr"] for group in of_groups.param_groups] == [0.08 * factor, 0.04 * factor]
 try:
     WarmupLR(optimizer(), no_such=1)
 except Exception as error:

@@ -52,3 +52,7 @@ def test_the_limit_and_what_was_held_are_told(memory_group: Path, tmp_path: Path
     assert "killed by SIGKILL, out of memory" in done.stderr
     assert "the memory limit of the control group was reached, limit 200.0 MiB" in done.stderr
     assert "this rank held up to" in done.stderr
+    page = (ROOT / "docs" / "guides.md").read_text()
+    shown = done.stderr[done.stderr.index("  next  ") :].rstrip()
+    assert 'offload_optimizer and offload_param with "device": "nvme" in place of "cpu"' in shown
+    assert shown in page

@@ -14,26 +14,37 @@ from launcher.engine.build import initialize
 from launcher.engine.engine import Engine as DeepSpeedEngine
 
 from . import accelerator, checkpoint, comm, launcher, ops, runtime, utils
+from .accelerator import get_accelerator
 from .comm import init_distributed
 from .runtime import zero
 from .runtime.activation_checkpointing import checkpointing
+from .runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from .utils import OnDevice, log_dist, logger
 
 # The release whose interface this is. Libraries ask for a version before they use a part of it: every part that they
 # use was there in this one.
 __version__ = "0.19.8"
 
 __all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
+    "InferenceEngine",
+    "OnDevice",
+    "PipelineModule",
     "__version__",
     "accelerator",
     "add_config_arguments",
     "checkpoint",
     "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "init_inference",
     "initialize",
     "launcher",
+    "log_dist",
+    "logger",
     "ops",
     "runtime",
     "tp_model_init",
@@ -56,6 +67,23 @@ def init_inference(*_: Any, **__: Any) -> NoReturn:
         "init_inference(): the built-in engine has no inference kernels",
         hint="call initialize() without an optimizer, or install DeepSpeed",
     )
+
+
+class PipelineModule:
+    """No model is one: libraries ask. Raises: EngineError where one is made."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise EngineError(
+            "PipelineModule(): the built-in engine has no pipeline parallelism",
+            hint="give the layers as torch.nn.Sequential to initialize() and use ZeRO stage 3, or install DeepSpeed",
+        )
+
+
+class InferenceEngine:
+    """No model is one: libraries ask. Raises: EngineError where one is made."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        init_inference()
 
 
 def __getattr__(name: str) -> NoReturn:

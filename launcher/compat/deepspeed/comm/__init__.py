@@ -1,14 +1,17 @@
 """`deepspeed.comm`: torch.distributed, and what it says of a process that is alone and has no process group."""
 
 from torch.distributed import (
+    P2POp,
     ProcessGroup,
     ReduceOp,
     all_gather,
     all_gather_into_tensor,
     all_gather_object,
     all_reduce,
+    all_reduce_coalesced,
     all_to_all,
     all_to_all_single,
+    batch_isend_irecv,
     broadcast,
     broadcast_object_list,
     destroy_process_group,
@@ -28,7 +31,12 @@ from torch.distributed import (
     scatter,
     send,
 )
+from torch.distributed import all_gather_into_tensor as allgather_fn
+from torch.distributed import get_process_group_ranks as get_all_ranks_from_group
+from torch.distributed import reduce_scatter_tensor as reduce_scatter_fn
+from torch.distributed.device_mesh import init_device_mesh as initialize_mesh_device
 
+from launcher.comm import log_summary
 from launcher.compat.ranks import (
     barrier,
     get_local_rank,
@@ -39,19 +47,24 @@ from launcher.compat.ranks import (
 )
 
 __all__ = [
+    "P2POp",
     "ProcessGroup",
     "ReduceOp",
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "allgather_fn",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
     "destroy_process_group",
     "gather",
+    "get_all_ranks_from_group",
     "get_backend",
     "get_global_rank",
     "get_local_rank",
@@ -59,15 +72,18 @@ __all__ = [
     "get_world_group",
     "get_world_size",
     "init_distributed",
+    "initialize_mesh_device",
     "irecv",
     "is_available",
     "is_initialized",
     "isend",
+    "log_summary",
     "monitored_barrier",
     "new_group",
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_fn",
     "reduce_scatter_tensor",
     "scatter",
     "send",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-
-from launcher.base.log import get_logger
-from launcher.compat.ranks import get_rank
+from launcher.compat.gradients import safe_update_full_grad_vectorized
+from launcher.compat.leaves import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from launcher.compat.repeating import RepeatingLoader
 from launcher.zero import (
     get_z3_leaf_modules,
     safe_get_full_fp32_param,
@@ -28,11 +26,18 @@ from launcher.zero import (
 )
 
 from . import groups, zero_to_fp32
+from .init_on_device import OnDevice
+from .logging import log_dist, log_dist_once, logger, set_log_level_from_string
+from .nvtx import instrument_w_nvtx
 
 __all__ = [
+    "OnDevice",
+    "RepeatingLoader",
     "get_z3_leaf_modules",
     "groups",
+    "instrument_w_nvtx",
     "log_dist",
+    "log_dist_once",
     "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -46,18 +51,13 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "zero_to_fp32",
 ]
-
-logger = get_logger()  # the engine's own: a level that is set here holds for its lines
-
-
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on the given ranks; None or [-1]: on all."""
-    rank = get_rank()
-    if not ranks or -1 in ranks or rank in ranks:
-        logger.log(level, "[rank %d] %s", rank, message)

@@ -22,6 +22,10 @@ def _get_data_parallel_rank() -> int:
     return ranks.get_rank()
 
 
+def _get_data_parallel_group_ranks() -> list[int]:
+    return list(range(ranks.get_world_size()))
+
+
 def _get_sequence_parallel_group() -> NoReturn:
     raise EngineError(
         "there is no group of sequence parallelism: the built-in engine has none",
@@ -43,3 +47,14 @@ def _get_model_parallel_world_size() -> int:
 
 def _get_model_parallel_rank() -> int:
     return 0
+
+
+def _get_expert_parallel_world_size(group_name: str = "") -> int:
+    return 1
+
+
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_data_parallel_rank
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank = _get_model_parallel_rank

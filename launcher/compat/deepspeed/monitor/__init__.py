@@ -1,0 +1,1 @@
+"""`deepspeed.monitor`: training curves of the script's own."""

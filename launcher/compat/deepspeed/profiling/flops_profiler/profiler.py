@@ -1,0 +1,134 @@
+"""`deepspeed.profiling.flops_profiler.profiler`: counts are those of matrix products and attention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.base.errors import EngineError
+from launcher.base.log import get_logger
+from launcher.compat.accelerator import get_accelerator
+from launcher.monitor.flops import FlopCount, FlopCounter, ProfileForm, ProfileTimes, profile_text
+
+__all__ = ["FlopsProfiler", "get_model_profile"]
+
+
+class FlopsProfiler:
+    """Counts what runs between `start_profile()` and `stop_profile()`; numbers stay until `end_profile()`."""
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None) -> None:
+        """ds_engine: accepted, as scripts give it; the model says all."""
+        self.model = model
+        self.started = False
+        self._count, self._duration_s = FlopCount({}, 0), 0.0
+
+    def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
+        """Count from here on. Raises: EngineError for `ignore_list`."""
+        if ignore_list:
+            raise EngineError("start_profile(ignore_list=...) is not supported", hint="read the modules' own lines")
+        self._counter = FlopCounter(self.model)
+        self._counter.start()
+        self._started_s, self.started = time.perf_counter(), True
+
+    def stop_profile(self) -> None:
+        """Count no more. A second call does nothing."""
+        if not self.started:
+            return
+        get_accelerator().synchronize()
+        self._duration_s = time.perf_counter() - self._started_s
+        self._counter.mark_forward()
+        self._counter.stop()
+        self._count, self.started = self._counter.count or self._count, False
+
+    def end_profile(self) -> None:
+        """Forget the numbers."""
+        if self.started:
+            self.stop_profile()
+        self._count, self._duration_s = FlopCount({}, 0), 0.0
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Return the floating-point operations of all that ran."""
+        return _shown(self._count.forward_total, "FLOPs", as_string)
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Return the multiplications with an addition: half of the operations."""
+        return _shown(self._count.forward_total // 2, "MACs", as_string)
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Return the model's parameters, also where they are sharded."""
+        total = sum(getattr(param, "ds_numel", param.numel()) for param in self.model.parameters())
+        return _shown(total, "", as_string)
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Return the seconds; counting is part of them."""
+        return f"{self._duration_s * 1e3:.2f} ms" if as_string else self._duration_s
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Log the profile, or write it to a file."""
+        form = ProfileForm(module_depth, top_modules, detailed)
+        times = ProfileTimes(self._duration_s, 0.0, 0.0)
+        text = f"FLOPs of step {profile_step}:\n{profile_text(self.model, self._count, times, form, None)}"
+        if output_file is None:
+            get_logger().info("%s", text)
+        else:
+            Path(output_file).write_text(text + "\n")
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    warm_up: int = 1,
+    as_string: bool = True,
+    mode: str = "forward",
+    **form: Any,
+) -> tuple[Any, Any, Any]:
+    """Run `model` and return its operations, multiply-adds and parameters.
+
+    input_shape: of a tensor of ones as the only argument; else `args` and `kwargs` are the arguments. mode: "forward",
+    or "generate" to call `model.generate`. form: `detailed`, `module_depth`, `top_modules`, `output_file` of
+    `print_model_profile`. Raises: EngineError for another mode.
+    """
+    if mode not in ("forward", "generate"):
+        raise EngineError(f'get_model_profile(mode="{mode}") is unknown', hint='use "forward" or "generate"')
+    if input_shape is not None:
+        first = next(model.parameters(), torch.empty(0))
+        args = [torch.ones(tuple(input_shape), dtype=first.dtype, device=first.device)]
+    call: Any = model if mode == "forward" else model.generate
+    for _ in range(warm_up):
+        call(*args, **(kwargs or {}))
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    try:
+        call(*args, **(kwargs or {}))
+    finally:
+        profiler.stop_profile()
+    if print_profile:
+        profiler.print_model_profile(**form)
+    found = tuple(
+        read(as_string) for read in (profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params)
+    )
+    return found[0], found[1], found[2]
+
+
+def _shown(value: int, unit: str, as_string: bool) -> Any:
+    if not as_string:
+        return value
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.2f} {prefix}{unit}"
+    return f"{value} {unit}".rstrip()

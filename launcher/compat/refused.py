@@ -1,0 +1,65 @@
+"""The parts of DeepSpeed that the built-in engine does not have: their import ends in a sentence that says so."""
+
+from __future__ import annotations
+
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
+_NO_PIPELINE = "no pipeline parallelism: use ZeRO stage 3"
+_NO_EXPERTS = "no expert parallelism: use ZeRO stage 3 with set_z3_leaf_modules()"
+_NO_INFERENCE = "no inference kernels: call deepspeed.initialize() without an optimizer"
+_NO_SEQUENCE = "no sequence parallelism: recompute activations"
+_NO_TENSOR = "no tensor parallelism: use ZeRO stage 3"
+_NO_DATA_EFFICIENCY = "no curriculum learning, random-LTD or data sampling: let the script's own loader choose the data"
+
+# Module below `deepspeed` -> what the built-in engine has not, and what to use. Modules inside of these count, too.
+REFUSED = {
+    "autotuning": 'no autotuner that is imported: call "launch estimate"',
+    "checkpoint.ds_to_universal": "no universal checkpoints: each of its checkpoints loads at any number of ranks",
+    "checkpoint.universal_checkpoint": "no universal checkpoints: each of its checkpoints loads at any number of ranks",
+    "compile": "no DeepCompile: call engine.compile()",
+    "compression": "no compression: use torch.ao.quantization",
+    "elasticity": 'no elastic agent: call "launch --max_restarts"; "elasticity" of the config works',
+    "inference": _NO_INFERENCE,
+    "io": "no disk writers that are imported: checkpoints use its own",
+    "linear": "no LoRA or quantized layers: use the package peft",
+    "model_implementations": _NO_INFERENCE,
+    "module_inject": f"no kernels or {_NO_TENSOR.removeprefix('no ')}",
+    "moe": _NO_EXPERTS,
+    "nvme": 'no disk benchmark that is imported: call "launch io"',
+    "ops.sparse_attention": "no block-sparse attention: use torch.nn.attention.flex_attention",
+    "ops.transformer": "no transformer kernels: use torch.nn.functional.scaled_dot_product_attention",
+    "pipe": _NO_PIPELINE,
+    "runtime.data_pipeline": _NO_DATA_EFFICIENCY,
+    "runtime.domino": _NO_TENSOR,
+    "runtime.eigenvalue": "no eigenvalues of layers: use the package pyhessian",
+    "runtime.hybrid_engine": "no hybrid engine: call model.generate(), which works at stage 3",
+    "runtime.pipe": _NO_PIPELINE,
+    "runtime.progressive_layer_drop": "no progressive layer drop: drop layers in the model",
+    "runtime.quantize": "no quantized training: use torch.ao.quantization",
+    "runtime.sequence_parallel": _NO_SEQUENCE,
+    "runtime.superoffload": 'no SuperOffload: set "delayed_update" of "offload_optimizer"',
+    "runtime.tensor_parallel": _NO_TENSOR,
+    "runtime.zenflow": 'no ZenFlow: set "delayed_update" of "offload_optimizer"',
+    "sequence": _NO_SEQUENCE,
+}
+
+
+def spec_of_refused(name: str) -> ModuleSpec | None:
+    """Return the spec of a module whose import says what there is instead; None for a module that is not refused."""
+    path = name.partition(".")[2]
+    return ModuleSpec(name, _Refusal(REFUSED[path]), is_package=True) if path in REFUSED else None
+
+
+class _Refusal(Loader):
+    def __init__(self, sentence: str) -> None:
+        self._sentence = sentence
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to the import system."""
+
+    def exec_module(self, module: ModuleType) -> NoReturn:
+        """Refuse. Raises: ImportError."""
+        raise ImportError(f"the built-in engine has {self._sentence}, or install DeepSpeed", name=module.__name__)

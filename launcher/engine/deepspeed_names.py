@@ -1,0 +1,246 @@
+"""What scripts for DeepSpeed ask an engine, by DeepSpeed's names; the engine itself needs none of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.utils.data import Dataset
+
+from launcher.base import env
+from launcher.base.errors import EngineError
+from launcher.config.batch import BatchPlan
+from launcher.config.policies import DType
+from launcher.engine.data import DistributedLoader, build_loader
+from launcher.engine.optimizer import ZeroOptimizer
+from launcher.zero.stages import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from launcher.engine.engine import EngineParts
+
+# Method -> the key of the config whose value in force it returns.
+_GETTERS = {
+    "amp_enabled": "amp.enabled",
+    "aio_config": "aio",
+    "bfloat16_enabled": "bf16.enabled",
+    "communication_data_type": "communication_data_type",
+    "comms_logger_enabled": "comms_logger.enabled",
+    "curriculum_learning_enabled": "curriculum_learning.enabled",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "dump_state": "dump_state",
+    "elasticity_enabled": "elasticity.enabled",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "memory_breakdown": "memory_breakdown",
+    "steps_per_print": "steps_per_print",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+}
+
+
+class DeepSpeedNames:
+    """The part of `Engine` that scripts for DeepSpeed know. Getters of single keys of the config are added below."""
+
+    module: nn.Module
+    optimizer: ZeroOptimizer | None
+    world_size: int
+    global_rank: int
+    load_state_dict: Callable[..., Any]
+    save_16bit_model: Callable[..., bool]
+    state_dict: Callable[..., dict[str, Any]]
+    zero_optimization_stage: Callable[[], int]
+    _batch: BatchPlan
+    _ended_accumulation: bool
+    _parts: EngineParts
+
+    # ---- facts ----
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the samples of a step, those of a micro-batch of one rank, and the micro-batches of a step."""
+        return self._batch.sizes
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer states are in host memory."""
+        return bool(self._parts.settings.zero_optimization.offload_optimizer.device == "cpu")
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated parameters: it was at a boundary, and no overflow skipped it."""
+        return self._ended_accumulation and self.optimizer is not None and not self.optimizer.overflow
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum of each parameter group: its betas, or the momentum of SGD and its like."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the precision of the parameters, and that in which gradients are summed."""
+        named = self._parts.settings.data_types.grad_accum_dtype
+        sums = torch.float32 if named is None else TORCH_DTYPES[DType(named)]
+        return self._parts.policy.precision.param_dtype, sums
+
+    def optimizer_name(self) -> str | None:
+        """Return the type of the config's optimizer, in lower case."""
+        section = self._parts.settings.optimizer
+        return None if section is None else str(section.type).lower()
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return the parameters of the config's optimizer."""
+        return _params_of(self._parts.settings.optimizer)
+
+    def scheduler_name(self) -> str | None:
+        """Return the type of the config's schedule."""
+        section = self._parts.settings.scheduler
+        return None if section is None else str(section.type)
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return the parameters of the config's schedule."""
+        return _params_of(self._parts.settings.scheduler)
+
+    # ---- groups: all ranks have different data ----
+
+    @property
+    def data_parallel_group(self) -> ProcessGroup | None:
+        """The process group of all ranks; None for a process that is alone."""
+        return self._parts.group.process_group
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return int(os.environ.get(env.LOCAL_RANK.name, "0"))
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of ranks."""
+        return self.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """The ranks that share a layer: there is no tensor parallelism."""
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's number."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """Return 0: there is no tensor parallelism."""
+        return 0
+
+    def get_sequence_parallel_group(self) -> NoReturn:
+        """Refuse. Raises: EngineError."""
+        raise EngineError(
+            "there is no group of sequence parallelism: the built-in engine has none",
+            hint='remove "sequence_parallel_size", or recompute activations: "activation_checkpointing"',
+        )
+
+    # ---- verbs ----
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Do nothing: `backward` has begun the reductions that belong to it, and `step()` waits for them."""
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> DistributedLoader:
+        """Return a loader of this rank's micro-batches. batch_size: by default that of the config."""
+        return build_loader(
+            dataset,
+            batch_size=batch_size or self._batch.micro_batch_size,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            collate_fn=collate_fn,
+            drop_last=self._parts.settings.dataloader_drop_last,
+            num_workers=num_local_io_workers,
+            pin_memory=self._parts.group.device.type != "cpu",
+        )
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """Return `state_dict(**kwargs)`, without parameters that are not trained where they are to be excluded."""
+        state = self.state_dict(**kwargs)
+        if exclude_frozen_parameters:
+            prefix = kwargs.get("prefix", "")
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+    ) -> Any:
+        """Load the weights that are `checkpoint["module"]`. Every rank must call it, with equal values.
+
+        Raises: EngineError for `custom_load_fn`.
+        """
+        if custom_load_fn is not None:
+            raise EngineError(
+                "load_module_state_dict(custom_load_fn=...) is not supported",
+                hint="give it to load_checkpoint(), or call load_state_dict() with what it would load",
+            )
+        return self.load_state_dict(checkpoint["module"], strict=strict)
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """Do what `save_16bit_model` does."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+
+def _params_of(section: Any) -> dict[str, Any] | None:
+    """Return the parameters of a section with a type as plain data."""
+    return None if section is None else dict(section.params)
+
+
+def _getter(method: str, key: str) -> Callable[[DeepSpeedNames], Any]:
+    def get(self: DeepSpeedNames) -> Any:
+        value: Any = self._parts.settings
+        for part in key.split("."):
+            value = getattr(value, part)
+        return value
+
+    get.__name__ = get.__qualname__ = method
+    get.__doc__ = f"Return `{key}` of the config in force."
+    return get
+
+
+for _method, _key in _GETTERS.items():
+    setattr(DeepSpeedNames, _method, _getter(_method, _key))
