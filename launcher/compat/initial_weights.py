@@ -17,8 +17,6 @@ def change(module: Any) -> None:
     """Have `PreTrainedModel` of the module `transformers.modeling_utils` gather what it initialises."""
     from transformers.integrations import deepspeed
 
-    from launcher.zero import GatheredParameters, ZeroParamStatus
-
     # Then rank 0 alone may initialise, of what is gathered already, and its values are sent by the caller.
     gathers_itself = hasattr(deepspeed, "initialize_weights_zero3")
     pretrained_model = module.PreTrainedModel
@@ -29,16 +27,23 @@ def change(module: Any) -> None:
         # A model may initialise parameters of the modules in `part`, such as `part.q_proj.weight`.
         inner = [child for child in part.children() if not isinstance(child, pretrained_model)]
         params = [param for owner in (part, *inner) for param in owner.parameters(recurse=False)]
-        sharded = [param for param in params if getattr(param, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+        sharded = [param for param in params if _is_sharded(param)]
         if sharded and _are_initialized((*params, *part.buffers(recurse=False))):
             part._is_hf_initialized = True
         if getattr(part, "_is_hf_initialized", False) or not sharded:
             initialize(self, part, *arguments)
             return
+        from launcher.zero import GatheredParameters  # seldom needed
+
         with GatheredParameters(sharded, modifier_rank=None if gathers_itself else 0):
             initialize(self, part, *arguments)
 
     pretrained_model._initialize_weights = initialize_gathered
+
+
+def _is_sharded(param: Any) -> bool:
+    status = getattr(param, "ds_status", None)
+    return status is not None and status.name == "NOT_AVAILABLE"
 
 
 def _are_initialized(values: Iterable[Any]) -> bool:
