@@ -78,6 +78,7 @@ SECTIONS = (
     Section("nvme_step", "nvme_step.py --rounds 7"),
     Section("growth", "growth.py"),
     Section("start_7b", "start_7b.py"),
+    Section("pretrained_memory", "pretrained_memory.py"),
     Section("cpu_kernels", "cpu_kernels.py --rounds 9"),
     Section("onebit", "onebit.py", 2),
     Section("scale", "scale_model.py --rounds 3", page=ROOT / "docs" / "scale.md"),

@@ -46,6 +46,7 @@ SHORT = {
     "hf_trainer": ("--rounds 1 --models vit --steps 3 --width 64 --engines launch", 0),
     "growth": ("--units 2 --rounds 1", 0),
     "start_7b": ("--worlds 8 --layers 2", 0),
+    "pretrained_memory": ("--layers 1 --width 64", 0),
     "cpu_kernels": ("--numel-mi 1 --rounds 1 --threads 1 --cases Lion", 0),
     "onebit": ("--width 64 --steps 2 --training_steps 8", 2),
     "scale_model": ("--many 26 --rounds 1", 0),
@@ -54,7 +55,7 @@ SHORT = {
 SLOW = {
     *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
     *("parity_table", "architectures", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
-    *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32", "hf_trainer"),
+    *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32", "hf_trainer", "pretrained_memory"),
 }
 NEEDS = {
     "fanout": sshd.available,

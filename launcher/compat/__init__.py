@@ -25,6 +25,8 @@ _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), _NAME)
 _METADATA = f"{_FOLDER}_metadata"
 # These look for DeepSpeed when they are imported, once and for all.
 _LOOK_AT_IMPORT = ("accelerate", "transformers.integrations.deepspeed")
+# Modules of other libraries that are changed when they are imported -> the module here whose `change` does it.
+_CHANGED = {"accelerate.state": "on_cpu", "transformers.modeling_utils": "initial_weights"}
 
 
 def install(engine: str | None = None) -> None:
@@ -95,12 +97,12 @@ class DeepSpeedFinder:
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the spec of our package, None for other modules and where the installed DeepSpeed is used.
 
-        Where it is ours, also that of `accelerate.state`, which needs a change to use DeepSpeed on CPUs.
+        Where it is ours, also those of the modules in `_CHANGED`.
         """
-        if name == "accelerate.state" and (self.engine == BUILTIN or self.installed() is None):
-            from launcher.compat.on_cpu import spec_of_state
+        if name in _CHANGED and (self.engine == BUILTIN or self.installed() is None):
+            from launcher.compat.changes import changed_spec
 
-            return spec_of_state(path)
+            return changed_spec(name, path, f"{__name__}.{_CHANGED[name]}")
         if name != _NAME:
             return _spec_of_refused(name)
         if self.engine != BUILTIN and self.installed() is not None:

@@ -41,7 +41,7 @@ class Normalised:
 def normalise(data: Mapping[str, Any]) -> Normalised:
     """Return the data with one spelling of every key. Values of a wrong type stay as they are, for the schema."""
     found = Normalised({})
-    found.data = _renamed(Config, data, (), found)
+    found.data = _renamed(Config, _undotted(data, found), (), found)
     if found.data.get("steps_per_print") == math.inf:  # as accelerate says that it wants no lines
         found.data["steps_per_print"] = 0
     zero = found.data.get(_ZERO)
@@ -51,6 +51,28 @@ def normalise(data: Mapping[str, Any]) -> Normalised:
             _replace_offload_switch(zero, old, name, found)
         _replace_pinning(zero, found)
     return found
+
+
+def _undotted(data: Mapping[str, Any], found: Normalised) -> dict[str, Any]:
+    """Move keys such as "zero_optimization.reduce_bucket_size" into their section, where it does not have them.
+
+    trl writes them so beside a section that has been filled in, whose own values count.
+    """
+    result = dict(data)
+    for dotted, value in data.items():
+        name, _, key = dotted.partition(".")
+        section = section_of(Config, name) if key and name in Config.model_fields else None
+        if section is None or key not in section.model_fields or not isinstance(data.get(name, {}), Mapping):
+            continue
+        del result[dotted]
+        inner = result[name] = dict(result.get(name, {}))
+        if key not in inner:
+            found.origins[name, key] = (dotted,)
+        elif inner[key] != value:
+            message = f'"{dotted}" {shown(value)} has no effect: {name} has its own {key}, {shown(inner[key])}'
+            found.notices.append(Finding((dotted,), message, None, True))
+        inner.setdefault(key, value)
+    return result
 
 
 def _renamed(section: type[Section], data: Mapping[str, Any], path: Path, found: Normalised) -> dict[str, Any]:

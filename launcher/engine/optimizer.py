@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.optim.api import FlatOptimizer
 from launcher.optim.factory import OptimizerPlan
 from launcher.optim.scaling import LossScaler
 from launcher.zero.unit import FlatUnit
+
+
+class RemovableHooks:
+    """The hooks that trl removes while it generates from gathered parameters, under DeepSpeed's names: there are none.
+
+    The engine's hooks stay: they leave parameters alone that are gathered already.
+    """
+
+    def __init__(self) -> None:
+        self.module = _NoParameters()  # trl resets marks on the parameters, which ours do not have
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Do nothing: the hooks are there."""
+
+
+class _NoParameters(nn.Module):
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield nothing."""
+        return iter(())
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -39,6 +61,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # After it `overflow` and the states are those of the last step.
         self.wait_for_outcome: Callable[[], None] = lambda: None
         self._overflow = False
+        self.parameter_offload = RemovableHooks()
 
     @property
     def overflow(self) -> bool:

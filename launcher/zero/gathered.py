@@ -30,11 +30,16 @@ class GatheredParameters:
         """fwd_module: part of the signature scripts use; what a module reads is found when it runs."""
         given: list[Any] = [params] if isinstance(params, nn.Parameter) else list(params or ())
         self._modifier_rank = modifier_rank
-        self._unit_params: dict[UnitParameters, list[nn.Parameter]] = {}
+        found: list[tuple[UnitParameters, nn.Parameter]] = []
         for param in dict.fromkeys(given) if enabled else ():
-            found = unit_params_of(param) if param is not None else None
-            if found is not None:
-                self._unit_params.setdefault(found, []).append(param)
+            unit_params = unit_params_of(param) if param is not None else None
+            if unit_params is not None:
+                found.append((unit_params, param))
+        # In one order on every rank, whatever that of `params` is: transformers gives sets, whose order differs.
+        found.sort(key=lambda pair: (pair[0].number, pair[0].slot_of(pair[1]).index))
+        self._unit_params: dict[UnitParameters, list[nn.Parameter]] = {}
+        for unit_params, param in found:
+            self._unit_params.setdefault(unit_params, []).append(param)
         self._fetched: list[UnitParameters] = []
 
     def __enter__(self) -> None:

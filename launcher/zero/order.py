@@ -30,7 +30,14 @@ _HINT = (
     "at stage 3 every rank must run the same modules in the same order: name the module that chooses among others in"
     ' "zero_optimization": {"leaf_module": {"classes": [...]}}, or use stage 2'
 )
+# What forwards without gradients need, which no step follows.
+EVALUATION_HINT = (
+    "at stage 3 all ranks run the same forwards: pass synced_gpus=True to generate(), whose texts end at different"
+    " lengths, and give every rank as many batches to evaluate"
+)
 _ORDER_NUMBERS = itertools.count()  # alike on every rank: engines are built by all of them together
+# Collectives of a kind that are kept by name: no step comes in a process that only evaluates or generates.
+_MAX_ISSUED = 20_000
 
 
 class Collective(IntEnum):
@@ -38,6 +45,10 @@ class Collective(IntEnum):
 
     GATHER = 0
     REDUCTION = 1
+
+
+# How many collectives are forgotten, and the units of those after them.
+_Order = tuple[int, list[int]]
 
 
 class CollectiveOrder:
@@ -50,6 +61,8 @@ class CollectiveOrder:
         """unit_names: for errors, by index."""
         self._unit_names = unit_names
         self.issued: dict[Collective, list[int]] = {kind: [] for kind in Collective}
+        self._num_forgotten = dict.fromkeys(Collective, 0)  # that were issued before those in `issued`
+        self.is_evaluation = False  # the pass under way is a forward without gradients
         self._digests = dict.fromkeys(Collective, 0)
         self._num_steps = 0
         self._number = next(_ORDER_NUMBERS)
@@ -63,7 +76,11 @@ class CollectiveOrder:
 
     def note(self, kind: Collective, unit: int) -> None:
         """Note that a collective is issued now."""
-        self.issued[kind].append(unit)
+        issued = self.issued[kind]
+        issued.append(unit)
+        if len(issued) > _MAX_ISSUED:
+            del issued[: _MAX_ISSUED // 2]
+            self._num_forgotten[kind] += _MAX_ISSUED // 2
         self._digests[kind] = zlib.crc32(unit.to_bytes(8, "little"), self._digests[kind])
 
     def begin_step(self) -> None:
@@ -71,6 +88,7 @@ class CollectiveOrder:
         self._num_steps += 1
         for kind in Collective:
             self.issued[kind].clear()
+            self._num_forgotten[kind] = 0
             self._digests[kind] = 0
 
     def rendezvous(self, group: DataParallelGroup, ended: str) -> None:
@@ -103,51 +121,96 @@ class CollectiveOrder:
 
     def difference(self, group: DataParallelGroup) -> EngineError:
         """Return an error that names the first collective in which ranks part. Collective."""
-        everywhere: list[dict[Collective, list[int]]] = [{} for _ in range(group.world_size)]
-        dist.all_gather_object(everywhere, self.issued, group=group.process_group)
-        kind = next(kind for kind in Collective if any(issued[kind] != self.issued[kind] for issued in everywhere))
-        return self._difference(kind, {rank: issued[kind] for rank, issued in enumerate(everywhere)})
+        everywhere: list[list[_Order]] = [[] for _ in range(group.world_size)]
+        dist.all_gather_object(everywhere, self._orders(), group=group.process_group)
+        own = self._orders()
+        kind = next((kind for kind in Collective if any(orders[kind] != own[kind] for orders in everywhere)), None)
+        if kind is None:  # where they part is forgotten
+            return EngineError("ranks took different paths through the model since the last step", hint=_HINT)
+        return self._difference(kind, {rank: orders[kind] for rank, orders in enumerate(everywhere)})
 
     def difference_of_waiting(self, group: DataParallelGroup) -> EngineError | None:
         """Return an error that names where this rank and another one that waits part; None where no two do.
 
         Not collective: it publishes what this rank has issued, and compares it with what others have published.
         """
-        own = {kind: list(self.issued[kind]) for kind in Collective}
-        process_group = group.process_group
-        if process_group is None:
-            return None
-        try:
-            keys = [f"launch/waiting/{self._number}/{rank}" for rank in dist.get_process_group_ranks(process_group)]
-            store = dist.distributed_c10d._get_default_store()
-            store.set(keys[group.rank], json.dumps([self._num_steps, list(own.values())]))
-            published = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-        except (RuntimeError, ValueError, KeyError):  # the store or the process group has gone
-            return None
-        for kind in Collective:
-            orders = {rank: issued[kind] for rank, (step, issued) in published.items() if step == self._num_steps}
-            if any(_part(own[kind], order) for order in orders.values()):
-                return self._difference(kind, orders)
+        return self._difference_in(self._publish(group))
+
+    def _difference_in(self, published: dict[int, list[_Order]]) -> EngineError | None:
+        for kind, own in enumerate(self._orders()):
+            orders = {rank: everywhere[kind] for rank, everywhere in published.items()}
+            if any(_part(own, order) for order in orders.values()):
+                return self._difference(Collective(kind), orders)
         return None
 
-    def _difference(self, kind: Collective, orders: dict[int, list[int]]) -> EngineError:
+    def warning_of_waiting(self, group: DataParallelGroup) -> str | None:
+        """Return what to say of a forward without gradients in which other ranks do not wait with this one, or None.
+
+        Not collective, as `difference_of_waiting`.
+        """
+        published = self._publish(group)
+        if not self.is_evaluation or group.rank not in published:
+            return None
+        ends = {rank: sum(_end(order) for order in orders) for rank, orders in published.items()}
+        absent = [str(rank) for rank in range(group.world_size) if ends.get(rank, -1) < ends[group.rank]]
+        if not absent:
+            return None
+        others = ", ".join(absent[:8])
+        return f"rank {group.rank} waits for rank {others} in a forward without gradients: {EVALUATION_HINT}"
+
+    def _orders(self) -> list[_Order]:
+        """Return for each kind the number of collectives that are forgotten, and those after them."""
+        return [(self._num_forgotten[kind], list(self.issued[kind])) for kind in Collective]
+
+    def _publish(self, group: DataParallelGroup) -> dict[int, list[_Order]]:
+        """Publish the orders of this rank, which waits; return, by rank, those that were published since the step."""
+        if group.process_group is None:
+            return {}
+        try:
+            keys = [
+                f"launch/waiting/{self._number}/{rank}" for rank in dist.get_process_group_ranks(group.process_group)
+            ]
+            store = dist.distributed_c10d._get_default_store()
+            store.set(keys[group.rank], json.dumps([self._num_steps, self._orders()]))
+            published = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+        except (RuntimeError, ValueError, KeyError):  # the store or the process group has gone
+            return {}
+        return {rank: orders for rank, (step, orders) in published.items() if step == self._num_steps}
+
+    def _difference(self, kind: Collective, orders: dict[int, _Order]) -> EngineError:
         """Return an error that names the first collective in which these ranks part."""
-        position = 0
-        while len({tuple(order[position : position + 1]) for order in orders.values()}) == 1:
+        position = max(num_forgotten for num_forgotten, _ in orders.values())
+        last = max(map(_end, orders.values()))
+        while position < last and len({_at(order, position) for order in orders.values()}) == 1:
             position += 1
         ranks_of: dict[str, list[str]] = {}
         for rank, order in orders.items():
-            name = self._unit_names[order[position]] if position < len(order) else None
-            what = f"no further {kind.name.lower()}" if name is None else f"the {kind.name.lower()} of {name}"
+            unit = _at(order, position)
+            what = f"no further {kind.name.lower()}"
+            if unit is not None:
+                what = f"the {kind.name.lower()} of {self._unit_names[unit]}"
             ranks_of.setdefault(what, []).append(str(rank))
         parts = "; ".join(f"{what} on rank {', '.join(ranks[:8])}" for what, ranks in ranks_of.items())
         return EngineError(f"ranks took different paths through the model since the last step: {parts}", hint=_HINT)
 
 
-def _part(one: list[int], other: list[int]) -> bool:
-    """Whether neither order is the beginning of the other."""
-    num_both = min(len(one), len(other))
-    return one[:num_both] != other[:num_both]
+def _end(order: _Order) -> int:
+    return order[0] + len(order[1])
+
+
+def _at(order: _Order, position: int) -> int | None:
+    """Return the unit of a collective by its position since the last step; None after the last one."""
+    index = position - order[0]
+    return order[1][index] if index < len(order[1]) else None
+
+
+def _part(one: _Order, other: _Order) -> bool:
+    """Whether neither order is the beginning of the other, as far as both are known."""
+    start, end = max(one[0], other[0]), min(_end(one), _end(other))
+    return (
+        one[1][max(0, start - one[0]) : max(0, end - one[0])]
+        != other[1][max(0, start - other[0]) : max(0, end - other[0])]
+    )
 
 
 def _is_there(store: Any, key: str) -> bool:

@@ -5,7 +5,8 @@ than they do. gloo matches messages by their tags, and messages of different siz
 `GlooCommunicator`): so the ranks wait for each other, where gloo would otherwise end the processes without a word about
 the model. Nothing ends such a wait from outside, and the thread that trains is in it. So a thread of its own looks at
 waits that last: ranks publish through the store what they have issued since the last step, and one whose order differs
-from that of another rank says so and ends. An order that is only longer is that of a rank that is ahead.
+from that of another rank says so and ends. An order that is only longer is that of a rank that is ahead. In a forward
+without gradients it may also be that of a rank that has longer texts or more batches: it says so, and waits further.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class OrderWatch(threading.Thread):
 
     def run(self) -> None:
         """Look at waits; see the module."""
+        warned_since_s: float | None = None
         while not self._is_over.wait(_INTERVAL_S):
             order, since_s = self._order(), pending.waiting_since_s()
             if order is None:
@@ -53,6 +55,11 @@ class OrderWatch(threading.Thread):
             if difference is not None:
                 time.sleep(_INTERVAL_S)  # further ranks may be about to publish
                 _end_process(order.difference_of_waiting(self._group) or difference)
+            elif warned_since_s != since_s and time.monotonic() - since_s > timeouts().order_check_s + 2 * _INTERVAL_S:
+                warned_since_s = since_s  # once: others had the time to publish that they wait, too
+                warning = order.warning_of_waiting(self._group)
+                if warning is not None:
+                    get_logger().warning("%s", warning)
 
 
 def watch_order(order: CollectiveOrder, group: DataParallelGroup) -> OrderWatch | None:

@@ -38,6 +38,7 @@ from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.stages import ParameterState, Place, Precision
 
 _ids = itertools.count()
+_numbers = itertools.count()
 _UNIT_PARAMS = "_launch_unit_params"
 
 
@@ -98,6 +99,7 @@ class UnitParameters:
         spec: ShardSpec,
     ) -> None:
         """Take the values over from `params`, which must be unsharded: on any device, in any type. Collective."""
+        self.number = next(_numbers)  # alike on every rank: units are made by all of them together
         self._params = params
         self._label = spec.label
         self._layout = layout

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from launcher.zero.order import Collective, CollectiveOrder
+from launcher.base.errors import EngineError
+from launcher.zero.order import EVALUATION_HINT, Collective, CollectiveOrder
 from launcher.zero.stages import ParameterPolicy, ParameterState
 from launcher.zero.trace import TraceFollower
 from launcher.zero.unit import FlatUnit
@@ -209,7 +210,10 @@ class ParameterSchedule:
     def _use(self, units: Sequence[FlatUnit]) -> None:
         if self._has_sharded:
             if not self._follower.is_open:
-                self._follower.begin(_TRAINING if torch.is_grad_enabled() or self._in_backward else _EVALUATION)
+                is_training = torch.is_grad_enabled() or self._in_backward
+                self._follower.begin(_TRAINING if is_training else _EVALUATION)
+                if self._order is not None:
+                    self._order.is_evaluation = not is_training
                 self._is_cast = torch.is_autocast_enabled(self._units[0].group.device.type)
                 self._ahead = 0
             for unit in units:
@@ -218,7 +222,18 @@ class ParameterSchedule:
                     self._fetch(unit)
             self._fetch_ahead()
         for unit in units:
+            self._wait(unit)
+
+    def _wait(self, unit: FlatUnit) -> None:
+        try:
             unit.params.wait()
+        except RuntimeError as error:
+            if self._in_backward or self._follower.kind != _EVALUATION or not unit.is_sharded:
+                raise
+            raise EngineError(
+                f"the gather of {unit.label} for a forward without gradients has failed: another rank has gone",
+                hint=EVALUATION_HINT,
+            ) from error
 
     def _record(self, unit: FlatUnit) -> None:
         self._follower.record(unit.index)

@@ -186,3 +186,23 @@ def test_nothing_else_reads_an_old_key() -> None:
 
 def test_infinitely_many_steps_between_lines_are_no_lines() -> None:
     assert load_config({"steps_per_print": float("inf")}).config.steps_per_print == 0
+
+
+def test_a_dotted_key_beside_its_section_is_a_key_of_the_section() -> None:
+    """trl fills in the config of a reference model so."""
+    loaded = load(
+        {"stage": 3, "reduce_bucket_size": 100},
+        **{"zero_optimization.reduce_bucket_size": 64, "zero_optimization.stage3_prefetch_bucket_size": 57.6},
+    )
+    zero = loaded.config.zero_optimization
+    assert (zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size) == (100, 58)
+    assert [line for line in said(loaded) if "has no effect" in line] == [
+        'config:1:64: "zero_optimization.reduce_bucket_size" 64 has no effect: zero_optimization has its own'
+        " reduce_bucket_size, 100"
+    ]
+    assert load_config({"zero_optimization.stage": 2}).config.zero_optimization.stage == 2
+
+
+def test_a_dotted_key_that_no_section_has_is_unknown() -> None:
+    (message,) = refused({"stage": 3}, **{"zero_optimization.bucket": 64})
+    assert 'unknown key "zero_optimization.bucket"' in message

@@ -49,6 +49,22 @@ def train(engine: Any, rank: int) -> list[float]:
 # ---- Init ----
 
 
+def _gathered_in_any_order(rank: int, world_size: int) -> list[bool]:
+    with Init():
+        model = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+    params = list(model.parameters())
+    with GatheredParameters(params[:: 1 if rank == 0 else -1], modifier_rank=0):
+        if rank == 0:
+            for number, param in enumerate(params):
+                param.data.fill_(number)
+    with GatheredParameters(set(params)):
+        return [bool((param == number).all()) for number, param in enumerate(params)]
+
+
+def test_ranks_may_give_the_parameters_to_gather_in_different_orders() -> None:
+    assert run_on_ranks(2, _gathered_in_any_order) == [[True] * 8] * 2
+
+
 def _init_and_train(rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(23 if rank == 0 else 99)  # rank 0's values count
     before = nn.Module.__init__  # torch.compile of an earlier test may have replaced it
