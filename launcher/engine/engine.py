@@ -184,7 +184,8 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         if self._sharded.has_ended:
             raise EngineError(
                 "this engine has ended: destroy() was called, or initialize() again on its model",
-                hint="use the engine that the last initialize() returned",
+                hint="use the engine that the last initialize() returned; before a second train() of a Trainer, set"
+                " trainer.model_wrapped = trainer.model",
             )
         if self._pass.recover():
             self._losses.clear()

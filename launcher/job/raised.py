@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TELL_AFTER_S = 1.0  # most ranks end within this, with an interpreter full of torch too
+TELL_AFTER_S = 2.0  # most ranks end within this, with an interpreter full of transformers too
 
 
 class RaisedWatch:

@@ -60,8 +60,8 @@ RULES: dict[type[torch.optim.Optimizer], MakeRule] = {
 }
 # Their steps need norms or matrices of whole parameters: ranks take them together.
 COLLECTIVE = (Lamb, *MUON_KINDS)
-# Options that ask for something no rule has, when they are set.
-_OTHER_STEPS = ("amsgrad", "maximize", "differentiable", "capturable", "foreach", "fused")
+# Options that ask for something no rule has, when they are set. `fused` does not: kernels are that, with the same bits.
+_OTHER_STEPS = ("amsgrad", "maximize", "differentiable", "capturable", "foreach")
 
 
 def why_no_rule(kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> str | None:

@@ -77,3 +77,19 @@ def test_a_hook_outside_of_graphs_runs_as_python() -> None:
     assert torch.compile(forward, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
     assert seen == [torch.Tensor]
     assert "torch._dynamo" in sys.modules
+
+
+def test_functions_around_hooks_are_not_compiled() -> None:
+    def hook(*_: Tensor) -> None:
+        pass
+
+    hooks = [outside_graphs(hook) for _ in range(3)]
+
+    def forward(x: Tensor) -> Tensor:
+        for number, each in enumerate(hooks):
+            each(*[x] * number)
+        return x + 1
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.compile(forward, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]

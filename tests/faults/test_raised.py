@@ -21,7 +21,7 @@ HANGS_ON_THE_WAY_OUT = """
             atexit.register(time.sleep, 600)
         else:
             atexit.register(lambda: os._exit(0))
-            atexit.register(time.sleep, 1.5)
+            atexit.register(time.sleep, 2.5)
         if sys.argv[2] == "raise":
             raise ValueError("the data is bad")
         sys.exit(7)

@@ -6,11 +6,13 @@ them exists twice.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any, NoReturn
 
 from launcher.base.errors import EngineError
+from launcher.engine import build
 from launcher.engine.arguments import add_config_arguments
-from launcher.engine.build import initialize
 from launcher.engine.engine import Engine as DeepSpeedEngine
 
 from . import accelerator, checkpoint, comm, launcher, ops, runtime, utils
@@ -51,6 +53,18 @@ __all__ = [
     "utils",
     "zero",
 ]
+
+
+@functools.wraps(build.initialize)
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """Do what `launcher.initialize` does; a process that is alone gets a process group of its own, too.
+
+    Libraries gather over it what they log. Raises: as `launcher.initialize`.
+    """
+    given = inspect.signature(build.initialize).bind(*args, **kwargs).arguments
+    wanted = {name: given[name] for name in ("distributed_port", "dist_init_required") if name in given}
+    init_distributed(**wanted)
+    return build.initialize(*args, **kwargs)
 
 
 def tp_model_init(*_: Any, **__: Any) -> NoReturn:

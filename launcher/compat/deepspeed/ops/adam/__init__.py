@@ -5,11 +5,14 @@ The engine takes their steps with its own kernels; used without an engine they a
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
 from launcher.base.errors import EngineError
+from launcher.base.log import get_logger
+from launcher.comm.groups import is_first_rank
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
@@ -25,7 +28,7 @@ class _Adam(torch.optim.Adam):
             )
         super().__init__(params, decoupled_weight_decay=is_decoupled, **options)
         for group in self.param_groups:  # those of another optimizer say what that one does
-            group["decoupled_weight_decay"] = is_decoupled
+            group.update(decoupled_weight_decay=is_decoupled, foreach=None, fused=None)
 
     @property
     def steps_of(self) -> type[torch.optim.Optimizer]:
@@ -50,7 +53,23 @@ class DeepSpeedCPUAdam(_Adam):
         adamw_mode: bool = True,
     ) -> None:
         options = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        if isinstance(model_params, list):
+            _warn_of_another_optimizer(model_params)
         super().__init__(model_params, adamw_mode, {**options, "weight_decay": weight_decay, "amsgrad": amsgrad})
+
+
+def _warn_of_another_optimizer(groups: list[Any]) -> None:
+    """Warn where groups have options of another optimizer: accelerate makes every optimizer an Adam under offload."""
+    known = inspect.signature(torch.optim.Adam).parameters
+    for group in groups:
+        others = [] if not isinstance(group, dict) or "betas" in group else sorted({*group} - {*known, "initial_lr"})
+        if len(others) > 1 and is_first_rank():  # one may be a mark of the script's own
+            get_logger().warning(
+                "Adam updates the parameters in place of the optimizer whose groups have %s: accelerate does so under"
+                ' offload_optimizer ("zero_force_ds_cpu_optimizer": false in the config keeps your optimizer)',
+                ", ".join(others),
+            )
+            return
 
 
 class FusedAdam(_Adam):
