@@ -6,11 +6,12 @@ them exists twice.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 from launcher.base.errors import EngineError
+from launcher.engine import build
 from launcher.engine.arguments import add_config_arguments
-from launcher.engine.build import initialize
 from launcher.engine.engine import Engine as DeepSpeedEngine
 
 from . import accelerator, checkpoint, comm, launcher, ops, runtime, utils
@@ -40,6 +41,16 @@ __all__ = [
     "utils",
     "zero",
 ]
+
+
+@functools.wraps(build.initialize)
+def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Do what `launcher.initialize` does; a process that is alone gets a process group of its own, too.
+
+    Callers use `torch.distributed` afterwards. Raises: as `launcher.initialize`.
+    """
+    init_distributed(**{name: kwargs[name] for name in ("distributed_port", "dist_init_required") if name in kwargs})
+    return build.initialize(*args, **kwargs)
 
 
 def tp_model_init(*_: Any, **__: Any) -> NoReturn:

@@ -28,3 +28,5 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         if adamw_mode:
             raise EngineError("Adagrad has no decoupled weight decay", hint="leave adamw_mode out")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        for group in self.param_groups:  # those of another optimizer say what that one does
+            group.update(foreach=None, fused=None)

@@ -25,7 +25,7 @@ class _Adam(torch.optim.Adam):
             )
         super().__init__(params, decoupled_weight_decay=is_decoupled, **options)
         for group in self.param_groups:  # those of another optimizer say what that one does
-            group["decoupled_weight_decay"] = is_decoupled
+            group.update(decoupled_weight_decay=is_decoupled, foreach=None, fused=None)
 
     @property
     def steps_of(self) -> type[torch.optim.Optimizer]:
