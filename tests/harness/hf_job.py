@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.launching import ROOT, run_launch
+from harness.launching import ROOT, Result, run_launch
 
 NUM_RANKS = 2
 
@@ -26,10 +26,23 @@ def run_cases(
 ) -> dict[str, list[Any]]:
     """Run the cases of `module` in one job of `launch`; return what each rank returned, by name of the case.
 
+    module: several may be named, with commas between them.
+
     A case that has raised has {"error": "Type: message", "traceback": text} on its rank. Transformers is that of
     PYTHONPATH where there is one. Working folder and `folder` of the cases: this one.
     """
-    search = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+    return run_job(folder, module, names, num_ranks, env)[0]
+
+
+def run_job(
+    folder: Path,
+    module: str,
+    names: Sequence[str],
+    num_ranks: int = NUM_RANKS,
+    env: dict[str, str] | None = None,
+    last: str | None = None,
+) -> tuple[dict[str, list[Any]], Result]:
+    """Do what `run_cases` does; return also how the job ended. last: a case whose error ends it, uncaught."""
     result = run_launch(
         folder,
         f"--num_gpus={num_ranks}",
@@ -37,20 +50,21 @@ def run_cases(
         "harness.hf_job",
         module,
         *names,
-        env={
-            "PYTHONPATH": search,
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            **(env or {}),
-        },
+        *([f"{last}!"] if last else []),
+        env={**environment(), **(env or {})},
     )
     found: list[dict[str, Any]] = []
     for rank in range(num_ranks):
         path = folder / f"cases_of_rank_{rank}.json"
         found.append(json.loads(path.read_text()) if path.exists() else {})
     lost = {"error": "the job ended before", "traceback": result.out + result.err}
-    return {name: [of_rank.get(name, lost) for of_rank in found] for name in names}
+    return {name: [of_rank.get(name, lost) for of_rank in found] for name in names}, result
+
+
+def environment() -> dict[str, str]:
+    """Return what ranks need of the environment: this package, the tests, and the transformers that these test."""
+    search = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": search, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def returned(found: dict[str, list[Any]], name: str) -> list[Any]:
@@ -60,8 +74,8 @@ def returned(found: dict[str, list[Any]], name: str) -> list[Any]:
     return found[name]
 
 
-def _reset() -> None:
-    """Let the next case begin as a new process would: no state of accelerate, no configuration that is alive."""
+def begin_anew() -> None:
+    """Let what follows begin as a new process would: no state of accelerate, no configuration that is alive."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -75,17 +89,20 @@ def _reset() -> None:
 
 def main() -> None:
     """Run the cases, on a rank."""
-    module, names = sys.argv[1], sys.argv[2:]
-    cases = importlib.import_module(module)
+    modules, names = sys.argv[1].split(","), sys.argv[2:]
+    cases = {name: case for module in modules for name, case in vars(importlib.import_module(module)).items()}
     path = Path(f"cases_of_rank_{os.environ['RANK']}.json").resolve()
     found: dict[str, Any] = {}
     for name in names:
+        if name.endswith("!"):
+            cases[f"case_{name[:-1]}"](Path.cwd())
+            continue
         try:
-            found[name] = getattr(cases, f"case_{name}")(Path.cwd())
+            found[name] = cases[f"case_{name}"](Path.cwd())
         except Exception as error:  # noqa: BLE001  # it is the result of the case
             found[name] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         path.write_text(json.dumps(found))
-        _reset()
+        begin_anew()
 
 
 if __name__ == "__main__":
