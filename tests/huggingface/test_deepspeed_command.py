@@ -35,7 +35,7 @@ for batch in loader:
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    losses.append(float(loss))
+    losses.append(float(loss.detach()))
 found = {
     "ranks": accelerator.num_processes,
     "stage": model.zero_optimization_stage(),
