@@ -171,7 +171,8 @@ def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str
         for name, shape in shapes.items():
             is_read = target.loads_weights or target.optimizer is not None
             if is_read and name in stored and stored[name].shape != shape:
-                return f"{name} has the shape {list(stored[name].shape)} in the checkpoint, {list(shape)} in the model"
+                sizes = f"{list(stored[name].shape)} in the checkpoint, {list(shape)} in the model"
+                return f"{name} has the shape {sizes}; a checkpoint loads into a model of the same configuration"
         return None if target.optimizer is None else _other_optimizer(source, target.optimizer, stored)
     except Exception as error:  # noqa: BLE001  # as above
         return error_text(error)

@@ -45,6 +45,9 @@ COMMANDS = {
     "logs": _Lazy("launcher.cli.jobs", "logs", "Show what the ranks of a job wrote."),
     "kill": _Lazy("launcher.cli.jobs", "kill", "End a job on all its hosts."),
     "report": _Lazy("launcher.cli.report", "report", "Show versions, devices, compilers, kernels."),
+    "deepspeed-command": _Lazy(
+        "launcher.cli.deepspeed_command", "deepspeed_command", "Add a command named deepspeed to this environment."
+    ),
     "completion": _Lazy("launcher.cli.completion", "completion", "Print the completion script of a shell."),
 }
 

@@ -32,6 +32,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _RANKS, _ENVIRONMENT, _FAILURE, _OUTPUT = "Ranks", "Environment", "Failure", "Output"
 _COMPATIBILITY = "Compatibility"
+_SSH = "pdsh"  # DeepSpeed's name for its way over SSH
 
 _OPTIONS = (
     *HOST_CHOICE,
@@ -198,6 +199,12 @@ _OPTIONS = (
     ),
     option("--no-local-rank", heading=_COMPATIBILITY, is_flag=True, help="The default; for old scripts."),
     option(
+        "--launcher",
+        heading=_COMPATIBILITY,
+        metavar=_SSH,
+        help="SSH, the default with a hostfile; for old scripts and accelerate.",
+    ),
+    option(
         "--save-pid", heading=_COMPATIBILITY, is_flag=True, help="Write the launcher's pid to launch.pid of the run."
     ),
 )
@@ -227,6 +234,7 @@ class RunOptions(Reaching):
     no_python: bool
     pass_local_rank: bool
     no_local_rank: bool
+    launcher: str | None
     no_ssh: bool
     node_rank: int | None
     run_id: str | None
@@ -259,6 +267,11 @@ class RunOptions(Reaching):
             raise UsageError("--module and --no-python exclude each other", hint="give one of them")
         if self.pass_local_rank and self.no_local_rank:
             raise UsageError("--pass-local-rank and --no-local-rank exclude each other", hint="give one of them")
+        if self.launcher not in (None, _SSH) or (self.launcher is not None and self.in_slurm):
+            raise UsageError(
+                f"--launcher {self.launcher}: hosts of a hostfile are reached over SSH, those of a Slurm job by srun",
+                hint=f"leave it out; --launcher {_SSH} with a --hostfile means SSH",
+            )
         if self.min_nodes is not None and not self.max_restarts:
             raise UsageError("--min-nodes goes with --max-restarts", hint="add --max-restarts N")
         if self.resume == "":

@@ -25,7 +25,6 @@ _ELSEWHERE = {
     "--tee": f"leave it out: {_LOGS}",
     "--redirects": f"leave it out: {_LOGS}",
     "--local-ranks-filter": "leave it out, or filter the lines by their prefix: [0]",
-    "--launcher": "leave it out: hosts of a hostfile are reached over SSH, those of a Slurm job by srun",
     "--launcher-args": "leave it out; SSH options belong into ~/.ssh/config or a file for --ssh-config",
     "--elastic-training": "write --max-restarts N --min-nodes N",
     "--min-elastic-nodes": "write --min-nodes N --max-restarts N",

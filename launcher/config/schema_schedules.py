@@ -33,14 +33,14 @@ class WarmupLRParams(Section):
 class WarmupDecayLRParams(WarmupLRParams):
     """Parameters of WarmupDecayLR."""
 
-    total_num_steps: PositiveInt = key(..., "steps of the whole training")
+    total_num_steps: Count = key(..., "steps of the whole training; 0 only where nothing is trained")
     warmup_max_lr: NumberOrList = key(0.001, "learning rate after the warm-up; null: the optimizer's")
 
 
 class WarmupCosineLRParams(Section):
     """Parameters of WarmupCosineLR."""
 
-    total_num_steps: PositiveInt = key(..., "steps of the whole training")
+    total_num_steps: Count = key(..., "steps of the whole training; 0 only where nothing is trained")
     warmup_min_ratio: Fraction = key(0.0, "first learning rate, as part of the optimizer's")
     warmup_num_steps: Count = key(1000, "steps of the warm-up")
     cos_min_ratio: Fraction = key(0.0001, "last learning rate, as part of the optimizer's")

@@ -214,7 +214,7 @@ def _check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, *, forces_ker
         raise EngineError(f"optimizer {plan.name} cannot be updated from disk", hint=remedy)
     if forces_kernel:
         raise EngineError(
-            f"offload_optimizer: the engine has no kernel for {plan.name}, torch's own would update it on the CPU",
+            f"offload_optimizer: {plan.why_torch}, so that torch's own {plan.name} would run on the CPU",
             hint=f'accept that with "zero_force_ds_cpu_optimizer": false, or {remedy}',
         )
 

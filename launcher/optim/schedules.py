@@ -276,9 +276,15 @@ def build_schedule(
 
     `base_lr` serves the groups that carry no `lr` of their own.
 
-    Raises: ConfigError for an unknown type or parameter, or a missing one.
+    Raises: ConfigError for an unknown type or parameter, a missing one, or a training of 0 steps.
     """
     options = dict(params)
+    if options.get("total_num_steps") == 0:  # transformers' Trainer writes it where it only evaluates
+        raise ConfigError(
+            f"{type_name}: a training of 0 steps has no learning rate",
+            where="scheduler.params.total_num_steps",
+            hint="state the number of optimizer steps",
+        )
     last_batch_iteration = options.pop("last_batch_iteration", -1)
     learning_rate, momentum = formulas_of(type_name, options, param_groups)
     return LRSchedule(learning_rate, param_groups, base_lr, momentum, last_batch_iteration)

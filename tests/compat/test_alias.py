@@ -196,6 +196,13 @@ def test_plain_python_is_a_world_of_one_rank(tmp_path: Path) -> None:
     assert (tmp_path / "rank_0").read_text() == "1 0 1 1 5\n"
 
 
+def test_initialize_alone_leaves_a_process_group(tmp_path: Path) -> None:
+    script = "\n".join(line for line in TRAINING.splitlines() if "init_distributed" not in line)
+    result = run_python(tmp_path, script, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "rank_0").read_text() == "1 0 1 1 5\n"
+
+
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_transformers_finds_it(tmp_path: Path) -> None:
     code = f"{INSTALL}from transformers.integrations import is_deepspeed_available; print(is_deepspeed_available())"

@@ -160,6 +160,7 @@ def test_state_continues_where_it_was() -> None:
     [
         ("WarmupLRR", {}, 'did you mean "WarmupLR"'),
         ("WarmupDecayLR", {}, "total_num_steps"),
+        ("WarmupCosineLR", {"total_num_steps": 0}, "training of 0 steps"),
         ("WarmupLR", {"warmup_steps": 3}, "warmup_steps"),
         ("WarmupLR", {"warmup_type": "lienar"}, 'did you mean "linear"'),
     ],

@@ -281,7 +281,7 @@ def test_an_optimizer_without_a_kernel_is_an_error_first() -> None:
     model = build("Plain")
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, **OPTIMIZER}}
     expected = (
-        "offload_optimizer: the engine has no kernel for RMSprop, torch's own would update it on the CPU"
+        "offload_optimizer: there is no kernel for RMSprop, so that torch's own RMSprop would run on the CPU"
         '.*accept that with "zero_force_ds_cpu_optimizer": false, or use AdamW'
     )
     with pytest.raises(EngineError, match=f"(?s){expected}"):
