@@ -76,6 +76,14 @@ def _is_ours(module: object) -> bool:
     return getattr(module, "__path__", None) == [_FOLDER]
 
 
+def _can_be_imported() -> bool:
+    """Whether the name of this package still finds it: a script may have a file or folder of that name beside it."""
+    from importlib.util import find_spec
+
+    spec = find_spec("launcher")
+    return spec is not None and os.path.dirname(os.path.dirname(_FOLDER)) in (spec.submodule_search_locations or ())
+
+
 def _spec_of_refused(name: str) -> ModuleSpec | None:
     """Return the spec of a part of DeepSpeed that the built-in engine does not have; its import says so."""
     if not name.startswith(f"{_NAME}.") or not _is_ours(sys.modules.get(_NAME)):
@@ -99,7 +107,7 @@ class DeepSpeedFinder:
 
         Where it is ours, also those of the modules in `_CHANGED`.
         """
-        if name in _CHANGED and (self.engine == BUILTIN or self.installed() is None):
+        if name in _CHANGED and (self.engine == BUILTIN or self.installed() is None) and _can_be_imported():
             from launcher.compat.changes import changed_spec
 
             return changed_spec(name, path, f"{__name__}.{_CHANGED[name]}")

@@ -144,7 +144,7 @@ def test_the_option_chooses_the_engine(tmp_path: Path) -> None:
 
 def test_a_rank_with_a_launcher_file_of_its_own_starts_as_before(tmp_path: Path) -> None:
     scripts.write(tmp_path, "VALUE = 3", "launcher.py")
-    script = write(tmp_path, "import launcher; print('own', hasattr(launcher, 'VALUE'))")
+    script = write(tmp_path, "import launcher, accelerate.state; print('own', hasattr(launcher, 'VALUE'))")
     # Where launcher is installed as editable, python finds it in place of the file.
     expected = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout.strip()
     result = run_launch(tmp_path, "--num_gpus", "1", script)

@@ -19,6 +19,7 @@ from launcher.compat.refused import REFUSED
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
 from launcher.optim.scaling import MAX_OVERFLOWS_AT_MINIMUM, LossScaler, LossScaleRules
+from launcher.zero.order import EVALUATION_HINT
 
 PAGE = (ROOT / "docs" / "guides.md").read_text()
 AUTO = "auto"
@@ -135,6 +136,7 @@ def test_what_auto_becomes_without_a_trainer() -> None:
 def test_the_lines_of_a_hang_are_in_the_code() -> None:
     code = (ROOT / "launcher/job/controller.py").read_text()
     shown = printed("asking all ranks")
+    assert f"in a forward without gradients: {EVALUATION_HINT}" in shown
     for words in ("s: asking all ranks for their stacks", ", all ranks alike", "no progress for "):
         assert words in code
         assert words in shown
