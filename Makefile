@@ -53,7 +53,7 @@ soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, e
 
 soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
 	@.ci/system-packages
-	$(BIN)/python -m pytest -q -m soak tests/test_benchmarks.py
+	$(BIN)/python -m pytest -q -n 2 -m soak tests/test_benchmarks.py
 	$(BIN)/python benchmarks/random_kills.py --count 12
 	$(BIN)/python benchmarks/checkpoint_kills.py --count 10
 	$(BIN)/python benchmarks/fuzz.py --count 2000
