@@ -3,16 +3,15 @@
     python benchmarks/hf_trainer.py [--rounds 3] [--models llama,gpt2,t5,vit] [--engines PREFIX,...] [--steps 10]
         [--width 512] [--output FILE]
 
-Each engine trains the same models, built from configurations, in a job of two ranks on the CPU, in fp32 and with the
-same AdamW, schedule and clipping, all of them the Trainer's own. Jobs take turns, in another order each round. Losses
-are compared with those of DDP. Memory is the growth of a rank's resident set from before its model is built, at its
-highest. accelerate has no way to run DeepSpeed on CPUs: for DeepSpeed alone the script sets accelerate up itself.
+Each engine trains the same models, built from configurations, each in a job of two ranks on the CPU, in fp32 and with
+the same AdamW, schedule and clipping, all of them the Trainer's own. Jobs take turns, in another order each round.
+Losses are compared with those of DDP. Memory is the growth of a rank's resident set from before its model is built, at
+its highest. accelerate has no way to run DeepSpeed on CPUs: for DeepSpeed alone the script sets accelerate up itself.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import random
@@ -63,7 +62,7 @@ def build_model(name: str, width: int) -> Any:
     torch.manual_seed(0)
     heads, words = max(1, width // 64), 32 * width
     if name == "llama":
-        return hf.LlamaForCausalLM._from_config(
+        return hf.LlamaForCausalLM(
             hf.LlamaConfig(
                 hidden_size=width,
                 intermediate_size=3 * width,
@@ -76,13 +75,13 @@ def build_model(name: str, width: int) -> Any:
     if name == "gpt2":
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = hf.GPT2Config(n_embd=width, n_layer=2, n_head=heads, vocab_size=words, **dropouts)
-        return hf.GPT2LMHeadModel._from_config(config)
+        return hf.GPT2LMHeadModel(config)
     if name == "t5":
         config = hf.T5Config(
             d_model=width, d_kv=64, d_ff=3 * width, num_layers=2, num_heads=heads, vocab_size=words, dropout_rate=0.0
         )
         config.decoder_start_token_id = 0
-        return hf.T5ForConditionalGeneration._from_config(config)
+        return hf.T5ForConditionalGeneration(config)
     config = hf.ViTConfig(
         hidden_size=width,
         intermediate_size=4 * width,
@@ -94,7 +93,7 @@ def build_model(name: str, width: int) -> Any:
         attention_probs_dropout_prob=0.0,
         num_labels=10,
     )
-    return hf.ViTForImageClassification._from_config(config)
+    return hf.ViTForImageClassification(config)
 
 
 def examples_of(name: str, width: int) -> list[dict[str, Any]]:
@@ -129,7 +128,6 @@ def train(name: str, candidate: Candidate, steps: int, width: int, folder: Path)
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.seconds.append(time.perf_counter() - self.begin_s)
 
-    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident set
     before_bytes = resident_bytes("VmRSS")
     options: dict[str, Any] = {}
@@ -169,26 +167,17 @@ def train(name: str, candidate: Candidate, steps: int, width: int, folder: Path)
     return {"losses": losses, "step_s": median(seconds), "grown_bytes": resident_bytes("VmHWM") - before_bytes}
 
 
-def rank_main(name: str, models: list[str], steps: int, width: int, folder: Path) -> None:
-    """Train every model, one after the other, and write what rank 0 found."""
-    import torch
+def rank_main(name: str, model: str, steps: int, width: int, folder: Path) -> None:
+    """Train a model, and write what rank 0 found."""
     from accelerate import PartialState
-    from accelerate.state import AcceleratorState, GradientState
 
     candidate = CANDIDATES[name]
-    found = {}
-    for model in models:
-        if candidate.engine == "auto":
-            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-            PartialState(backend="gloo")
-        found[model] = train(model, candidate, steps, width, folder)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        for variable in [variable for variable in os.environ if variable.startswith("ACCELERATE_")]:
-            del os.environ[variable]
-    if torch.distributed.get_rank() == 0:
+    if candidate.engine == "auto":
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+    found = train(model, candidate, steps, width, folder)
+    if os.environ["RANK"] == "0":
         (folder / "found.json").write_text(json.dumps(found))
-    torch.distributed.barrier()
 
 
 # ---- the page ----
@@ -203,10 +192,10 @@ class Measured:
     grown_mib: list[float] = field(default_factory=list)
 
 
-def run_job(name: str, models: list[str], steps: int, width: int) -> dict[str, Any]:
-    """Run one job; return what its rank 0 found, by model."""
+def run_job(name: str, model: str, steps: int, width: int) -> dict[str, Any]:
+    """Run one job; return what its rank 0 found."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--rank", name, "--models", ",".join(models), "--steps", str(steps), "--width", str(width)]
+        words = ["--rank", name, "--models", model, "--steps", str(steps), "--width", str(width)]
         done = subprocess.run(
             [
                 BIN / "launch",
@@ -243,9 +232,9 @@ def measure(
     for number in range(rounds):
         chance.shuffle(order)
         for name in order:
-            print(f"round {number + 1}: {name}", file=sys.stderr, flush=True)
-            for model, figures in job(name).items():
-                measured = found[name][model]
+            for model in models:
+                print(f"round {number + 1}: {name}, {model}", file=sys.stderr, flush=True)
+                figures, measured = job(name, model), found[name][model]
                 measured.losses = figures["losses"]
                 measured.step_s.append(figures["step_s"])
                 measured.grown_mib.append(figures["grown_bytes"] / 2**20)
@@ -288,14 +277,14 @@ def main() -> None:
     options = parser.parse_args()
     models = options.models.split(",")
     if options.rank:
-        rank_main(options.rank, models, options.steps, options.width, options.folder)
+        rank_main(options.rank, options.models, options.steps, options.width, options.folder)
         return
     page = Section("The Trainer of transformers", "torch", "transformers", "accelerate", "deepspeed")
     prefixes = tuple(options.engines.split(","))
     names = [name for name in CANDIDATES if name == "DDP" or name.startswith(prefixes)]
     missing = [name for name in names if CANDIDATES[name].engine == "auto" and not is_installed("deepspeed")]
     names = [name for name in names if name not in missing]
-    job = functools.partial(run_job, models=models, steps=options.steps, width=options.width)
+    job = functools.partial(run_job, steps=options.steps, width=options.width)
     found = measure(names, models, options.rounds, job)
     about = (
         "2 ranks on the CPU, one thread each, fp32; 4 samples a rank and step; torch's AdamW, linear schedule and\n"
