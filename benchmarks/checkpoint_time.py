@@ -90,6 +90,7 @@ class Ours:
         self.engine = launcher.initialize(model=model, config=config)[0]
         self.width = model.layers[0].in_features
         self.step()
+        self.engine.synchronize_parameters()  # that gather is of the step, and no part of a save
 
     def step(self) -> float:
         loss = self.engine(torch.ones(1, self.width))

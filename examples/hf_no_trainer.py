@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, set_seed
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, get_cosine_schedule_with_warmup
 
 VOCABULARY_SIZE = 256  # one token per byte value
 MAX_BYTES = 2_000_000
@@ -45,7 +45,7 @@ def read_text(path: Path | None) -> bytes:
     return b"\n".join(each.read_bytes() for each in paths)[:MAX_BYTES]
 
 
-def build_model(hidden_size: int, num_layers: int) -> LlamaForCausalLM:
+def build_model(hidden_size: int, num_layers: int) -> PreTrainedModel:
     """Return a model from a configuration; at stage 3 each rank gets its shard of it from the start."""
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
@@ -55,7 +55,7 @@ def build_model(hidden_size: int, num_layers: int) -> LlamaForCausalLM:
         num_attention_heads=max(1, hidden_size // 32),
         num_key_value_heads=max(1, hidden_size // 32),
     )
-    model: LlamaForCausalLM = LlamaForCausalLM._from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 
 
@@ -97,6 +97,8 @@ def main() -> None:
     schedule = get_cosine_schedule_with_warmup(optimizer, args.steps // 10, args.steps)
     loader = DataLoader(Bytes(read_text(args.data), args.length), args.batch_size, shuffle=True, drop_last=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if len(loader) == 0:
+        raise SystemExit("the text is shorter than a batch of each rank: give more --data or a smaller --batch-size")
 
     step = 0
     if args.save is not None and args.save.exists():

@@ -17,9 +17,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     HfArgumentParser,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -72,8 +72,9 @@ def main() -> None:
     model_arguments, training_arguments = parser.parse_args_into_dataclasses()
     set_seed(training_arguments.seed)
     tokenizer = byte_tokenizer()
-    # Made after TrainingArguments, which has read the config: at stage 3 the model is sharded while it is made.
-    model = LlamaForCausalLM(
+    # After TrainingArguments, which has read the config: at stage 3 `from_config` builds the model sharded. A call of its
+    # class would build it whole on each rank.
+    model = AutoModelForCausalLM.from_config(
         LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=model_arguments.hidden_size,

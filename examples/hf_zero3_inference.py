@@ -3,8 +3,8 @@
     launch --num_gpus 2 examples/hf_zero3_inference.py
     launch --num_gpus 2 examples/hf_zero3_inference.py --model bigscience/T0_3B --offload cpu
 
-Every rank has an input of its own. Without `--model` a small T5 learns the answers to these inputs first, in seconds
-and on rank 0 alone, and is saved, so that nothing is downloaded.
+Every rank has an input of its own. Without `--model`, which is for one machine, a small T5 learns the answers to these
+inputs first, in seconds and on rank 0 alone, and is saved, so that nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def main() -> None:
     if args.model is not None:
         generate(args.model, args)
         return
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1"):
+        raise SystemExit("the small model is saved on one machine: on several give --model")
     folder: list[str | None] = [None]
     with tempfile.TemporaryDirectory() as own:
         if torch.distributed.get_rank() == 0:

@@ -16,7 +16,7 @@ examples:
 @click.command("deepspeed-command", epilog=_EPILOG, short_help="Add a command named deepspeed to this environment.")
 @click.argument("action", type=click.Choice(["install", "remove"]))
 def deepspeed_command(action: str) -> None:
-    """Install or remove a command named deepspeed, which is this one by another name.
+    """Install or remove a command named deepspeed, which is launch by another name.
 
     With it, import deepspeed finds the built-in engine in every script of this Python environment, also under
     torchrun and accelerate launch. Each node needs it in its own environment.

@@ -12,6 +12,9 @@ def install() -> None:
 
     A script may have a launcher.py of its own, which must not find this package in its place.
     """
-    compat.install()
+    try:
+        compat.install()
+    except Exception as error:  # noqa: BLE001  # LAUNCH_ENGINE has no known word: python starts all the same
+        sys.stderr.write(f"launch: {error}\n")
     for name in [name for name in sys.modules if name == "launcher" or name.startswith("launcher.")]:
         del sys.modules[name]

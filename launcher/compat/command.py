@@ -8,6 +8,7 @@ which nothing of `launch` runs first. An environment with DeepSpeed has its own 
 from __future__ import annotations
 
 import os
+import shlex
 import site
 import sys
 import sysconfig
@@ -20,18 +21,38 @@ from launcher.base.errors import UsageError
 _NAME = "deepspeed"
 _MARK = "launch deepspeed-command"  # in a line of each file: what lacks it is not ours
 _SCRIPT = f"""\
-#!{{python}}
-# Written by `{_MARK} install`; `{_MARK} remove` takes it away.
+#!/bin/sh
+'''exec' {{python}} "$0" "$@"
+' '''
+# Written by `{_MARK} install`; `{_MARK} remove` takes it away. The first line of a script holds no path with spaces.
 import sys
 
 from launcher.__main__ import main
 
 sys.exit(main())
 """
-# A line that begins with "import" is executed. Where the package has gone, python must start all the same.
+# Python reads a user's .pth files before it knows the folders of the system. What is found by the package's name may be
+# a script's own launcher.py, which must not run here; and where the package has gone, python starts all the same.
+_AT_START = """
+import os, site, sys
+path = list(sys.path)
+sys.path += site.getsitepackages()
+try:
+    specs = (finder.find_spec("launcher", None) for finder in sys.meta_path)
+    spec = next(filter(None, specs), None)
+    folders = spec and spec.submodule_search_locations or ()
+    if any(os.path.isfile(os.path.join(folder, "compat", "at_start.py")) for folder in folders):
+        from launcher.compat.at_start import install
+        install()
+except ImportError:
+    pass
+finally:
+    sys.path[:] = path
+"""
+# A line that begins with "import" is executed.
 _PTH = f"""\
 # Written by `{_MARK} install`; `{_MARK} remove` takes it away.
-import sys; exec("try:\\n from launcher.compat.at_start import install\\n install()\\nexcept ImportError: pass")
+import sys; exec({_AT_START!a}, {{}})
 """
 
 
@@ -52,11 +73,9 @@ def find() -> Files:
 
     In the folders of `pip install`: the environment's own, or the user's where those cannot be written.
     """
-    found = _files_in(sysconfig.get_default_scheme())
+    found, *users = _places()
     is_writable = all(os.access(path.parent, os.W_OK) for path in found)
-    if is_writable or found.are_there or not site.ENABLE_USER_SITE:
-        return found
-    return _files_in(sysconfig.get_preferred_scheme("user"))
+    return found if is_writable or found.are_there or not users else users[0]
 
 
 def install_command() -> Files:
@@ -73,7 +92,7 @@ def install_command() -> Files:
     for path in files:
         if path.exists() and not _is_ours(path):
             raise UsageError("this file is another program's", where=str(path), hint="remove it first")
-    for path, text in zip(files, (_SCRIPT.format(python=sys.executable), _PTH), strict=True):
+    for path, text in zip(files, (_SCRIPT.format(python=shlex.quote(sys.executable)), _PTH), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     files.command.chmod(0o755)
@@ -82,10 +101,18 @@ def install_command() -> Files:
 
 def remove_command() -> list[Path]:
     """Remove the files that `install_command` wrote; return those that were there. Raises: OSError."""
-    there = [path for path in find() if _is_ours(path)]
+    there = [path for files in _places() for path in files if _is_ours(path)]
     for path in there:
         path.unlink()
     return there
+
+
+def _places() -> list[Files]:
+    """Return where the files may be: in the environment's own folders, and in the user's where python reads those."""
+    schemes = [sysconfig.get_default_scheme()]
+    if site.ENABLE_USER_SITE:
+        schemes.append(sysconfig.get_preferred_scheme("user"))
+    return [_files_in(scheme) for scheme in schemes]
 
 
 def _files_in(scheme: str) -> Files:

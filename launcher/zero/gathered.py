@@ -36,7 +36,8 @@ class GatheredParameters:
             if unit_params is not None:
                 found.append((unit_params, param))
         # In one order on every rank, whatever that of `params` is: transformers gives sets, whose order differs.
-        found.sort(key=lambda pair: (pair[0].number, pair[0].slot_of(pair[1]).index))
+        positions = {unit_params: unit_params.positions() for unit_params in {pair[0] for pair in found}}
+        found.sort(key=lambda pair: (pair[0].number, positions[pair[0]][pair[1]]))
         self._unit_params: dict[UnitParameters, list[nn.Parameter]] = {}
         for unit_params, param in found:
             self._unit_params.setdefault(unit_params, []).append(param)

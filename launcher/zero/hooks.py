@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -87,8 +87,8 @@ class _Reader:
         self._schedule = schedule
         self._reducer = reducer
         self._units = units
-        # Of the forwards that run now, the innermost last; and the ids of the tensors that their inputs are views of.
-        self._running: list[tuple[Use | None, set[int]]] = []
+        # Of the forwards that run now, the innermost last: and by id the nodes of the tensors that inputs are views of.
+        self._running: list[tuple[Use | None, dict[int, Any]]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_idle_reader, ())  # a copy of the model belongs to no engine
@@ -105,11 +105,14 @@ class _Reader:
             )
         self._schedule.before_forward(self._units)
         use = self._schedule.open_use(sharded, self, is_training=module.training) if sharded else None
-        given = {id(_base(tensor)) for tensor in tensors_in((args, kwargs))} if sharded else set()
-        self._running.append((use, given))
-        return None if use is None else self._hook_inputs(use, args, kwargs)
+        if use is None:  # nothing is read again in backward
+            self._running.append((None, {}))
+            return None
+        inputs = list(tensors_in((args, kwargs)))
+        self._running.append((use, {id(base): base.grad_fn for base in map(_base, inputs)}))
+        return self._hook_inputs(use, inputs, args, kwargs)
 
-    def _hook_inputs(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _hook_inputs(self, use: Use, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have a use end with the backward of its module; return the inputs, of which some are replaced by views.
 
         [Note: when the backward of a module has passed] Of the nodes that are ready autograd runs the one that was
@@ -118,7 +121,7 @@ class _Reader:
         get a view each, whose node is their own.
         """
         views: dict[int, Tensor] = {}
-        recorded = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
+        recorded = [tensor for tensor in inputs if tensor.grad_fn is not None]
         args = _viewed(args, views)
         kwargs = {name: _viewed(value, views) for name, value in kwargs.items()}
         if not views and not recorded:
@@ -130,7 +133,7 @@ class _Reader:
 
     @outside_graphs
     def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        use, given = self._running.pop() if self._running else (None, set())
+        use, given = self._running.pop() if self._running else (None, {})
         read = [unit for unit in self._units if unit.is_sharded]
         if output is None and sys.exc_info()[0] is not None:  # torch calls this within its `except` block
             self._schedule.abort_forward()
@@ -142,11 +145,10 @@ class _Reader:
                 Tensor, lambda tensor: tensor.clone() if _reads(tensor, returned) else tensor, output
             )
         if read and torch.is_grad_enabled():
-            with_graph = dict.fromkeys(_first_node(tensor, given) for tensor in tensors_in(output))
-            with_graph.pop(None, None)
-            for node in with_graph:
-                # After the hooks of the tensor itself, which release the module that reads it.
-                node.register_prehook(lambda _grads: self._schedule.before_backward(read, use))
+            for node in dict.fromkeys(_first_node(tensor, given) for tensor in tensors_in(output)):
+                if node is not None:
+                    # After the hooks of the tensor itself, which release the module that reads it.
+                    node.register_prehook(lambda _grads: self._schedule.before_backward(read, use))
         if returned and is_outermost:
             self._schedule.release(returned)
         return output
@@ -163,15 +165,19 @@ def _base(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _first_node(tensor: Tensor, given: set[int]) -> Any:
+def _first_node(tensor: Tensor, given: Mapping[int, Any]) -> Any:
     """Return the node of an output that every gradient of it reaches first; None: it has no graph.
 
     Of a view that is the node of what it is a view of: whoever writes into the view (`y += x` behind a linear layer,
-    an activation in place) takes the view's own node out of the graph. given: the ids of what inputs are views of,
-    whose nodes belong to modules before.
+    an activation in place) takes the view's own node out of the graph. given: by id, the nodes that the tensors had of
+    which inputs are views: those belong to modules before. Another node is that of a write in this module.
     """
+    if tensor.grad_fn is None:
+        return None
     base = _base(tensor)
-    return tensor.grad_fn if base.grad_fn is None or id(base) in given else base.grad_fn
+    node = base.grad_fn
+    is_of_before = id(base) in given and node is given[id(base)]
+    return tensor.grad_fn if node is None or is_of_before else node
 
 
 def _viewed(value: Any, views: dict[int, Tensor]) -> Any:

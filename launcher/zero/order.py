@@ -106,7 +106,7 @@ class CollectiveOrder:
         keys = [f"launch/rendezvous/{self._number}/{self._num_rendezvous}/{rank}" for rank in ranks]
         store = dist.distributed_c10d._get_default_store()
         try:
-            store.set(keys[group.rank], json.dumps([ended, list(self.issued.values())]))
+            store.set(keys[group.rank], json.dumps([ended, self._orders()]))
             store.wait(keys, datetime.timedelta(seconds=timeouts().other_ranks_s))
             reported = [json.loads(store.get(key)) for key in keys]
         except RuntimeError:  # the time is over, or the store has gone with its rank
@@ -115,7 +115,7 @@ class CollectiveOrder:
             self._parted = _parted(who)
             raise self._parted from None
         if any(part != reported[0] for part in reported):
-            ends = [f"{name}, after {sum(map(len, issued))} collectives" for name, issued in reported]
+            ends = [f"{name}, after {sum(map(_end, orders))} collectives" for name, orders in reported]
             self._parted = _parted("; ".join(f"rank {rank} in {end}" for rank, end in enumerate(ends)))
             raise self._parted
 

@@ -51,10 +51,11 @@ class OrderWatch(threading.Thread):
                 return
             if since_s is None or time.monotonic() - since_s < timeouts().order_check_s:
                 continue
-            difference = order.difference_of_waiting(self._group)
-            if difference is not None:
-                time.sleep(_INTERVAL_S)  # further ranks may be about to publish
-                _end_process(order.difference_of_waiting(self._group) or difference)
+            if order.difference_of_waiting(self._group) is not None:
+                time.sleep(_INTERVAL_S)  # further ranks may be about to publish, and the order was maybe being changed
+                difference = order.difference_of_waiting(self._group)
+                if difference is not None:
+                    _end_process(difference)
             elif warned_since_s != since_s and time.monotonic() - since_s > timeouts().order_check_s + 2 * _INTERVAL_S:
                 warned_since_s = since_s  # once: others had the time to publish that they wait, too
                 warning = order.warning_of_waiting(self._group)

@@ -37,8 +37,8 @@ from launcher.zero.disk import Swapped
 from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.stages import ParameterState, Place, Precision
 
-_ids = itertools.count()
-_numbers = itertools.count()
+_param_ids = itertools.count()
+_unit_numbers = itertools.count()
 _UNIT_PARAMS = "_launch_unit_params"
 
 
@@ -99,7 +99,7 @@ class UnitParameters:
         spec: ShardSpec,
     ) -> None:
         """Take the values over from `params`, which must be unsharded: on any device, in any type. Collective."""
-        self.number = next(_numbers)  # alike on every rank: units are made by all of them together
+        self.number = next(_unit_numbers)  # alike on every rank: units are made by all of them together
         self._params = params
         self._label = spec.label
         self._layout = layout
@@ -188,7 +188,7 @@ class UnitParameters:
             owned = slot.within(self.owned)
             start = slot.offset + owned.start - self.owned.start if owned else 0
             if not hasattr(param, "ds_id"):
-                param.ds_id = next(_ids)  # type: ignore[attr-defined]
+                param.ds_id = next(_param_ids)  # type: ignore[attr-defined]
             param.ds_shape = self._views[slot.index].shape  # type: ignore[attr-defined]
             param.ds_numel = slot.numel  # type: ignore[attr-defined]
             part = self.shard[start : start + len(owned)]
@@ -233,6 +233,10 @@ class UnitParameters:
         if self.is_sharded and self.state is not ParameterState.SHARDED:
             self.group.buffers.take_back(self.flat.untyped_storage())
             self.state = ParameterState.SHARDED
+
+    def positions(self) -> dict[nn.Parameter, int]:
+        """Return the position of each parameter within the unit."""
+        return {param: position for position, param in enumerate(self._params)}
 
     def slot_of(self, param: nn.Parameter) -> ParamSlot:
         """Return the place of one of the unit's parameters."""

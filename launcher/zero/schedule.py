@@ -228,7 +228,9 @@ class ParameterSchedule:
         try:
             unit.params.wait()
         except RuntimeError as error:
-            if self._in_backward or self._follower.kind != _EVALUATION or not unit.is_sharded:
+            # Behind the host it may be any error of the device, such as an assertion of an earlier kernel.
+            is_behind = unit.group.runtime.runs_behind_host
+            if is_behind or self._in_backward or self._follower.kind != _EVALUATION or not unit.is_sharded:
                 raise
             raise EngineError(
                 f"the gather of {unit.label} for a forward without gradients has failed: another rank has gone",
@@ -298,5 +300,7 @@ class ParameterSchedule:
         self._reading.clear()
         self._open_uses.end_pass()
         self._follower.end()
+        if self._order is not None:
+            self._order.is_evaluation = False
         self._ahead = 0
         self._ahead_numel.clear()

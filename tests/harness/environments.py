@@ -12,9 +12,12 @@ from pathlib import Path
 from harness.launching import ROOT
 
 
-def make_environment(folder: Path) -> Path:
-    """Make an environment that has this package and all packages of the one that runs the tests; return its python."""
-    venv.EnvBuilder(symlinks=True).create(folder)
+def make_environment(folder: Path, *, with_user_site: bool = False) -> Path:
+    """Make an environment that has this package and all packages of the one that runs the tests; return its python.
+
+    with_user_site: it sees the packages of the user and of the system, too.
+    """
+    venv.EnvBuilder(symlinks=True, system_site_packages=with_user_site).create(folder)
     packages = [ROOT, *[path for path in sys.path if path.endswith("site-packages")]]
     (packages_of(folder) / "_shared.pth").write_text("".join(f"{path}\n" for path in packages))
     return folder / "bin" / "python"

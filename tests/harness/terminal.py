@@ -43,6 +43,8 @@ class TerminalLaunch:
         environment = {**os.environ, **own}
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup, or in the background of a script
             os.chdir(folder)
             time.sleep(0.1)  # until the window has its size
             os.execve(shutil.which(command[0]) or command[0], command, environment)

@@ -305,6 +305,30 @@ class WrittenInto(nn.Module):
         return F.mse_loss(x.mean((1, 2)), y)
 
 
+class WritesIntoInput(Block):
+    """A block that writes into its input and returns it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, 1, WIDTH] -> the same tensor."""
+        return x.add_(self.scale * self.down(torch.tanh(self.up(x.relu()))))
+
+
+class InputWrittenInto(nn.Module):
+    """Blocks that return the view that they were given, and a forward that writes into it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(WritesIntoInput() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x).unsqueeze(1)
+        for block in self.blocks:
+            x = block(x)
+            x *= 0.5
+        return F.mse_loss(x.mean((1, 2)), y)
+
+
 MODELS: dict[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (
@@ -328,6 +352,7 @@ MODELS: dict[str, type[nn.Module]] = {
         TwoForwards,
         LookBetween,
         WrittenInto,
+        InputWrittenInto,
     )
 }
 

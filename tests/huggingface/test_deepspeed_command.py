@@ -102,6 +102,40 @@ def test_an_environment_without_the_package_starts_as_before(tmp_path: Path) -> 
     assert (started.stdout, started.stderr) == ("None\n", "")
 
 
+def test_what_is_on_the_path_of_python_is_not_run(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    python = make_environment(environment)
+    run_in(tmp_path, *command_of(environment, "install"))
+    (tmp_path / "launcher.py").write_text("print('it runs')\n")
+    started = run_in(tmp_path, python, "-c", "print('end')", env={"PYTHONPATH": str(tmp_path)})
+    assert (started.stdout, started.stderr) == ("end\n", "")
+
+
+def test_a_wrong_word_in_the_variable_is_one_line(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    python = make_environment(environment)
+    run_in(tmp_path, *command_of(environment, "install"))
+    started = run_in(tmp_path, python, "-c", "print('end')", env={"LAUNCH_ENGINE": "biultin"})
+    assert (started.returncode, started.stdout) == (0, "end\n")
+    assert len(started.stderr.splitlines()) == 1
+    assert 'there is no engine "biultin"' in started.stderr
+
+
+def test_the_folder_of_a_user_serves_as_well(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    python = make_environment(environment, with_user_site=True)
+    run_in(tmp_path, *command_of(environment, "install"))
+    # Python reads the user's file before it reads which further folders this environment has.
+    packages = packages_of(environment)
+    (packages / "launcher").symlink_to(ROOT / "launcher")
+    (packages / "_shared.pth").unlink()
+    env = {"PYTHONUSERBASE": str(tmp_path / "user")}
+    users = Path(run_in(tmp_path, python, "-m", "site", "--user-site", env=env).stdout.strip())
+    users.mkdir(parents=True)
+    (packages / "launch_deepspeed.pth").rename(users / "launch_deepspeed.pth")
+    assert run_in(tmp_path, python, "-c", FIND, env=env).stdout == f"{packages}/launcher/compat/deepspeed/__init__.py\n"
+
+
 @pytest.mark.soak
 @pytest.mark.cluster
 def test_accelerate_launch_on_two_nodes_runs_it(tmp_path: Path) -> None:
