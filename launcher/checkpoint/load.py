@@ -1,7 +1,8 @@
 """Loading: each rank reads the elements it holds, and the parameters follow.
 
-[Note: a rank that cannot read] The parameters of units are gathered together. A rank that meets a damaged file
-therefore continues with what is left to gather, and says at the end what it met: then all ranks raise the same error.
+[Note: a rank that cannot read] The parameters of units are gathered together, except those that every rank reads
+whole. A rank that meets a damaged file therefore continues with what is left to gather, and says at the end what it
+met: then all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange
     error = exchange.all_succeeded(said, timeout_s=READ_TIMEOUT_S)
     if error:
         raise CheckpointError(
-            error, where=source.where, hint="the model has values of two moments now: load another one"
+            error,
+            where=source.where,
+            hint="the model has values of two moments now, maybe others on each rank: load another one before a step",
         )
 
 
@@ -74,10 +77,18 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target) -> str | No
                 optimizer.load_unit(unit.index, states)
         except Exception as error:  # noqa: BLE001  # whatever it is: the other ranks gather with this one
             said = error_text(error)
+            if unit.swap is not None and is_trained:
+                _forget_states(unit, target)
         if not _is_read_whole(source, unit):
             unit.write_back(is_written=False, overlaps=True)  # gathered while the next unit is read
     unit.params.after_load()
     return said
+
+
+def _forget_states(unit: FlatUnit, target: Target) -> None:
+    """Have the optimizer begin anew: the states of before are gone from the disk, and have no memory to be written."""
+    assert target.optimizer is not None
+    target.optimizer.load_unit(unit.index, {shard.name: {} for shard in unit.shards if shard.owned})
 
 
 def _load_weights(source: CheckpointSource, unit: FlatUnit) -> None:
@@ -116,7 +127,8 @@ def _read(source: CheckpointSource, key: str, name: str, start: int, out: Tensor
 def _state_of(source: CheckpointSource, shard: ParamShard, optimizer: FlatOptimizer) -> dict[str, Any]:
     """Return the state of what a rank owns of a parameter; empty where nothing is known of it.
 
-    It is read into the optimizer's own memory where that is on the host: new memory takes longer than reading does.
+    It is read into the optimizer's own memory where that is on the host and of the type that was stored: new memory
+    takes longer than reading does.
     """
     stored = source.params.get(shard.name)
     if stored is None:
@@ -124,8 +136,9 @@ def _state_of(source: CheckpointSource, shard: ParamShard, optimizer: FlatOptimi
     state: dict[str, Any] = dict(stored.scalars)
     for name, dtype in stored.states.items():
         values = optimizer.room_of(shard, name)
-        if values is None or values.device.type != "cpu":
-            values = torch.empty(len(shard.owned), dtype=getattr(torch, dtype))
+        kind = getattr(torch, dtype)
+        if values is None or values.device.type != "cpu" or values.dtype != kind:
+            values = torch.empty(len(shard.owned), dtype=kind)
         source.read(name, shard.name, shard.owned.start, values)
         state[name] = values
     if isinstance(source, NativeSource):

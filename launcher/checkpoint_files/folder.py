@@ -84,7 +84,7 @@ class Draft:
     @property
     def marker(self) -> str:
         """The name of an empty file in a new folder: it is the folder of this save until the commit."""
-        return f".save-{self.save_id}"
+        return f".save-{self.save_id}.tmp"
 
     def file(self, stem: str, extension: str) -> str:
         """Return the name of a file."""
@@ -141,9 +141,7 @@ def commit(draft: Draft, manifest: Manifest) -> Place:
 
 def _check_own(draft: Draft, manifest: Manifest) -> None:
     """Raises: CheckpointError where another job has removed what this save wrote, or has put its own in this place."""
-    if not isinstance(draft.path, Path):
-        return
-    names = set(os.listdir(draft.path)) if draft.path.is_dir() else set()
+    names = {each.name for each in children(draft.path)}
     expected = set() if manifest.is_node_local else {*manifest.files}  # of other hosts, some are there
     if draft.is_new:
         expected.add(draft.marker)
@@ -170,7 +168,7 @@ def is_of_a_save(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Tell whether a name is one of `temporary_name`, or of a folder that a first save writes to."""
+    """Tell whether a name is one of `temporary_name`, of a folder that a first save writes to, or of its marker."""
     return name.startswith(".") and name.endswith(".tmp")
 
 

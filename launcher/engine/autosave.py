@@ -76,7 +76,7 @@ class Autosave:
             engine.wait_for_checkpoint()
             outcome = f"step {engine.global_steps} is saved in {folder}"
         except CheckpointError as error:  # on all ranks: what starts the job again must do so all the same
-            outcome = f"step {engine.global_steps} could not be saved, the checkpoint before is as it was: {error}"
+            outcome = f"the save of step {engine.global_steps} has failed ({error})"
         if engine.global_rank == 0:
             get_logger().warning(
                 "the job is about to be preempted: %s; the ranks end with %d to be started again", outcome, EXIT_REQUEUE

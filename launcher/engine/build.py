@@ -27,6 +27,7 @@ from launcher.engine.casting import (
     Casting,
     buffer_dtype,
     buffers_kept,
+    has_shared_elements,
     keep_autocast_to,
     params_left_out,
     set_tf32,
@@ -240,6 +241,9 @@ def _place_buffers(model: nn.Module, settings: Config, precision: Precision, gro
         buffers_kept(model, group.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)),
     ):
         model.to(device=group.device, dtype=param_dtype)
+    for buffer in model.buffers():
+        if has_shared_elements(buffer):  # as `expand` makes them: nothing can be written to one of them alone
+            buffer.data = buffer.data.contiguous()
     collectives.broadcast(group, [buffer.data for buffer in model.buffers()])
 
 

@@ -68,6 +68,14 @@ def buffers_kept(model: nn.Module, device: torch.device, dtype_of: Callable[[Ten
             module._buffers[name] = moved[buffer]
 
 
+def has_shared_elements(tensor: Tensor) -> bool:
+    """Whether several elements have the same memory."""
+    if type(tensor.data) is not Tensor or tensor.layout != torch.strided or not tensor.numel():
+        return False
+    is_expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return is_expanded or tensor.untyped_storage().nbytes() < tensor.nbytes
+
+
 @contextlib.contextmanager
 def params_left_out(model: nn.Module) -> Iterator[None]:
     """Have `model.to(...)` leave parameters alone within this block: they have no elements, and lose their gradients.

@@ -17,6 +17,7 @@ from launcher.config.batch import BatchPlan
 from launcher.config.policies import DType
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.state import collect_state
 from launcher.zero.stages import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class DeepSpeedNames:
     _batch: BatchPlan
     _ended_accumulation: bool
     _parts: EngineParts
+    _wait_for_parameters: Callable[[], None]
 
     # ---- facts ----
 
@@ -197,14 +199,14 @@ class DeepSpeedNames:
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """Return `state_dict(**kwargs)`, without parameters that are not trained where they are to be excluded."""
-        state = self.state_dict(**kwargs)
-        if exclude_frozen_parameters:
-            prefix = kwargs.get("prefix", "")
-            for name, param in self.module.named_parameters():
-                if not param.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
+        """Return `state_dict(**kwargs)`, without frozen parameters where they are to be excluded. Collective."""
+        if not exclude_frozen_parameters:
+            return self.state_dict(**kwargs)
+        self._wait_for_parameters()
+        rank0_only = kwargs.pop("rank0_only", False)
+        is_wanted = self.global_rank == 0 or not rank0_only
+        frozen = {param for param in self.module.parameters() if not param.requires_grad}
+        return collect_state(self.module, (), kwargs, is_wanted=is_wanted, left_out=frozen)
 
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None

@@ -45,7 +45,7 @@ def collect_state(
         state: dict[str, Any] = model.state_dict(*arguments, **options)
         for name, param in model.named_parameters(remove_duplicate=False) if left_out else ():
             if param in left_out:
-                state.pop(name, None)
+                state.pop(options.get("prefix", "") + name, None)
         own = {copy.untyped_storage().data_ptr() for copy in copies.values()}
         shared: dict[tuple[Any, ...], Tensor] = {}
         for key, value in state.items():

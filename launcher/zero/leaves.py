@@ -22,7 +22,28 @@ def set_z3_leaf_modules(
     leaf_module_classes: classes, or their names. For modules whose parts run in an order that differs between ranks,
     such as mixtures of experts. Returns the modules found. Raises: EngineError when there are none.
     """
-    kinds = list(leaf_module_classes)
+    found = _find(model, leaf_module_classes, raise_if_not_found=raise_if_not_found)
+    for module in found:
+        set_z3_leaf_module(module, True)
+    return found
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = False
+) -> list[nn.Module]:
+    """Undo `set_z3_leaf_modules` for modules of the given classes, or of classes of these names; return them.
+
+    Raises: EngineError when there are none, with `raise_if_not_found`.
+    """
+    found = _find(model, leaf_module_classes, raise_if_not_found=raise_if_not_found)
+    for module in found:
+        set_z3_leaf_module(module, False)
+    return found
+
+
+def _find(model: nn.Module, kinds: Iterable[type[nn.Module] | str], *, raise_if_not_found: bool) -> list[nn.Module]:
+    """Return the modules of any of these classes; names may be paths. Raises: as above."""
+    kinds = list(kinds)
     classes = tuple(kind for kind in kinds if isinstance(kind, type))
     names = {kind for kind in kinds if isinstance(kind, str)}
     found = [
@@ -33,25 +54,6 @@ def set_z3_leaf_modules(
     if not found and raise_if_not_found:
         wanted = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
         raise EngineError(f"the model has no module of class {wanted}", hint="give the class of one of its modules")
-    for module in found:
-        set_z3_leaf_module(module, True)
-    return found
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module]], raise_if_not_found: bool = False
-) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules` for modules of the given classes; return them.
-
-    Raises: EngineError when there are none, with `raise_if_not_found`.
-    """
-    classes = tuple(leaf_module_classes)
-    found = [module for module in model.modules() if isinstance(module, classes)]
-    if not found and raise_if_not_found:
-        wanted = ", ".join(kind.__name__ for kind in classes)
-        raise EngineError(f"the model has no module of class {wanted}", hint="give the class of one of its modules")
-    for module in found:
-        set_z3_leaf_module(module, False)
     return found
 
 

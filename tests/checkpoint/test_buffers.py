@@ -40,6 +40,8 @@ class Buffers(nn.Module):
             first = 0 if dtype is torch.bool else rank + 1
             values = torch.arange(first, first + 4 * dtype.itemsize, dtype=torch.uint8)
             self.register_buffer(_name(dtype), (values % 2 if dtype is torch.bool else values).view(dtype).view(2, 2))
+        self.register_buffer("expanded", torch.tensor([rank + 7.0]).expand(3))
+        self.register_buffer("part", torch.arange(9.0)[rank : rank + 1].expand(2, 1))
         self.register_buffer("one", torch.tensor(rank + 7, dtype=torch.uint16))
         self.register_buffer("turned", torch.full((2, 3), rank + 7, dtype=torch.uint32).t())
 

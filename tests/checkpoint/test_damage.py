@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from harness.checkpoint_runs import full_state, loads, make_engine, train
 from harness.ranks import run_on_ranks
+from torch import Tensor
 
 from launcher.base.errors import CheckpointError
 
@@ -154,3 +155,42 @@ def test_what_is_not_there_or_cannot_be_read(tmp_path: Path) -> None:
         assert "ranks load different tags: tag0, tag1" in differing
         assert "rank 1: " in unreadable
         assert "rank-00000.safetensors: it cannot be read: Input/output error" in unreadable
+
+
+def _load_onto_disk(rank: int, world_size: int, folder: str) -> tuple[str, list[str]]:
+    """Load a damaged checkpoint while states are on a disk; return what it said, and what differs after a good one."""
+    there = {"device": "nvme", "nvme_path": folder}
+    engine = make_engine(world_size, 3, zero={"offload_optimizer": there})
+    train(engine, 1)
+    good, damaged = Path(folder, "good"), Path(folder, "damaged")
+    engine.save_checkpoint(good)
+    full = full_state(engine)
+    if rank == 0:
+        shutil.copytree(good, damaged)
+        _flip_in(damaged / TAG / "rank-00001.safetensors", "state/")
+    engine.any_rank(False)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(damaged)
+    problems = [f"{shard.name} has a state without memory" for shard in _without_memory(engine)] if rank else []
+    train(engine, 1)
+    problems += loads(engine, good, full)
+    engine.destroy()
+    return str(caught.value), problems
+
+
+def _without_memory(engine: Any) -> list[Any]:
+    """Return shards that have states which no part of the disk has."""
+    found = []
+    for unit in engine._parts.sharded.units:
+        with unit.in_memory(writes=False):
+            for shard in unit.shards:
+                tensors = [value for value in shard.state.values() if isinstance(value, Tensor) and value.numel()]
+                found += [shard] * (not all(value.untyped_storage().nbytes() for value in tensors))
+    return found
+
+
+def test_states_on_a_disk_are_whole_after_a_load_that_failed(tmp_path: Path) -> None:
+    for said, problems in run_on_ranks(2, _load_onto_disk, str(tmp_path)):
+        assert "rank-00001.safetensors" in said
+        assert "load another one before a step" in said
+        assert problems == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from launcher.base import env
 from launcher.checkpoint.formats.native import NativeSource
+from launcher.checkpoint.formats.source import StoredParam
+from launcher.checkpoint.load import _state_of
 from launcher.comm.gloo import GlooCommunicator
 
 
@@ -46,6 +49,7 @@ def _loaded(rank: int, world_size: int, folder: str, stage: int, kernel: str, ho
         optimizer = engine.optimizer.optimizer
         for shard in optimizer.shards:
             kept = [value for value in shard.state.values() if isinstance(value, Tensor) and value.dim()]
+            problems += [f"{shard.name} has no states"] * (bool(shard.owned) and not kept)
             problems += [f"{shard.name} was read elsewhere" for value in kept if value.data_ptr() not in reads]
         found = engine.state_dict()
         problems += [name for name, value in saved.items() if not torch.equal(found[name], value)]
@@ -60,3 +64,15 @@ def _loaded(rank: int, world_size: int, folder: str, stage: int, kernel: str, ho
 def test_states_and_weights_are_read_into_place(tmp_path: Path, kernel: str, hosts: int) -> None:
     for problems in run_on_ranks(2, _loaded, str(tmp_path), 2, kernel, hosts):
         assert problems == []
+
+
+def test_a_state_of_another_type_is_read_as_it_was_stored() -> None:
+    """What is read into memory of fewer bits would be rounded, and the training would not continue as it was."""
+    shard: Any = SimpleNamespace(name="weight", owned=range(2, 4))
+    params = {"weight": StoredParam((4,), "float32", states={"wide": "float64", "same": "float32"})}
+    source: Any = SimpleNamespace(params=params, read=lambda key, name, start, out: out.fill_(0.1))
+    room = torch.empty(2)
+    optimizer: Any = SimpleNamespace(room_of=lambda shard, name: room)
+    state = _state_of(source, shard, optimizer)
+    assert state["wide"].tolist() == [0.1, 0.1]
+    assert state["same"] is room

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from harness.checkpoints import write_checkpoint
@@ -13,6 +14,7 @@ from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.blocks import digest_of
 from launcher.checkpoint_files.folder import Draft, abandon, begin, commit, latest_tag, set_latest, write_file
 from launcher.checkpoint_files.manifest import FileRecord, Manifest, read_manifest
+from launcher.checkpoint_files.place import Place, place_of
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_a_path_that_is_no_folder_is_refused_by_what_it_is(tmp_path: Path) -> No
             begin(tmp_path / name, "tag", "0" * 8)
 
 
-def _begun(root: Path, save_id: str) -> tuple[Draft, Manifest]:
+def _begun(root: Place, save_id: str) -> tuple[Draft, Manifest]:
     """Write all files of a save of one rank, which is not committed."""
     draft = begin(root, "tag", save_id)
     names = [
@@ -94,19 +96,23 @@ def _begun(root: Path, save_id: str) -> tuple[Draft, Manifest]:
     return draft, Manifest("tag", 1, save_id, 1, "2026-01-02T00:00:00", names[0], ((names[1], names[2]),), files)
 
 
-@pytest.mark.parametrize("is_again", [False, True])
-def test_of_two_jobs_that_save_one_tag_at_once_one_is_there_whole(tmp_path: Path, is_again: bool) -> None:
+@pytest.mark.parametrize(("is_again", "in_store"), [(False, False), (True, False), (False, True), (True, True)])
+def test_of_two_jobs_that_save_one_tag_at_once_one_is_there_whole(
+    tmp_path: Path, is_again: bool, in_store: bool
+) -> None:
+    root = place_of(f"memory://test-{uuid4().hex}/run") if in_store else tmp_path
     if is_again:
-        commit(*_begun(tmp_path, "0" * 8))
-    first, second = _begun(tmp_path, "1" * 8), _begun(tmp_path, "2" * 8)
-    if is_again:
+        commit(*_begun(root, "0" * 8))
+    first, second = _begun(root, "1" * 8), _begun(root, "2" * 8)
+    is_in_place = is_again or in_store  # both write to the folder of the tag
+    if is_in_place:
         commit(*second)
     with pytest.raises(CheckpointError, match=r"of this save is gone: .*; give every job a folder of its own"):
         commit(*first)
     abandon(first[0])
-    if not is_again:
+    if not is_in_place:
         commit(*second)
-    manifest = read_manifest(tmp_path / "tag")
+    manifest = read_manifest(root / "tag")
     assert manifest.save_id == "2" * 8
-    assert {path.read_text() for path in map((tmp_path / "tag").joinpath, manifest.files)} == {"2" * 8}
+    assert {(root / "tag" / name).read_text() for name in manifest.files} == {"2" * 8}
     assert not list(tmp_path.rglob(".*"))

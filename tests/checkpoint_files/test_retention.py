@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness.checkpoints import write_checkpoint
 
-from launcher.checkpoint_files.folder import committed_in, set_latest
+from launcher.checkpoint_files.folder import begin, committed_in, set_latest
 from launcher.checkpoint_files.retention import MIN_AGE_S, Retention, leftovers, prune, remove_leftover, superseded
 
 
@@ -65,20 +65,24 @@ def test_leftovers_are_what_no_manifest_names(tmp_path: Path) -> None:
     (tmp_path / ".global_step4.tmp").mkdir()
     (tmp_path / ".global_step4.tmp" / "rank-00000.safetensors").write_bytes(b"12345")
     (path / "rank-00001-0badcafe.safetensors").write_bytes(b"123")
+    begin(tmp_path / "other", "global_step2", "0badcafe").path.rename(tmp_path / "marked")
+    (marker,) = (tmp_path / "marked").iterdir()
+    marker.rename(path / marker.name)  # as a power loss may leave it after the commit
     (path / "tokenizer.json").write_text("a user's own")
     found = leftovers(tmp_path)
     assert [each.path.relative_to(tmp_path).as_posix() for each in found] == [
         ".global_step4.tmp",
+        "global_step2/.save-0badcafe.tmp",
         "global_step2/rank-00001-0badcafe.safetensors",
     ]
-    assert [each.num_bytes for each in found] == [5, 3]
+    assert [each.num_bytes for each in found] == [5, 0, 3]
     assert all(each.may_be_in_use for each in found)
     old_s = time.time() - MIN_AGE_S - 60
     for each in (*tmp_path.glob(".global_step4.tmp/*"), tmp_path / ".global_step4.tmp"):
         os.utime(each, (old_s, old_s))
-    first, second = leftovers(tmp_path)
-    assert (first.may_be_in_use, second.may_be_in_use) == (False, True)
-    for each in (first, second):
+    found = leftovers(tmp_path)
+    assert [each.may_be_in_use for each in found] == [False, True, True]
+    for each in found:
         remove_leftover(each)
     assert leftovers(tmp_path) == []
     assert steps_in(tmp_path) == [2]

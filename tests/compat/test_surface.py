@@ -126,7 +126,7 @@ WORKS = [
     "m = torch.nn.Sequential(torch.nn.Linear(2, 2))",
     "assert deepspeed.utils.set_z3_leaf_modules(m, leaf_module_classes=[torch.nn.Linear]) == [m[0]]",
     "from deepspeed.utils import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix, get_z3_leaf_modules",
-    "assert deepspeed.utils.unset_z3_leaf_modules(m, [torch.nn.Linear]) == [m[0]] and not get_z3_leaf_modules(m)",
+    "assert deepspeed.utils.unset_z3_leaf_modules(m, ['Linear']) == [m[0]] and not get_z3_leaf_modules(m)",
     "assert set_z3_leaf_modules_by_name(m, ['0', '7'], raise_if_not_found=False) == ([m[0]], ['7'])",
     "set_z3_leaf_modules_by_suffix(m, ['0'], flag=False); assert get_z3_leaf_modules(m) == []",
     "deepspeed.zero.Init(enabled=False, mem_efficient_linear=True, zero_quantized_weights=False)",

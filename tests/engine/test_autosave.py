@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_all_ranks_save_and_leave_when_one_was_given_notice(tmp_path: Path, at_s
 
 
 def noticed_with_a_full_disk(rank: int, world_size: int, folder: str, is_async: bool) -> Any:
-    """Give notice at step 3, of which rank 1 can write nothing; returns where each rank left."""
+    """Give notice at step 3, of which rank 1 can write nothing; returns where each rank left, and what it said."""
     real = os.pwrite
 
     def write(file: int, data: Any, offset: int) -> int:
@@ -112,14 +113,18 @@ def noticed_with_a_full_disk(rank: int, world_size: int, folder: str, is_async: 
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, data, offset)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, mock.patch("launcher.engine.autosave.get_logger") as logger:
         patch.setattr("os.pwrite", write)
-        return noticed(rank, world_size, folder, 3, is_async)
+        code = noticed(rank, world_size, folder, 3, is_async)
+    return code, [call.args[1] for call in logger().warning.call_args_list]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_save_that_fails_after_a_notice_does_not_keep_the_job_from_the_queue(tmp_path: Path, is_async: bool) -> None:
-    assert run_on_ranks(2, noticed_with_a_full_disk, str(tmp_path), is_async) == [75, 75]
+    (code, [outcome]), other = run_on_ranks(2, noticed_with_a_full_disk, str(tmp_path), is_async)
+    assert (code, other) == (75, (75, []))
+    assert outcome.startswith("the save of step 3 has failed (")
+    assert "No space left on device" in outcome
     assert saved(tmp_path) == [2]
 
 

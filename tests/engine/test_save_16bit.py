@@ -31,9 +31,11 @@ class Tied(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
         self.head.weight = self.embedding.weight
+        self.again = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.again.weight = self.frozen.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.head(self.norm(self.frozen(self.embedding(tokens))))
+        hidden: Tensor = self.head(self.norm(self.again(self.frozen(self.embedding(tokens)))))
         return hidden
 
 
@@ -72,6 +74,8 @@ def _saved(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Ten
     gathered: list[nn.Parameter] = []
     with mock.patch.object(state_module, "GatheredParameters", _noting(gathered)):
         assert engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True) is True
+        trained_alone = engine.module_state_dict(exclude_frozen_parameters=True, prefix="model.")
+        of_rank0 = engine.module_state_dict(exclude_frozen_parameters=True, rank0_only=True)
     assert (stage == 3) is bool(gathered)
     assert all(param.requires_grad for param in gathered)
     if stage == 3:
@@ -82,10 +86,12 @@ def _saved(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Ten
         with pytest.raises(EngineError, match="stage 3"):
             engine._zero3_consolidated_16bit_state_dict()
     state: dict[str, Tensor] = engine.state_dict()
+    assert set(trained_alone) == {f"model.{name}" for name in set(state) - FROZEN}
+    assert set(of_rank0) == (set() if rank else set(state) - FROZEN)
     return state
 
 
-FROZEN = {"frozen.weight", "frozen.bias"}
+FROZEN = {"frozen.weight", "frozen.bias", "again.weight"}
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
