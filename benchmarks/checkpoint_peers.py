@@ -135,7 +135,7 @@ def killed(name: str, case: Callable[..., None], root: Path, chance: random.Rand
         end_s = time.monotonic() + wait_s
         while time.monotonic() < end_s:
             next(ranks.messages(max(0.0, end_s - time.monotonic())))
-    ranks.kill([0, 1])
+    ranks.kill("all ranks")
     ranks.end()
 
 

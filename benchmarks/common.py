@@ -170,16 +170,18 @@ def _command_line() -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a Python package is there."""
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    """Whether a Python package is there. The engine under the name of DeepSpeed, as ranks find it, is none."""
+    return _distribution(package) is not None
+
+
+def _distribution(package: str) -> metadata.Distribution | None:
+    context = metadata.DistributionFinder.Context(name=package)
+    return next(iter(metadata.MetadataPathFinder.find_distributions(context)), None)
 
 
 def _version(package: str) -> str:
-    return f"{package} {metadata.version(package) if is_installed(package) else NOT_INSTALLED}"
+    found = _distribution(package)
+    return f"{package} {NOT_INSTALLED if found is None else found.version}"
 
 
 def _cpu_name() -> str:

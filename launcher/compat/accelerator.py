@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.base.errors import EngineError
 from launcher.comm.accelerator import accelerator_type, device_module
 from launcher.monitor.memory import host_memory, memory_use
 
@@ -19,11 +20,7 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
     "empty_cache": lambda: None,
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,
-    "get_rng_state": lambda device_index=None: torch.get_rng_state(),
-    "set_rng_state": lambda new_state, device_index=None: torch.set_rng_state(new_state),
     "initial_seed": torch.initial_seed,
-    "memory_stats": lambda device_index=None: {},
-    "reset_peak_memory_stats": lambda device_index=None: None,
 }
 
 
@@ -70,6 +67,52 @@ class Accelerator:
         """Return the variables that say which devices a process sees."""
         return {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"]}.get(self._name, [])
 
+    def set_device(self, device_index: int) -> None:
+        """Make a device the current one; the CPU always is."""
+        if self._name != "cpu":
+            device_module(self._name).set_device(device_index)
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for all work of the device."""
+        self._asked("synchronize", device_index)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """Return the stream in use; on the CPU one that does nothing."""
+        return self._asked("current_stream", device_index)
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """Return the stream in use where the script chooses none."""
+        return self._asked("current_stream" if self._name == "cpu" else "default_stream", device_index)
+
+    def _asked(self, name: str, device_index: int | None) -> Any:
+        """Call a function of torch's module: it takes a device, and has another name for that argument."""
+        return getattr(device_module(self._name), name)(self.device(device_index))
+
+    # ---- random states ----
+
+    def random(self) -> Any:
+        """Return torch's module of random states."""
+        return torch.random
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """Return the random state of a device."""
+        state: Tensor = torch.get_rng_state() if self._name == "cpu" else self._asked("get_rng_state", device_index)
+        return state
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        """Change the random state of a device to what `get_rng_state` has returned."""
+        if self._name == "cpu":
+            torch.set_rng_state(new_state)
+        else:
+            device_module(self._name).set_rng_state(new_state, self.device(device_index))
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """Return the generator of a device's random numbers."""
+        if self._name == "cpu":
+            return torch.default_generator
+        generator: torch.Generator = device_module(self._name).default_generators[device_index]
+        return generator
+
     # ---- precisions ----
 
     def is_bf16_supported(self) -> bool:
@@ -115,6 +158,22 @@ class Accelerator:
 
     max_memory_cached = max_memory_reserved
 
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Return the numbers of the device's allocator; on the CPU two of them, of the resident memory."""
+        if self._name != "cpu":
+            return dict(self._asked("memory_stats", device_index))
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(),
+            "allocated_bytes.all.peak": self.max_memory_allocated(),
+        }
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Forget the most that was used so far. On the CPU nothing happens: the kernel keeps its own count."""
+        if self._name != "cpu":
+            self._asked("reset_peak_memory_stats", device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
     def total_memory(self, device_index: int | None = None) -> int:
         """Return the memory of the device; on the CPU that of the machine."""
         if self._name == "cpu":
@@ -127,9 +186,23 @@ class Accelerator:
             return host_memory().available_bytes
         return int(device_module(self._name).mem_get_info(self.device(device_index))[0])
 
-    def pin_memory(self, tensor: Tensor, make_copy: bool = True) -> Tensor:
-        """Return a copy in page-locked memory; on the CPU the tensor itself."""
-        return tensor if self._name == "cpu" else tensor.pin_memory()
+    def pin_memory(
+        self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True, *, align_bytes: int = 1
+    ) -> Tensor:
+        """Return a copy in page-locked memory; on the CPU the tensor itself.
+
+        make_copy: False returns memory of the tensor's size without its values. match_shape: False, flat then.
+        align_bytes: an argument of earlier releases. Raises: EngineError where the memory does not start at a multiple.
+        """
+        if self._name == "cpu":
+            pinned = tensor
+        elif make_copy:
+            pinned = tensor.pin_memory()
+        else:
+            pinned = tensor.new_empty(tensor.shape if match_shape else (tensor.numel(),), pin_memory=True)
+        if pinned.data_ptr() % max(align_bytes, 1):
+            raise EngineError(f"pin_memory(): the memory is not aligned to {align_bytes} bytes", hint="ask for less")
+        return pinned
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor is in page-locked memory."""
@@ -141,17 +214,16 @@ class Accelerator:
 
     # ---- the rest ----
 
-    def random(self) -> Any:
-        """Return torch's module of random states."""
-        return torch.random
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
+        """Open a range of a profile of NVIDIA's tools; elsewhere nothing is opened.
 
-    def range_push(self, msg: str) -> None:
-        """Open a range of a profile of NVIDIA's tools; elsewhere nothing is opened."""
+        domain, category: shown before the message: torch's ranges have neither.
+        """
         if self._name == "cuda":
-            torch.cuda.nvtx.range_push(msg)
+            torch.cuda.nvtx.range_push(": ".join([*filter(None, (domain, category)), msg]))
 
-    def range_pop(self) -> None:
-        """Close the last range."""
+    def range_pop(self, domain: str | None = None) -> None:
+        """Close the last range, of whichever domain."""
         if self._name == "cuda":
             torch.cuda.nvtx.range_pop()
 

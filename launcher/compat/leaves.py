@@ -33,7 +33,7 @@ def _set(
     model: nn.Module, wanted: Sequence[str], flag: bool, raises: bool, matches: Callable[[str, str], bool]
 ) -> _Found:
     modules = dict(model.named_modules())
-    found = [module for name, module in modules.items() if any(matches(name, word) for word in wanted)]
+    found = list(dict.fromkeys(modules[name] for word in wanted for name in modules if matches(name, word)))
     missing = [word for word in wanted if not any(matches(name, word) for name in modules)]
     if missing and raises:
         raise EngineError(f"the model has no module named {missing[0]}", hint="see model.named_modules()")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launcher.base import env
 from launcher.comm import groups
@@ -49,9 +51,29 @@ def get_world_group() -> ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Wait for all ranks of `group`. Every rank must call it."""
+def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
+    """Return the ranks of `group` (None: all ranks), in the order of their ranks in it; [0] without a process group."""
+    return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    """Return all ranks as a mesh of the devices that they train on. Every rank must call it.
+
+    mesh_shape: the ranks in each dimension; their product is the number of ranks.
+    Side effects: a process group for each dimension, and that of all ranks where there is none.
+    Raises: RuntimeError of torch for another product.
+    """
+    init_distributed()
+    return init_device_mesh(local_device().type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: Sequence[int] | None = None) -> Any:
+    """Wait for all ranks of `group`. Every rank must call it.
+
+    device_ids: the index of this rank's device; None: the one that it trains on.
+    """
     if not dist.is_initialized():
         return None
     device = use_local_device()
-    return dist.barrier(group, async_op=async_op, device_ids=None if device.index is None else [device.index])
+    own = None if device.index is None else [device.index]
+    return dist.barrier(group, async_op=async_op, device_ids=own if device_ids is None else list(device_ids))

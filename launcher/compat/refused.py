@@ -12,23 +12,24 @@ _NO_EXPERTS = "no expert parallelism: use ZeRO stage 3 with set_z3_leaf_modules(
 _NO_INFERENCE = "no inference kernels: call deepspeed.initialize() without an optimizer"
 _NO_SEQUENCE = "no sequence parallelism: recompute activations"
 _NO_TENSOR = "no tensor parallelism: use ZeRO stage 3"
+_NO_UNIVERSAL = "no universal checkpoints: each of its checkpoints loads at any number of ranks"
 _NO_DATA_EFFICIENCY = "no curriculum learning, random-LTD or data sampling: let the script's own loader choose the data"
 
 # Module below `deepspeed` -> what the built-in engine has not, and what to use. Modules inside of these count, too.
 REFUSED = {
-    "autotuning": 'no autotuner that is imported: call "launch estimate"',
-    "checkpoint.ds_to_universal": "no universal checkpoints: each of its checkpoints loads at any number of ranks",
-    "checkpoint.universal_checkpoint": "no universal checkpoints: each of its checkpoints loads at any number of ranks",
+    "autotuning": 'no autotuner in Python: call "launch estimate"',
+    "checkpoint.ds_to_universal": _NO_UNIVERSAL,
+    "checkpoint.universal_checkpoint": _NO_UNIVERSAL,
     "compile": "no DeepCompile: call engine.compile()",
     "compression": "no compression: use torch.ao.quantization",
     "elasticity": 'no elastic agent: call "launch --max_restarts"; "elasticity" of the config works',
     "inference": _NO_INFERENCE,
-    "io": "no disk writers that are imported: checkpoints use its own",
+    "io": "no disk writers for scripts: call engine.save_checkpoint()",
     "linear": "no LoRA or quantized layers: use the package peft",
     "model_implementations": _NO_INFERENCE,
-    "module_inject": f"no kernels or {_NO_TENSOR.removeprefix('no ')}",
+    "module_inject": f"no kernels to inject and {_NO_TENSOR}",
     "moe": _NO_EXPERTS,
-    "nvme": 'no disk benchmark that is imported: call "launch io"',
+    "nvme": 'no disk benchmark in Python: call "launch io"',
     "ops.sparse_attention": "no block-sparse attention: use torch.nn.attention.flex_attention",
     "ops.transformer": "no transformer kernels: use torch.nn.functional.scaled_dot_product_attention",
     "pipe": _NO_PIPELINE,

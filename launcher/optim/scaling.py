@@ -26,6 +26,7 @@ class LossScaleRules:
     hysteresis: int = 2  # overflows before the scale is halved: all but the last of them leave it
     consecutive_hysteresis: bool = False  # every good step forgets earlier overflows, not only one that doubles
     min_scale: float = 1.0
+    max_overflows_at_minimum: int | None = MAX_OVERFLOWS_AT_MINIMUM  # None: the run never ends for them
 
 
 class LossScaler:
@@ -42,7 +43,7 @@ class LossScaler:
     def update(self, *, overflow: bool) -> str | None:
         """Choose the scale of the next step; return what to say about an overflow.
 
-        Raises: EngineError after `MAX_OVERFLOWS_AT_MINIMUM` overflows in a row that no smaller scale can cure.
+        Raises: EngineError after `max_overflows_at_minimum` overflows in a row that no smaller scale can cure.
         """
         said = None
         if overflow:
@@ -68,10 +69,12 @@ class LossScaler:
 
     def _count_at_minimum(self, what: str) -> None:
         self._overflows_at_minimum += 1
-        if self._overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM:
+        num, limit = self._overflows_at_minimum, self.rules.max_overflows_at_minimum
+        if limit is not None and num >= limit:
+            steps = "1 step" if num == 1 else f"{num} steps in a row"
             remedy = "use bf16, which has the range of fp32, or fp32"
             raise EngineError(
-                f"{what} ({self.scale:.12g}) and gradients overflowed in {self._overflows_at_minimum} steps in a row",
+                f"{what} ({self.scale:.12g}) and gradients overflowed in {steps}",
                 hint=remedy if self.rules.is_dynamic else f'{remedy}; or a dynamic scale: "loss_scale": 0',
             )
 

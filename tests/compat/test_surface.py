@@ -14,6 +14,10 @@ from launcher.compat.refused import REFUSED as REFUSED_MODULES
 # Each statement is run by itself in the child, which has an engine at stage 3; it fails by raising.
 WORKS = [
     # ---- imports, as they are written ----
+    "deepspeed.monitor.config, deepspeed.monitor.monitor, deepspeed.profiling.flops_profiler.profiler",
+    "deepspeed.runtime.config, deepspeed.runtime.dataloader, deepspeed.runtime.fp16.loss_scaler",
+    "deepspeed.runtime.utils",
+    "deepspeed.zero.config, deepspeed.zero.stage3, deepspeed.zero.stage_1_and_2, deepspeed.zero.tiling",
     "import deepspeed; assert deepspeed.__version__ == importlib.metadata.version('deepspeed')",
     "assert deepspeed.__spec__.name == 'deepspeed' and deepspeed.__path__ and deepspeed.__package__ == 'deepspeed'",
     "from deepspeed import DeepSpeedEngine, add_config_arguments, checkpointing, init_distributed, initialize, zero",
@@ -33,7 +37,9 @@ WORKS = [
     "dist.all_to_all_single(out, x); dist.allgather_fn(out, x); dist.reduce_scatter_fn(out, x); assert out.sum() == 2",
     "g = dist.new_group([0]); assert dist.get_all_ranks_from_group(g) == [0] and dist.get_global_rank(g, 0) == 0",
     "dist.monitored_barrier(); objects = [3]; dist.broadcast_object_list(objects); dist.all_gather_object([None], 1)",
-    "assert dist.initialize_mesh_device('cpu', (1,), mesh_dim_names=('data',)).size() == 1",
+    "mesh = dist.initialize_mesh_device((1,), ('data',)); assert (mesh.size(), mesh.device_type) == (1, 'cpu')",
+    "assert dist.get_all_ranks_from_group() == dist.get_all_ranks_from_group(group=None) == [0]",
+    "dist.barrier(device_ids=[0]); dist.barrier(group=g, async_op=False, device_ids=None)",
     "assert callable(dist.send) and callable(dist.recv) and callable(dist.batch_isend_irecv) and dist.ReduceOp.AVG",
     "assert 'busbw' in dist.log_summary()",
     # ---- zero ----
@@ -79,7 +85,26 @@ WORKS = [
     "get_accelerator().synchronize(); assert not hasattr(get_accelerator(), 'no_such_function')",
     "a = deepspeed.get_accelerator(); a.empty_cache(); a.manual_seed(1); a.set_rng_state(a.get_rng_state())",
     "assert a.memory_allocated() > 2**20 and a.max_memory_allocated() >= a.memory_reserved() > 0",
-    "assert a.total_memory() > a.available_memory() > 0 and a.memory_stats() == {} and a.device_count() == 1",
+    "assert a.total_memory() > a.available_memory() > 0 and a.device_count() == 1",
+    "assert 0 < a.memory_stats()['allocated_bytes.all.current'] <= a.memory_stats(0)['allocated_bytes.all.peak']",
+    "a.synchronize(device_index=0); a.set_device(device_index=0); a.reset_peak_memory_stats(device_index=0)",
+    "a.set_rng_state(new_state=a.get_rng_state(device_index=0), device_index=0)",
+    "assert a.default_generator(device_index=0) is torch.default_generator",
+    "a.reset_max_memory_allocated(0); a.reset_max_memory_cached(0); a.current_stream(device_index=0)",
+    "with a.stream(a.default_stream(device_index=0)): pass",
+    "a.range_push('a', domain='b', category='c'); a.range_pop(domain='b')",
+    "assert a.pin_memory(x, make_copy=False, match_shape=False) is a.pin_memory(x, align_bytes=4) is x",
+    "on_gpu = deepspeed.accelerator.Accelerator(); on_gpu._name = 'cuda'  # what it asks torch.cuda\n"
+    "for name in ('synchronize', 'current_stream', 'default_stream', 'get_rng_state', 'memory_stats', "
+    "'reset_peak_memory_stats'):\n"
+    "    with unittest.mock.patch(f'torch.cuda.{name}') as asked:\n"
+    "        getattr(on_gpu, name)(device_index=1); getattr(on_gpu, name)()\n"
+    "    assert asked.call_args_list == [((torch.device('cuda', 1),),), ((torch.device('cuda'),),)], name",
+    "with unittest.mock.patch('torch.cuda.set_rng_state') as asked: on_gpu.set_rng_state(3, device_index=1)\n"
+    "assert asked.call_args == ((3, torch.device('cuda', 1)),)",
+    "with unittest.mock.patch('torch.cuda.default_generators', (4, 5)): assert on_gpu.default_generator(1) == 5",
+    "with unittest.mock.patch('torch.cuda.nvtx.range_push') as asked: on_gpu.range_push('a', domain='b')\n"
+    "assert asked.call_args == (('b: a',),)",
     "assert a.is_available() and torch.bfloat16 in a.supported_dtypes() and a.use_host_timers()",
     "x = torch.ones(2); assert a.on_accelerator(x) and a.pin_memory(x) is x and not a.is_pinned(x)",
     "a.range_push('a'); a.range_pop(); a.set_device(0); assert a.get_compile_backend() == 'inductor'",
@@ -97,13 +122,43 @@ WORKS = [
     "from deepspeed.utils import instrument_w_nvtx; assert instrument_w_nvtx(len)('ab') == 2",
     "from deepspeed.runtime.utils import see_memory_usage, clip_grad_norm_, get_global_norm, set_random_seed\n"
     "see_memory_usage('after', force=True); assert get_global_norm([3.0, 4.0]) == 5.0; set_random_seed(1)",
+    "set_random_seed(2**32 + 1); assert torch.initial_seed() == 2**32 + 1; set_random_seed(2**63 + 1)",
+    "assert all(get_global_norm([3.0, bad]) == math.inf for bad in (-1, math.inf, math.nan, torch.tensor(-1.0)))",
+    "plain = torch.nn.Parameter(torch.ones(2)); plain.grad = torch.tensor([3.0, 4.0])\n"
+    "assert clip_grad_norm_([plain], 1.0, norm_type=2, mpu=None) == 5 and abs(plain.grad.norm() - 1) < 1e-4",
     "from deepspeed.runtime.utils import empty_cache, get_only_unique_item, move_to_device; empty_cache()\n"
     "moved = move_to_device({'a': [torch.ones(1), 2]}, 'meta')\n"
-    "assert moved['a'][0].is_meta and get_only_unique_item([1, 1]) == 1",
+    "assert moved['a'][0].is_meta and get_only_unique_item([1, 1]) == 1\n"
+    "assert move_to_device([torch.nn.Linear(2, 2)], 'meta')[0].weight.is_meta",
     "from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler\n"
     "scaler = DynamicLossScaler(init_scale=16, scale_window=1); scaler.update_scale(True)\n"
     "assert scaler.loss_scale == scaler.cur_scale == 8 and LossScaler(4).scale_loss(torch.ones(1)) == 4",
     "torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler])",
+    "scaler.cur_scale = 32; assert scaler.loss_scale == 32 and scaler.scale_loss(torch.ones(1)) == 32",
+    "taken = pickle.loads(pickle.dumps(scaler)); assert taken.cur_scale == 32 and taken.dynamic",
+    # What DeepSpeed's class has pickled: the attributes of its objects.
+    "taken = DynamicLossScaler.__new__(DynamicLossScaler)\n"
+    "taken.__setstate__({'cur_scale': 8.0, 'dynamic': True, 'cur_iter': 5, 'last_overflow_iter': 3,"
+    " 'scale_factor': 2.0, 'scale_window': 2, 'min_scale': 4, 'delayed_shift': 2, 'cur_hysteresis': 2,"
+    " 'consecutive_hysteresis': False,"
+    " 'raise_error_at_min_scale': False, 'dtype': torch.float16})\n"
+    "scales = []\n"
+    "for overflow in (True, True, True, True, False, False, False):\n"
+    "    taken.update_scale(overflow); scales.append(taken.cur_scale)\n"
+    "assert scales == [8, 4, 4, 4, 4, 4, 8], scales",
+    "taken = LossScaler.__new__(LossScaler); taken.__setstate__({'cur_scale': 16, 'dynamic': False})\n"
+    "assert taken.loss_scale == 16 and not taken.dynamic",
+    "scaler = DynamicLossScaler(init_scale=1, raise_error_at_min_scale=False)\n"
+    "for _ in range(50): scaler.update_scale(True)",
+    "from launcher.base.log import get_logger\n"
+    "for dtype in (torch.half, torch.bfloat16):\n"
+    "    with unittest.mock.patch.object(get_logger(), 'info') as said:\n"
+    "        DynamicLossScaler(init_scale=16, dtype=dtype).update_scale(True)\n"
+    "    assert ('reducing to 8' in said.call_args.args[1]) is (dtype == torch.half), said.call_args",
+    "from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler\n"
+    "made = CreateLossScaler(torch.half, 4, True, {'init_scale': 64, 'delayed_shift': 2})\n"
+    "assert made.dynamic and made.cur_scale == 64 and CreateLossScaler(torch.half, 4, False, None).cur_scale == 4\n"
+    "assert CreateLossScaler(torch.bfloat16, 4, True, None).cur_scale == 1",
     "from deepspeed.monitor.config import get_monitor_config; from deepspeed.monitor.monitor import MonitorMaster\n"
     "section = {'enabled': True, 'output_path': 'curves', 'job_name': 'job'}\n"
     "monitor = MonitorMaster(get_monitor_config({'csv_monitor': section, 'train_batch_size': 1}))\n"
@@ -112,6 +167,10 @@ WORKS = [
     "from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile\n"
     "counted = get_model_profile(torch.nn.Linear(4, 8), input_shape=(2, 4), as_string=False, print_profile=False)\n"
     "assert counted == (2 * 2 * 4 * 8, 2 * 4 * 8, 40)",
+    # The arguments by their places, as DeepSpeed has them.
+    "net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))\n"
+    "counted = get_model_profile(net, None, [torch.ones(1, 4)], {}, True, False, 1, 2, 0, False, 'places.txt')\n"
+    "assert counted[1] == 48 and not net.training and 'FLOPs of step 0' in open('places.txt').read()",
     "profiler = FlopsProfiler(torch.nn.Linear(4, 8)); profiler.start_profile(); profiler.model(torch.ones(2, 4))\n"
     "profiler.stop_profile(); profiler.print_model_profile(output_file='profile.txt')\n"
     "assert profiler.get_total_macs(as_string=True) == '64 MACs' and profiler.get_total_duration() > 0\n"
@@ -127,6 +186,8 @@ WORKS = [
     "assert deepspeed.utils.set_z3_leaf_modules(m, leaf_module_classes=[torch.nn.Linear]) == [m[0]]",
     "from deepspeed.utils import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix, get_z3_leaf_modules",
     "assert deepspeed.utils.unset_z3_leaf_modules(m, ['Linear']) == [m[0]] and not get_z3_leaf_modules(m)",
+    "two = torch.nn.ModuleDict({'a': torch.nn.Linear(2, 2), 'b': torch.nn.Linear(2, 2)})\n"
+    "assert set_z3_leaf_modules_by_name(two, ['b', 'a', 'b']) == ([two['b'], two['a']], [])",
     "assert set_z3_leaf_modules_by_name(m, ['0', '7'], raise_if_not_found=False) == ([m[0]], ['7'])",
     "set_z3_leaf_modules_by_suffix(m, ['0'], flag=False); assert get_z3_leaf_modules(m) == []",
     "deepspeed.zero.Init(enabled=False, mem_efficient_linear=True, zero_quantized_weights=False)",
@@ -205,7 +266,14 @@ REFUSED = {
     ),
     "from deepspeed.checkpoint.ds_to_universal import main": ("ImportError", "loads at any number of ranks"),
     "from deepspeed.sequence.layer import DistributedAttention": ("ImportError", "no sequence parallelism"),
-    "import deepspeed.autotuning": ("ImportError", "launch estimate"),
+    "import deepspeed.autotuning": ("ImportError", 'no autotuner in Python: call "launch estimate", or install'),
+    "import deepspeed.module_inject": (
+        "ImportError",
+        "no kernels to inject and no tensor parallelism: use ZeRO stage 3",
+    ),
+    "import deepspeed.nvme": ("ImportError", 'no disk benchmark in Python: call "launch io", or install'),
+    "import deepspeed.io": ("ImportError", "no disk writers for scripts: call engine.save_checkpoint(), or install"),
+    "import deepspeed.checkpoint.universal_checkpoint": ("ImportError", "loads at any number of ranks"),
     "from deepspeed.pipe import PipelineModule": ("ImportError", "no pipeline parallelism"),
     "from deepspeed import pipe": ("ImportError", "no pipeline parallelism"),
     "import deepspeed.inference": ("ImportError", "no inference kernels"),
@@ -231,6 +299,12 @@ REFUSED = {
     "FusedLamb([p], amsgrad=True)": ("EngineError", "amsgrad"),
     "FlopsProfiler(model).start_profile(ignore_list=[torch.nn.Linear])": ("EngineError", "ignore_list"),
     "get_model_profile(model, mode='train')": ("EngineError", 'mode="train"'),
+    "get_model_profile(model, (1, 4), ignore_modules=[torch.nn.Linear])": ("EngineError", "ignore_modules"),
+    "get_model_profile(model)": ("EngineError", "no arguments for the model"),
+    "clip_grad_norm_([p], 1.0, mpu=3)": ("EngineError", "mpu=..."),
+    "DynamicLossScaler(init_scale=1).update_scale(True)": ("EngineError", "gradients overflowed in 1 step; use bf16"),
+    "CreateLossScaler(torch.half, 1, True, None)": ("EngineError", "dynamic_loss_args"),
+    "a.pin_memory(torch.ones(4), align_bytes=2**40)": ("EngineError", "not aligned to"),
     "set_log_level_from_string('loud')": ("EngineError", "no log level"),
     "DeepSpeedConfig({'train_batch_size': 1, 'no_such_key': 1})": ("ConfigError", "no_such_key"),
     "DeepSpeedConfig({'train_batch_size': 1}, mpu=3)": ("ConfigError", "mpu"),
@@ -240,7 +314,8 @@ REFUSED = {
 }
 RUN = """
 import launcher.compat; launcher.compat.install()
-import argparse, collections, contextlib, datetime, importlib.metadata, inspect, io, json, sys
+import argparse, collections, contextlib, datetime, importlib.metadata, inspect, io, json, math, pickle, sys
+import unittest.mock
 import deepspeed, launcher, torch
 
 deepspeed.init_distributed()

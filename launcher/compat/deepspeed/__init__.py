@@ -15,7 +15,7 @@ from launcher.engine import build
 from launcher.engine.arguments import add_config_arguments
 from launcher.engine.engine import Engine as DeepSpeedEngine
 
-from . import accelerator, checkpoint, comm, launcher, ops, runtime, utils
+from . import accelerator, checkpoint, comm, launcher, monitor, ops, profiling, runtime, utils
 from .accelerator import get_accelerator
 from .comm import init_distributed
 from .runtime import zero
@@ -47,7 +47,9 @@ __all__ = [
     "launcher",
     "log_dist",
     "logger",
+    "monitor",
     "ops",
+    "profiling",
     "runtime",
     "tp_model_init",
     "utils",
@@ -84,7 +86,7 @@ def init_inference(*_: Any, **__: Any) -> NoReturn:
 
 
 class PipelineModule:
-    """No model is one: libraries ask. Raises: EngineError where one is made."""
+    """For `isinstance`, which libraries ask: no model is one. Raises: EngineError when it is constructed."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise EngineError(
@@ -94,7 +96,7 @@ class PipelineModule:
 
 
 class InferenceEngine:
-    """No model is one: libraries ask. Raises: EngineError where one is made."""
+    """For `isinstance`, which libraries ask: no model is one. Raises: EngineError when it is constructed."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         init_inference()

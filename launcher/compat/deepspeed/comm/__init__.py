@@ -32,18 +32,18 @@ from torch.distributed import (
     send,
 )
 from torch.distributed import all_gather_into_tensor as allgather_fn
-from torch.distributed import get_process_group_ranks as get_all_ranks_from_group
 from torch.distributed import reduce_scatter_tensor as reduce_scatter_fn
-from torch.distributed.device_mesh import init_device_mesh as initialize_mesh_device
 
 from launcher.comm import log_summary
 from launcher.compat.ranks import (
     barrier,
+    get_all_ranks_from_group,
     get_local_rank,
     get_rank,
     get_world_group,
     get_world_size,
     init_distributed,
+    initialize_mesh_device,
 )
 
 __all__ = [

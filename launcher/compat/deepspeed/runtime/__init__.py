@@ -1,5 +1,5 @@
-"""`deepspeed.runtime`: schedules, ZeRO, activation checkpointing and the engine class."""
+"""`deepspeed.runtime`: configs, schedules, ZeRO, activation checkpointing, loss scales, loaders, the engine class."""
 
-from . import activation_checkpointing, engine, lr_schedules, zero
+from . import activation_checkpointing, config, dataloader, engine, fp16, lr_schedules, utils, zero
 
-__all__ = ["activation_checkpointing", "engine", "lr_schedules", "zero"]
+__all__ = ["activation_checkpointing", "config", "dataloader", "engine", "fp16", "lr_schedules", "utils", "zero"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.comm.device import local_device
 from launcher.compat.accelerator import get_accelerator
@@ -25,8 +27,6 @@ __all__ = [
     "set_random_seed",
 ]
 
-clip_grad_norm_ = torch.nn.utils.clip_grad_norm_  # of plain parameters: the engine clips those that it trains
-
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log on rank 0 what this process uses of its device. Only with `force`: calls without it stay in scripts."""
@@ -36,20 +36,36 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python, NumPy where it is installed, and torch on every device."""
+    """Seed Python, NumPy where it is installed, and torch on every device. A seed may have any size."""
     random.seed(seed)
     try:
         import numpy
     except ImportError:
         pass
     else:
-        numpy.random.seed(seed)
-    torch.manual_seed(seed)
+        numpy.random.seed(seed % 2**32)  # it refuses larger ones
+    torch.manual_seed(seed % 2**63)
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """Return the 2-norm of a whole from the 2-norms of its parts."""
-    return float(sum(norm**2 for norm in norm_list) ** 0.5)
+    """Return the 2-norm of a whole from the 2-norms of its parts.
+
+    Infinity where one of them says that gradients overflowed: -1, infinity or NaN.
+    """
+    norms = [float(norm) for norm in norm_list]
+    return math.hypot(*norms) if all(math.isfinite(norm) and norm >= 0 for norm in norms) else math.inf
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """Scale gradients of plain parameters down to `max_norm`; return their norm before. The engine clips its own.
+
+    Raises: EngineError for `mpu`.
+    """
+    if mpu is not None:
+        raise EngineError("clip_grad_norm_(mpu=...) is not supported", hint="use data parallelism alone")
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
@@ -61,8 +77,8 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def move_to_device(item: Any, device: torch.device | str) -> Any:
-    """Return `item` with its tensors on `device`; lists, tuples and dicts of any depth are copied."""
-    if isinstance(item, Tensor):
+    """Return `item` with its tensors on `device`; lists, tuples and dicts are copied, modules are moved."""
+    if isinstance(item, Tensor | nn.Module):
         return item.to(device)
     if isinstance(item, list | tuple):
         values = [move_to_device(value, device) for value in item]

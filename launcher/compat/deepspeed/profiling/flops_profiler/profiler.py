@@ -92,22 +92,32 @@ def get_model_profile(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
     warm_up: int = 1,
     as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Sequence[type] | None = None,
     mode: str = "forward",
-    **form: Any,
 ) -> tuple[Any, Any, Any]:
-    """Run `model` and return its operations, multiply-adds and parameters.
+    """Run `model` in evaluation mode, in which it stays; return its operations, multiply-adds and parameters.
 
     input_shape: of a tensor of ones as the only argument; else `args` and `kwargs` are the arguments. mode: "forward",
-    or "generate" to call `model.generate`. form: `detailed`, `module_depth`, `top_modules`, `output_file` of
-    `print_model_profile`. Raises: EngineError for another mode.
+    or "generate" to call `model.generate`. warm_up: calls before the one that counts. print_profile: also log the
+    profile, with `detailed`, `module_depth`, `top_modules` and `output_file` of `print_model_profile`.
+    Raises: EngineError for another mode, for a model without arguments and for `ignore_modules`.
     """
     if mode not in ("forward", "generate"):
         raise EngineError(f'get_model_profile(mode="{mode}") is unknown', hint='use "forward" or "generate"')
+    if ignore_modules:
+        raise EngineError("get_model_profile(ignore_modules=...) is not supported", hint="read the modules' own lines")
     if input_shape is not None:
         first = next(model.parameters(), torch.empty(0))
         args = [torch.ones(tuple(input_shape), dtype=first.dtype, device=first.device)]
+    elif not args and not kwargs:
+        raise EngineError("get_model_profile() has no arguments for the model", hint="give input_shape, args or kwargs")
+    model.eval()
     call: Any = model if mode == "forward" else model.generate
     for _ in range(warm_up):
         call(*args, **(kwargs or {}))
@@ -118,11 +128,10 @@ def get_model_profile(
     finally:
         profiler.stop_profile()
     if print_profile:
-        profiler.print_model_profile(**form)
-    found = tuple(
-        read(as_string) for read in (profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params)
-    )
-    return found[0], found[1], found[2]
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    found = (profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params)
+    flops, macs, params = (read(as_string) for read in found)
+    return flops, macs, params
 
 
 def _shown(value: int, unit: str, as_string: bool) -> Any:

@@ -8,13 +8,17 @@ from launcher.zero import (
     unregister_external_parameter,
 )
 
-from . import partition_parameters
+from . import config, partition_parameters, stage3, stage_1_and_2, tiling
 
 __all__ = [
     "GatheredParameters",
     "Init",
     "TiledLinear",
+    "config",
     "partition_parameters",
     "register_external_parameter",
+    "stage3",
+    "stage_1_and_2",
+    "tiling",
     "unregister_external_parameter",
 ]
