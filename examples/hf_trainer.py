@@ -72,8 +72,8 @@ def main() -> None:
     model_arguments, training_arguments = parser.parse_args_into_dataclasses()
     set_seed(training_arguments.seed)
     tokenizer = byte_tokenizer()
-    # After TrainingArguments, which has read the config: at stage 3 `from_config` builds the model sharded. A call of its
-    # class would build it whole on each rank.
+    # After TrainingArguments, which has read the config: at stage 3 `from_config` builds the model sharded. A call of
+    # its class would build it whole on each rank.
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
             vocab_size=len(tokenizer),
