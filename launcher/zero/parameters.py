@@ -144,9 +144,8 @@ class UnitParameters:
         self.note_versions()
 
     def _full_buffer(self, dtype: torch.dtype) -> _FullBuffer:
-        numel, device = self._layout.padded_numel, self.group.device
-        is_lent = self.is_sharded
-        flat = self.group.buffers.borrow(numel, dtype) if is_lent else torch.empty(numel, dtype=dtype, device=device)
+        numel, device, buffers = self._layout.padded_numel, self.group.device, self.group.buffers
+        flat = buffers.borrow(numel, dtype) if self.is_sharded else torch.empty(numel, dtype=dtype, device=device)
         views = [flat[slot.offset : slot.end].view(slot.shape) for slot in self._layout.slots]
         return _FullBuffer(flat, flat[self.owned.start : self.owned.stop], views)
 
