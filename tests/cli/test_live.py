@@ -367,7 +367,7 @@ def test_ctrl_z_takes_the_panel_away_and_fg_brings_it_back(tmp_path: Path) -> No
     assert "suspended: the ranks run on, their output waits; `fg` or `bg` continues" in job.everything
     job.type(b"fg\n")
     job.read_until(lambda: is_whole(job), "the panel")
-    assert any(row.startswith("continued after ") for row in job.everything)
+    job.read_until(lambda: any(row.startswith("continued after ") for row in job.everything), "the line before it")
     (tmp_path / "go").touch()
     job.read_until(lambda: not job.panel, "the end")
     job.type(b"exit $?\n")

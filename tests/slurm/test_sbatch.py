@@ -151,6 +151,11 @@ def test_contradictions_are_refused(tmp_path: Path, words: list[str], message: s
     assert message in result.err
 
 
+def test_lint_finds_nothing_in_the_example(tmp_path: Path) -> None:
+    result = run_here(tmp_path, "sbatch", "--lint", ROOT / "examples" / "hf_trainer.slurm")
+    assert result.code == 0, result.out + result.err
+
+
 def test_lint_names_line_and_remedy(tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
     path.write_text("#!/bin/bash\n#SBATCH --time=1:00:00\n#SBATCH --ntasks-per-node=4\nlaunch train.py\n")
