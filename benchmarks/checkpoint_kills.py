@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -190,7 +191,7 @@ def on_a_node(pipe: str, root: str, plan: str) -> None:
 # ---- both of them ----
 
 
-class Job:
+class Job(ABC):
     """Two ranks, and a pipe for what rank 0 says."""
 
     problem = ""  # after `end()`: what was wrong about it
@@ -212,9 +213,9 @@ class Job:
             if not data:
                 return
 
+    @abstractmethod
     def kill(self, victim: str) -> None:
-        """Kill what a round is to kill."""
-        raise NotImplementedError
+        """Kill `victim`, one of `VICTIMS`."""
 
     def end(self) -> str:
         """Have nothing be left. Returns what the ranks wrote."""

@@ -7,7 +7,7 @@ met: then all ranks raise the same error.
 
 from __future__ import annotations
 
-import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.base import env
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.formats.native import NativeSource
@@ -47,9 +46,11 @@ def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange
     error = exchange.all_succeeded(_misfit(source, target, is_strict=is_strict), timeout_s=READ_TIMEOUT_S)
     if error:
         raise CheckpointError(error, where=source.where)
+    is_near = _is_on_one_host(exchange) and "://" not in source.where
     said: str | None = None
     for unit in target.units:
-        failed = _tried(source, unit, target)  # of every unit: other ranks gather with this one
+        # Of every unit: other ranks gather with this one.
+        failed = _tried(source, unit, target, reads_whole=is_near and _is_its_own_master(unit))
         said = said or failed
     if target.loads_weights:
         said = said or _load_others(source, target.module)
@@ -62,15 +63,31 @@ def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange
         )
 
 
-def _tried(source: CheckpointSource, unit: FlatUnit, target: Target) -> str | None:
-    """Load a unit, and have its parameters follow even where that fails. Returns what went wrong."""
+def _is_on_one_host(exchange: Exchange) -> bool:
+    """Return whether all ranks run on one host, alike on every rank. Collective."""
+    hosts = exchange.gather(socket.gethostname(), timeout_s=READ_TIMEOUT_S)
+    return bool(exchange.broadcast(hosts is not None and len(set(hosts)) == 1, timeout_s=READ_TIMEOUT_S))
+
+
+def _is_its_own_master(unit: FlatUnit) -> bool:
+    """Return whether a CPU rank has all parameters of a unit, and updates them in place: in fp32, below stage 3."""
+    params = unit.params
+    return not params.is_sharded and params.master is params.shard and params.flat.device.type == "cpu"
+
+
+def _tried(source: CheckpointSource, unit: FlatUnit, target: Target, *, reads_whole: bool) -> str | None:
+    """Load a unit, and have its parameters follow even where that fails. Returns what went wrong.
+
+    reads_whole: every rank reads all weights of the unit, instead of its part and then the others' from these ranks.
+    Ranks of one host do where they can: the page cache is quicker than a socket.
+    """
     said: str | None = None
     is_trained = unit.grads is not None and target.optimizer is not None
     unit.params.release()
     with unit.with_new_states() if is_trained else unit.readable(writes=True):
         try:
             if target.loads_weights:
-                _load_weights(source, unit)
+                _load_weights(source, unit, reads_whole=reads_whole)
             if target.optimizer is not None and is_trained:
                 optimizer = target.optimizer
                 states = {shard.name: _state_of(source, shard, optimizer) for shard in unit.shards if shard.owned}
@@ -79,7 +96,7 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target) -> str | No
             said = error_text(error)
             if unit.swap is not None and is_trained:
                 _forget_states(unit, target)
-        if not _is_read_whole(source, unit):
+        if not reads_whole:
             unit.write_back(is_written=False, overlaps=True)  # gathered while the next unit is read
     unit.params.after_load()
     return said
@@ -91,9 +108,9 @@ def _forget_states(unit: FlatUnit, target: Target) -> None:
     target.optimizer.load_unit(unit.index, {shard.name: {} for shard in unit.shards if shard.owned})
 
 
-def _load_weights(source: CheckpointSource, unit: FlatUnit) -> None:
+def _load_weights(source: CheckpointSource, unit: FlatUnit, *, reads_whole: bool) -> None:
     values, held = unit.params.master, unit.owned
-    if _is_read_whole(source, unit):
+    if reads_whole:
         values, held = unit.params.flat, range(unit.layout.padded_numel)
     for slot, shared in unit.layout.slots_in(held):
         if slot.name not in source.params:
@@ -101,17 +118,6 @@ def _load_weights(source: CheckpointSource, unit: FlatUnit) -> None:
         place = slice(shared.start - held.start, shared.stop - held.start)
         _read(source, WEIGHT, slot.name, shared.start - slot.offset, values[place])
     unit.params.renew_copy()
-
-
-def _is_read_whole(source: CheckpointSource, unit: FlatUnit) -> bool:
-    """Whether every rank reads all weights of a unit, instead of its part and then the others' from these ranks.
-
-    CPU ranks of one host do where parameters are their own masters: the page cache is quicker than a socket.
-    """
-    params, num_ranks = unit.params, unit.mesh.data.world_size
-    is_near = os.environ.get(env.LOCAL_WORLD_SIZE.name) == str(num_ranks) and "://" not in source.where
-    is_in_place = not params.is_sharded and params.master is params.shard
-    return is_near and is_in_place and params.flat.device.type == "cpu"
 
 
 def _read(source: CheckpointSource, key: str, name: str, start: int, out: Tensor) -> None:

@@ -26,7 +26,7 @@ def outside_graphs(hook: _F) -> _F:
         if disabled is None and "torch._dynamo" in sys.modules:
             disabled = torch.compiler.disable(hook)
             # Or it compiles this function too, once for each number of arguments, and warns that these are many.
-            torch._dynamo.eval_frame.skip_code(outside.__code__)  # type: ignore[attr-defined]  # it is a function
+            torch._dynamo.decorators.skip(outside)
         return (disabled or hook)(*args, **kwargs)
 
     outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compile looks for

@@ -12,7 +12,6 @@ from harness.checkpoint_runs import make_engine, train
 from harness.ranks import run_on_ranks
 from torch import Tensor
 
-from launcher.base import env
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import StoredParam
 from launcher.checkpoint.load import _state_of
@@ -33,7 +32,7 @@ def _loaded(rank: int, world_size: int, folder: str, stage: int, kernel: str, ho
         return real_gather(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(env.LOCAL_WORLD_SIZE.name, str(world_size // hosts))
+        patch.setattr("socket.gethostname", lambda: f"host{rank % hosts}")
         if kernel == "torch":
             patch.setenv("LAUNCH_CPU_KERNEL", "off")
         engine = make_engine(world_size, stage)

@@ -1,8 +1,8 @@
 """One job that trains models of many families, plainly and through the engine at several settings, and compares.
 
 Every rank runs `python -m harness.families FOLDER NAME ...`. Rank 0 appends a line of JSON to FOLDER/results.jsonl as
-each run begins and as it ends. A run that raises ends the job: the ranks have parted. Whoever has started it goes on
-with the rest in a new one: see `compare_families`.
+each run begins and as it ends. A run that raises ends the job, as its ranks are no longer in step. The caller
+runs the remaining families in a new job: see `compare_families`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Expected:
 def train_plain(family: Family) -> tuple[Expected, dict[str, Any]]:
     """Train on one process with the data of all ranks; return what comes of it, and facts of the model.
 
-    Raises: ValueError where a loss is no number.
+    Raises: ValueError for a loss that is not finite.
     """
     model = family.build()
     inputs = family.inputs(model)
@@ -103,7 +103,7 @@ def train_plain(family: Family) -> tuple[Expected, dict[str, Any]]:
         optimizer.zero_grad()
         losses.append(of_step)
     if not all(math.isfinite(loss) for of_step in losses for loss in of_step):
-        raise ValueError("the loss is no number")
+        raise ValueError("the loss is not finite")
     limit = ROUNDING * max(grad.max().item() for grad in largest.values() if grad.numel())
     params = dict(model.named_parameters(remove_duplicate=False))
     weights = {name: value for name, value in model.state_dict().items() if name in params}
@@ -154,7 +154,7 @@ def worst_weight(found: dict[str, Tensor], expected: Expected) -> tuple[float, s
             expected.is_rounding.get(name, torch.tensor(False)), 0.0
         )
         relative = difference.norm().item() / max(value.double().norm().item(), 1e-12)
-        if not relative <= worst:  # also where it is no number
+        if not relative <= worst:  # also for nan
             worst, where = relative, name
     return worst, where
 

@@ -31,7 +31,7 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module  # type: ignore[no-any-return]  # it is a module with attributes
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing: there is no source."""
+        """Run nothing: the stand-in is built in `create_module`."""
 
 
 def _empty_class(name: str) -> type:

@@ -1,6 +1,6 @@
 """Tiny models of the families in transformers: a shrunk default configuration, inputs, and a loss.
 
-A rule for each kind of number in a configuration makes it small; what the rules do not fit stands in `OVERRIDES`.
+A rule for each kind of number in a configuration makes it small; `OVERRIDES` lists the exceptions.
 """
 
 from __future__ import annotations

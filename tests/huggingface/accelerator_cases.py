@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from harness.refused import refused
-from huggingface.trainer_cases import config_of, model_and_data
+from huggingface.trainer_cases import WARMUP_DECAY_LR, config_of, model_and_data
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -118,15 +118,7 @@ def case_config_and_dummies(folder: Path) -> dict[str, Any]:
     """A config file with "auto", `DummyOptim` and `DummyScheduler`: what accelerate writes into it is what is used."""
     config = config_of(3)
     config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-    config["scheduler"] = {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    }
+    config["scheduler"] = WARMUP_DECAY_LR
     path = folder / f"ds_{dist.get_rank() if dist.is_initialized() else 0}.json"
     path.write_text(json.dumps(config))
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(path)), gradient_accumulation_steps=2)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness.refused import refused
-from huggingface.trainer_cases import config_of, losses_of, model_and_data
+from huggingface.trainer_cases import ADAMW, WARMUP_DECAY_LR, config_of, losses_of, model_and_data
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 
@@ -54,16 +54,6 @@ def _without_ranks(function: Callable[..., Any], *arguments: Any) -> Any:
     return found
 
 
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-WARMUP = {
-    "type": "WarmupDecayLR",
-    "params": {
-        "warmup_min_lr": "auto",
-        "warmup_max_lr": "auto",
-        "warmup_num_steps": "auto",
-        "total_num_steps": "auto",
-    },
-}
 ON_CPU = {"offload_optimizer": {"device": "cpu"}}
 NUM_STEPS, NUM_BEFORE = 4, 2
 
@@ -72,7 +62,11 @@ def configured(stage: int, *, optimizer: bool = False, schedule: bool = False, *
     """Return a config at a stage. optimizer, schedule: the config's own, in place of the Trainer's."""
     config = config_of(stage)
     config["zero_optimization"].update(zero)
-    return {**config, **({"optimizer": ADAMW} if optimizer else {}), **({"scheduler": WARMUP} if schedule else {})}
+    return {
+        **config,
+        **({"optimizer": ADAMW} if optimizer else {}),
+        **({"scheduler": WARMUP_DECAY_LR} if schedule else {}),
+    }
 
 
 def trainer_of(folder: Path, config: dict[str, Any] | None, **arguments: Any) -> Trainer:

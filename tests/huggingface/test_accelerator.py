@@ -80,7 +80,7 @@ def test_a_loop_takes_the_steps_of_plain_torch(found: Found, name: str) -> None:
 def test_a_config_file_with_auto_and_dummies(found: Found) -> None:
     for rank in returned(found, "config_and_dummies"):
         assert rank["batch"] == [8, 2]
-        assert rank["rates"] == [0.0, 1e-2, 1e-2]
+        assert rank["rates"] == [0.0, 5e-3, 1e-2]
         assert rank["optimizer"] == "DeepSpeedOptimizerWrapper"
         assert rank["schedule"] == "DeepSpeedSchedulerWrapper"
         assert rank["losses"][0] == pytest.approx(found["stage_3"][0]["losses"][0])

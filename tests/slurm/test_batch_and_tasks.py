@@ -51,6 +51,27 @@ def environments(out: str) -> list[dict[str, str]]:
     return sorted(found, key=lambda environment: int(environment["RANK"]))
 
 
+def test_the_example_with_the_trainer_runs_on_two_nodes(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    # The script's `launch`, told where rank 0 is: the nodes' names do not resolve here.
+    command = scripts.write(tmp_path, "", "launch")
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(LAUNCH)} --master_addr 127.0.0.1 "$@"\n')
+    command.chmod(0o755)
+    smaller = ["--gres=gpu:1", "--cpus-per-task=1", "--time=5", f"--output={tmp_path / 'out.txt'}", f"--chdir={ROOT}"]
+    options = ["--max_steps", "4", "--logging_steps", "1", "--output_dir", str(tmp_path / "model")]
+    variables = {"PATH": f"{tmp_path}:{slurm.env['PATH']}", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        ["sbatch", "--wait", *smaller, ROOT / "examples" / "hf_trainer.slurm", *options],
+        env={**slurm.env, **variables, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = (tmp_path / "out.txt").read_text(errors="replace")
+    assert result.returncode == 0, said
+    assert re.search(r"loss \d\.\d+ -> \d\.\d+, saved to", said) is not None, said
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
 def test_a_batch_script_uses_all_its_nodes(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     scripts.write(tmp_path, scripts.ENVIRONMENT)
     options = ("--nodes=3", "--ntasks-per-node=1", "--gres=gpu:2")

@@ -38,8 +38,8 @@ def print_rank_0(message: str) -> None:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level of the engine's lines, such as "warning". Raises: EngineError for a word that is no level."""
+    """Set the level of the engine's logger, such as "warning". Raises: EngineError for an unknown level."""
     level = logging.getLevelName(log_level_str.upper())
     if not isinstance(level, int):
-        raise EngineError(f'"{log_level_str}" is no log level', hint="use debug, info, warning, error or critical")
+        raise EngineError(f'unknown log level "{log_level_str}"', hint="use debug, info, warning, error or critical")
     (custom_logger or logger).setLevel(level)
