@@ -66,7 +66,7 @@ SECTIONS = (
     Section("offload_time", "offload_time.py --rounds 6", 2),
     Section("hf_trainer", "hf_trainer.py"),
     Section("checkpoint_peers", "checkpoint_peers.py"),
-    Section("checkpoint_time", "checkpoint_time.py --sizes 100 --rounds 2", 2),
+    Section("checkpoint_time", "checkpoint_time.py --sizes 100 --rounds 4", 2),
     Section("checkpoint_time_500m", "checkpoint_time.py --sizes 500 --rounds 1 --without DeepSpeed", 2),
     Section("to_fp32", "to_fp32.py --rounds 2"),
     Section("parity_table", "parity_table.py --worst"),
