@@ -26,8 +26,8 @@ from launcher.agent import wire
 from launcher.base import env
 from launcher.base.errors import LauncherError
 from launcher.base.secrets import mask_arguments
-from launcher.cli.jobfile import read_job_file
-from launcher.cli.run import run as run_command
+from launcher.cli.commands.run import run as run_command
+from launcher.cli.options.jobfile import read_job_file
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.cores import parse_core_list
 from launcher.cluster.filters import select
@@ -35,12 +35,12 @@ from launcher.cluster.fold import fold
 from launcher.cluster.hostfile import parse_hostfile
 from launcher.cluster.hostname import parse_address
 from launcher.cluster.nodeset import expand
-from launcher.cluster.slurm import parse_job_detail, parse_nodelist, read_allocation, read_task
 from launcher.job.envfile import parse_env_file
-from launcher.job.sbatch_lint import lint_script
+from launcher.slurm.environment import parse_job_detail, parse_nodelist, read_allocation, read_task
+from launcher.slurm.framing import DATA, LineReader, encode_lines
+from launcher.slurm.lint import lint_script
 from launcher.transport.command import AGENT_MODULE, agent_shell_command
-from launcher.transport.lines import DATA, LineReader, encode_lines
-from launcher.transport.ssh_config import SshOptions, load_config, resolve
+from launcher.transport.ssh.config import SshOptions, load_config, resolve
 
 _ECHO = "import os, sys; os.write(1, b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
 _PER_SHELL = 50  # arguments given to one `sh`

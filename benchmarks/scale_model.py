@@ -22,8 +22,8 @@ from harness.sshd import LoopbackSshd
 
 from launcher.cluster.cluster import Host
 from launcher.transport.fanout import MAX_PARALLEL
-from launcher.transport.sharing import CORES_A_PROCESS, FILES_A_HOST, HOSTS_A_PROCESS, MAX_PROCESSES
-from launcher.transport.ssh import SshOptions, SshTransport
+from launcher.transport.ssh.pool_size import CORES_A_PROCESS, FILES_A_HOST, HOSTS_A_PROCESS, MAX_PROCESSES
+from launcher.transport.ssh.transport import SshOptions, SshTransport
 
 FEW = 25
 SIZES = (8, 64, 250, 1_000, 2_500, 10_000)

@@ -12,6 +12,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     _Path = str | os.PathLike[str]
 
+_UNLIMITED_BYTES = 1 << 60  # version 1 of control groups writes the largest multiple of a page for no limit
+
 
 class _Counter(Record):
     """A line `oom_kill N` in a file of the kernel."""
@@ -64,7 +66,10 @@ def _counters(proc: _Path, cgroups: _Path) -> list[_Counter]:
 def _whose(limit: str) -> str:
     size = ""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        size = f", limit {format_bytes(int(_lines(limit)[0]))}"
+        limit_bytes = int(_lines(limit)[0])
+        if limit_bytes >= _UNLIMITED_BYTES:
+            return "the host ran out of memory"
+        size = f", limit {format_bytes(limit_bytes)}"
     return f"the memory limit of the control group was reached{size}"
 
 

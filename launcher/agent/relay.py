@@ -1,7 +1,7 @@
 """The relay: what srun starts on each node; it stands between srun's pipes and the agent.
 
 It takes the lines for its node out of what srun sends to all, and turns the agent's stream into lines (see
-`transport/lines.py`). The agent itself is a child and knows nothing of this: its stdin ends with srun's, and its
+`slurm/framing.py`). The agent itself is a child and knows nothing of this: its stdin ends with srun's, and its
 lease with it. Each direction has a thread: a flood of output that waits for srun must not keep orders and pings from
 the agent. When the agent is killed the relay says so at once, which srun would not.
 """
@@ -19,7 +19,7 @@ import threading
 from launcher.agent.main import main as agent_main
 from launcher.base import env
 from launcher.base.timeouts import timeouts
-from launcher.transport.lines import BEAT, DATA, END, LineReader, encode_lines
+from launcher.slurm.framing import BEAT, DATA, END, LineReader, encode_lines
 
 BEAT_INTERVAL_S = 5.0
 _READ_BYTES = 1 << 16

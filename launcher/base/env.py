@@ -75,7 +75,7 @@ CPU_KERNEL = EnvVar(
     "C++ optimizer kernels: `AVX-512`, `AVX2`, `SSE2`, `NEON`, or `off`; default the best of this CPU",
     "read",
 )
-# Set by Slurm; see cluster/slurm.py for their forms.
+# Set by Slurm; see slurm/environment.py for their forms.
 SLURM_JOB_ID = EnvVar("SLURM_JOB_ID", "set by Slurm: number of the job", "read")
 SLURM_JOB_NODELIST = EnvVar("SLURM_JOB_NODELIST", "set by Slurm: nodes of the job, compressed", "read")
 SLURM_JOB_NUM_NODES = EnvVar("SLURM_JOB_NUM_NODES", "set by Slurm: number of nodes of the job", "read")

@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli import render, streams
+from launcher.cli.console import render, streams
 from launcher.cli.planning import choose_hosts, config_argument, make_plan
 from launcher.cli.reach import Transports
-from launcher.cluster.allocation import in_allocation
 from launcher.job.controller import Controller
 from launcher.job.display import Display
 from launcher.job.plan import new_job_id
 from launcher.job.registry import registered
 from launcher.job.restart import RestartPolicy, run_with_restarts
 from launcher.job.signals import SignalQueue
+from launcher.slurm.allocation import in_allocation
 
 if TYPE_CHECKING:
-    from launcher.cli.live import LiveView
-    from launcher.cli.options import RunOptions
+    from launcher.cli.console.live import LiveView
+    from launcher.cli.options.run import RunOptions
     from launcher.cli.reach import Reach
     from launcher.cluster.cluster import Cluster
     from launcher.config.schema import Config
+    from launcher.job.outcome import RunReport
     from launcher.job.plan import JobPlan
-    from launcher.job.report import RunReport
     from launcher.transport.local import LocalTransport
 
 _STILL_SHOWING = "waiting for standard output to be read (Ctrl-C: leave; everything is in {}/)"
@@ -106,7 +106,7 @@ def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:
     is_capable = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
     if not (options.wants_panel and is_capable and sys.stdout.isatty()):
         return None
-    from launcher.cli.live import LiveView
+    from launcher.cli.console.live import LiveView
 
     return LiveView(plan)
 

@@ -15,9 +15,9 @@ from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import raise_at_interrupt
 from launcher.base.suggest import did_you_mean
-from launcher.cli import streams
-from launcher.cli.command import spelled
-from launcher.cli.host_options import DEBUGGING
+from launcher.cli.console import streams
+from launcher.cli.options.command import spelled
+from launcher.cli.options.hosts import DEBUGGING
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -32,23 +32,29 @@ class _Lazy(NamedTuple):
 
 
 COMMANDS = {
-    "run": _Lazy("launcher.cli.run", "run", "Start SCRIPT as ranks."),
-    "stacks": _Lazy("launcher.cli.stacks", "stacks", "Show where every rank of a job stands."),
-    "config": _Lazy("launcher.cli.config", "config_group", "Check an engine config, or explain a key."),
-    "estimate": _Lazy("launcher.cli.estimate", "estimate", "Say what memory a model needs, and which setting fits."),
-    "checkpoint": _Lazy("launcher.cli.checkpoint", "checkpoint_group", "List, verify, remove or convert checkpoints."),
-    "io": _Lazy("launcher.cli.io", "io", "Measure a disk, and print the best aio section."),
-    "sbatch": _Lazy("launcher.cli.sbatch", "sbatch", "Write, check or submit a batch script for Slurm."),
-    "check": _Lazy("launcher.cli.check", "check", "Check whether a job could run on the hosts."),
-    "exec": _Lazy("launcher.cli.exec", "exec_command", "Run a command on all hosts."),
-    "ps": _Lazy("launcher.cli.jobs", "ps", "Show jobs that ended today, or run."),
-    "logs": _Lazy("launcher.cli.jobs", "logs", "Show what the ranks of a job wrote."),
-    "kill": _Lazy("launcher.cli.jobs", "kill", "End a job on all its hosts."),
-    "report": _Lazy("launcher.cli.report", "report", "Show versions, devices, compilers, kernels."),
-    "deepspeed-command": _Lazy(
-        "launcher.cli.deepspeed_command", "deepspeed_command", "Add a command named deepspeed to this environment."
+    "run": _Lazy("launcher.cli.commands.run", "run", "Start SCRIPT as ranks."),
+    "stacks": _Lazy("launcher.cli.commands.stacks", "stacks", "Show where every rank of a job stands."),
+    "config": _Lazy("launcher.cli.commands.config", "config_group", "Check an engine config, or explain a key."),
+    "estimate": _Lazy(
+        "launcher.cli.commands.estimate", "estimate", "Say what memory a model needs, and which setting fits."
     ),
-    "completion": _Lazy("launcher.cli.completion", "completion", "Print the completion script of a shell."),
+    "checkpoint": _Lazy(
+        "launcher.cli.commands.checkpoint", "checkpoint_group", "List, verify, remove or convert checkpoints."
+    ),
+    "io": _Lazy("launcher.cli.commands.io", "io", "Measure a disk, and print the best aio section."),
+    "sbatch": _Lazy("launcher.cli.commands.sbatch", "sbatch", "Write, check or submit a batch script for Slurm."),
+    "check": _Lazy("launcher.cli.commands.check", "check", "Check whether a job could run on the hosts."),
+    "exec": _Lazy("launcher.cli.commands.exec", "exec_command", "Run a command on all hosts."),
+    "ps": _Lazy("launcher.cli.commands.jobs", "ps", "Show jobs that ended today, or run."),
+    "logs": _Lazy("launcher.cli.commands.jobs", "logs", "Show what the ranks of a job wrote."),
+    "kill": _Lazy("launcher.cli.commands.jobs", "kill", "End a job on all its hosts."),
+    "report": _Lazy("launcher.cli.commands.report", "report", "Show versions, devices, compilers, kernels."),
+    "deepspeed-command": _Lazy(
+        "launcher.cli.commands.deepspeed_command",
+        "deepspeed_command",
+        "Add a command named deepspeed to this environment.",
+    ),
+    "completion": _Lazy("launcher.cli.commands.completion", "completion", "Print the completion script of a shell."),
 }
 
 _EPILOG = """\
@@ -157,7 +163,7 @@ def _refuse_mistyped(args: list[str]) -> None:
 
 
 def _show_error(error: LauncherError) -> None:
-    from launcher.cli import render
+    from launcher.cli.console import render
 
     render.show_error(error)
 

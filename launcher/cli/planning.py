@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher.base.errors import HostfileError, UsageError
 from launcher.base.folders import home_folder, working_folder
-from launcher.cli.host_options import DEFAULT_HOSTFILE, DEFAULT_HOSTFILE_NOTE
+from launcher.cli.options.hosts import DEFAULT_HOSTFILE, DEFAULT_HOSTFILE_NOTE
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import local_device_tokens
 from launcher.cluster.hostname import is_loopback
@@ -20,7 +20,7 @@ from launcher.job.plan import Command, JobPlan
 from launcher.transport.fanout import is_local
 
 if TYPE_CHECKING:
-    from launcher.cli.options import RunOptions
+    from launcher.cli.options.run import RunOptions
     from launcher.cli.reach import Reach
     from launcher.transport.api import Transport
 

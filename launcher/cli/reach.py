@@ -11,11 +11,11 @@ from launcher.transport.fanout import is_local
 from launcher.transport.local import LocalTransport
 
 if TYPE_CHECKING:
-    from launcher.cli.host_options import Reaching
+    from launcher.cli.options.hosts import Reaching
     from launcher.transport.api import Transport
-    from launcher.transport.ssh import SshTransport
-    from launcher.transport.ssh_config import SshOptions
-    from launcher.transport.ssh_pool import SshPool
+    from launcher.transport.ssh.config import SshOptions
+    from launcher.transport.ssh.pool import SshPool
+    from launcher.transport.ssh.transport import SshTransport
 
 
 class Reach(Protocol):
@@ -72,7 +72,7 @@ class Transports:
         if len(hosts) == 1 and self._is_here(hosts[0]):
             return
         num_ssh = sum(not self._is_here(host) for host in hosts)
-        from launcher.transport.sharing import allow_connections, helper_count
+        from launcher.transport.ssh.pool_size import allow_connections, helper_count
 
         config = self._ssh_options().config_file
         # No other process can read a pipe (`-F <(...)`) again.
@@ -80,7 +80,7 @@ class Transports:
         num_helpers = helper_count(num_ssh) if can_help else 0
         allow_connections(len(hosts), has_helpers=bool(num_helpers) or self._pool is not None)
         if num_helpers:
-            from launcher.transport.ssh_pool import SshPool
+            from launcher.transport.ssh.pool import SshPool
 
             self._pool = SshPool(self._ssh_options(), num_helpers)
 
@@ -107,7 +107,9 @@ class Transports:
     def _ssh(self) -> SshTransport:
         with self._lock:
             if self._opened_ssh is None:
-                from launcher.transport.ssh import SshTransport  # 20 ms that a job on this machine does not pay
+                from launcher.transport.ssh.transport import (
+                    SshTransport,  # 20 ms that a job on this machine does not pay
+                )
 
                 self._opened_ssh = SshTransport(self._ssh_options())
             return self._opened_ssh

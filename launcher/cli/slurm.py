@@ -16,14 +16,14 @@ from launcher.base import env
 from launcher.base.errors import HostfileError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import NOTICE_SIGNAL
-from launcher.cli.command import Option
-from launcher.cli.options import RunOptions
+from launcher.cli.options.command import Option
+from launcher.cli.options.run import RunOptions
 from launcher.cluster.cluster import Cluster, Host
-from launcher.cluster.slurm import SlurmTask, parse_job_detail, read_allocation, read_task
 from launcher.job.plan import Command
+from launcher.slurm.environment import SlurmTask, parse_job_detail, read_allocation, read_task
+from launcher.slurm.queue import job_detail
+from launcher.slurm.srun import SrunTransport
 from launcher.transport.command import own_argv
-from launcher.transport.slurm_queue import job_detail
-from launcher.transport.srun import SrunTransport
 
 _WORKER_MODULE = "launcher.worker"
 # What has a meaning where srun has already started the ranks; any other option is refused, not ignored.

@@ -6,7 +6,7 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.suggest import nearest
-from launcher.cli.command import Option, spelled
+from launcher.cli.options.command import Option, spelled
 
 _MASTER = "write --master-addr HOST --master-port PORT; without, `launch` finds both"
 _LOGS = "each rank's whole output is in LOG_DIR/JOB/rank_N.log, and on the console; --log-dir says where"

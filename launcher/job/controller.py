@@ -37,19 +37,19 @@ from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
+from launcher.job.cleanup import sweep_lost_hosts
 from launcher.job.display import Display
-from launcher.job.failures import FailureBook
+from launcher.job.exiting import RaisedWatch
 from launcher.job.hang import HangWatch, odd_one_out
 from launcher.job.liveness import Liveness
 from launcher.job.logs import RunFolder
 from launcher.job.node import ChannelEnded, Inbox, Node, describe_leftovers
+from launcher.job.outcome import RunReport
 from launcher.job.plan import PING_INTERVAL_S, JobPlan
-from launcher.job.raised import RaisedWatch
-from launcher.job.report import RunReport
+from launcher.job.root_cause import FailureBook
 from launcher.job.signals import SignalQueue
 from launcher.job.stacks import StackCollector
 from launcher.job.starting import Start, spawn_message
-from launcher.job.sweep import sweep_lost_hosts
 from launcher.transport.api import Transport
 
 _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events come in

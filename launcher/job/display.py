@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
+from launcher.job.outcome import Failure, RunReport
 from launcher.job.plan import JobPlan
-from launcher.job.report import Failure, RunReport
 from launcher.job.signals import SignalQueue
 
 _MAX_HELD_BYTES = 256 << 20  # of earlier runs, when a job starts again

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from launcher.job.outcome import Failure, RunReport
 from launcher.job.plan import JobPlan
-from launcher.job.report import Failure, RunReport
 
 
 class Watcher(Protocol):

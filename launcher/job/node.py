@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from launcher.agent.wire import Decoder, Hello, LeftBehind, Message, Output, Pong
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.cluster.cluster import NodePlacement
+from launcher.job.flow_control import Window
 from launcher.job.protocol import ProtocolCheck
 from launcher.job.sender import Sender
-from launcher.job.window import Window
 from launcher.transport.api import Channel
 
 _READ_BYTES = 1 << 18

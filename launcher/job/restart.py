@@ -15,8 +15,8 @@ from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Cluster, Host
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
+from launcher.job.outcome import RunReport
 from launcher.job.plan import JobPlan
-from launcher.job.report import RunReport
 from launcher.job.signals import SignalQueue
 
 Run = Callable[[JobPlan], RunReport]
@@ -178,7 +178,7 @@ def _next_hosts(
     world_sizes = policy.world_sizes()
     if world_sizes is None:
         return tuple(hosts)
-    from launcher.job.fit import largest_fit
+    from launcher.job.elastic_hosts import largest_fit
 
     chosen = largest_fit(tuple(hosts), world_sizes, min_nodes)
     if chosen is None:

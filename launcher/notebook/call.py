@@ -24,8 +24,8 @@ from launcher.cluster.filters import select
 from launcher.compat import AUTO
 from launcher.job.controller import Controller
 from launcher.job.display import Display
+from launcher.job.outcome import Failure, RunReport
 from launcher.job.plan import DEFAULT_GRACE_S, Command, JobPlan, new_job_id
-from launcher.job.report import Failure, RunReport
 from launcher.job.signals import STACKS_SIGNAL, SignalQueue
 from launcher.notebook import rank as rank_module
 from launcher.notebook.output import CellOutput

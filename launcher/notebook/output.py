@@ -6,9 +6,9 @@ import io
 import sys
 import time
 
-from launcher.cli.lines import MixedLines
+from launcher.cli.console.lines import MixedLines
+from launcher.job.outcome import Failure, RunReport
 from launcher.job.plan import JobPlan
-from launcher.job.report import Failure, RunReport
 
 
 def write(stream: str, text: str) -> None:

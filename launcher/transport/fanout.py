@@ -36,7 +36,7 @@ def is_local(host_name: str) -> bool:
 
 def max_parallel(num_hosts: int) -> int:
     """Return how many hosts are connected at a time: so many for each process that connects. Raises: UsageError."""
-    from launcher.transport.sharing import helper_count  # a job on one host has no use for it
+    from launcher.transport.ssh.pool_size import helper_count  # a job on one host has no use for it
 
     return MAX_PARALLEL * max(1, helper_count(num_hosts))
 

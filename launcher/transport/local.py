@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from launcher.base import env
 from launcher.base.errors import TransportError
 from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, own_argv
-from launcher.transport.tail import StderrTail
+from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -75,7 +75,7 @@ def without_a_process_of_its_own() -> Iterator[None]:
         sys.argv = argv[argv.index(main.__module__) :]
         return SimpleNamespace(returncode=code_of(main))
 
-    with mock.patch("launcher.cli.checkpoint_tools.subprocess", SimpleNamespace(run=work)):
+    with mock.patch("launcher.cli.commands.checkpoint_tools.subprocess", SimpleNamespace(run=work)):
         yield
 
 

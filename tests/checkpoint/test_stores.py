@@ -27,8 +27,8 @@ from launcher.checkpoint_files.place import place_of
 from launcher.checkpoint_files.remote import RemotePath
 from launcher.checkpoint_files.retention import Retention, leftovers, prune, remove_leftover
 from launcher.checkpoint_files.verify import verify
-from launcher.cli.checkpoint import checkpoint_group
-from launcher.cli.checkpoint_tools import export
+from launcher.cli.commands.checkpoint import checkpoint_group
+from launcher.cli.commands.checkpoint_tools import export
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

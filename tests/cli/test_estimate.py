@@ -19,7 +19,7 @@ from harness.launching import ROOT, run_forked, run_here
 from harness.terminal import TerminalLaunch
 
 from launcher.base.errors import Diagnostic
-from launcher.cli.estimate import estimate
+from launcher.cli.commands.estimate import estimate
 from launcher.cli.main import cli
 
 SURFACE = {
@@ -91,7 +91,7 @@ def asked_here() -> Iterator[None]:
 
     from launcher.probes.model import facts_of  # here: the forks of this process have torch then
 
-    with mock.patch("launcher.job.model_source._ask", ask):
+    with mock.patch("launcher.cli.model_source._ask", ask):
         yield
 
 

@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from launcher.base.errors import LauncherError
-from launcher.cli import host_options, planning
+from launcher.cli import planning
 from launcher.cli.main import cli
+from launcher.cli.options import hosts as host_options
 
 
 @pytest.fixture(autouse=True)

@@ -29,9 +29,20 @@ ANY_PROCESS = {"torch", "numpy", "paramiko", "pydantic", "yaml", "jinja2", "rich
 UNWANTED = {
     "launcher": ANY_PROCESS
     | {"hmac", "hashlib", "difflib", "logging", "socket", "concurrent.futures", "shutil", "click.shell_completion"}
-    | {"launcher.cli.slurm", "launcher.cli.jobfile", "launcher.cli.live", "launcher.cli.screen", "launcher.config"}
-    | {"launcher.transport.ssh", "launcher.transport.ssh_config", "launcher.transport.srun", "launcher.job.fit"}
-    | {"launcher.cluster.hostfile", "launcher.cluster.filters", "launcher.cluster.slurm", "launcher.cluster.cores"},
+    | {
+        "launcher.cli.slurm",
+        "launcher.cli.options.jobfile",
+        "launcher.cli.console.live",
+        "launcher.cli.console.terminal",
+        "launcher.config",
+    }
+    | {
+        "launcher.transport.ssh.transport",
+        "launcher.transport.ssh.config",
+        "launcher.slurm.srun",
+        "launcher.job.elastic_hosts",
+    }
+    | {"launcher.cluster.hostfile", "launcher.cluster.filters", "launcher.slurm.environment", "launcher.cluster.cores"},
     "launcher.agent.main": ANY_PROCESS
     | {"typing", "dataclasses", "inspect", "pathlib", "shutil", "logging", "click", "launcher.cluster.cores"},
     "launcher.worker": ANY_PROCESS
@@ -68,5 +79,6 @@ def test_help_loads_the_options_of_run_and_no_other_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
     loaded = {name for name in done.stderr.split() if name.startswith("launcher.cli.")}
-    wanted = ("command", "completion", "host_options", "main", "numbers", "options", "run", "streams")
-    assert loaded == {f"launcher.cli.{name}" for name in wanted}
+    wanted = {"main", "commands.completion", "commands.run", "console.streams"}
+    wanted |= {f"options.{name}" for name in ("command", "hosts", "run", "types")}
+    assert loaded == {f"launcher.cli.{name}" for name in (*wanted, "commands", "console", "options")}

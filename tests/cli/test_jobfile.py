@@ -10,8 +10,8 @@ import pytest
 from harness.launching import run_launch
 
 from launcher.base.errors import UsageError
-from launcher.cli.jobfile import read_job_file
-from launcher.cli.run import run
+from launcher.cli.commands.run import run
+from launcher.cli.options.jobfile import read_job_file
 
 JOB = """
 cluster: {hostfile: hosts, exclude: "b:1"}

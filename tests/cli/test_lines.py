@@ -8,7 +8,7 @@ import pytest
 from harness import scripts
 from harness.terminal import TerminalLaunch
 
-from launcher.cli.lines import MixedLines
+from launcher.cli.console.lines import MixedLines
 
 LATER_S = 1e9  # monotonic: long after anything
 

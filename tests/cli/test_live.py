@@ -18,9 +18,9 @@ from harness.sshd import LoopbackSshd
 from harness.terminal import TerminalLaunch
 
 from launcher.base.processes import members_of_job
-from launcher.cli.facts import RunFacts
-from launcher.cli.panel import draw
-from launcher.cli.screen import Screen
+from launcher.cli.console.facts import RunFacts
+from launcher.cli.console.panel import draw
+from launcher.cli.console.terminal import Screen
 from launcher.cluster.cluster import Host, NodePlacement, Placement
 from launcher.job.plan import Command, JobPlan
 

@@ -13,7 +13,7 @@ import pytest
 from harness.launching import run_here, run_launch
 
 from launcher.agent import probe
-from launcher.job import inventory
+from launcher.hosts import inventory
 
 SECTIONS = (
     "launch", "python", "packages", "machine", "memory", "torch", "devices", "optimizer", "kernels", "compilers",
@@ -58,7 +58,7 @@ def test_the_text_names_every_section(tmp_path: Path, facts: dict[str, Any], mon
 
 
 def test_each_kernel_is_named_once_behind_its_optimizers() -> None:
-    from launcher.cli.report import by_kernel
+    from launcher.cli.commands.report import by_kernel
 
     labels = ["Adam[torch fused]", "AdamW[C++ AVX2]", "SGD[torch fused]", "Adam[torch fused]", "does not run: why"]
     assert by_kernel(labels) == "Adam, SGD [torch fused], AdamW [C++ AVX2], does not run: why"
@@ -66,7 +66,7 @@ def test_each_kernel_is_named_once_behind_its_optimizers() -> None:
 
 @pytest.mark.usefixtures("no_torch")
 def test_a_torch_that_cannot_start_is_a_finding_with_its_reason() -> None:
-    from launcher.cli.report import rows
+    from launcher.cli.commands.report import rows
 
     found = inventory.gather()
     assert "no_such_module" in found["torch"]["error"]

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from harness.launching import ROOT, run_here, run_launch
 
 from launcher.base.errors import UsageError
-from launcher.cli import streams
-from launcher.cli.command import Option
-from launcher.cli.lines import LineAssembler
+from launcher.cli.commands.run import run
+from launcher.cli.console import streams
+from launcher.cli.console.lines import LineAssembler
+from launcher.cli.console.shown import ShownOutput
 from launcher.cli.main import COMMANDS, cli, main
-from launcher.cli.run import run
-from launcher.cli.shown import ShownOutput
+from launcher.cli.options.command import Option
 
 # Every spelling that works. The first one of two dashes is shown; `_` stands for `-` in all of them.
 SURFACE = {

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from launcher.base.errors import ConfigError
-from launcher.cli.config import config_group
+from launcher.cli.commands.config import config_group
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.elastic import ElasticBatch, ElasticRules, elastic_batch, elastic_batch_of, highly_composite
 from launcher.config.load import load_config

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 from harness.section_reads import keys_read
 
-from launcher.cli.config import config_group
+from launcher.cli.commands.config import config_group
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.elastic import ElasticRules
 from launcher.config.fields import Section, Support, section_of, status_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from harness import scripts
 from harness.launching import Launch, run_launch, wait_until, wait_until_gone
 
-from launcher.job.raised import TELL_AFTER_S, RaisedWatch
+from launcher.job.exiting import TELL_AFTER_S, RaisedWatch
 
 GRACE_S = 6.0
 HANGS_ON_THE_WAY_OUT = """

@@ -87,7 +87,7 @@ def test_a_working_directory_that_was_removed_is_one_message(tmp_path: Path, com
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody without a home")
 def test_a_user_without_a_home_can_start_a_job(tmp_path: Path) -> None:
     code = (
-        "import os, launcher.cli.launching, launcher.cli.run, launcher.cli.main as main\n"
+        "import os, launcher.cli.launching, launcher.cli.commands.run, launcher.cli.main as main\n"
         "from launcher.job import registry\n"
         "os.setuid(54321); os.environ.pop('HOME')\n"
         "try: registry.jobs_folder()\n"

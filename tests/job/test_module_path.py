@@ -14,7 +14,7 @@ from harness import scripts
 from harness.launching import ROOT, run_launch
 
 from launcher.agent.wire import MAGIC
-from launcher.job.sbatch import BatchOptions, render_script
+from launcher.slurm.script import BatchOptions, render_script
 from launcher.transport.command import agent_shell_command
 
 SHADOWS = (

@@ -26,9 +26,9 @@ from launcher.base.timeouts import Timeouts
 from launcher.cli.launching import check_config, world_sizes_of
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.job import restart
-from launcher.job.fit import largest_fit
+from launcher.job.elastic_hosts import largest_fit
+from launcher.job.outcome import Failure, FailureKind, RunReport
 from launcher.job.plan import Command, JobPlan
-from launcher.job.report import Failure, FailureKind, RunReport
 from launcher.job.restart import RestartPolicy, WorldSizes, run_with_restarts
 from launcher.job.signals import SignalQueue
 

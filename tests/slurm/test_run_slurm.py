@@ -18,7 +18,7 @@ from harness.slurm import LoopbackSlurm
 from launcher.base.processes import members_of_job
 from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Host
-from launcher.transport import srun
+from launcher.slurm import srun
 
 pytestmark = pytest.mark.cluster
 NODES = ("n1", "n2", "n3")

@@ -15,14 +15,14 @@ from harness.sshd import LoopbackSshd
 from launcher.base.errors import TransportError
 from launcher.base.processes import descendants
 from launcher.cluster.cluster import Host
-from launcher.transport import ssh
 from launcher.transport.api import Channel, Transport
 from launcher.transport.diagnose import start_failure
 from launcher.transport.fanout import is_local, open_all
 from launcher.transport.local import LocalTransport
-from launcher.transport.ssh import SshOptions, SshTransport
-from launcher.transport.ssh_connect import connect
-from launcher.transport.ssh_pool import SshPool
+from launcher.transport.ssh import transport as ssh
+from launcher.transport.ssh.connect import connect
+from launcher.transport.ssh.pool import SshPool
+from launcher.transport.ssh.transport import SshOptions, SshTransport
 
 TESTS = Path(__file__).resolve().parents[1]
 HOST = Host("127.0.0.1", (0,))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launcher.transport.ssh_connect import EagerSocket
+from launcher.transport.ssh.connect import EagerSocket
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from harness.sshd import LoopbackSshd, make_key
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport.known_hosts import Verdict, check_key, find_keys, record_new_key
-from launcher.transport.ssh import SshOptions, SshTransport
+from launcher.transport.ssh.known_hosts import Verdict, check_key, find_keys, record_new_key
+from launcher.transport.ssh.transport import SshOptions, SshTransport
 
 OLD, NEW, OTHER = b"old key", b"new key", b"other key"
 

@@ -14,7 +14,7 @@ from harness.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port,
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport.ssh import SshOptions, SshTransport
+from launcher.transport.ssh.transport import SshOptions, SshTransport
 
 pytestmark = pytest.mark.cluster
 TESTS = Path(__file__).resolve().parents[1]
@@ -265,7 +265,7 @@ def test_identical_findings_of_hosts_are_told_once(tmp_path: Path, sshd: Loopbac
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody without a name")
 def test_a_user_without_name_and_home_is_told_so() -> None:
     code = (
-        "import os, getpass, paramiko\nfrom launcher.transport.ssh_config import *\n"
+        "import os, getpass, paramiko\nfrom launcher.transport.ssh.config import *\n"
         "from launcher.cluster.cluster import Host\n"
         "os.setuid(54321); [os.environ.pop(n, 0) for n in ('HOME', 'USER', 'LOGNAME', 'LNAME', 'USERNAME')]\n"
         "options = SshOptions(); config = load_config(options)\n"

@@ -15,8 +15,8 @@ from harness.sshd import LoopbackSshd, make_key
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport import ssh_connect
-from launcher.transport.ssh import SshOptions, SshTransport
+from launcher.transport.ssh import connect as ssh_connect
+from launcher.transport.ssh.transport import SshOptions, SshTransport
 
 pytestmark = pytest.mark.cluster
 HOST = Host("127.0.0.1", (0,))

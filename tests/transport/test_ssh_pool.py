@@ -16,9 +16,9 @@ from launcher.base.errors import TransportError, UsageError
 from launcher.base.processes import descendants
 from launcher.cluster.cluster import Host
 from launcher.transport.fanout import open_all
-from launcher.transport.sharing import allow_connections, num_processes
-from launcher.transport.ssh import SshOptions
-from launcher.transport.ssh_pool import SshPool
+from launcher.transport.ssh.pool import SshPool
+from launcher.transport.ssh.pool_size import allow_connections, num_processes
+from launcher.transport.ssh.transport import SshOptions
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -36,7 +36,7 @@ def helpers_of(pid: int) -> set[int]:
             words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
         except OSError:  # it has ended
             continue
-        if b"launcher.transport.ssh_helper" in words:
+        if b"launcher.transport.ssh.helper" in words:
             found.add(child)
     return found
 

@@ -1,0 +1,199 @@
+"""`launch ps`, `launch logs` and `launch kill`: find a job again, read it, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import operator
+import shlex
+import signal
+import socket
+import sys
+import time
+from datetime import date, datetime
+
+import click
+from click.shell_completion import CompletionItem
+
+from launcher.base.errors import LauncherError, UsageError
+from launcher.base.processes import members_of_job, sweep_job
+from launcher.base.timeouts import timeouts
+from launcher.base.units import format_duration
+from launcher.cli.console.lines import MixedLines
+from launcher.cli.options.types import Whole
+from launcher.cluster.fold import fold
+from launcher.job.log_reader import LogReader
+from launcher.job.plan import DEFAULT_LEASE_S
+from launcher.job.registry import JobEntry, all_jobs, find_job, process_identity, send_signal
+
+_POLL_S = 0.1
+_TELL_AFTER_S = 2.0
+_REPEAT_S = 0.5  # two signals that come at once count as one
+_MAX_COMMAND_CHARS = 60
+
+_LOGS_EPILOG = """\b
+examples:
+  launch logs calm-otter-4f2a
+  launch logs calm --rank 0 --tail 20 --follow
+"""
+_KILL_EPILOG = """\b
+examples:
+  launch kill calm-otter-4f2a
+  launch kill --now calm
+"""
+
+
+def _complete_job(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    jobs = [entry for entry in all_jobs() if entry.job_id.startswith(incomplete)]
+    return [CompletionItem(entry.job_id, help=f"{entry.state}: {shlex.join(entry.command)}") for entry in jobs]
+
+
+def _named_job(_ctx: click.Context, _param: click.Parameter, job: str | None) -> str:
+    if job is None:
+        raise UsageError("no JOB is named", hint="launch ps shows the jobs there are")
+    return job
+
+
+job_argument = click.argument("job", required=False, metavar="JOB", callback=_named_job, shell_complete=_complete_job)
+
+
+@click.command("ps", short_help="Show jobs that ended today, or run.")
+@click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
+def ps(as_json: bool) -> None:
+    """Show the jobs that ended today with their exit codes, then those that run: they stay on the screen."""
+    today = date.today()
+    states = [(entry, entry.state) for entry in all_jobs()]
+    running = [(entry, state) for entry, state in states if state in ("running", "elsewhere")]
+    over = [
+        (entry, state)
+        for entry, state in states
+        if state in ("ended", "lost") and date.fromtimestamp(entry.ended_s or entry.started_s) == today
+    ]
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(entry) | {"state": s} for entry, s in over + running], indent=2))
+        return
+    rows: list[tuple[str, ...]] = [("JOB", "STATE", "SINCE", "RANKS", "HOSTS", "COMMAND")]
+    rows += [_row(entry, state) for entry, state in over + running]
+    if len(rows) == 1:
+        click.echo("no job is running, and none ended today")
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+        click.echo("  ".join([*cells, row[-1]]))
+
+
+def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
+    what = {
+        "running": "running",
+        "ended": f"exit {entry.exit_code}",
+        "lost": "launcher gone",
+        "elsewhere": f"on {entry.machine}",
+    }[state]
+    started = datetime.fromtimestamp(entry.started_s)
+    since = started.strftime("%H:%M" if started.date() == date.today() else "%b %d %H:%M")
+    if state != "elsewhere" and (end_s := entry.ended_s or (time.time() if state == "running" else None)):
+        since += f" ({format_duration(max(0.0, end_s - entry.started_s))})"
+    command = shlex.join(entry.command)
+    short = command if len(command) <= _MAX_COMMAND_CHARS else command[: _MAX_COMMAND_CHARS - 1] + "…"
+    return entry.job_id, what, since, str(entry.num_ranks), fold(entry.hosts), short
+
+
+@click.command("logs", epilog=_LOGS_EPILOG, short_help="Show what the ranks of a job wrote.")
+@job_argument
+@click.option("--rank", type=Whole(0), help="This rank only, as it was written. Default: all, behind [rank].")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("--tail", "num_lines", type=Whole(0), metavar="N", help="Start with the last N lines of a rank.")
+def logs(job: str, rank: int | None, follow: bool, num_lines: int | None) -> None:
+    """Show what the ranks of JOB wrote. JOB is an id of `launch ps`, or the beginning of one."""
+    entry = find_job(job)
+    reader = LogReader(entry.run_folder, rank, num_lines)
+    lines = MixedLines()
+    while True:
+        # Asked before reading: what a job wrote until its end is read after its end.
+        is_last = not follow or entry.state not in ("running", "elsewhere")
+        for number, pieces in itertools.groupby(reader.read(), key=operator.itemgetter(0)):
+            for _, data in pieces:
+                shown = lines.feed(number, f"[{number}] ".encode(), data) if rank is None else data
+                sys.stdout.buffer.write(shown)
+            if is_last:
+                sys.stdout.buffer.write(lines.flush())
+        if is_last:
+            break
+        sys.stdout.buffer.write(lines.settle(time.monotonic()))
+        sys.stdout.buffer.flush()
+        time.sleep(_POLL_S)
+        with contextlib.suppress(UsageError):  # the entry has been dropped: what is known holds
+            entry = find_job(entry.job_id)
+    sys.stdout.buffer.write(lines.flush())
+    sys.stdout.buffer.flush()
+    if not reader.has_found:
+        raise _no_log(entry, rank, reader.ranks())
+
+
+def _no_log(entry: JobEntry, rank: int | None, ranks: list[int]) -> LauncherError:
+    if rank is not None and ranks:
+        return UsageError(f"job {entry.job_id} has no rank {rank}", hint=f"it has ranks 0 to {ranks[-1]}")
+    hint = "no rank has been started yet"
+    if entry.ended_s is not None:
+        hint = "it ended before any rank was started, or its run folder was removed"
+    return LauncherError("there are no logs", where=entry.run_folder, hint=hint)
+
+
+@click.command("kill", epilog=_KILL_EPILOG, short_help="End a job on all its hosts.")
+@job_argument
+@click.option("--now", is_flag=True, help="Kill the ranks at once. Default: SIGTERM, the job's --grace, SIGKILL.")
+def kill(job: str, now: bool) -> None:
+    """End JOB on all its hosts and wait until it is gone. JOB is an id of `launch ps`, or the beginning of one."""
+    entry = find_job(job)
+    if entry.state == "elsewhere":
+        raise UsageError(
+            f"the launcher of {entry.job_id} runs on {entry.machine}", hint=f"there: launch kill {entry.job_id}"
+        )
+    start_s = time.monotonic()
+    if entry.ended_s is None and send_signal(entry, signal.SIGTERM):
+        _wait_until_gone(entry, now, start_s)
+        click.echo(f"{entry.job_id} has ended ({format_duration(time.monotonic() - start_s)})")
+        return
+    _sweep(entry)
+
+
+def _wait_until_gone(entry: JobEntry, now: bool, start_s: float) -> None:
+    """Wait for the launcher's end; with `now` it is reminded until it kills, and at last killed itself."""
+    repeat_at_s = start_s + _REPEAT_S
+    tell_at_s = start_s + _TELL_AFTER_S
+    give_up_at_s = start_s + timeouts().kill_command_s + (0.0 if now else entry.grace_s)
+    while process_identity(entry.pid) == entry.process:
+        now_s = time.monotonic()
+        if now_s > give_up_at_s:
+            if now:
+                send_signal(entry, signal.SIGKILL)
+                return _sweep(entry)
+            hint = f"launch kill --now {entry.job_id}"
+            raise LauncherError(f"it has not ended after {now_s - start_s:.0f} s", where=entry.job_id, hint=hint)
+        if now and now_s > repeat_at_s:
+            repeat_at_s = now_s + _REPEAT_S
+            send_signal(entry, signal.SIGTERM)
+        if now_s > tell_at_s:
+            tell_at_s = float("inf")
+            click.echo(f"waiting for the end of {entry.job_id} (pid {entry.pid})", err=True)
+        time.sleep(_POLL_S)
+
+
+def _sweep(entry: JobEntry) -> None:
+    """End what a launcher that has gone left on this machine; it carries the job's id."""
+    left = members_of_job(entry.job_id)
+    sweep_job(entry.job_id)
+    if members_of_job(entry.job_id):
+        raise LauncherError(
+            "processes of the job cannot be killed", where=entry.job_id, hint="see: ps -eo pid,stat,cmd"
+        )
+    ended = f"had ended already (exit code {entry.exit_code})" if entry.ended_s is not None else "had lost its launcher"
+    found = "nothing was" if not left else "1 process was" if len(left) == 1 else f"{len(left)} processes were"
+    click.echo(f"{entry.job_id} {ended}; {found} left on {socket.gethostname()}")
+    if entry.ended_s is None and len(entry.hosts) > 1:
+        click.echo(
+            f"on other hosts its ranks end with their lease, after {DEFAULT_LEASE_S:.0f} s unless --lease says else"
+        )

@@ -1,0 +1,1 @@
+"""What a run shows: lines of ranks, the status panel, the failure."""

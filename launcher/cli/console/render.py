@@ -1,0 +1,312 @@
+"""Everything `launch run` shows: start lines, rank output, the one failure, plans. The only printing place."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import time
+from typing import TYPE_CHECKING, BinaryIO
+
+import click
+
+from launcher import __version__
+from launcher.base.errors import LauncherError, TransportError
+from launcher.base.secrets import MASK, mask_arguments
+from launcher.base.units import format_bytes, format_duration
+from launcher.cli.console import streams
+from launcher.cli.console.lines import MixedLines
+from launcher.cli.console.shown import ShownOutput
+from launcher.cli.options.run import LOG_LEVELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from launcher.cli.console.live import LiveView
+    from launcher.job.outcome import Failure, RunReport
+    from launcher.job.plan import JobPlan
+
+_MAX_STACK_LINES = 200
+_OUT_OF_MEMORY = (  # what to do about it
+    "next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less; so do",
+    '      offload_optimizer and offload_param with "device": "nvme" in place of "cpu"',
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
+_STREAMS: dict[str, Callable[[], BinaryIO]] = {
+    "stdout": lambda: sys.stdout.buffer,
+    "stderr": lambda: sys.stderr.buffer,
+}
+
+
+def show_error(error: LauncherError) -> None:
+    """Print what is wrong, where, and what to do; all findings of the error, those that hosts share once."""
+    diagnostics = error.diagnostics
+    if isinstance(error, TransportError) and len(diagnostics) > 1:
+        from launcher.cluster.fold import fold_findings
+
+        diagnostics = tuple(fold_findings(diagnostics))
+    for diagnostic in diagnostics:
+        where = f"{diagnostic.where}: " if diagnostic.where else ""
+        streams.say(click.style("✗ ", fg="red") + printable(where + diagnostic.message))
+        if diagnostic.hint:
+            streams.say(f"  → {printable(diagnostic.hint)}")
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters spelled out: what a file or a rank says must not drive the terminal."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def show_plan(plan: JobPlan, *, as_json: bool) -> None:
+    """Print what would happen."""
+    click.echo(json.dumps(plan.describe(), indent=2) if as_json else "\n".join(_plan_lines(plan)))
+
+
+def _plan_lines(plan: JobPlan) -> list[str]:
+    lines = [_headline(plan)]
+    port = plan.master_port if plan.master_port is not None else "a free port"
+    lines.append(f"  rendezvous  {plan.master_addr}, {port}")
+    lines.append(f"  in          {plan.cwd}")
+    words = [plan.command.target, *mask_arguments(plan.command.arguments)]
+    lines.append(f"  ranks run   {plan.command.kind} {shlex.join(words).replace(shlex.quote(MASK), MASK)}")
+    for node in plan.placement.nodes:
+        ranks = f"{node.ranks.start}-{node.ranks.stop - 1}" if node.num_ranks > 1 else str(node.ranks.start)
+        slots = ",".join(map(str, node.host.slots))
+        transport = plan.transports[node.node_rank]
+        lines.append(f"  node {node.node_rank}  {node.host.name}  ranks {ranks}  slots {slots}  by {transport}")
+        lines.append(f"          {plan.agent_commands[node.node_rank]}")
+    if plan.given_env:
+        lines.append(f"  environment given (names): {', '.join(sorted(plan.given_env))}")
+    lines += [f"  {note}" for note in plan.notes]
+    if "ssh" in plan.transports.values():
+        lines.append(f"  environment passed on (names): {', '.join(sorted(plan.forwarded_env)) or 'none'}")
+    return lines
+
+
+def _restart_text(plan: JobPlan, report: RunReport) -> str:
+    """Return which restart `plan` is: only those after a failure are counted against `--max-restarts`."""
+    if report.failure is None:
+        return "the ranks have saved, and start again"
+    return f"restart {plan.num_failures} of {plan.max_restarts}"
+
+
+def _headline(plan: JobPlan) -> str:
+    counts = {node.num_ranks for node in plan.placement.nodes}
+    num_nodes = len(plan.placement.nodes)
+    hosts = f"{num_nodes} host" + ("s" if num_nodes > 1 else "")
+    if len(counts) == 1:
+        ranks = counts.pop()
+        size = f"{hosts} × {ranks} rank{'s' if ranks > 1 else ''} = world {plan.placement.world_size}"
+    else:
+        size = f"{hosts}, world {plan.placement.world_size}"
+    if plan.placement.elsewhere:
+        size += f" (node {plan.placement.nodes[0].node_rank} of {plan.placement.num_nodes} here)"
+    return f"launch {__version__} · job {plan.job_id} · {size}"
+
+
+def _lines_of_streams(*, has_prompts: bool) -> dict[str, MixedLines]:
+    """Return what puts the lines of all ranks together, by stream; the same for both where they are one terminal."""
+    stdout, stderr = (MixedLines(streams.columns_of(number), has_prompts=has_prompts) for number in (1, 2))
+    return {"stdout": stdout, "stderr": stdout if streams.is_same_terminal(1, 2) else stderr}
+
+
+def _evidence(failure: Failure) -> list[str]:
+    """Return the lines that show what happened: the traceback, or else what the rank wrote last."""
+    return [printable(line) for line in failure.traceback.rstrip().splitlines() or failure.last_lines]
+
+
+class Console:
+    """Shows a run on the terminal or as plain lines; implements the job's `Watcher`."""
+
+    def __init__(
+        self, plan: JobPlan, *, log_level: str, live: LiveView | None = None, has_prefixes: bool = True
+    ) -> None:
+        """log_level: one of `LOG_LEVELS`; what is less important is not shown. live: the panel, on a terminal.
+
+        has_prefixes: show `[rank]` before each line of a rank.
+        """
+        self._plan = plan
+        self._level = LOG_LEVELS.index(log_level)
+        # The panel moves the cursor anyway: who debugs a rank turns it off with --plain.
+        has_prompts = live is None and plan.placement.world_size == 1 and streams.has_terminal_input()
+        self._lines = _lines_of_streams(has_prompts=has_prompts)
+        self._live = live
+        self._has_prefixes = has_prefixes
+        self._shown = ShownOutput()
+        self._shown_traceback = ""  # of a rank that had failed and did not end
+
+    def planned(self, plan: JobPlan) -> None:
+        self._plan = plan
+        if self._level == LOG_LEVELS.index("debug"):
+            self.note("\n".join(_plan_lines(plan)))
+        self.note(f"{_headline(plan)} · {plan.master_addr}:{plan.master_port} · logs {plan.run_folder}/")
+        if self._live is not None:
+            self._live.planned(plan)
+
+    def waiting(self, what: str) -> None:
+        self.note(f"waiting for {what}")
+
+    def started(self, rank: int) -> None:
+        """Show it in the panel."""
+        if self._live is not None:
+            self._live.facts.started(rank)
+
+    def progress(self, rank: int, step: int, loss: float | None) -> None:
+        """Show it in the panel: plain lines are the ranks' own affair."""
+        if self._live is not None:
+            self._live.facts.progress(rank, step, loss)
+
+    def ended(self, rank: int, status: int) -> None:
+        """Show it in the panel."""
+        if self._live is not None:
+            self._live.facts.ended(rank, status)
+
+    def raised(self, failure: Failure) -> None:
+        """Show what a rank has raised that does not end: what it says must not wait for its end."""
+        what = f"rank {failure.rank} ({failure.host}, pid {failure.pid}) has failed and does not end: {failure.reason}"
+        what = printable(what)
+        lines = [click.style("! ", fg="yellow") + what, "", *(f"  {line}" for line in _evidence(failure)), ""]
+        grace = format_duration(self._plan.grace_s)
+        lines.append(f"  Its exit handlers and threads have {grace} (--grace) before all ranks are stopped.")
+        self._say("\n".join(lines))
+        self._shown_traceback = failure.traceback
+        if self._live is not None:
+            self._live.facts.trouble(what)
+
+    def stopping(self, why: str) -> None:
+        if self._live is not None:
+            self._live.facts.stopping(why)
+        self.note(why)
+
+    def restarting(self, plan: JobPlan, report: RunReport) -> None:
+        """Show what failed, and that the job starts again."""
+        self._flush()
+        if report.failure is not None:
+            self._show_failure(report, report.failure)
+        self.note(f"{_restart_text(plan, report)}: {_headline(plan)}")
+
+    def stacks(self, text: str, path: str) -> None:
+        """Show the stacks of all ranks; of many ranks only where they are."""
+        lines = text.splitlines()
+        self._write(sys.stderr.buffer, ("\n".join(lines[:_MAX_STACK_LINES]) + "\n").encode("utf-8", "replace"))
+        self.warning(f"stacks of all ranks: {path}")
+
+    def warning(self, text: str) -> None:
+        if self._level <= LOG_LEVELS.index("warning"):
+            self._say(click.style("! ", fg="yellow") + printable(text))
+            if self._live is not None:
+                self._live.facts.trouble(text)
+
+    def note(self, text: str) -> None:
+        """Print a line of our own; stdout is the ranks'."""
+        if self._level <= LOG_LEVELS.index("info"):
+            self._say(printable(text))
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        self._shown.add(rank, data)
+        if not self._has_prefixes and self._plan.placement.world_size == 1:  # no other's lines to keep apart
+            self._write(_STREAMS[stream](), data)
+            return
+        self._write(_STREAMS[stream](), self._lines[stream].feed((rank, stream), self._prefix(rank), data))
+
+    def idle(self) -> None:
+        """Show lines that have no end yet, such as progress bars, where nothing has followed for a moment."""
+        now_s = time.monotonic()
+        for stream, lines in self._lines.items():
+            self._write(_STREAMS[stream](), lines.settle(now_s))
+
+    def suspending(self) -> None:
+        self.note("suspended: the ranks run on, their output waits; `fg` or `bg` continues")
+        if self._live is not None:
+            self._live.pause()
+
+    def continuing(self, away_s: float) -> None:
+        if self._live is not None:
+            self._live.resume()
+        self.note(f"continued after {format_duration(away_s)}")
+
+    def _prefix(self, rank: int) -> bytes:
+        """Return `[3] `, with the host where there are several: `[3 node-b] `; nothing for --no-prefix."""
+        if not self._has_prefixes:
+            return b""
+        placement = self._plan.placement
+        host = f" {placement.node_of(rank).host.name}" if len(placement.nodes) > 1 else ""
+        return f"[{rank}{host}] ".encode("utf-8", "replace")
+
+    def finish(self, report: RunReport) -> None:
+        """Print the rest of the output and how the run ended."""
+        self._flush()
+        self.close()
+        if report.failure is not None:
+            self._show_failure(report, report.failure)
+        for host in report.unconfirmed_hosts:
+            self.warning(f"{host} could not be asked whether anything is left there; its ranks end with their lease")
+        for host, pids in report.left_pids:
+            self.warning(f"{host}: processes that SIGKILL did not end: {' '.join(map(str, pids))}")
+
+    def close(self) -> None:
+        """Take the panel away, also when the run has ended with an error. May be called twice."""
+        if self._live is not None:
+            self._live.close()
+
+    def _flush(self) -> None:
+        """Show the rest of each rank's output that had no line end."""
+        for stream, lines in self._lines.items():
+            self._write(_STREAMS[stream](), lines.flush())
+
+    def _show_failure(self, report: RunReport, failure: Failure) -> None:
+        host = failure.host
+        if failure.away_s is not None:
+            what = (
+                f"launch was suspended for {format_duration(failure.away_s)}, longer than its lease"
+                f" ({format_duration(self._plan.lease_s)}): {host} ended its ranks"
+            )
+        elif failure.is_start_failure:
+            what = f"could not start ranks on {host}: {failure.reason}"
+        elif failure.rank is None:
+            what = f"{host} was lost {format_duration(failure.after_s)} after start: {failure.reason}"
+        else:
+            what = (
+                f"rank {failure.rank} ({host}, pid {failure.pid}) failed"
+                f" {format_duration(failure.after_s)} after start: {failure.reason}"
+            )
+        lines = [click.style(f"✗ {printable(what)}", fg="red", bold=True), ""]
+        shown = _evidence(failure)
+        if failure.traceback and failure.traceback == self._shown_traceback:
+            shown = ["(its traceback is above)"]
+        elif not failure.traceback and self._shown.has(failure.rank, "\n".join(failure.last_lines)):
+            shown = ["(its last lines are above)"]
+        lines += [f"  {line}" for line in shown]
+        lines += [""] if shown else []
+        if report.num_stopped:
+            others = "1 other rank was" if report.num_stopped == 1 else f"{report.num_stopped} other ranks were"
+            lines.append(f"  {others} stopped ({format_duration(report.stop_s)}).")
+        if report.swept_hosts and not (report.unconfirmed_hosts or report.left_pids):
+            lines.append(f"  No process with the job's id is left on {', '.join(report.swept_hosts)}.")
+        elif not (report.unconfirmed_hosts or report.left_pids):
+            lines.append("  Nothing is left running.")
+        if failure.log:
+            lines.append(f"  log   {failure.log}")
+        if failure.oom and failure.max_rss_bytes:
+            held = format_bytes(failure.max_rss_bytes)
+            lines.append(f"  why   {failure.oom}; this rank held up to {held}")
+            lines += [f"  {line}" for line in _OUT_OF_MEMORY]
+        elif failure.hint:
+            lines.append(f"  next  {failure.hint}")
+        elif failure.signal_name == "SIGKILL":
+            lines.append("  next  somebody killed it: the kernel's counters show no out-of-memory kill on that host")
+        self._say("\n".join(lines))
+
+    def _say(self, text: str) -> None:
+        """Print a line of our own to stderr; its colours are for terminals."""
+        shown = text if streams.shows_colors(sys.stderr) else click.unstyle(text)
+        self._write(sys.stderr.buffer, f"{shown}\n".encode("utf-8", "backslashreplace"), is_ours=True)
+
+    def _write(self, stream: BinaryIO, data: bytes, *, is_ours: bool = False) -> None:
+        """Write bytes as they are, above the panel where there is one. is_ours: whole lines of the launcher."""
+        if is_ours:
+            name = "stdout" if stream is sys.stdout.buffer else "stderr"
+            data = self._lines[name].interrupt() + data
+        if data and (self._live is None or not self._live.write(stream, data, is_ours=is_ours)):
+            streams.write(stream, data)

@@ -1,0 +1,1 @@
+"""What can be typed: options, their types and what they mean together."""

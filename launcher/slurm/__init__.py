@@ -1,0 +1,1 @@
+"""Slurm: allocations, batch scripts, the queue, and agents started by srun."""

@@ -1,0 +1,244 @@
+"""What Slurm's environment variables say: the hosts and slots of an allocation, or the rank of one task of srun.
+
+Pure: environment mappings and text in, values out. The variables are described in the manual pages of sbatch
+("OUTPUT ENVIRONMENT VARIABLES") and srun; the forms here are those of Slurm 20.11 and newer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.base import env
+from launcher.base.errors import HostfileError, UsageError
+from launcher.base.scheduler_rank import is_srun_step, port_of_step
+from launcher.cluster.cluster import Cluster, Host
+from launcher.cluster.limits import MAX_EXPANSION
+from launcher.cluster.nodeset import expand
+from launcher.slurm.allocation import in_allocation
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
+_NUMBER = re.compile(r"\d{1,9}")
+_GRES_GPU = re.compile(r"(?:^|,)gpu(?::[A-Za-z][^:,()]*)?:(\d{1,9})")
+_JOB_DETAIL = re.compile(r"^\s*Nodes=(\S{1,65536}) .*?GRES=(\S*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """One task of `srun launch ...`, which is one rank."""
+
+    job_id: int
+    step_id: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    nodes: tuple[str, ...]  # of the step
+
+    @property
+    def master_port(self) -> int:
+        """A port that all tasks of the step agree on without talking; two steps of a job get different ones."""
+        return port_of_step(self.job_id, self.step_id)
+
+    def variables(self, master_addr: str | None, master_port: int | None) -> dict[str, str]:
+        """Return the environment of the rank; None takes the first node of the step and `master_port`."""
+        return {
+            env.RANK.name: str(self.rank),
+            env.LOCAL_RANK.name: str(self.local_rank),
+            env.WORLD_SIZE.name: str(self.world_size),
+            env.LOCAL_WORLD_SIZE.name: str(self.local_world_size),
+            env.LOCAL_SIZE.name: str(self.local_world_size),
+            env.NODE_RANK.name: str(self.node_rank),
+            env.GROUP_RANK.name: str(self.node_rank),
+            env.CROSS_RANK.name: str(self.node_rank),
+            env.CROSS_SIZE.name: str(len(self.nodes)),
+            env.MASTER_ADDR.name: master_addr or self.nodes[0],
+            env.MASTER_PORT.name: str(master_port or self.master_port),
+        }
+
+
+def read_task(environ: Mapping[str, str]) -> SlurmTask | None:
+    """Return which rank this process is, None when it is not one of several tasks that srun has started.
+
+    Raises: UsageError or HostfileError when Slurm's variables contradict each other.
+    """
+    if not in_allocation(environ) or not is_srun_step(environ):
+        return None
+    refuse_heterogeneous(environ)
+    world_size = _number(environ, env.SLURM_STEP_NUM_TASKS.name)
+    if world_size < 2:
+        return None
+    nodes = parse_nodelist(environ.get(env.SLURM_STEP_NODELIST.name) or environ[env.SLURM_JOB_NODELIST.name])
+    task = SlurmTask(
+        job_id=_number(environ, env.SLURM_JOB_ID.name),
+        step_id=int(environ[env.SLURM_STEP_ID.name]),
+        rank=_number(environ, env.SLURM_PROCID.name),
+        world_size=world_size,
+        local_rank=_number(environ, env.SLURM_LOCALID.name),
+        local_world_size=0,
+        node_rank=_number(environ, env.SLURM_NODEID.name),
+        nodes=nodes,
+    )
+    counts_name = env.SLURM_STEP_TASKS_PER_NODE.name
+    counts = parse_counts(environ.get(counts_name, ""), counts_name)
+    if (
+        len(counts) != len(nodes)
+        or sum(counts) != world_size
+        or task.rank >= world_size
+        or task.node_rank >= len(nodes)
+        or task.local_rank >= counts[task.node_rank]
+    ):
+        raise UsageError(
+            f"Slurm's variables contradict each other: task {task.rank} of {world_size} on node {task.node_rank}"
+            f" of {len(nodes)}, tasks per node {environ.get(counts_name)}",
+            where=counts_name,
+            hint="start `launch` by srun itself, without changing SLURM_* variables",
+        )
+    return SlurmTask(**{**vars(task), "local_world_size": counts[task.node_rank]})
+
+
+def read_allocation(
+    environ: Mapping[str, str], *, gpus_by_node: Mapping[str, int] | None = None, num_slots: int | None = None
+) -> Cluster:
+    """Return the hosts of the allocation with one slot for each GPU; without GPUs one for each task.
+
+    gpus_by_node: what Slurm itself says (`parse_job_detail`); None or {} when it is not known.
+    num_slots: slots of hosts without GPUs, in place of the tasks.
+    Raises: HostfileError for a node list that cannot be read, UsageError for counts that cannot and for a
+    heterogeneous job.
+    """
+    refuse_heterogeneous(environ)
+    nodes = parse_nodelist(environ.get(env.SLURM_JOB_NODELIST.name, ""))
+    expected = environ.get(env.SLURM_JOB_NUM_NODES.name)
+    if expected is not None and _number(environ, env.SLURM_JOB_NUM_NODES.name) != len(nodes):
+        raise UsageError(
+            f"the node list has {len(nodes)} nodes, {env.SLURM_JOB_NUM_NODES.name} says {expected}",
+            where=env.SLURM_JOB_NODELIST.name,
+            hint="unset the SLURM_* variables that were changed by hand",
+        )
+    gpus = _gpus(environ, nodes, gpus_by_node or {})
+    if any(gpus):
+        return Cluster(tuple(Host(name, tuple(range(n))) for name, n in zip(nodes, gpus, strict=True)))
+    tasks = (num_slots,) * len(nodes) if num_slots is not None else _tasks(environ, len(nodes))
+    return Cluster(tuple(Host(name, tuple(range(n))) for name, n in zip(nodes, tasks, strict=True)))
+
+
+def refuse_heterogeneous(environ: Mapping[str, str]) -> None:
+    """Refuse a job of several parts (`salloc A : B`, `#SBATCH hetjob`): no variable describes all of its nodes.
+
+    Raises: UsageError.
+    """
+    num_parts = environ.get(env.SLURM_HET_SIZE.name)
+    if num_parts is not None:
+        raise UsageError(
+            f"this Slurm job is heterogeneous: its {num_parts} parts have their own nodes and GPUs each",
+            where=env.SLURM_HET_SIZE.name,
+            hint="ask for one part that has all nodes (--nodes, --gres), or name the hosts of all parts with"
+            " --hostfile (over SSH)",
+        )
+
+
+def parse_nodelist(text: str) -> tuple[str, ...]:
+    """Expand `gpu[01-03,7],login2`. Raises: HostfileError for what is not a list of different node names."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text):
+        names.extend(expand(part.strip()))
+        if len(names) > MAX_EXPANSION:
+            raise HostfileError(f"more than {MAX_EXPANSION} nodes", where=env.SLURM_JOB_NODELIST.name)
+    wrong = next((name for name in names if not _NAME.fullmatch(name)), None)
+    if not names or wrong is not None:
+        what = f'"{wrong}" is not a node name' if names else "the list of nodes is empty"
+        raise HostfileError(what, where=env.SLURM_JOB_NODELIST.name, hint='expected for example "node[01-04],gpu7"')
+    if len(set(names)) != len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise HostfileError(f"{twice} stands twice in the list of nodes", where=env.SLURM_JOB_NODELIST.name)
+    return tuple(names)
+
+
+def parse_counts(text: str, name: str) -> tuple[int, ...]:
+    """Expand `2(x3),1` to (2, 2, 2, 1); `name` is the variable, for errors. Raises: UsageError."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        repeat = int(match[2] or 1) if match else 0
+        if match is None or repeat + len(counts) > MAX_EXPANSION:
+            raise UsageError(
+                f'"{text[:80]}" is not a list of counts', where=name, hint='expected for example "2(x3),1"'
+            )
+        counts += [int(match[1])] * repeat
+    return tuple(counts)
+
+
+def parse_gpus(text: str, name: str) -> int:
+    """Return the number of GPUs of `4`, `a100:4` or `a100:2,v100:1`; `name` is for errors. Raises: UsageError."""
+    total = 0
+    for part in text.split(","):
+        number = part.rpartition(":")[2]
+        if not _NUMBER.fullmatch(number):
+            raise UsageError(f'"{text[:80]}" is not a number of GPUs', where=name, hint='expected "4" or "a100:4"')
+        total += int(number)
+    return total
+
+
+def parse_job_detail(text: str) -> dict[str, int]:
+    """Return the GPUs of each node from the output of `scontrol show job -d`; {} when it names none.
+
+    Lines such as `Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)`. Raises: HostfileError.
+    """
+    found: dict[str, int] = {}
+    for nodes, gres in _JOB_DETAIL.findall(text):
+        count = sum(map(int, _GRES_GPU.findall(re.sub(r"\([^)]*\)", "", gres))))
+        for name in parse_nodelist(nodes):
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def _gpus(environ: Mapping[str, str], nodes: tuple[str, ...], by_node: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the GPUs of each node, from the most exact source there is."""
+    if all(name in by_node for name in nodes):
+        counts = tuple(by_node[name] for name in nodes)
+        if max(counts) <= MAX_EXPANSION:
+            return counts
+    for variable in (env.SLURM_GPUS_PER_NODE, env.SLURM_GPUS_ON_NODE):
+        text = environ.get(variable.name)
+        if not text:
+            continue
+        count = parse_gpus(text, variable.name)
+        if count > MAX_EXPANSION:
+            raise UsageError(f"{count} GPUs on a node", where=variable.name)
+        total = environ.get(env.SLURM_GPUS.name)
+        if total and parse_gpus(total, env.SLURM_GPUS.name) != count * len(nodes):
+            raise UsageError(
+                f"the job has {total} GPUs on {len(nodes)} nodes, {count} of them on this one; how many the others"
+                " have is not known here",
+                where=variable.name,
+                hint="ask for --gpus-per-node, or make `scontrol` available where `launch` runs",
+            )
+        return (count,) * len(nodes)
+    indices = environ.get(env.SLURM_JOB_GPUS.name)
+    count = len([part for part in indices.split(",") if part]) if indices else 0
+    return (count,) * len(nodes)
+
+
+def _tasks(environ: Mapping[str, str], num_nodes: int) -> tuple[int, ...]:
+    """Return the tasks of each node, 1 where nothing is said. In a shell inside a step it is said of the step alone."""
+    name = env.SLURM_TASKS_PER_NODE.name
+    text = environ.get(name) if env.SLURM_STEP_ID.name not in environ else None
+    counts = parse_counts(text, name) if text else (1,) * num_nodes
+    if len(counts) != num_nodes or max(counts) > MAX_EXPANSION:
+        raise UsageError(f'"{text}" does not fit {num_nodes} nodes', where=name, hint="give --num-gpus N")
+    return counts
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not _NUMBER.fullmatch(text):
+        raise UsageError(
+            f'"{text[:80]}" is not a number' if text else "the variable is not set",
+            where=name,
+            hint="Slurm sets it: start `launch` in a batch script, in salloc, or by srun",
+        )
+    return int(text)

@@ -1,0 +1,278 @@
+"""Read OpenSSH client configuration and say, for one host, how it is to be reached.
+
+Honoured: HostName, User, Port, IdentityFile, IdentitiesOnly, IdentityAgent, ProxyJump, ConnectTimeout,
+UserKnownHostsFile, GlobalKnownHostsFile, HostKeyAlias, Include, Host and Match blocks. ProxyCommand is
+refused with an error. StrictHostKeyChecking is honoured in the strict direction only: host keys are always
+checked. Ways to log in that this client lacks are named when a login fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import glob
+import os
+import re
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.base.errors import TransportError
+from launcher.cluster.cluster import Host
+from launcher.transport.ssh import library
+
+if TYPE_CHECKING:
+    from paramiko import SSHConfig
+
+DEFAULT_PORT = 22
+DEFAULT_CONNECT_TIMEOUT_S = 10.0
+USER_CONFIG = Path("~/.ssh/config")
+SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
+_AGENT_VARIABLE = "SSH_AUTH_SOCK"
+# What may log a user in with OpenSSH and cannot here; worth a word when a login fails.
+_OTHER_LOGINS = {
+    "gssapiauthentication": "GSSAPIAuthentication",
+    "hostbasedauthentication": "HostbasedAuthentication",
+    "pkcs11provider": "PKCS11Provider",
+    "certificatefile": "CertificateFile",
+}
+_DEFAULT_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+_USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
+_GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
+_MAX_INCLUDE_DEPTH = 16
+_MATCH_EXEC = re.compile(r"^\s*match\b.*\bexec\b", re.IGNORECASE | re.MULTILINE)
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+)\}")
+_INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(?P<patterns>.+?)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """What the command line may say about SSH; None leaves it to the OpenSSH configuration."""
+
+    port: int | None = None
+    config_file: Path | None = None  # used instead of ~/.ssh/config and /etc/ssh/ssh_config, as `ssh -F`
+    known_hosts: Path | None = None  # used instead of every other known_hosts file
+    connect_timeout_s: float | None = None
+    python: str | None = None  # path of python on the hosts; None = this interpreter's path
+    module: str | None = None  # module started there; None = the agent
+    shell_only: bool = False  # start /bin/sh there instead of python and a module
+    root: Path | None = None  # folder of that module's package; None = this checkout or installation
+    setup: str = ""  # shell text that runs first, such as `module load cuda`
+    accept_new_host_keys: bool = False  # keys of hosts never seen before are recorded instead of refused
+    verbose: bool = False  # what the SSH library does is shown on stderr
+
+
+@dataclass(frozen=True)
+class SshTarget:
+    """Everything needed to connect to one host."""
+
+    name: str  # as the user wrote it
+    address: str  # what is connected to
+    port: int
+    user: str
+    key_files: tuple[Path, ...]  # private keys, or public ones whose private half the agent holds
+    identities_only: bool  # offer only keys of `key_files`, none of the agent's others
+    agent_socket: str | None  # path of the SSH agent's socket
+    known_hosts_files: tuple[Path, ...]
+    host_key_name: str  # what known_hosts calls the host
+    connect_timeout_s: float
+    accept_new_host_keys: bool
+    jumps: tuple[str, ...]  # "user@host:port" of each jump host, the first to connect to first
+    other_logins: tuple[str, ...] = ()  # what the configuration allows beside keys, and this client cannot do
+    # What the OpenSSH command line needs, beside the configuration, to reach the same place.
+    ssh_words: tuple[str, ...] = ()
+    ssh_user: str = ""  # the user that the hostfile names
+
+    @property
+    def login(self) -> str:
+        """`user@address port N`, for messages."""
+        return f"{self.user}@{self.address} port {self.port}"
+
+    @property
+    def ssh_arguments(self) -> str:
+        """The words behind `ssh` that reach the same place with OpenSSH, for remedies.
+
+        The host is named as the user wrote it: what the configuration says about that name then holds there too.
+        """
+        place = f"{self.ssh_user}@{self.name}" if self.ssh_user else self.name
+        return shlex.join((*self.ssh_words, place))
+
+    @property
+    def ssh_command(self) -> str:
+        """The OpenSSH command that reaches the same place, for remedies."""
+        return f"ssh {self.ssh_arguments}"
+
+    @property
+    def as_any_host(self) -> SshTarget:
+        """This target with HOST for the host's own names: for what is said once of several hosts."""
+        return replace(self, name="HOST", address="HOST")
+
+
+def load_config(options: SshOptions) -> SSHConfig:
+    """Read the configuration files of `options`.
+
+    Raises: TransportError when the named file is missing or a file is malformed.
+    """
+    reader = library.config_reader()
+
+    if options.config_file is not None:
+        text = _named_config(options.config_file)
+    else:
+        # "Host *" ends the last block of the user's file; the first value found wins, so the user's does.
+        text = f"{_spliced(_user_config(), 0)}\nHost *\n{_spliced(SYSTEM_CONFIG, 0)}"
+    if _MATCH_EXEC.search(text):
+        library.with_exec()
+    try:
+        config: SSHConfig = reader.SSHConfig.from_text(text)
+    except (reader.ConfigParseError, ValueError) as error:
+        place = str(options.config_file or USER_CONFIG)
+        raise TransportError(f"SSH config cannot be read: {error}", where=place) from None
+    return config
+
+
+def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
+    """Combine hostfile, command line and configuration; the first of these that says something wins.
+
+    Raises: TransportError for a value that cannot be used.
+    """
+    found = _lookup(host, config)
+    if (found.get("proxycommand") or "none").lower() != "none":  # paramiko gives None for "none"
+        raise TransportError(
+            "ProxyCommand of the SSH config is not supported", where=host.name, hint="use ProxyJump instead"
+        )
+    address = found.get("hostname", host.name)
+    port = host.port or options.port or _number(found.get("port", str(DEFAULT_PORT)), "Port", host)
+    timeout_s = options.connect_timeout_s or float(_number(found.get("connecttimeout", "0"), "ConnectTimeout", host))
+    user = host.user or found.get("user") or getpass.getuser()
+    key_files = [_filled_in(file) for file in found.get("identityfile", [])]
+    given_port = host.port or options.port
+    words = [] if options.config_file is None else ["-F", str(options.config_file)]
+    words += [] if options.known_hosts is None else ["-o", f"UserKnownHostsFile={options.known_hosts}"]
+    words += [] if given_port is None else ["-p", str(given_port)]
+    return SshTarget(
+        name=host.name,
+        address=address,
+        port=port,
+        user=user,
+        key_files=tuple(Path(os.path.expanduser(f)) for f in key_files or _DEFAULT_KEY_FILES if f != "none"),
+        identities_only=found.get("identitiesonly", "no").lower() == "yes",
+        agent_socket=_agent_socket(found.get("identityagent", _AGENT_VARIABLE), host.name, address, user),
+        known_hosts_files=_known_hosts_files(found, options),
+        host_key_name=found.get("hostkeyalias", ""),
+        connect_timeout_s=timeout_s or DEFAULT_CONNECT_TIMEOUT_S,
+        accept_new_host_keys=options.accept_new_host_keys,
+        jumps=_jumps(found.get("proxyjump", "none")),
+        other_logins=tuple(
+            name for key, name in _OTHER_LOGINS.items() if found.get(key, "no").lower() not in ("no", "none")
+        ),
+        ssh_words=tuple(words),
+        ssh_user=host.user or "",
+    )
+
+
+def _user_config() -> Path:
+    return Path(os.path.expanduser(USER_CONFIG))  # a user without a home has a path that leads nowhere, and no error
+
+
+def _lookup(host: Host, config: SSHConfig) -> dict[str, Any]:
+    reader = library.config_reader()
+    try:
+        return dict(config.lookup(host.name))
+    except (reader.ConfigParseError, reader.CouldNotCanonicalize, ImportError, ValueError, KeyError) as error:
+        # ImportError: "Match exec" needs a package that is not installed.
+        raise TransportError(f"SSH config cannot be applied: {error}", where=host.name) from None
+
+
+def _agent_socket(value: str, name: str, address: str, user: str) -> str | None:
+    """Return the socket that IdentityAgent names (see ssh_config(5)); None for none."""
+    value = value.strip('"')
+    if value.lower() == "none":
+        return None
+    if value == _AGENT_VARIABLE or value.startswith("$"):
+        variable = _VARIABLE.fullmatch(value)
+        value = os.environ.get(variable["name"] if variable else value.removeprefix("$"), "")
+        return value or None
+    tokens = {"%": "%", "d": os.path.expanduser("~"), "h": address, "n": name, "r": user, "u": _local_user()}
+    filled = re.sub(r"%(.)", lambda match: tokens.get(match[1], match[0]), _filled_in(value))
+    return os.path.expanduser(filled)
+
+
+def _local_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name
+        return str(os.getuid())
+
+
+def _filled_in(value: str) -> str:
+    """Return `value` with ${NAME} replaced by the variables of this process; unknown ones stay."""
+    return _VARIABLE.sub(lambda match: os.environ.get(match["name"], match[0]), value)
+
+
+def _known_hosts_files(found: dict[str, Any], options: SshOptions) -> tuple[Path, ...]:
+    if options.known_hosts is not None:
+        return (options.known_hosts,)
+    names: list[str] = []
+    for key, default in (
+        ("userknownhostsfile", _USER_KNOWN_HOSTS),
+        ("globalknownhostsfile", _GLOBAL_KNOWN_HOSTS),
+    ):
+        names.extend(_words(found.get(key, default)))
+    return tuple(Path(os.path.expanduser(name)) for name in names if name.lower() != "none")
+
+
+def _jumps(value: str) -> tuple[str, ...]:
+    return () if value.lower() == "none" else tuple(jump.strip() for jump in value.split(","))
+
+
+def _number(text: str, key: str, host: Host) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise TransportError(f'{key} of the SSH config is "{text}", not a number', where=host.name)
+    return int(text)
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # an unbalanced quote
+        return text.split()
+
+
+def _named_config(path: Path) -> str:
+    """Return the text of the file that the command line names. Raises: TransportError."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _read_once(path)
+    except OSError as error:
+        what = "not found" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise TransportError(f"SSH config file {what}", where=str(path), hint="check the path behind -F") from None
+    return _with_includes(text, path, 0)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_once(path: Path) -> str:
+    """Read what is not a regular file: a pipe (`-F <(...)`) gives its text only once. Raises: OSError."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _spliced(path: Path, depth: int) -> str:
+    """Return the text of `path` with Include lines replaced by what they name; "" when unreadable."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return _with_includes(text, path, depth)
+
+
+def _with_includes(text: str, path: Path, depth: int) -> str:
+    lines: list[str] = []
+    for line in text.splitlines():
+        match = _INCLUDE.fullmatch(line)
+        if match is None:
+            lines.append(line)
+        elif depth < _MAX_INCLUDE_DEPTH:
+            base = path.parent if path == SYSTEM_CONFIG else _user_config().parent
+            for pattern in _words(match["patterns"]):
+                for name in sorted(glob.glob(str(base / os.path.expanduser(pattern)))):
+                    lines.append(_spliced(Path(name), depth + 1))
+    return "\n".join(lines)

@@ -1,0 +1,373 @@
+"""Make one authenticated SSH connection, or say exactly why not and what to do.
+
+Order: TCP (or a channel through a jump host), key exchange, host key check, public key login. The host key is
+checked before any key is offered. A new host's key is recorded only where the user asked for that, a changed one never
+accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+from launcher.base.errors import Diagnostic, TransportError
+from launcher.transport.ssh import library
+from launcher.transport.ssh.config import SshTarget
+from launcher.transport.ssh.known_hosts import (
+    Finding,
+    KnownKey,
+    Verdict,
+    check_key,
+    find_keys,
+    lookup_name,
+    record_new_key,
+)
+
+if TYPE_CHECKING:
+    import paramiko
+
+    from launcher.transport.ssh.keys import Offer
+
+_KEEPALIVE_S = 15
+_IDLE_CHECK_S = 5.0
+_TCP_USER_TIMEOUT_MS = 30_000  # unacknowledged data this old ends the connection: a node crashed or is cut off
+_READ_AHEAD_BYTES = 1 << 15
+# sshd hangs up after some refused keys (MaxAuthTries, 6): a wrong key must not use up the tries of the right one.
+_MAX_LOGINS = 4
+_MAX_OFFERED_KEYS = 20  # on all of these connections
+
+
+def connect(target: SshTarget, open_channel: Callable[[], paramiko.Channel] | None) -> paramiko.Transport:
+    """Connect and log in to `target`.
+
+    open_channel: opens a way through a jump host, for a target behind one; called for each connection that is tried.
+    Raises: TransportError naming host, user, port and remedy.
+    """
+    tries = _Tries(target)
+    try:
+        for _ in range(_MAX_LOGINS):
+            connection = _connect_once(target, open_channel, tries)
+            if connection is not None:
+                return connection
+    finally:
+        tries.close()
+    tries.give_up()
+
+
+def _connect_once(
+    target: SshTarget, open_channel: Callable[[], paramiko.Channel] | None, tries: _Tries
+) -> paramiko.Transport | None:
+    """Return a connection that is logged in; None when the server hung up on our keys, and more are left."""
+    sock = _tcp(target) if open_channel is None else open_channel()
+    library.load()  # while the server greets us
+    known = find_keys(_known_name(target), target.known_hosts_files)
+    connection = _start(target, sock, known)
+    try:
+        _verify(target, connection, known)
+        if not tries.log_in(connection):
+            connection.close()
+            return None
+        connection.set_keepalive(_KEEPALIVE_S)
+        # paramiko's thread looks up from its socket ten times a second, which for 250 idle connections is a tenth of a
+        # core. Nothing it looks for is urgent; `end_connection` wakes it.
+        connection.sock.settimeout(_IDLE_CHECK_S)
+    except BaseException:  # Ctrl-C included: the connection's thread must not live on
+        connection.close()
+        raise
+    return connection
+
+
+def end_connection(connection: paramiko.Transport) -> None:
+    """Close a connection that `connect` made. Its thread is woken first: it may wait on the descriptor."""
+    with contextlib.suppress(OSError, EOFError):
+        connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def open_jump(connection: paramiko.Transport, jump: SshTarget, target: SshTarget) -> paramiko.Channel:
+    """Open a TCP channel from the jump host to `target`. Raises: TransportError."""
+    from paramiko import SSHException
+
+    try:
+        return connection.open_channel(
+            "direct-tcpip", (target.address, target.port), ("127.0.0.1", 0), timeout=target.connect_timeout_s
+        )
+    except (SSHException, OSError, EOFError) as error:
+        reason = str(error)
+        _fail(
+            target,
+            lambda t: f"jump host {jump.login} cannot reach {t.address} port {t.port}: {reason}",
+            lambda t: f"try: {t.ssh_command} true",
+        )
+
+
+class EagerSocket(socket.socket):
+    """A socket whose `recv` takes what has arrived all at once, and gives it out piece by piece.
+
+    paramiko reads each packet in two steps. Every step that asks the system lets go of the interpreter lock, and then
+    waits in line for it behind the threads of all other connections.
+    """
+
+    _ahead = b""
+
+    def recv(self, max_bytes: int, flags: int = 0, /) -> bytes:
+        data = self._ahead or super().recv(max(max_bytes, _READ_AHEAD_BYTES), flags)
+        self._ahead = data[max_bytes:]
+        return data[:max_bytes]
+
+
+def _tcp(target: SshTarget) -> socket.socket:
+    try:
+        sock = socket.create_connection((target.address, target.port), target.connect_timeout_s)
+    except (socket.gaierror, UnicodeError):
+        _fail(
+            target,
+            lambda t: f'host name "{t.address}" cannot be resolved',
+            lambda t: f"check its spelling, or give it a HostName in ~/.ssh/config; then try: {t.ssh_command} true",
+        )
+    except TimeoutError:
+        waited = f"{target.connect_timeout_s:g} s"
+        _fail(
+            target,
+            lambda t: f"no answer from {t.login} within {waited}",
+            lambda t: f"is the host up, and the port open? Try: {t.ssh_command} true",
+        )
+    except ConnectionRefusedError:
+        _fail(
+            target,
+            lambda t: f"connection refused by {t.login}",
+            lambda t: f"is sshd running there, on this port? Try: {t.ssh_command} true",
+        )
+    except OSError as error:
+        reason = error.strerror or str(error)
+        _fail(
+            target,
+            lambda t: f"{t.login} cannot be reached: {reason}",
+            lambda t: f"is the network up? Try: {t.ssh_command} true",
+        )
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _KEEPALIVE_S),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", _TCP_USER_TIMEOUT_MS),
+    ):
+        option = getattr(socket, name, None)  # not every platform has every option
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return EagerSocket(fileno=sock.detach())  # paramiko sets the timeout it wants
+
+
+def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: list[KnownKey]) -> paramiko.Transport:
+    """Exchange keys with the server.
+
+    Algorithms of keys already known are preferred, as OpenSSH does: a server with several host keys
+    must be asked for one that can be compared.
+    """
+    import paramiko
+
+    connection = paramiko.Transport(sock)
+    connection.banner_timeout = connection.auth_timeout = connection.handshake_timeout = target.connect_timeout_s
+    known_types = {key.key_type for key in known if not key.is_authority}
+    security = connection.get_security_options()
+    offered = tuple(security.key_types)
+    # First those that check a packet themselves: paramiko compares digests byte by byte, in Python.
+    security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "-gcm@" not in name))
+    security.key_types = tuple(sorted(offered, key=lambda name: _base_type(name) not in known_types))
+    done, start_s = threading.Event(), time.monotonic()
+    connection.start_client(done)
+    finished = done.wait(target.connect_timeout_s)
+    error = connection.get_exception()
+    if finished and error is None and connection.is_active():
+        return connection
+    connection.close()
+    if not finished or time.monotonic() - start_s > 0.9 * target.connect_timeout_s:
+        waited = f"{target.connect_timeout_s:g} s"
+        _fail(target, lambda t: f"{t.login}: no SSH answer within {waited}", _ask_about_server)
+    # An sshd with many logins under way drops some of them at random (MaxStartups): the next try may get through.
+    reason = str(error or "the connection was closed")
+    _fail(target, lambda t: f"{t.login}: SSH negotiation failed: {reason}", _ask_about_server, DroppedError)
+
+
+def _ask_about_server(target: SshTarget) -> str:
+    return (
+        "is it an sshd that listens there, and does it have room for one more connection (MaxStartups)?"
+        f" Try: {target.ssh_command} true"
+    )
+
+
+class DroppedError(TransportError):
+    """The server dropped the connection before the login; worth another try."""
+
+
+def _base_type(name: str) -> str:
+    """Return the known_hosts type of a host key algorithm: RSA keys are listed as ssh-rsa for any hash."""
+    return "ssh-rsa" if name.startswith("rsa-sha2-") else name
+
+
+def _known_name(target: SshTarget) -> str:
+    return target.host_key_name or lookup_name(target.address, target.port)
+
+
+def _verify(target: SshTarget, connection: paramiko.Transport, known: list[KnownKey]) -> None:
+    key = connection.get_remote_server_key()
+    finding = check_key(known, key.asbytes())
+    if finding.verdict is Verdict.UNKNOWN and target.accept_new_host_keys and target.known_hosts_files:
+        own = target.known_hosts_files[0]
+        try:
+            finding = record_new_key(target.known_hosts_files, _known_name(target), key.get_name(), key.asbytes())
+        except OSError as error:
+            reason = error.strerror
+            _fail(
+                target,
+                lambda _: f"the host key cannot be recorded in {own}: {reason}",
+                lambda _: "make the file writable, or name another with UserKnownHostsFile of the SSH config",
+            )
+    if finding.verdict is not Verdict.KNOWN:
+        _refuse(target, finding, f"{key.get_name()} {key.fingerprint}")
+
+
+def _refuse(target: SshTarget, finding: Finding, shown: str) -> NoReturn:
+    """Say why a host key is not accepted. shown: its type and fingerprint."""
+    known = finding.key
+    if known is None or finding.verdict is Verdict.UNKNOWN:
+        _fail(
+            target,
+            lambda t: f"host key of {t.login} is not known{_as_seen(t, shown, known)}",
+            lambda t: _how_to_accept(t, known),
+        )
+    place = f"{known.file}:{known.line}"
+    if finding.verdict is Verdict.REVOKED:
+        raise TransportError(f"host key of {target.login} is revoked ({shown})", where=place)
+    forget = f"ssh-keygen -f {shlex.quote(str(known.file))} -R {shlex.quote(_known_name(target))}"
+    raise TransportError(
+        f"host key of {target.login} has changed: the server shows {shown}, {place} has another",
+        where=target.name,
+        hint=f"somebody may be listening in; ask who runs the host, then forget the old key with: {forget}",
+    )
+
+
+def _as_seen(target: SshTarget, shown: str, authority: KnownKey | None) -> str:
+    """Return what is behind a message about an unknown host key; of several hosts no single key can be shown."""
+    if authority is not None:
+        return f": {authority.file}:{authority.line} trusts an authority, but host certificates are not supported"
+    return "" if target == target.as_any_host else f" ({shown})"
+
+
+def _how_to_accept(target: SshTarget, authority: KnownKey | None) -> str:
+    record = "let launch record the keys of new hosts with --accept_new_host_keys"
+    if authority is not None:  # OpenSSH is content with the certificate and records nothing
+        return f"on a network you trust, {record}"
+    check = f"compare the fingerprint and accept the key with: {target.ssh_command} true"
+    return f"{check}; or, on a network you trust, {record}"
+
+
+class _Tries:
+    """The keys to offer to one host, over as many connections as that takes."""
+
+    def __init__(self, target: SshTarget) -> None:
+        self.problems: list[str] = []
+        self.offered: list[str] = []
+        self._target = target
+        self._left: Iterator[Offer] | None = None
+        self._next: Offer | None = None
+        self._close_agent: Callable[[], None] = lambda: None
+
+    def close(self) -> None:
+        """Leave the SSH agent."""
+        self._close_agent()
+
+    def log_in(self, connection: paramiko.Transport) -> bool:
+        """Offer the keys that are left; False when the server hangs up before the last of them.
+
+        Raises: TransportError when none is accepted.
+        """
+        from paramiko import AuthenticationException, BadAuthenticationType, SSHException
+
+        is_key_wanted = True
+        try:
+            while (offer := self._take()) is not None:
+                if len(self.offered) == _MAX_OFFERED_KEYS:
+                    self.give_up()
+                self.offered.append(offer.label)
+                start_s = time.monotonic()
+                try:
+                    # An answer that lists further methods means "this key, and more": not supported.
+                    if not connection.auth_publickey(self._target.user, offer.key):
+                        return True
+                    self.problems.append("the server wants a further login step")
+                except BadAuthenticationType as error:
+                    is_key_wanted = False
+                    self.problems.append(f"the server takes no keys, only: {', '.join(error.allowed_types)}")
+                    break
+                except AuthenticationException:
+                    if time.monotonic() - start_s >= self._target.connect_timeout_s:
+                        self._no_answer()
+                    if not connection.is_active():
+                        self._next = self._take()
+                        if self._next is not None:
+                            return False
+        except (SSHException, OSError, EOFError) as error:
+            self.problems.append(str(error) or "the connection was closed")
+        self._name_other_logins(is_key_wanted)
+        self.fail()
+
+    def _no_answer(self) -> NoReturn:
+        """Say that the server was silent; the next key would get no answer either. Raises: TransportError."""
+        waited = f"{self._target.connect_timeout_s:g} s"
+        _fail(
+            self._target,
+            lambda t: f"{t.login}: no answer to the login within {waited}",
+            lambda t: f"is that server overloaded? Try: {t.ssh_command} true",
+        )
+
+    def give_up(self) -> NoReturn:
+        """Say that there are too many keys. Raises: TransportError."""
+        self.problems.append("there are more: name the right one with IdentityFile, and set IdentitiesOnly yes")
+        self.fail()
+
+    def fail(self) -> NoReturn:
+        """Say which keys were tried, and what to do. Raises: TransportError."""
+        tried = ", ".join(self.offered) or "none found"
+        notes = f" ({'; '.join(self.problems)})" if self.problems else ""
+        _fail(
+            self._target,
+            lambda t: f"{t.login} accepts none of our keys; tried: {tried}{notes}",
+            lambda t: f"install one with: ssh-copy-id {t.ssh_arguments}; then try: {t.ssh_command} true",
+        )
+
+    def _take(self) -> Offer | None:
+        """Return the next key. Raises: paramiko.SSHException for an agent that speaks another protocol."""
+        if self._left is None:
+            from launcher.transport.ssh.keys import SshAgent, offers
+
+            agent = SshAgent(self._target.agent_socket)
+            self._close_agent = agent.close
+            self._left = offers(self._target, agent, self.problems)
+        offer, self._next = self._next, None
+        return offer or next(self._left, None)
+
+    def _name_other_logins(self, is_key_wanted: bool) -> None:
+        # Debian's own ssh_config has GSSAPIAuthentication: worth a word only where keys were out of the question.
+        are_keys_refused = is_key_wanted and bool(self.offered)
+        for name in self._target.other_logins:
+            if not (are_keys_refused and name == "GSSAPIAuthentication"):
+                self.problems.append(f"{name} of the SSH config is not supported")
+
+
+def _fail(
+    target: SshTarget,
+    message: Callable[[SshTarget], str],
+    hint: Callable[[SshTarget], str],
+    kind: type[TransportError] = TransportError,
+) -> NoReturn:
+    """Raise what `message` and `hint` say of `target`, and what they say of several hosts that share the trouble."""
+    anybody = target.as_any_host
+    shared = (message(anybody), hint(anybody))
+    raise kind.from_diagnostics([Diagnostic(message(target), target.name, hint(target), shared)]) from None

@@ -1,0 +1,257 @@
+"""Agents, or plain shells, over SSH, with paramiko in this process: no `ssh` child per host, one connection per host.
+
+paramiko is imported inside functions: commands that reach no host must not pay its start-up time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from launcher.base.errors import Diagnostic, HostfileError, TransportError
+from launcher.cluster.cluster import Host
+from launcher.cluster.hostname import parse_address
+from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, SHELL_COMMAND, agent_shell_command, with_setup
+from launcher.transport.ssh import library
+from launcher.transport.ssh.config import SshOptions, SshTarget, load_config, resolve
+from launcher.transport.ssh.connect import DroppedError, connect, end_connection, open_jump
+from launcher.transport.stderr_buffer import StderrTail
+
+if TYPE_CHECKING:
+    import paramiko
+
+__all__ = ["SshChannel", "SshOptions", "SshTransport"]
+
+_MAX_JUMPS = 8
+_TAIL_WAIT_S = 0.5
+_RETRY_DELAYS_S = (0.3, 1.0, 2.0)
+_WINDOW_BYTES = 8 * 1024 * 1024
+
+
+class SshTransport:
+    """Starts agents over SSH; implements `Transport`. Connections are kept until `close`."""
+
+    def __init__(self, options: SshOptions | None = None) -> None:
+        self._options = options or SshOptions()
+        if self._options.verbose:
+            library.log_to_stderr()
+        self._lock = threading.Lock()
+        self._config: paramiko.SSHConfig | None = None
+        self._connections: dict[tuple[str, ...], paramiko.Transport] = {}
+        self._locks: dict[tuple[str, ...], threading.Lock] = {}
+        self._failures: dict[tuple[str, ...], tuple[float, TransportError]] = {}  # the last of each way, and when
+        self._closed = False
+        self._numbers = itertools.count(2)
+
+    @property
+    def name(self) -> str:
+        return "ssh"
+
+    def command_for(self, host: Host) -> str:
+        options = self._options
+        if options.shell_only:
+            return with_setup(options.setup, list(SHELL_ARGV)) if options.setup else SHELL_COMMAND
+        return agent_shell_command(options.python, options.module or AGENT_MODULE, options.root, options.setup)
+
+    def target(self, host: Host) -> SshTarget:
+        """Return how `host` would be reached; reads the SSH config only. Raises: TransportError."""
+        with self._lock:
+            if self._config is None:
+                self._config = load_config(self._options)
+            # SSHConfig.lookup keeps no state, but "Match exec" runs programs: one at a time.
+            return resolve(host, self._config, self._options)
+
+    def open(self, host: Host) -> SshChannel:
+        target = self.target(host)
+        session = self._open_session(target)
+        with _answer_expected(target, "start a command"):
+            self._execute(session, self.command_for(host), target.connect_timeout_s)
+        return SshChannel(target, session)
+
+    @staticmethod
+    def _execute(session: paramiko.Channel, command: str, timeout_s: float) -> None:
+        """Ask the server to run a command. paramiko waits for the answer without end: closing the session ends that."""
+        timer = threading.Timer(timeout_s, session.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            session.exec_command(command)
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            connections, self._connections = self._connections, {}
+        # Dictionaries keep their order: a jump host was connected before what lies behind it.
+        for connection in reversed(connections.values()):
+            end_connection(connection)
+
+    def _open_session(self, target: SshTarget) -> paramiko.Channel:
+        """Open a session on the connection that all names of a server share.
+
+        Where the server allows no more of them on one connection (MaxSessions), this one gets a connection of its own.
+        """
+        from paramiko import ChannelException
+
+        connection = self._connect_patiently(target)
+        with _answer_expected(target, "open a session"), contextlib.suppress(ChannelException):
+            return connection.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
+        connection = self._connect_patiently(target, f"connection {next(self._numbers)}")
+        with _answer_expected(target, "open a session"):
+            return connection.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
+
+    def _connect_patiently(self, target: SshTarget, label: str = "") -> paramiko.Transport:
+        """Connect; a server that drops the connection is asked again a little later.
+
+        label: tells this connection to the server from the shared one, which has none. Raises: TransportError.
+        """
+        for delay_s in _RETRY_DELAYS_S:
+            try:
+                return self._connect_route(self._route(target), label)
+            except DroppedError:
+                time.sleep(delay_s * random.uniform(0.5, 1.5))  # not all hosts' threads at the same moment
+        return self._connect_route(self._route(target), label)
+
+    def _route(self, target: SshTarget, depth: int = 0) -> list[SshTarget]:
+        """Return the jump hosts before `target`, the first to connect to first, and `target` itself."""
+        if depth > _MAX_JUMPS:
+            raise TransportError("too many jump hosts: does ProxyJump go in a circle?", where=target.name)
+        jumps = [self._jump_target(text, target) for text in target.jumps]
+        # Only the first jump host's own ProxyJump counts: the others are reached through the one before.
+        return [*(self._route(jumps[0], depth + 1) if jumps else []), *jumps[1:], target]
+
+    def _connect_route(self, route: Sequence[SshTarget], label: str) -> paramiko.Transport:
+        """Return the kept connection to the end of `route`, or make it, sharing jump hosts."""
+        connection: paramiko.Transport | None = None
+        for index, target in enumerate(route):
+            key = tuple(hop.login for hop in route[: index + 1])
+            if label and target is route[-1]:
+                key = (*key, label)
+            with self._lock:
+                lock = self._locks.setdefault(key, threading.Lock())
+            asked_s = time.monotonic()
+            with lock:  # never two at once: no lock is held while another is taken, but for the short self._lock
+                known = self._connections.get(key)
+                if known is None or not known.is_active():
+                    self._raise_failure_since(asked_s, key, target)
+                    way = partial(open_jump, connection, route[index - 1], target) if connection else None
+                    try:
+                        known = self._keep(key, connect(target, way), target)
+                    except TransportError as error:
+                        self._failures[key] = time.monotonic(), error
+                        raise
+                connection = known
+        if connection is None:
+            raise ValueError("a route has at least one target")
+        return connection
+
+    def _raise_failure_since(self, asked_s: float, key: tuple[str, ...], target: SshTarget) -> None:
+        """Raise what another name of this server was answered while this one waited: it would be answered the same."""
+        failed_s, error = self._failures.get(key, (-math.inf, None))
+        if error is not None and failed_s > asked_s:
+            found = [Diagnostic(d.message, target.name, d.hint, d.shared) for d in error.diagnostics]
+            raise type(error).from_diagnostics(found)
+
+    def _keep(self, key: tuple[str, ...], connection: paramiko.Transport, target: SshTarget) -> paramiko.Transport:
+        with self._lock:
+            if not self._closed:
+                self._connections[key] = connection
+                return connection
+        end_connection(connection)
+        raise TransportError("the transport was closed while connecting", where=target.name)
+
+    def _jump_target(self, text: str, target: SshTarget) -> SshTarget:
+        try:
+            address = parse_address(text.removeprefix("ssh://"))
+        except HostfileError as error:
+            raise TransportError(f"ProxyJump of the SSH config: {error}", where=target.name) from None
+        return self.target(Host(address.names[0], (), address.user, address.port))
+
+
+@contextlib.contextmanager
+def _answer_expected(target: SshTarget, step: str) -> Iterator[None]:
+    """Raise TransportError that names the step when the server fails in it, or gives no answer in time."""
+    start_s = time.monotonic()
+    try:
+        yield
+    except library.failures() as error:
+        if time.monotonic() - start_s >= target.connect_timeout_s:
+            problem = f"its server did not {step} within {target.connect_timeout_s:g} s"
+            question = "is the home folder there on a disk that answers? "
+        else:
+            problem, question = f"no command could be started: {error or 'connection lost'}", ""
+        raise TransportError(
+            f"connected as {target.login}, but {problem}",
+            where=target.name,
+            hint=f"{question}try: {target.ssh_command} true",
+        ) from None
+
+
+class SshChannel:
+    """One SSH session that runs the agent or a shell; implements `Channel`."""
+
+    def __init__(self, target: SshTarget, session: paramiko.Channel) -> None:
+        self._target = target
+        self._session = session
+        self._write_lock = threading.Lock()
+        self._stderr = StderrTail(session.recv_stderr, target.name)
+
+    @property
+    def host_name(self) -> str:
+        return self._target.name
+
+    @property
+    def window_bytes(self) -> None:
+        return None
+
+    @property
+    def target(self) -> SshTarget:
+        """How the host was reached, for messages."""
+        return self._target
+
+    def read(self, max_bytes: int) -> bytes:
+        try:
+            return self._session.recv(max_bytes)
+        except OSError:
+            return b""
+
+    def write(self, data: bytes) -> None:
+        with self._write_lock:
+            try:
+                self._session.sendall(data)
+            except OSError:
+                raise TransportError(
+                    f"the connection to {self._target.login} is gone",
+                    where=self.host_name,
+                    hint=self.stderr_tail() or f"try: {self._target.ssh_command} true",
+                ) from None
+
+    def close_stdin(self) -> None:
+        try:
+            self._session.shutdown_write()
+        except (OSError, EOFError):  # the connection has ended, and with it the agent's stdin
+            return
+
+    def stderr_tail(self) -> str:
+        return self._stderr.text(_TAIL_WAIT_S if self._session.exit_status_ready() else 0.0)
+
+    def listen_stderr(self, take: Callable[[bytes], None]) -> None:
+        self._stderr.listen(take)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the agent's exit status; None while it runs, and when a signal or a lost connection ended
+        it without a status."""
+        if not self._session.status_event.wait(timeout_s) or self._session.exit_status < 0:
+            return None
+        return self._session.exit_status
+
+    def close(self) -> None:
+        self._session.close()

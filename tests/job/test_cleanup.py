@@ -1,0 +1,69 @@
+"""Lost hosts are asked whether anything is left: all at once, and nobody waits for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+
+from launcher.agent.wire import MAGIC, Bye, encode
+from launcher.base.errors import TransportError
+from launcher.base.timeouts import Timeouts
+from launcher.cluster.cluster import Host
+from launcher.job import cleanup as sweep
+from launcher.job.cleanup import sweep_lost_hosts
+
+
+class Hosts:
+    """A transport to hosts of which some are dead, and some never answer."""
+
+    def __init__(self) -> None:
+        self.never = threading.Event()
+
+    def open(self, host: Host) -> Hosts:
+        if host.name.startswith("dead"):
+            time.sleep(0.3)
+            raise TransportError("no answer", where=host.name)
+        if host.name.startswith("mute"):
+            self.never.wait()
+        self._data = [MAGIC + encode(Bye()), b""]
+        return self
+
+    def write(self, data: bytes) -> None: ...
+
+    def read(self, _max_bytes: int) -> bytes:
+        return self._data.pop(0)
+
+    def close(self) -> None: ...
+
+
+def names(*hosts: str) -> list[Host]:
+    return [Host(name, (0,)) for name in hosts]
+
+
+def test_dead_hosts_are_waited_for_all_at_once() -> None:
+    start_s = time.monotonic()
+    dead = [f"dead-{number}" for number in range(20)]
+    left = sweep_lost_hosts(names(*dead, "well"), lambda _host: cast(Any, Hosts()), "job")
+    assert left == tuple(dead)
+    assert time.monotonic() - start_s < 3
+
+
+def test_a_host_that_never_answers_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "timeouts", lambda: Timeouts(sweep_s=0.5))
+    monkeypatch.setattr(sweep, "_TELL_AFTER_S", 0.2)
+    told: list[str] = []
+    hosts = Hosts()
+    assert sweep_lost_hosts(names("mute", "well"), lambda _host: cast(Any, hosts), "job", told.append) == ("mute",)
+    assert [text.startswith("mute, lost,") for text in told] == [True]
+    hosts.never.set()
+
+
+def test_a_user_who_does_not_want_to_wait_leaves() -> None:
+    hosts = Hosts()
+    start_s = time.monotonic()
+    assert sweep_lost_hosts(names("mute"), lambda _host: cast(Any, hosts), "job", is_to_leave=lambda: True) == ("mute",)
+    assert time.monotonic() - start_s < 3
+    hosts.never.set()

@@ -1,0 +1,206 @@
+"""Which failure is called the first, whatever order the news arrives in."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from launcher.agent.wire import Exited, SpawnFailed
+from launcher.cluster.cluster import Host, NodePlacement
+from launcher.job.logs import RankLog
+from launcher.job.node import Node
+from launcher.job.outcome import Failure
+from launcher.job.root_cause import FailureBook
+
+
+class NoChannel:
+    window_bytes = None
+
+    def stderr_tail(self) -> str:
+        return "Connection to node-b closed."
+
+
+def node(name: str = "node-a", clock_offset_s: float = 0.0) -> Node:
+    placement = NodePlacement(0, Host(name, (0, 1)), 0)
+    return Node(placement, cast(Any, NoChannel()), clock_offset_s=clock_offset_s)
+
+
+def exited(rank: int, status: int, time_s: float, message: str = "", **more: Any) -> Exited:
+    record = {"time_s": time_s, "type": "RuntimeError", "message": message, "traceback": message} if message else None
+    return Exited(rank, status, time_s, record, more.get("max_rss_bytes", 0), more.get("oom"))
+
+
+def add(book: FailureBook, where: Node, message: Exited, path: Path) -> Failure | None:
+    log = RankLog(path)
+    log.close()
+    return book.add_exit(where, message, log)
+
+
+def book_of(tmp_path: Path, now_s: float, *exits: tuple[Node, Exited]) -> FailureBook:
+    book = FailureBook(now_s - 10)
+    for number, (where, message) in enumerate(exits):
+        if number == 1:
+            book.stop_ordered(by_user=False)
+        add(book, where, message, tmp_path / f"{len(list(tmp_path.iterdir()))}.log")
+    return book
+
+
+def rank_of(book: FailureBook) -> int | None:
+    assert book.cause is not None
+    return book.cause.rank
+
+
+def test_the_earliest_death_is_the_cause(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    book = book_of(tmp_path, now_s, (node(), exited(1, 1, now_s, "b")), (node(), exited(0, 3, now_s - 0.1, "a")))
+    assert rank_of(book) == 0
+
+
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
+GLHF = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
+# Type and message as torch 2.13 raises them when the other rank is killed, raises, or is late.
+LOST_PEER = [
+    ("RuntimeError", f"{GLOO}/pair.cc:537] Read error [127.0.0.1]:17816: Connection reset by peer. {GLHF}"),
+    ("RuntimeError", f"{GLOO}/pair.cc:553] Connection closed by peer [127.0.0.1]:20916. {GLHF}"),
+    ("RuntimeError", f"{GLOO}/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"),
+    ("RuntimeError", "NCCL communicator was aborted on rank 1."),
+    ("DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"),
+    ("DistNetworkError", "The client socket has timed out after 3000ms while trying to connect to (127.0.0.1, 29145)."),
+    ("DistStoreError", "Timed out after 4 seconds waiting for clients. 1/2 clients joined."),
+    ("DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:123, remote process exited or there was a network error"),
+]
+# Errors of ranks that failed by themselves, whatever their words and the folders in their tracebacks.
+OWN = [
+    ("ConnectionRefusedError", "[Errno 111] Connection refused"),
+    ("OperationalError", "connection to server at 10.0.0.7, port 5432 failed: Connection refused"),
+    ("BrokenPipeError", "[Errno 32] Broken pipe"),
+    ("TimeoutError", "timed out waiting for the data server: socket timeout"),
+    ("RuntimeError", "DataLoader worker (pid 17) exited unexpectedly: connection reset by peer"),
+    ("RuntimeError", "gloo"),
+    ("ValueError", "expected [/home/x/gloo/train.py:3] to be a number"),
+]
+
+
+def raised(rank: int, time_s: float, kind: str, message: str, cause: str = "") -> Exited:
+    """Return the end of a rank of a project in a folder called gloo. cause: the error that was raised from."""
+    chain = f"{cause}\n\nThe above exception was the direct cause of the following exception:\n\n" if cause else ""
+    module = "torch.distributed." if kind.startswith("Dist") else ""
+    trace = f'{chain}Traceback (most recent call last):\n  File "/x/gloo/train.py", line 3\n{module}{kind}: {message}\n'
+    record = {"time_s": time_s, "type": kind, "message": message, "traceback": trace, "exit_code": 1}
+    return Exited(rank, 1, time_s, record, 0, None)
+
+
+@pytest.mark.parametrize(("kind", "message"), LOST_PEER)
+def test_an_error_about_a_lost_peer_is_no_cause_if_there_is_another(tmp_path: Path, kind: str, message: str) -> None:
+    now_s = time.monotonic()
+    victim = raised(0, now_s - 0.01, kind, message)
+    assert rank_of(book_of(tmp_path, now_s, (node(), victim), (node(), exited(1, -9, now_s)))) == 1
+    assert rank_of(book_of(tmp_path, now_s, (node(), victim))) == 0
+
+
+def test_an_error_raised_from_one_about_a_lost_peer_is_no_cause_either(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    victim = raised(0, now_s - 0.01, "RuntimeError", "step 7 failed", cause=f"RuntimeError: {LOST_PEER[1][1]}")
+    assert rank_of(book_of(tmp_path, now_s, (node(), victim), (node(), exited(1, 3, now_s)))) == 1
+
+
+@pytest.mark.parametrize(("kind", "message"), OWN)
+def test_words_of_the_network_in_other_errors_and_in_paths_mean_nothing(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    now_s = time.monotonic()
+    first, second = raised(0, now_s - 0.01, kind, message), raised(1, now_s, "KeyError", "'x'")
+    assert rank_of(book_of(tmp_path, now_s, (node(), first), (node(), second))) == 0
+
+
+def test_the_abort_of_nccls_watchdog_is_no_cause_if_there_is_another(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    log = RankLog(tmp_path / "0.log")
+    log.remember(b"[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called\n")
+    book = FailureBook(now_s - 10)
+    book.add_exit(node(), exited(0, -6, now_s - 0.1), log)
+    log.close()
+    assert rank_of(book) == 0
+    add(book, node(), exited(1, -11, now_s), tmp_path / "1.log")
+    assert rank_of(book) == 1
+
+
+@pytest.mark.parametrize("status", [-15, -9, 143, 137])
+def test_ranks_that_we_ended_are_no_cause_even_beside_one_that_lost_its_peer(tmp_path: Path, status: int) -> None:
+    now_s = time.monotonic()
+    book = FailureBook(now_s - 10)
+    add(book, node(), raised(0, now_s - 0.01, *LOST_PEER[0]), tmp_path / "0.log")
+    book.stop_ordered(by_user=False)
+    assert add(book, node(), exited(1, status, time.monotonic() + 0.1), tmp_path / "1.log") is None
+    assert rank_of(book) == 0
+
+
+def test_what_helps_is_said_of_common_errors(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    book = book_of(tmp_path, now_s, (node(), raised(0, now_s, "OutOfMemoryError", "CUDA out of memory.")))
+    assert book.cause is not None
+    assert "micro-batch" in str(book.cause.hint)
+
+
+def test_ranks_that_could_not_be_started_are_no_lost_host(tmp_path: Path) -> None:
+    for is_usage, exit_code in ((False, 1), (True, 2)):
+        book = FailureBook(time.monotonic())
+        book.add_not_started(node(), SpawnFailed("no space", "make room", is_usage))
+        assert book.cause is not None
+        assert book.cause.is_start_failure
+        assert (book.cause.exit_code, book.cause.reason, book.cause.hint) == (exit_code, "no space", "make room")
+
+
+def test_clocks_of_different_hosts_are_compared_on_ours(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    ahead = node("node-b", clock_offset_s=-3600.0)  # its clock is an hour ahead
+    book = book_of(
+        tmp_path, now_s, (node(), exited(0, 1, now_s, "late")), (ahead, exited(1, 1, now_s + 3600 - 0.2, "early"))
+    )
+    assert rank_of(book) == 1
+
+
+def test_deaths_by_our_own_hand_are_no_failures(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    later = now_s + 0.2
+    book = book_of(
+        tmp_path, now_s, (node(), exited(0, 3, now_s)), (node(), exited(1, -15, later)), (node(), exited(2, -9, later))
+    )
+    assert book.cause is not None
+    assert book.cause.exit_code == 3
+
+
+def test_what_a_rank_does_on_ctrl_c_is_no_failure(tmp_path: Path) -> None:
+    book = FailureBook(time.monotonic())
+    book.stop_ordered(by_user=True)
+    failing = exited(0, 1, time.monotonic() + 0.1, "interrupted")
+    assert add(book, node(), failing, tmp_path / "0.log") is None
+    assert book.cause is None
+
+
+def test_a_lost_host_is_a_cause_with_what_its_agent_said_last(tmp_path: Path) -> None:
+    book = FailureBook(time.monotonic())
+    book.add_host(node("node-b"), "the connection was lost")
+    assert book.cause is not None
+    assert (book.cause.host, book.cause.rank, book.cause.exit_code) == ("node-b", None, 69)
+    assert book.cause.last_lines == ("Connection to node-b closed.",)
+
+
+def test_out_of_memory_is_said(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    book = book_of(tmp_path, now_s, (node(), exited(0, -9, now_s, oom="the limit was reached", max_rss_bytes=1 << 30)))
+    assert book.cause is not None
+    assert (book.cause.exit_code, book.cause.reason) == (137, "killed by SIGKILL, out of memory")
+    assert (book.cause.oom, book.cause.max_rss_bytes) == ("the limit was reached", 1 << 30)
+
+
+def test_a_rank_that_is_killed_on_its_way_out_keeps_its_own_code(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    record = {"time_s": now_s, "type": "SystemExit", "message": "7", "traceback": "", "exit_code": 7}
+    book = FailureBook(now_s - 1)
+    add(book, node(), Exited(0, -15, now_s + 0.4, record, 0, None), tmp_path / "0.log")
+    assert book.cause is not None
+    assert (book.cause.exit_code, book.cause.signal_name, book.cause.reason) == (7, None, "exit code 7")
