@@ -47,7 +47,16 @@ class Section:
             environment["OMP_NUM_THREADS"] = "1"
         else:
             words = [sys.executable, *words]
-        return subprocess.run(words, cwd=ROOT, env=environment).returncode
+        before = _shared_buffers()
+        code = subprocess.run(words, cwd=ROOT, env=environment).returncode
+        for path in _shared_buffers() - before:
+            path.unlink(missing_ok=True)
+        return code
+
+
+def _shared_buffers() -> set[Path]:
+    """Return what DeepSpeed shares between ranks: its ranks leave these files behind, and they hold memory."""
+    return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
 
 # In the order of the page. Rounds are chosen so that all of it takes about an hour on two cores, a third of it waiting.
