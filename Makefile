@@ -11,10 +11,12 @@ RANKS ?= 2
 # Workers of the tests: those that wait run beside those that compute.
 WORKERS ?= $(shell expr $$(nproc) + 2)
 BESIDE := services models transformers4
+# What the site is made of; links to sources lead to the files themselves.
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hostfiles launcher
 # Built by the installation.
 KERNELS := $(wildcard launcher/kernels/csrc/*.cpp launcher/kernels/csrc/*.h) launcher/kernels/csrc/CMakeLists.txt
 
-.PHONY: help install demo test lint types compat soak soak-short docs bench bench-page clean
+.PHONY: help install demo test lint types compat soak soak-short docs man site bench bench-page clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,11 +31,12 @@ test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models ##
 	@.ci/system-packages
 	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev ## style, floors, docs/config.md against the schema
+lint: $(VENV)/.installed-dev ## style, floors, generated pages against the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m launcher.config.reference | diff -u docs/config.md -
+	$(BIN)/python -m launcher.cli.reference | diff -u docs/options.md -
 
 types: $(VENV)/.installed-dev ## mypy, strict
 	$(BIN)/mypy
@@ -62,6 +65,17 @@ soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
 
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md
+	$(BIN)/python -m launcher.cli.reference > docs/options.md
+
+man: $(VENV)/.installed-dev ## write man pages into build/man: `man -l build/man/launch.1`
+	$(BIN)/python -m launcher.cli.reference build/man
+
+site: $(VENV)/.installed-docs ## build the documentation as a site into build/site; a link that leads nowhere fails
+	@rm -rf build/pages && mkdir -p build/pages && ln -s $(addprefix $(CURDIR)/,$(PAGES)) build/pages
+	$(BIN)/mkdocs build --strict --quiet
+	@! grep -rlE '<(script|link|img)[^>]+(src|href)="?https?://' --include='*.html' build/site || { echo "loaded from elsewhere" >&2; exit 1; }
+	@for word in hostfile lease zero_optimization; do \
+	  grep -q "$$word" build/site/search/search_index.json || { echo "the search does not find $$word" >&2; exit 1; }; done
 
 bench: $(BENCH_VENV)/.installed-peers ## measure beside the peers: everything, or SECTION="startup fanout"; write the pages
 	$(BENCH_VENV)/bin/python benchmarks/bench.py $(SECTION)
@@ -82,7 +96,7 @@ $(VENV)/.created:
 
 $(VENV)/.installed-%: $(VENV)/.created pyproject.toml constraints.txt $(KERNELS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
-	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-examples)
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-examples $(VENV)/.installed-docs)
 
 # What tests run beside the package, in a folder that only their own processes see. Its setup needs the torch that is there.
 $(VENV)/.peers: $(VENV)/.installed-dev .ci/test-peers.txt

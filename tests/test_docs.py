@@ -9,18 +9,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from launcher.base import env
-from launcher.cli.main import cli
+from launcher.cli import reference
+from launcher.cli.main import COMMANDS, cli
+from launcher.cli.options.command import spelled
 from launcher.config.load import load_config
 from launcher.planner.memory import rank_memory
 from launcher.planner.model import ModelFacts, Parameter
 from launcher.planner.settings import setting_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Commands of the README that take long or need more than this machine: where they are run instead.
 RUN_ELSEWHERE = {
@@ -102,10 +105,122 @@ def test_the_formulas_of_the_memory_page_are_those_of_the_planner(world_size: in
             assert num_bytes == int(factor) * num_params // (world_size if is_sharded else 1), (stage, cell)
 
 
+def prose_of(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def links_of(page: Path) -> list[tuple[Path, str]]:
+    """Return the files of the repository that a page links, each with the heading that is meant, "" without one."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
+    parts = [target.partition("#") for target in targets if "://" not in target]
+    return [((page.parent / path).resolve() if path else page, heading) for path, _, heading in parts]
+
+
+def headings_of(page: Path) -> set[str]:
+    """Return what GitHub calls the headings of a page in links."""
+    titles = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_lead_somewhere() -> None:
-    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())]
+    links = [(page.name, path, heading) for page in PAGES for path, heading in links_of(page)]
     assert len(links) > len(PAGES)
-    assert [(p.name, t) for p, t in links if "://" not in t and not (p.parent / t).exists()] == []
+    assert [link for link in links if not link[1].exists()] == []
+    assert [link for link in links if link[2] and link[2] not in headings_of(link[1])] == []
+
+
+def test_questions_are_answered_two_links_from_the_readme() -> None:
+    """The table "Where is ...?": the page is linked by the README, and names the file."""
+    table = prose_of(ROOT / "CONTRIBUTING.md").partition("## Where is ...?")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+\?) \| \[(launcher/[\w/.]+)\]\((.+?)\).* \| (.+) \|$", table, re.MULTILINE)
+    assert len(rows) >= 12
+    linked = [path for path, _ in links_of(ROOT / "README.md")]
+    for question, name, target, found_by in rows:
+        page = ROOT / (re.findall(r"\((.+)\)", found_by) or ["CONTRIBUTING.md"])[0]
+        assert (ROOT / target).is_file(), question
+        assert page in linked, question
+        assert f"`{name}`" in page.read_text() or page.name == "CONTRIBUTING.md", (question, name)
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the `launch` commands of a page: in blocks of code and in the text."""
+    text = page.read_text().replace("\\|", "|")
+    blocks = re.findall(r"^```(?!python|yaml|json).*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    spans = re.findall(r"`([^`\n]+)`", prose_of(page).replace("\\|", "|"))
+    return [text for text in [*lines, *spans] if re.match(r"launch [-\w./]+( |$)(?!·)", text)]
+
+
+def unknown_option(command: str) -> str | None:
+    """Return the first option of a command that the command line does not know, None where it knows all."""
+    command = re.split(r" [|>;#]|&&", command)[0]
+    words = (shlex.split(command) if command.count("'") % 2 == command.count('"') % 2 == 0 else command.split())[1:]
+    words = [word for word in words if word not in ("...", "[OPTIONS]")]
+    parent = click.Context(cli, info_name="launch", token_normalize_func=spelled)
+    name = words.pop(0) if words and words[0] in COMMANDS else "run"
+    found = cli.get_command(parent, name)
+    while isinstance(found, click.Group) and words:
+        parent = click.Context(found, parent=parent, info_name=name)
+        name = words.pop(0)
+        found = found.get_command(parent, name)
+    if found is None:
+        return name
+    try:
+        context = click.Context(found, parent=parent, info_name=name, **found.context_settings)
+        found.make_parser(context).parse_args(words)
+    except click.NoSuchOption as error:
+        return error.option_name
+    except click.UsageError:
+        pass  # a part of a command, such as an option without its value
+    return None
+
+
+def test_pages_name_options_that_exist() -> None:
+    commands = [(page.name, command) for page in PAGES for command in commands_of(page)]
+    assert len(commands) > 200
+    assert [(*found, unknown) for found in commands if (unknown := unknown_option(found[1])) is not None] == []
+
+
+def avoided_words() -> dict[str, str]:
+    """Return the words of the glossary that pages and help texts avoid, with those to write."""
+    table = (ROOT / "docs/glossary.md").read_text().partition("## Words that these pages avoid")[2]
+    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", table, re.MULTILINE)
+    return {word: instead for words, instead in rows for word in re.findall(r"`([^`]+)`", words)}
+
+
+def test_pages_and_help_texts_keep_to_the_glossary() -> None:
+    avoided = avoided_words()
+    assert len(avoided) > 20
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, avoided))})\b", re.IGNORECASE)
+    texts = {page.name: prose_of(page) for page in PAGES if page.name != "glossary.md"}
+    texts["help"] = reference.markdown()
+    found = [(name, match[0], avoided[match[0].lower()]) for name in texts for match in pattern.finditer(texts[name])]
+    assert found == []
+
+
+def test_the_page_of_options_is_that_of_the_commands() -> None:
+    assert (ROOT / "docs/options.md").read_text() == reference.markdown(), "make docs"
+
+
+def test_every_command_has_a_man_page() -> None:
+    pages = reference.man_pages()
+    assert {"launch.1", "launch-exec.1", "launch-config-check.1"} < set(pages)
+    assert r"\-\-num\-gpus N" in pages["launch.1"]
+    for name, page in pages.items():
+        requests = set(re.findall(r"^[.'](\S*)", page, re.MULTILINE))
+        assert requests <= {"TH", "SH", "PP", "TP", "B", "BR", "nf", "fi"}, name
+
+
+def test_the_notebook_example_of_the_readme_runs() -> None:
+    (example,) = (block for block in python_blocks(ROOT / "README.md") if "notebook" in block)
+    names: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["results"] == [f"rank {rank} of 2, lr 0.001" for rank in range(2)]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def test_environment_page_lists_every_variable() -> None:

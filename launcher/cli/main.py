@@ -33,10 +33,10 @@ class _Lazy(NamedTuple):
 
 COMMANDS = {
     "run": _Lazy("launcher.cli.commands.run", "run", "Start SCRIPT as ranks."),
-    "stacks": _Lazy("launcher.cli.commands.stacks", "stacks", "Show where every rank of a job stands."),
+    "stacks": _Lazy("launcher.cli.commands.stacks", "stacks", "Print the Python stack traces of all ranks of a job."),
     "config": _Lazy("launcher.cli.commands.config", "config_group", "Check an engine config, or explain a key."),
     "estimate": _Lazy(
-        "launcher.cli.commands.estimate", "estimate", "Say what memory a model needs, and which setting fits."
+        "launcher.cli.commands.estimate", "estimate", "Show what memory a model needs, and which setting fits."
     ),
     "checkpoint": _Lazy(
         "launcher.cli.commands.checkpoint", "checkpoint_group", "List, verify, remove or convert checkpoints."
@@ -45,9 +45,9 @@ COMMANDS = {
     "sbatch": _Lazy("launcher.cli.commands.sbatch", "sbatch", "Write, check or submit a batch script for Slurm."),
     "check": _Lazy("launcher.cli.commands.check", "check", "Check whether a job could run on the hosts."),
     "exec": _Lazy("launcher.cli.commands.exec", "exec_command", "Run a command on all hosts."),
-    "ps": _Lazy("launcher.cli.commands.jobs", "ps", "Show jobs that ended today, or run."),
+    "ps": _Lazy("launcher.cli.commands.jobs", "ps", "List running jobs, and those that ended today."),
     "logs": _Lazy("launcher.cli.commands.jobs", "logs", "Show what the ranks of a job wrote."),
-    "kill": _Lazy("launcher.cli.commands.jobs", "kill", "End a job on all its hosts."),
+    "kill": _Lazy("launcher.cli.commands.jobs", "kill", "Stop a job on all its hosts."),
     "report": _Lazy("launcher.cli.commands.report", "report", "Show versions, devices, compilers, kernels."),
     "deepspeed-command": _Lazy(
         "launcher.cli.commands.deepspeed_command",
@@ -57,7 +57,7 @@ COMMANDS = {
     "completion": _Lazy("launcher.cli.commands.completion", "completion", "Print the completion script of a shell."),
 }
 
-_EPILOG = """\
+EPILOG = """\
 examples:
   launch --num-gpus 2 train.py --deepspeed ds_config.json
   launch --hostfile hosts --include node-a@node-b:0,2 train.py
@@ -135,7 +135,7 @@ class LaunchGroup(click.Group):
             run.format_options(run_context, formatter)
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.short_help) for name, command in COMMANDS.items()])
-        formatter.write("\n" + _EPILOG)
+        formatter.write("\n" + EPILOG)
 
 
 @click.group(

@@ -52,7 +52,7 @@ class Config(Section):
     sparse_gradients: Flag = key(False, "send embedding gradients as sparse tensors", inert("they are sent dense"))
     disable_allgather: Flag = key(False, "broadcast instead of gathering", inert("it is obsolete"))
     graph_harvesting: Flag = key(False, "record CUDA graphs", inert("no graphs are recorded"))
-    zero_allow_untested_optimizer: Flag = key(False, "under stages 1 to 3, accept optimizer objects nobody has tested")
+    zero_allow_untested_optimizer: Flag = key(False, "under stages 1 to 3, accept optimizer objects without a test")
     zero_force_ds_cpu_optimizer: Flag = key(
         True, "with offload_optimizer: refuse optimizers that the engine has no kernel for"
     )

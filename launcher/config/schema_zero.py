@@ -30,7 +30,7 @@ from launcher.config.fields import (
 _UNITS_AT_ONCE = inert("what one unit needs is in memory together; pipeline_read and pipeline_write add one unit each")
 _NEVER_EMPTY = inert("states are first written after their first update")
 _ANY_RANK = inert("every rank copies what it owns, at the same time")
-_ALWAYS_FLAT = inert("units are flat buffers: gradients always stand in one")
+_ALWAYS_FLAT = inert("units are flat buffers: gradients are always in one")
 _ALWAYS_NORM = inert("the norm also says whether every gradient is finite, so it is always computed")
 _RANKS_JOINED = inert("a unit's gradients go to all their owners in one collective")
 _ONE_GATHER = inert("a unit is gathered in one collective, which is never slower than a broadcast from each rank")

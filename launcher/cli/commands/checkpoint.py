@@ -117,7 +117,7 @@ def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
 @click.argument("path", metavar="DIR", type=_Folder())
 @click.option("--keep-last", type=Whole(1), metavar="N", help="Keep the N newest. Default: all.")
 @click.option("--keep-every", type=Whole(1), metavar="K", help="Keep those whose step is a multiple of K, too.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed and stop.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed and stop.")
 def prune(path: Place, keep_last: int | None, keep_every: int | None, dry_run: bool) -> None:
     """Remove what is not to be kept of the checkpoints in DIR, and what saves that were killed left behind.
 

@@ -158,13 +158,13 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Default: the config's; without one bf16."
     ),
-    click.option("--offload-optimizer", type=_PLACES, help="Where the optimizer is kept."),
-    click.option("--offload-param", type=_PLACES, help="Where parameters rest (stage 3)."),
+    click.option("--offload-optimizer", type=_PLACES, help="Where optimizer states are kept."),
+    click.option("--offload-param", type=_PLACES, help="Where parameters are kept between uses (stage 3)."),
     click.option("--16bit-master", "has_16bit_master", is_flag=True, help="No fp32 master weights and gradients."),
     click.option("--16bit-states", "has_16bit_states", is_flag=True, help="Optimizer states in bf16, with bf16."),
-    click.option("--batch", "--micro-batch", type=Whole(1, 10**6), help="Sequences of a rank. Default: 1."),
+    click.option("--batch", "--micro-batch", type=Whole(1, 10**6), help="Sequences in a micro-batch. Default: 1."),
     click.option(
-        "--seq", type=Whole(1, 10**8), help=f"Tokens of a sequence. Default: {_DEFAULT_LENGTH} or less."
+        "--seq", type=Whole(1, 10**8), help=f"Tokens in a sequence. Default: {_DEFAULT_LENGTH} or less."
     ),
     click.option("--checkpointing", "--activation-checkpointing", is_flag=True, help="Blocks recompute activations."),
     click.option(
@@ -172,13 +172,13 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Whether attention keeps its scores (eager). Default: fused.",
     ),
     click.option("--dropout", is_flag=True, help="Count the masks of dropout."),
-    click.option("--layers", type=Whole(1, 10**5), help="Blocks, where the model does not say."),
-    click.option("--hidden", type=Whole(1, 10**6), help="Hidden size, likewise."),
-    click.option("--heads", type=Whole(1, 10**5), help="Attention heads, likewise."),
-    click.option("--vocab", type=Whole(1, 10**8), help="Vocabulary, likewise."),
-    click.option("--largest", callback=_count, metavar="COUNT", help="Of the largest layer, for a plain count."),
-    click.option("--gpu-memory", callback=_size, metavar="SIZE", help="Of one GPU: says what fits."),
-    click.option("--cpu-memory", callback=_size, metavar="SIZE", help="Of one node, likewise."),
+    click.option("--layers", type=Whole(1, 10**5), help="Number of blocks, if the model does not say."),
+    click.option("--hidden", type=Whole(1, 10**6), help="Hidden size, if the model does not say."),
+    click.option("--heads", type=Whole(1, 10**5), help="Attention heads, if the model does not say."),
+    click.option("--vocab", type=Whole(1, 10**8), help="Size of the vocabulary, if the model does not say."),
+    click.option("--largest", callback=_count, metavar="COUNT", help="Of the largest layer, if MODEL is a count."),
+    click.option("--gpu-memory", callback=_size, metavar="SIZE", help="Memory of one GPU: shows what fits."),
+    click.option("--cpu-memory", callback=_size, metavar="SIZE", help="Memory of one node: shows what fits."),
     click.option("--cuda-context", callback=_size, metavar="SIZE", help="CUDA's own share. Default: 600MiB."),
     click.option(
         "--deepspeed-tables", is_flag=True, help="Print the tables of DeepSpeed's own estimators instead."
@@ -193,11 +193,11 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-@click.command("estimate", epilog=_EPILOG, short_help="Say what memory a model needs, and which setting fits.")
+@click.command("estimate", epilog=_EPILOG, short_help="Show what memory a model needs, and which setting fits.")
 @click.argument("model", shell_complete=files)
 @_with_options
 def estimate(**values: Any) -> None:
-    """Say what memory MODEL needs on each GPU and host, for every ZeRO stage and offload.
+    """Show what memory MODEL needs on each GPU and host, for every ZeRO stage and offload.
 
     MODEL is a count of parameters (7B, 350M), a Hugging Face config or its folder, a checkpoint folder, or
     module:function that returns a model. Nothing is started or downloaded. SIZE is 80GB or 80GiB. Exit code 1:

@@ -59,7 +59,7 @@ def _named_job(_ctx: click.Context, _param: click.Parameter, job: str | None) ->
 job_argument = click.argument("job", required=False, metavar="JOB", callback=_named_job, shell_complete=_complete_job)
 
 
-@click.command("ps", short_help="Show jobs that ended today, or run.")
+@click.command("ps", short_help="List running jobs, and those that ended today.")
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
 def ps(as_json: bool) -> None:
     """Show the jobs that ended today with their exit codes, then those that run: they stay on the screen."""
@@ -103,8 +103,12 @@ def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
 
 @click.command("logs", epilog=_LOGS_EPILOG, short_help="Show what the ranks of a job wrote.")
 @job_argument
-@click.option("--rank", type=Whole(0), help="This rank only, as it was written. Default: all, behind [rank].")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.option(
+    "--rank",
+    type=Whole(0),
+    help="This rank only, as it was written. Default: all ranks, each line prefixed with [rank].",
+)
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job ends.")
 @click.option("--tail", "num_lines", type=Whole(0), metavar="N", help="Start with the last N lines of a rank.")
 def logs(job: str, rank: int | None, follow: bool, num_lines: int | None) -> None:
     """Show what the ranks of JOB wrote. JOB is an id of `launch ps`, or the beginning of one."""
@@ -142,7 +146,7 @@ def _no_log(entry: JobEntry, rank: int | None, ranks: list[int]) -> LauncherErro
     return LauncherError("there are no logs", where=entry.run_folder, hint=hint)
 
 
-@click.command("kill", epilog=_KILL_EPILOG, short_help="End a job on all its hosts.")
+@click.command("kill", epilog=_KILL_EPILOG, short_help="Stop a job on all its hosts.")
 @job_argument
 @click.option("--now", is_flag=True, help="Kill the ranks at once. Default: SIGTERM, the job's --grace, SIGKILL.")
 def kill(job: str, now: bool) -> None:

@@ -1,4 +1,4 @@
-"""`launch stacks`: where every rank of a running job stands, without disturbing it."""
+"""`launch stacks`: the stack traces of all ranks of a running job, without disturbing it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ examples:
 """
 
 
-@click.command("stacks", epilog=_EPILOG, short_help="Show where every rank of a job stands.")
+@click.command("stacks", epilog=_EPILOG, short_help="Print the Python stack traces of all ranks of a job.")
 @job_argument
-@click.option("--all", "shows_all", is_flag=True, help="Every rank's stacks. Default: ranks that stand alike once.")
+@click.option(
+    "--all", "shows_all", is_flag=True, help="Every rank's stack trace. Default: ranks with identical ones are grouped."
+)
 def stacks(job: str, shows_all: bool) -> None:
-    """Show the Python stacks of all ranks of JOB; the job continues. JOB is an id of `launch ps`, or its beginning."""
+    """Print the Python stack traces of all ranks of JOB, which continues. JOB is an id of `launch ps`, or its start."""
     entry = find_job(job)
     if entry.state == "elsewhere":
         raise UsageError(
