@@ -156,7 +156,7 @@ def unknown_option(command: str) -> str | None:
     """Return the first option of a command that the command line does not know, None where it knows all."""
     command = re.split(r" [|>;#]|&&", command)[0]
     words = (shlex.split(command) if command.count("'") % 2 == command.count('"') % 2 == 0 else command.split())[1:]
-    words = [word for word in words if word not in ("...", "[OPTIONS]")]
+    words = [word for word in words if word not in ("...", "[OPTIONS]")]  # as in text
     parent = click.Context(cli, info_name="launch", token_normalize_func=spelled)
     name = words.pop(0) if words and words[0] in COMMANDS else "run"
     found = cli.get_command(parent, name)
@@ -177,8 +177,9 @@ def unknown_option(command: str) -> str | None:
 
 
 def test_pages_name_options_that_exist() -> None:
-    commands = [(page.name, command) for page in PAGES for command in commands_of(page)]
-    assert len(commands) > 200
+    pages = [page for page in PAGES if page.name != "options.md"]  # that one is generated
+    commands = [(page.name, command) for page in pages for command in commands_of(page)]
+    assert len(commands) > 150
     assert [(*found, unknown) for found in commands if (unknown := unknown_option(found[1])) is not None] == []
 
 
