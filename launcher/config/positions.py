@@ -83,7 +83,7 @@ class _JsonReader:
             return _CONSTANTS[word.group()]
         if word is None:
             raise self._error("the text ends where a value is expected")
-        hint = "strings stand in double quotes; true, false and null are small letters"
+        hint = "strings need double quotes; true, false and null are small letters"
         raise self._error(f"unexpected {word.group()[:40]}", hint)
 
     def _number(self, match: re.Match[str]) -> int | float:

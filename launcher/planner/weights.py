@@ -57,7 +57,7 @@ def _of_index(index: Path) -> list[Path]:
     for path in files:
         if path.parent != index.parent:
             raise UsageError(
-                f"{path.name} is not beside its index", where=str(index), hint="shards stand in one folder"
+                f"{path.name} is not beside its index", where=str(index), hint="put all shards into one folder"
             )
     missing = [path.name for path in files if not path.is_file()]
     if missing:

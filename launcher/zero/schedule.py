@@ -233,7 +233,7 @@ class ParameterSchedule:
             if is_behind or self._in_backward or self._follower.kind != _EVALUATION or not unit.is_sharded:
                 raise
             raise EngineError(
-                f"the gather of {unit.label} for a forward without gradients has failed: another rank has gone",
+                f"the gather of {unit.label} for a forward without gradients has failed: another rank has ended",
                 hint=EVALUATION_HINT,
             ) from error
 

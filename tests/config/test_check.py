@@ -124,7 +124,7 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
             '1:14: "bfloat16" and "bf16" are the same key; remove one',
         ),
         ("{} x", "1:4: text after the end of the config"),
-        ('{"a": NaN}', "1:7: unexpected NaN; strings stand in double quotes; true, false and null are small letters"),
+        ('{"a": NaN}', "1:7: unexpected NaN; strings need double quotes; true, false and null are small letters"),
         ('{"a" 1}', '1:6: expected : after key "a"'),
         ('{"a": 1 "b": 2}', "1:9: expected , or }; a comma may be missing on the line before"),
         ("{'a': 1}", "1:2: expected a key in double quotes or }"),

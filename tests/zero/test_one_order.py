@@ -359,7 +359,7 @@ def test_a_rank_that_generates_longer_than_others_names_synced_gpus(tmp_path: Pa
     text = result.out + result.err
     remedy = r".*pass synced_gpus=True to generate\(\)"
     assert re.search("rank 1 waits for rank 0 in a forward without gradients" + remedy, text)
-    assert re.search("EngineError: the gather of weight.* has failed: another rank has gone" + remedy, text)
+    assert re.search("EngineError: the gather of weight.* has failed: another rank has ended" + remedy, text)
 
 
 def test_the_order_of_a_long_evaluation_is_forgotten_but_for_its_end() -> None:

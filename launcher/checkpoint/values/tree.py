@@ -309,7 +309,7 @@ class _Decoder:
                 return mapping(self._pairs(payload, path, depth))
         except DAMAGE as error:
             raise self._damaged(f"the value of kind {kind[:40]!r} is damaged ({error})", path) from None
-        raise self._damaged(f"there is no kind of value {kind[:40]!r}", path)
+        raise self._damaged(f"unknown type of value {kind[:40]!r}", path)
 
     def _items(self, plain: Any, path: _Path, depth: int) -> list[Any]:
         return [self.value(item, (path, f"[{index}]"), depth + 1) for index, item in enumerate(_listed(plain))]
