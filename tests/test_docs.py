@@ -130,6 +130,16 @@ def test_links_lead_somewhere() -> None:
     assert [link for link in links if link[2] and link[2] not in headings_of(link[1])] == []
 
 
+def test_files_that_pages_name_exist() -> None:
+    pattern = r"\b((?:launcher|tests|examples|benchmarks|hostfiles)/[\w/.*-]*\w)(?:::(\w+))?"
+    pages = [page for page in PAGES if page.name != "huggingface_tests.md"]  # those are files of other projects
+    named = [(page.name, *found) for page in pages for found in re.findall(pattern, page.read_text())]
+    assert [found for found in named if not list(ROOT.glob(found[1]))] == []
+    tests = [(path, name) for _, path, name in named if name]
+    assert tests
+    assert [(path, name) for path, name in tests if f"def {name}(" not in (ROOT / path).read_text()] == []
+
+
 def test_questions_are_answered_two_links_from_the_readme() -> None:
     """The table "Where is ...?": the page is linked by the README, and names the file."""
     table = prose_of(ROOT / "CONTRIBUTING.md").partition("## Where is ...?")[2].partition("\n## ")[0]
