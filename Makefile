@@ -72,7 +72,7 @@ man: $(VENV)/.installed-dev ## write man pages into build/man: `man -l build/man
 
 site: $(VENV)/.installed-docs ## build the documentation as a site into build/site; a link that leads nowhere fails
 	@rm -rf build/pages && mkdir -p build/pages && ln -s $(addprefix $(CURDIR)/,$(PAGES)) build/pages
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@! grep -rlE '<(script|link|img)[^>]+(src|href)="?https?://' --include='*.html' build/site || { echo "loaded from elsewhere" >&2; exit 1; }
 	@for word in hostfile lease zero_optimization; do \
 	  grep -q "$$word" build/site/search/search_index.json || { echo "the search does not find $$word" >&2; exit 1; }; done
