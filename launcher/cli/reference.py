@@ -15,9 +15,9 @@ import click
 
 from launcher import __version__
 from launcher.cli.main import COMMANDS, EPILOG, cli
-from launcher.cli.options.command import OTHERS
 
 _PROGRAM = "launch"
+_OTHERS = "Options"  # heading of what has none
 _DEFAULT_COMMAND = "run"  # `launch SCRIPT` means it, so its options are those of `launch` itself
 
 
@@ -82,7 +82,7 @@ def _facts(
         record = parameter.get_help_record(context) if isinstance(parameter, click.Option) else None
         if record is not None and "--help" not in parameter.opts:
             facts = OptionFacts(*record, also=getattr(parameter, "also", ()))
-            options.setdefault(getattr(parameter, "heading", OTHERS), []).append(facts)
+            options.setdefault(getattr(parameter, "heading", _OTHERS), []).append(facts)
     text = inspect.cleandoc(command.help or "").replace("\b\n", "").replace("\f", "")
     paragraphs = tuple(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-OTHERS = "Options"
+_OTHERS = "Options"
 
 
 def spelled(name: str) -> str:
@@ -26,7 +26,7 @@ def spelled(name: str) -> str:
 class Option(click.Option):
     """An option that `--help` lists under a heading, and that other names may stand for."""
 
-    def __init__(self, *args: Any, heading: str = OTHERS, also: Sequence[str] = (), **attributes: Any) -> None:
+    def __init__(self, *args: Any, heading: str = _OTHERS, also: Sequence[str] = (), **attributes: Any) -> None:
         """also: spellings that are accepted and not shown."""
         super().__init__(*args, **attributes)
         self.heading = heading
@@ -47,7 +47,7 @@ class Option(click.Option):
 
 
 def option(
-    *declarations: str, heading: str = OTHERS, also: Sequence[str] = (), **attributes: Any
+    *declarations: str, heading: str = _OTHERS, also: Sequence[str] = (), **attributes: Any
 ) -> Callable[[_F], _F]:
     """Declare an `Option` as `click.option` does."""
     return click.option(*declarations, cls=Option, heading=heading, also=also, **attributes)
@@ -70,7 +70,7 @@ class Command(click.Command):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
-                rows.setdefault(getattr(parameter, "heading", OTHERS), []).append(record)
+                rows.setdefault(getattr(parameter, "heading", _OTHERS), []).append(record)
         for heading, records in rows.items():
             with formatter.section(heading):
                 formatter.write_dl(records)

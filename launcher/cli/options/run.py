@@ -80,7 +80,7 @@ _OPTIONS = (
         "--bind-core-list",
         heading=_RANKS,
         metavar="LIST",
-        help="The cores to share out, such as 0-15,32. Default: all physical cores. Implies --bind-cores-to-rank.",
+        help="CPU cores to bind, such as 0-15,32. Default: all physical cores. Implies --bind-cores-to-rank.",
     ),
     option(
         "--env",
