@@ -180,5 +180,5 @@ def _ask(kind: str, target: str, waiting: _Waiting, name: str) -> dict[str, Any]
     if isinstance(found, dict):
         return found
     said = (err.strip().splitlines() or ["nothing"])[-1]
-    hint = "its last words stand here; try: python -c 'import torch'"
+    hint = "the end of its standard error is shown; try: python -c 'import torch'"
     raise UsageError(f"the process that reads the model ended with {child.returncode}: {said}", where=name, hint=hint)

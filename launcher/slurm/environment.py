@@ -117,7 +117,7 @@ def read_allocation(
         raise UsageError(
             f"the node list has {len(nodes)} nodes, {env.SLURM_JOB_NUM_NODES.name} says {expected}",
             where=env.SLURM_JOB_NODELIST.name,
-            hint="unset the SLURM_* variables that were changed by hand",
+            hint="unset the SLURM_* variables that do not come from Slurm",
         )
     gpus = _gpus(environ, nodes, gpus_by_node or {})
     if any(gpus):

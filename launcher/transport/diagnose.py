@@ -46,7 +46,7 @@ def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") ->
         )
     ended = "the connection was lost" if status is None else f"exit status {status}"
     words = last_words(stderr, printed)
-    detail = f"; its last words:\n{words}" if words else ""
+    detail = f"; the end of its output:\n{words}" if words else ""
     return TransportError(
         f"the agent ended before it answered ({ended}){detail}",
         where=where,
