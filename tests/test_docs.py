@@ -197,6 +197,14 @@ def test_pages_name_options_that_exist() -> None:
     assert [(*found, unknown) for found in commands if (unknown := unknown_option(found[1])) is not None] == []
 
 
+def test_pages_name_make_targets_that_exist() -> None:
+    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = "\n".join(page.read_text() for page in PAGES)
+    named = {word for words in re.findall(r"(?:`|^|\$ )make ([a-z- ]+)", text, re.MULTILINE) for word in words.split()}
+    assert {"demo", "site", "man"} <= named
+    assert named - known == set()
+
+
 def avoided_words() -> dict[str, str]:
     """Return the words of the glossary that pages and help texts avoid, with those to write."""
     table = (ROOT / "docs/glossary.md").read_text().partition("## Words that these pages avoid")[2]
