@@ -235,15 +235,13 @@ def test_every_command_has_a_man_page() -> None:
         assert requests <= {"TH", "SH", "PP", "TP", "B", "BR", "nf", "fi"}, name
 
 
-def test_the_notebook_example_of_the_readme_runs() -> None:
-    (example,) = (block for block in python_blocks(ROOT / "README.md") if "notebook" in block)
+def test_the_notebook_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # logs are written below it
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = (block for block in blocks if "notebook" in block)
     names: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), names)
     assert names["results"] == [f"rank {rank} of 2, lr 0.001" for rank in range(2)]
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def test_environment_page_lists_every_variable() -> None:
