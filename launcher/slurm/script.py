@@ -166,5 +166,5 @@ def _quoted(name: str, value: str) -> str:
     if _SAFE.fullmatch(value):
         return value
     if '"' in value or "\\" in value:
-        raise UsageError("quotes and backslashes cannot stand in a batch script's options", where=f"--{name}")
+        raise UsageError("a batch script's options cannot hold quotes and backslashes", where=f"--{name}")
     return f'"{value}"'
