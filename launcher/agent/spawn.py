@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import marshal
 import os
 import subprocess
@@ -16,7 +17,7 @@ from launcher.base.file_limit import allow_files, give_limit, original_limit
 from launcher.base.processes import die_with_parent
 from launcher.base.progress import NOTHING, make_counter
 from launcher.base.units import format_bytes
-from launcher.cluster.devices import local_device_tokens
+from launcher.cluster.devices import Devices, all_devices, rank_devices
 from launcher.transport.command import own_argv
 
 TYPE_CHECKING = False
@@ -71,12 +72,17 @@ class Rank:
         os.close(self.progress_fd)
 
 
+@functools.cache
+def _devices_here() -> Devices:
+    return all_devices()
+
+
 def check_devices(spec: Spawn) -> None:
     """Check that this host has a GPU for every slot, or none at all. Raises: UsageError."""
     tokens = [
         token for rank_env in spec.rank_envs for token in rank_env.get(env.CUDA_VISIBLE_DEVICES.name, "").split(",")
     ]
-    num_devices = len(local_device_tokens({}))
+    num_devices = len(_devices_here().tokens)
     missing = sorted({int(token) for token in tokens if token.isdigit() and int(token) >= num_devices})
     if missing and num_devices:
         raise UsageError(
@@ -101,6 +107,10 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the whole environment of one rank: the agent's own, the job's, the rank's, ours; later ones win."""
     environment = {**os.environ, **spec.env, **rank_env}
+    tokens = rank_env.get(env.CUDA_VISIBLE_DEVICES.name)
+    if tokens is not None:  # in the variable of this host's vendor, and in no other
+        del environment[env.CUDA_VISIBLE_DEVICES.name]
+        environment |= rank_devices(tokens, int(rank_env.get(env.LOCAL_RANK.name, "0")), _devices_here())
     if cores is not None:
         environment[env.OMP_NUM_THREADS.name] = str(len(cores))
     elif env.OMP_NUM_THREADS.name not in environment:

@@ -109,6 +109,21 @@ MPI_LOCALRANKID = EnvVar("MPI_LOCALRANKID", "set by MPICH's and Intel's mpiexec:
 MPI_LOCALNRANKS = EnvVar("MPI_LOCALNRANKS", "set by MPICH's and Intel's mpiexec: LOCAL_WORLD_SIZE", "read")
 PMIX_RANK = EnvVar("PMIX_RANK", "set by PMIx: that this is a rank of a job, whose size something else must say", "read")
 PMIX_NAMESPACE = EnvVar("PMIX_NAMESPACE", "set by PMIx: name of the job, from which MASTER_PORT follows", "read")
+# Set by schedulers that start one command on each node; see job/scheduler_node.py.
+PET_NNODES = EnvVar("PET_NNODES", "set by Kubeflow, torchrun's --nnodes: number of nodes", "read")
+PET_NPROC_PER_NODE = EnvVar("PET_NPROC_PER_NODE", "set by Kubeflow, torchrun's --nproc-per-node: ranks here", "read")
+PET_NODE_RANK = EnvVar("PET_NODE_RANK", "set by Kubeflow, torchrun's --node-rank: number of this node", "read")
+PET_MASTER_ADDR = EnvVar("PET_MASTER_ADDR", "set by Kubeflow, torchrun's --master-addr: address of node 0", "read")
+PET_MASTER_PORT = EnvVar("PET_MASTER_PORT", "set by Kubeflow, torchrun's --master-port: port on node 0", "read")
+PET_RDZV_ENDPOINT = EnvVar("PET_RDZV_ENDPOINT", "set by Kubeflow: address and port of node 0, without those", "read")
+NNODES = EnvVar("NNODES", "set by some schedulers, with MASTER_ADDR and NODE_RANK: number of nodes", "read")
+# Devices of other vendors; see cluster/devices.py.
+HIP_VISIBLE_DEVICES = EnvVar("HIP_VISIBLE_DEVICES", "AMD: GPUs that may be used; ranks get the node's slots", "read")
+ROCR_VISIBLE_DEVICES = EnvVar("ROCR_VISIBLE_DEVICES", "AMD: GPUs that HIP sees, which HIP numbers from 0", "read")
+ZE_AFFINITY_MASK = EnvVar("ZE_AFFINITY_MASK", "Intel: GPUs that may be used; ranks get the node's slots", "read")
+ASCEND_RT_VISIBLE_DEVICES = EnvVar(
+    "ASCEND_RT_VISIBLE_DEVICES", "Ascend: NPUs that may be used; ranks get the node's slots", "read"
+)
 XDG_STATE_HOME = EnvVar(
     "XDG_STATE_HOME", "parent folder of launch/jobs, what launch ps reads; default ~/.local/state", "read"
 )

@@ -1,20 +1,26 @@
-"""From the options of `launch run` to a plan, from a plan to an exit code."""
+"""Run what the options of `launch run` ask for: a request, a plan, its transports, an exit code."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from launcher.base.errors import UsageError
+from launcher.base.folders import home_folder
 from launcher.cli.console import render, streams
-from launcher.cli.planning import choose_hosts, config_argument, make_plan
-from launcher.cli.reach import Transports
+from launcher.cli.reach import AllocationTransports, Transports
 from launcher.job.controller import Controller
 from launcher.job.display import Display
+from launcher.job.engine_config import EngineConfig
+from launcher.job.envfile import job_environment
+from launcher.job.offered import offered_hosts
 from launcher.job.plan import new_job_id
+from launcher.job.planning import Here, choose_hosts, make_plan, num_ranks
 from launcher.job.registry import registered
 from launcher.job.restart import RestartPolicy, run_with_restarts
 from launcher.job.signals import SignalQueue
@@ -25,12 +31,12 @@ if TYPE_CHECKING:
     from launcher.cli.options.run import RunOptions
     from launcher.cli.reach import Reach
     from launcher.cluster.cluster import Cluster
-    from launcher.config.schema import Config
     from launcher.job.outcome import RunReport
     from launcher.job.plan import JobPlan
     from launcher.transport.local import LocalTransport
 
 _STILL_SHOWING = "waiting for standard output to be read (Ctrl-C: leave; everything is in {}/)"
+_FOLDER_MAINS = ("__main__.py", "__main__.pyc")
 
 
 def launch(options: RunOptions, local: LocalTransport) -> int:
@@ -38,32 +44,36 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
 
     Raises: LauncherError when nothing could be started.
     """
-    chosen = choose_hosts(options)
+    request, here = options.request, Here.now()
+    offered = offered_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_ranks(request, here))
+    chosen = choose_hosts(request, here, offered)
     transports = _reach(options, chosen.cluster, local)
+    home = home_folder()
+    folders = (*([home] if home is not None else []), Path(here.cwd))
+    given = job_environment(request.env, request.env_files, here.environ, folders)
     job_id = new_job_id()
 
     def plan_for(cluster: Cluster) -> JobPlan:
-        return make_plan(options, cluster, transports, job_id)
+        return make_plan(request, here, cluster, job_id, given, transports.address_of)
 
     plan = plan_for(chosen.cluster)
+    _check_script(plan)
     if options.dry_run:
-        render.show_plan(plan, as_json=options.as_json)
+        render.show_plan(_with_commands(plan, transports), as_json=options.as_json)
         if not options.as_json:
             click.echo("nothing was started (--dry-run)")
         return 0
-    console = render.Console(
-        plan,
-        log_level="warning" if options.quiet else options.log_level,
-        live=_live_view(options, plan),
-        has_prefixes=not options.no_prefix,
-    )
+    if options.output.level == "debug":
+        plan = _with_commands(plan, transports)
+    console = render.Console(plan, options.output, live=_live_view(options, plan))
+    config = EngineConfig(request.command.arguments)
     policy = RestartPolicy(
-        options.max_restarts,
+        request.max_restarts,
         # Slurm takes the nodes of a job back after a notice: there the batch script has the job queued again.
-        options.max_restarts > 0 and not in_allocation(os.environ),
-        options.min_nodes,
+        request.max_restarts > 0 and not in_allocation(os.environ),
+        request.least_nodes,
         chosen.spares,
-        lambda: world_sizes_of(options.script_args),
+        config.world_sizes,
     )
     display, signals = Display(console), SignalQueue(plan.stop_signals)
 
@@ -74,7 +84,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
         display.wait_for_room(signals, say_still_showing)
         transports.prepare([node.host for node in plan.placement.nodes])
         return Controller(plan, transports.for_host, display, signals).run(
-            lambda: check_config(options.script_args, plan.placement.world_size)
+            lambda: config.check(plan.placement.world_size)
         )
 
     for note in (*chosen.notes, *plan.notes):
@@ -94,11 +104,10 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
 
 
 def _reach(options: RunOptions, cluster: Cluster, local: LocalTransport) -> Reach:
-    if options.in_slurm:
-        from launcher.cli.slurm import AllocationTransports
-
-        return AllocationTransports(options, cluster)
-    return Transports(options, only_local=options.is_by_hand, only_ssh=options.force_multi, local=local)
+    request = options.request
+    if request.in_slurm:
+        return AllocationTransports(options.reaching, cluster)
+    return Transports(options.reaching, only_local=request.runs_one_node, only_ssh=request.force_multi, local=local)
 
 
 def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:
@@ -111,36 +120,18 @@ def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:
     return LiveView(plan)
 
 
-def check_config(script_args: Sequence[str], world_size: int) -> None:
-    """Check the engine config among the script's arguments, so that a typo costs no start of all ranks.
-
-    The world size is checked against `elasticity` alone: the script may still change the batch keys.
-    Raises: ConfigError.
-    """
-    config = _config_of(script_args)
-    if config is not None and config.elasticity.enabled is True:
-        _config_of(script_args, world_size)
+def _with_commands(plan: JobPlan, transports: Reach) -> JobPlan:
+    """Return the plan with the commands that start its agents, to be shown."""
+    commands = {node.node_rank: transports.for_host(node.host).command_for(node.host) for node in plan.placement.nodes}
+    return dataclasses.replace(plan, agent_commands=commands)
 
 
-def world_sizes_of(script_args: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the world sizes that the config among the script's arguments fits, None when it fits any.
-
-    Raises: ConfigError.
-    """
-    config = _config_of(script_args)
-    if config is None:
-        return None
-    from launcher.config.elastic import elastic_batch_of
-
-    batch = elastic_batch_of(config)
-    return None if batch is None else batch.world_sizes
-
-
-def _config_of(script_args: Sequence[str], world_size: int | None = None) -> Config | None:
-    """Load the config among the script's arguments; None when there is none, or it is on other hosts only."""
-    source = config_argument(script_args)
-    if source is None:
-        return None
-    from launcher.config.load import is_readable_here, load_config  # pydantic: not for runs without a config
-
-    return load_config(source, world_size=world_size).config if is_readable_here(source) else None
+def _check_script(plan: JobPlan) -> None:
+    """Raise UsageError for what python could not run either: the agent would start for nothing."""
+    if plan.command.kind != "script" or "local" not in plan.transports.values():
+        return
+    script = plan.command.target
+    if not os.path.exists(script):
+        raise UsageError(f"script {script} does not exist", where=plan.cwd, hint="check the path")
+    if os.path.isdir(script) and not any(os.path.exists(os.path.join(script, name)) for name in _FOLDER_MAINS):
+        raise UsageError(f"the folder {script} has no __main__.py", where=plan.cwd, hint="name a file in it")

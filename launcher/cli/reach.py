@@ -1,4 +1,4 @@
-"""How the hosts of a command are reached: this machine's own processes, or SSH."""
+"""How the hosts of a command are reached: by this machine's own processes, over SSH, or by srun."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from launcher.cluster.cluster import Host
+from launcher.base.errors import UsageError
+from launcher.cluster.cluster import Cluster, Host
 from launcher.transport.fanout import is_local
 from launcher.transport.local import LocalTransport
 
 if TYPE_CHECKING:
     from launcher.cli.options.hosts import Reaching
+    from launcher.slurm.srun import SrunTransport
     from launcher.transport.api import Transport
     from launcher.transport.ssh.config import SshOptions
     from launcher.transport.ssh.pool import SshPool
@@ -121,3 +123,37 @@ class Transports:
 
     def _is_here(self, host: Host) -> bool:
         return self._only_local or (is_local(host.name) and not self._only_ssh)
+
+
+class AllocationTransports:
+    """One srun step reaches every host of a run; a restart gets a new one."""
+
+    def __init__(self, options: Reaching, cluster: Cluster) -> None:
+        if options.shell_setup:
+            raise UsageError(
+                "--setup and --venv-script are for hosts reached over SSH; srun passes this environment on",
+                hint="put the commands into the batch script, before `launch`",
+            )
+        from launcher.slurm.srun import SrunTransport
+
+        self._python = options.remote_python
+        self._srun = SrunTransport([host for host in cluster.hosts if host.slots], python=self._python)
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """Begin a new step with the next host that is opened."""
+        from launcher.slurm.srun import SrunTransport
+
+        self._srun.close()
+        self._srun = SrunTransport(hosts, python=self._python)
+
+    def for_host(self, host: Host) -> SrunTransport:
+        """Return the transport that reaches `host`."""
+        return self._srun
+
+    def address_of(self, host: Host) -> str:
+        """Return the address other nodes reach `host` by: its node name."""
+        return host.name
+
+    def close(self) -> None:
+        """End every step."""
+        self._srun.close()

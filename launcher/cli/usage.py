@@ -6,37 +6,8 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.suggest import nearest
+from launcher.cli.options.accepted import ELSEWHERE
 from launcher.cli.options.command import Option, spelled
-
-_MASTER = "write --master-addr HOST --master-port PORT; without, `launch` finds both"
-_LOGS = "each rank's whole output is in LOG_DIR/JOB/rank_N.log, and on the console; --log-dir says where"
-# Options of torchrun, deepspeed and accelerate that have no counterpart here, and what to do.
-_ELSEWHERE = {
-    "--rdzv-endpoint": _MASTER,
-    "--rdzv-backend": f"leave it out: nodes meet at the master address. {_MASTER}",
-    "--rdzv-id": "leave it out: every job has an id of its own",
-    "--rdzv-conf": "leave it out: nodes meet at the master address",
-    "--local-addr": "leave it out, or write --master-addr HOST",
-    "--monitor-interval": "leave it out: the end of a rank is seen at once",
-    "--role": "leave it out",
-    "--start-method": "leave it out",
-    "--run-path": "leave it out: give the script's path",
-    "--use-env": "leave it out: LOCAL_RANK is in the environment always",
-    "--tee": f"leave it out: {_LOGS}",
-    "--redirects": f"leave it out: {_LOGS}",
-    "--local-ranks-filter": "leave it out, or filter the lines by their prefix: [0]",
-    "--launcher-args": "leave it out; SSH options belong into ~/.ssh/config or a file for --ssh-config",
-    "--elastic-training": "write --max-restarts N --min-nodes N",
-    "--min-elastic-nodes": "write --min-nodes N --max-restarts N",
-    "--max-elastic-nodes": "write --num-nodes N",
-    "--autotuning": "leave it out; `launch estimate` says which settings fit into memory",
-    "--num-processes": "write --num-gpus N, the ranks of each host",
-    "--num-machines": "write --num-nodes N",
-    "--machine-rank": "write --node-rank N",
-    "--main-process-ip": "write --master-addr HOST",
-    "--main-process-port": "write --master-port PORT",
-    "--config-file": "options of a run can stand in a job file: `launch job.yaml`",
-}
 
 
 def as_usage_error(error: click.ClickException) -> UsageError:
@@ -59,7 +30,7 @@ def _no_such_option(error: click.NoSuchOption) -> UsageError:
     name = spelled(error.option_name)
     known = [spelled(option) for option in _spellings(error.ctx)]
     near = nearest(name, known, cutoff=0.7)
-    hint = _ELSEWHERE.get(name) or (f"did you mean {near}?" if near else _usage(error))
+    hint = ELSEWHERE.get(name) or (f"did you mean {near}?" if near else _usage(error))
     return UsageError(f"there is no option {error.option_name}", hint=hint)
 
 

@@ -32,6 +32,25 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class NodeRange:
+    """How many nodes a job takes: `most` where there are as many, and no fewer than `least`."""
+
+    least: int
+    most: int
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.least < self.most
+
+    def of(self, num_hosts: int) -> int:
+        """Return how many of so many hosts are taken; `least` where that is too few."""
+        return max(self.least, min(self.most, num_hosts))
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}" if self.is_elastic else str(self.most)
+
+
+@dataclass(frozen=True)
 class NodePlacement:
     """The ranks of one node: `first_rank` .. `first_rank + len(slots) - 1`, one per slot."""
 

@@ -39,19 +39,19 @@ def physical_cores(cpus: Sequence[int], sysfs: Path = Path("/sys/devices/system/
     return [first[place] for place in sorted(first)]
 
 
-def shares(bound_cores: Sequence[int], num_ranks: int) -> list[list[int]]:
+def shares(wanted: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Return the CPUs of each rank of this host.
 
-    bound_cores: what to share out; () for all physical cores this process may use. Raises: UsageError.
+    wanted: what to share out; () for all physical cores this process may use. Raises: UsageError.
     """
     allowed = os.sched_getaffinity(0)
-    missing = [core for core in bound_cores if core not in allowed]
+    missing = [core for core in wanted if core not in allowed]
     if missing:
         raise UsageError(
             f"CPU {missing[0]} does not exist on this host or may not be used",
             hint=f"--bind-core-list may name CPUs among {_ranges(sorted(allowed))}",
         )
-    cores = list(bound_cores) or physical_cores(sorted(allowed))
+    cores = list(wanted) or physical_cores(sorted(allowed))
     each = len(cores) // num_ranks
     if each == 0:
         raise UsageError(

@@ -29,6 +29,7 @@ _CHANGEABLE = {
     env.TORCHELASTIC_RUN_ID,
 }
 _SET_FOR_RANKS = {variable.name for variable in env.ALL if variable.direction == "set" and variable not in _CHANGEABLE}
+_SET_FOR_RANKS |= {env.HIP_VISIBLE_DEVICES.name, env.ZE_AFFINITY_MASK.name, env.ASCEND_RT_VISIBLE_DEVICES.name}
 _IS_SET = "`launch` sets it for every rank"
 _HINTS = {
     env.MASTER_ADDR.name: "give --master_addr",

@@ -65,8 +65,27 @@ class Command:
         return [self.for_local_rank(i) for i in range(num_ranks if self.passes_local_rank else 1)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run does beside its hosts and its command. The options of `launch run` write these fields by their names.
+
+    A plan has them unchanged, so that a new one needs no line between the option and the code that obeys it.
+    """
+
+    grace_s: float = DEFAULT_GRACE_S
+    lease_s: float = DEFAULT_LEASE_S  # a silence of this length, over a network, means that the other side is gone
+    hang_timeout_s: float | None = None  # end the job when a rank makes no progress for so long
+    stop_signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of the launcher: end the job
+    bound_cores: tuple[int, ...] | None = None  # bind ranks to shares of these; (): of all; None: do not bind
+    saves_pid: bool = False  # write the launcher's pid into the run folder
+    run_id: str | None = None  # what all nodes call the job where each runs its own command; None: job_id
+    max_restarts: int = 0
+    engine: str = "auto"  # what `--engine` says
+    resume: str = ""  # what `--resume` says: "auto", "never", a folder, or nothing
+
+
 @dataclass(frozen=True)
-class JobPlan:
+class JobPlan(Settings):
     """One run, decided. Values of the environment are secrets: `describe` names them only, and masks arguments."""
 
     job_id: str
@@ -77,23 +96,13 @@ class JobPlan:
     master_addr: str
     master_port: int | None  # None: an agent on node 0 picks a free one
     transports: dict[int, str]  # node rank -> "local", "ssh" or "srun"
-    agent_commands: dict[int, str]  # node rank -> what starts the agent
     forwarded_env: dict[str, str] = field(repr=False)  # for ranks on other hosts
     given_env: dict[str, str] = field(repr=False, default_factory=dict)  # from files and --env, for all ranks
     notes: tuple[str, ...] = ()  # what the user should know about how it came to be
     device_tokens: tuple[str, ...] = ()  # of this machine, see cluster.devices
-    grace_s: float = DEFAULT_GRACE_S
-    lease_s: float = DEFAULT_LEASE_S  # a silence of this length, over a network, means that the other side is gone
-    hang_timeout_s: float | None = None  # end the job when a rank makes no progress for so long
-    stop_signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of the launcher: end the job
-    bound_cores: tuple[int, ...] | None = None  # bind ranks to shares of these; (): of all; None: do not bind
-    saves_pid: bool = False  # write the launcher's pid into the run folder
-    run_id: str | None = None  # what all nodes call the job where each runs its own command; None: job_id
+    agent_commands: dict[int, str] = field(default_factory=dict)  # node rank -> what starts the agent; to be shown
     restart: int = 0  # how often the job was started again
     num_failures: int = 0  # of those restarts, how many came after a failure: what `max_restarts` limits
-    max_restarts: int = 0
-    engine: str = "auto"  # what `--engine` says
-    resume: str = ""  # what `--resume` says: "auto", "never", a folder, or nothing
 
     def needs_lease(self, node_rank: int) -> bool:
         """Whether a network lies between: messages prove that the other side lives.
@@ -134,7 +143,7 @@ class JobPlan:
                     "transport": self.transports[node.node_rank],
                     "slots": list(node.host.slots),
                     "ranks": list(node.ranks),
-                    "agent_command": self.agent_commands[node.node_rank],
+                    "agent_command": self.agent_commands.get(node.node_rank),
                 }
                 for node in self.placement.nodes
             ],

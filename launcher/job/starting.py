@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from launcher.agent.wire import Hello, Message, Spawn, check_version
@@ -14,7 +15,7 @@ from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.job.environment import device_tokens, job_variables, rank_variables
 from launcher.job.node import ChannelEnded, Inbox, Node
-from launcher.job.plan import JobPlan
+from launcher.job.plan import JobPlan, Settings
 from launcher.transport.api import Transport
 from launcher.transport.diagnose import start_failure
 from launcher.transport.fanout import TELL_AFTER_S, open_all
@@ -81,16 +82,16 @@ def spawn_message(plan: JobPlan, node: Node) -> Spawn:
         raise RuntimeError("the master port is chosen before ranks are started")
     transport = plan.transports[node.placement.node_rank]
     tokens = device_tokens(plan, node.placement, node.devices)
+    # A field of the message that has the name of a setting is that setting.
+    settings = {field.name: getattr(plan, field.name) for field in fields(Settings) if field.name in Spawn.field_names}
     return Spawn(
+        **settings | {"lease_s": plan.lease_s if node.has_lease else None},
         job_id=plan.job_id,
         commands=plan.command.for_ranks(node.placement.num_ranks),
         cwd=plan.cwd,
         # srun has passed on the whole environment, and a local agent inherits it.
         env=job_variables(plan) | (plan.forwarded_env if transport == "ssh" else {}) | plan.given_env,
         rank_envs=rank_variables(plan.placement, node.placement, (plan.master_addr, plan.master_port), tokens),
-        lease_s=plan.lease_s if node.has_lease else None,
-        grace_s=plan.grace_s,
-        bound_cores=None if plan.bound_cores is None else list(plan.bound_cores),
         window_bytes=node.window.num_bytes,
         # Only sshd starts agents with a limit of their own: others inherit what this process has raised.
         open_files=None if transport == "ssh" else original_limit(),

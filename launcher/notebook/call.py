@@ -107,7 +107,6 @@ def _plan(
         master_addr="127.0.0.1",
         master_port=None,
         transports={0: "local"},
-        agent_commands={0: LocalTransport().command_for(cluster.hosts[0])},
         forwarded_env={},
         device_tokens=local_device_tokens(os.environ),
         grace_s=grace_s,

@@ -308,7 +308,6 @@ def plan_of(num_hosts: int, num_ranks: int) -> JobPlan:
         master_addr="node-0",
         master_port=1,
         transports={},
-        agent_commands={},
         forwarded_env={},
     )
 

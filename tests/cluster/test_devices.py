@@ -28,10 +28,11 @@ def test_visible_devices_are_slots_by_position(value: str, tokens: tuple[str, ..
 
 
 def test_device_files_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "sda"):
-        (tmp_path / name).touch()
-    assert local_slots({}, device_dir=str(tmp_path)) == (0, 1)
-    assert local_slots({}, device_dir=str(tmp_path / "none")) == ()
+        (tmp_path / "dev" / name).touch()
+    assert local_slots({}, root=str(tmp_path)) == (0, 1)
+    assert local_slots({}, root=str(tmp_path / "none")) == ()
 
 
 def test_a_slot_leads_back_to_its_token() -> None:
@@ -41,6 +42,7 @@ def test_a_slot_leads_back_to_its_token() -> None:
 
 def test_a_rank_on_the_cpu_has_no_gpu_to_offer_a_launch_of_its_own(tmp_path: Path) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "3", "LAUNCH_JOB_ID": "calm-otter-0001"}
-    assert local_device_tokens(environ, device_dir=str(tmp_path)) == ()
-    (tmp_path / "nvidia0").touch()
-    assert local_device_tokens(environ, device_dir=str(tmp_path)) == ("3",)
+    assert local_device_tokens(environ, root=str(tmp_path)) == ()
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert local_device_tokens(environ, root=str(tmp_path)) == ("3",)

@@ -34,7 +34,6 @@ def plan(job_id: str = "calm-otter-0001") -> JobPlan:
         master_addr="node-a",
         master_port=None,
         transports={0: "ssh", 1: "ssh"},
-        agent_commands={0: "", 1: ""},
         forwarded_env={"TOKEN": "other"},
     )
 

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from launcher.base.errors import ConfigError, TransportError
 from launcher.base.processes import members_of_job
 from launcher.base.timeouts import Timeouts
-from launcher.cli.launching import check_config, world_sizes_of
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.job import restart
 from launcher.job.elastic_hosts import largest_fit
+from launcher.job.engine_config import EngineConfig
 from launcher.job.outcome import Failure, FailureKind, RunReport
 from launcher.job.plan import Command, JobPlan
 from launcher.job.restart import RestartPolicy, WorldSizes, run_with_restarts
@@ -81,7 +81,7 @@ class Quiet:
 def plan_for(cluster: Cluster) -> JobPlan:
     placement = place(cluster)
     kinds = {node.node_rank: "ssh" for node in placement.nodes}
-    return JobPlan("job", placement, Command("script", "t.py", ()), "/", Path("runs/job"), "a", None, kinds, kinds, {})
+    return JobPlan("job", placement, Command("script", "t.py", ()), "/", Path("runs/job"), "a", None, kinds, {})
 
 
 def report(exit_code: int = 0, lost_host: str | None = None, rank: int | None = None) -> RunReport:
@@ -358,10 +358,10 @@ def test_a_run_asks_the_config_among_the_script_s_arguments(tmp_path: Path, kind
         source = base64.b64encode(source.encode()).decode()
         assert len(source) > 255  # longer than a file name may be
     arguments = ["--lr", "1", "--deepspeed", source]
-    assert world_sizes_of(arguments) == (1, 2, 3, 4, 6)
-    check_config(arguments, 6)
+    assert EngineConfig(arguments).world_sizes() == (1, 2, 3, 4, 6)
+    EngineConfig(arguments).check(6)
     with pytest.raises(ConfigError, match="world size 5 does not fit"):
-        check_config(arguments, 5)
+        EngineConfig(arguments).check(5)
 
 
 def test_a_run_without_an_elastic_config_goes_on_with_any_world(tmp_path: Path) -> None:
@@ -371,8 +371,8 @@ def test_a_run_without_an_elastic_config_goes_on_with_any_world(tmp_path: Path) 
         ["--deepspeed", str(tmp_path / "ds.json")],
         ["--deepspeed", "on/other/hosts.json"],
     ):
-        assert world_sizes_of(arguments) is None
-        check_config(arguments, 5)
+        assert EngineConfig(arguments).world_sizes() is None
+        EngineConfig(arguments).check(5)
 
 
 def test_a_world_that_does_not_fit_ends_before_any_rank_starts(tmp_path: Path) -> None:

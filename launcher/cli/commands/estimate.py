@@ -13,10 +13,9 @@ import click
 from launcher.base.errors import Diagnostic, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.units import parse_bytes
-from launcher.cli.commands.completion import files
 from launcher.cli.console import streams
 from launcher.cli.options.command import option
-from launcher.cli.options.types import Whole
+from launcher.cli.options.types import Whole, files
 
 if TYPE_CHECKING:
     from launcher.config.schema import Config

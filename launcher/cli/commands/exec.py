@@ -15,10 +15,9 @@ from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
-from launcher.cli.commands.completion import files
 from launcher.cli.options.command import Command
 from launcher.cli.options.selection import HostOptions, host_options
-from launcher.cli.options.types import Seconds
+from launcher.cli.options.types import Seconds, files
 from launcher.cluster.fold import fold, fold_findings
 from launcher.hosts.fanout import Everywhere, Held, HostResult, Listener, Task
 from launcher.hosts.shell_session import BareSession

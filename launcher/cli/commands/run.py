@@ -12,9 +12,11 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import SRUN, SchedulerRank, scheduler_rank
+from launcher.cli.options.accepted import NOTES
 from launcher.cli.options.command import Command
-from launcher.cli.options.hosts import default_hostfile
-from launcher.cli.options.run import RunOptions, num_ranks, run_options
+from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, default_hostfile
+from launcher.cli.options.run import read_options, run_options
+from launcher.cluster.cluster import NodeRange
 from launcher.slurm.allocation import in_allocation
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
@@ -35,24 +37,30 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         from launcher.cli.options.jobfile import with_job_file
 
         values = with_job_file(ctx, values)
-    values = _with_default_hostfile(values)
-    has_hosts = values["hostfile"] is not None or (in_allocation(os.environ) and not values["standalone"])
-    options = RunOptions(**values | {"num_gpus": num_ranks(values["num_gpus"], has_hosts=has_hosts)})
-    started = None if options.is_by_hand or options.standalone else scheduler_rank(os.environ)
-    if started is not None and not (options.in_slurm and started.started_by == SRUN):
+    notes: list[str] = ctx.meta.get(NOTES, [])
+    started = None if _is_chosen(values) else scheduler_rank(os.environ)
+    if started is not None and values["hostfile"] is not None:
         raise _started_several_times(started)
-    if options.in_slurm:
-        from launcher.cli import slurm
+    if values["hostfile"] is None and not _is_chosen(values):
+        values = _with_scheduler(values, started, notes)
+    options = read_options(values, os.environ, notes)
+    if values["node_rank"] is None and (started is not None or options.request.in_slurm):
+        from launcher.cli import task
 
-        task = slurm.task_of(options)
-        if task is not None:
-            slurm.run_task(ctx, options, task)
+        if started is None or started.started_by == SRUN:
+            rank = task.slurm_task(options)
+        else:
+            rank = task.mpi_task(options, started)
+        if rank is not None:
+            task.run_task(ctx, options, values, rank)
             return
+        if started is not None:
+            raise _started_several_times(started)
     from launcher.transport.local import LocalTransport
 
     local = LocalTransport(passes_stdin=True)
     try:
-        if options.is_here_only and not options.dry_run:
+        if options.request.is_here_only and not options.dry_run:
             local.start_ahead()  # the agent's interpreter starts while this one imports the rest
         from launcher.cli.launching import launch
 
@@ -61,12 +69,30 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         local.close()
 
 
-def _with_default_hostfile(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with DeepSpeed's hostfile where it is there and nothing else says which hosts are meant."""
-    is_chosen = values["hostfile"] is not None or values["standalone"] or values["no_ssh"]
-    if is_chosen or values["node_rank"] is not None or in_allocation(os.environ):
+def _is_chosen(values: dict[str, Any]) -> bool:
+    """Whether the options themselves say that the hosts are this machine alone, or one node of several."""
+    return values["standalone"] or values["no_ssh"] or values["node_rank"] is not None
+
+
+def _with_scheduler(values: dict[str, Any], started: SchedulerRank | None, notes: list[str]) -> dict[str, Any]:
+    """Return the values with what the environment says of this machine's part in a job, or DeepSpeed's hostfile.
+
+    What the command line says wins. started: what mpirun or srun says of this process. Raises: UsageError.
+    """
+    if in_allocation(os.environ) and (started is None or started.started_by == SRUN):
         return values
-    return values | {"hostfile": default_hostfile()}
+    from launcher.job.scheduler_node import scheduler_node
+
+    node = scheduler_node(os.environ, started)
+    if node is None:
+        hostfile = default_hostfile() if started is None else None
+        notes += [DEFAULT_HOSTFILE_NOTE] if hostfile is not None else []
+        return values | {"hostfile": hostfile}
+    notes.append(node.note)
+    found = {name: value for name, value in node.options().items() if value is not None and values[name] is None}
+    if "num_nodes" in found:
+        found["num_nodes"] = NodeRange(node.num_nodes, node.num_nodes)
+    return values | found
 
 
 def _started_several_times(started: SchedulerRank) -> UsageError:

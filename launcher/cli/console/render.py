@@ -18,7 +18,7 @@ from launcher.base.units import format_bytes, format_duration
 from launcher.cli.console import streams
 from launcher.cli.console.lines import MixedLines
 from launcher.cli.console.shown import ShownOutput
-from launcher.cli.options.run import LOG_LEVELS
+from launcher.cli.options.output import LOG_LEVELS, OutputOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +75,7 @@ def _plan_lines(plan: JobPlan) -> list[str]:
         slots = ",".join(map(str, node.host.slots))
         transport = plan.transports[node.node_rank]
         lines.append(f"  node {node.node_rank}  {node.host.name}  ranks {ranks}  slots {slots}  by {transport}")
-        lines.append(f"          {plan.agent_commands[node.node_rank]}")
+        lines.append(f"          {plan.agent_commands.get(node.node_rank, '')}")
     if plan.given_env:
         lines.append(f"  environment given (names): {', '.join(sorted(plan.given_env))}")
     lines += [f"  {note}" for note in plan.notes]
@@ -119,20 +119,16 @@ def _evidence(failure: Failure) -> list[str]:
 class Console:
     """Shows a run on the terminal or as plain lines; implements the job's `Watcher`."""
 
-    def __init__(
-        self, plan: JobPlan, *, log_level: str, live: LiveView | None = None, has_prefixes: bool = True
-    ) -> None:
-        """log_level: one of `LOG_LEVELS`; what is less important is not shown. live: the panel, on a terminal.
-
-        has_prefixes: show `[rank]` before each line of a rank.
-        """
+    def __init__(self, plan: JobPlan, options: OutputOptions, *, live: LiveView | None = None) -> None:
+        """options: what to show. live: the panel, on a terminal."""
         self._plan = plan
-        self._level = LOG_LEVELS.index(log_level)
+        self._options = options
+        self._level = LOG_LEVELS.index(options.level)
         # The panel moves the cursor anyway: who debugs a rank turns it off with --plain.
         has_prompts = live is None and plan.placement.world_size == 1 and streams.has_terminal_input()
         self._lines = _lines_of_streams(has_prompts=has_prompts)
         self._live = live
-        self._has_prefixes = has_prefixes
+        self._has_prefixes = not options.no_prefix
         self._shown = ShownOutput()
         self._shown_traceback = ""  # of a rank that had failed and did not end
 
@@ -204,6 +200,10 @@ class Console:
             self._say(printable(text))
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
+        if not self._options.shows_all and not self._options.shows(
+            rank - self._plan.placement.node_of(rank).first_rank, stream
+        ):
+            return
         self._shown.add(rank, data)
         if not self._has_prefixes and self._plan.placement.world_size == 1:  # no other's lines to keep apart
             self._write(_STREAMS[stream](), data)

@@ -18,6 +18,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _OTHERS = "Options"
 
 
+_HEADINGS = ("Hosts", "Ranks", "Environment", "Failure", "Output", "Compatibility")  # in this order; others come last
+
+
+def _place_of(heading: str) -> int:
+    return _HEADINGS.index(heading) if heading in _HEADINGS else len(_HEADINGS)
+
+
 def spelled(name: str) -> str:
     """Return the name of an option as it is declared: for click's `token_normalize_func`."""
     return name.replace("_", "-")
@@ -71,6 +78,6 @@ class Command(click.Command):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
                 rows.setdefault(getattr(parameter, "heading", _OTHERS), []).append(record)
-        for heading, records in rows.items():
+        for heading in sorted(rows, key=_place_of):
             with formatter.section(heading):
-                formatter.write_dl(records)
+                formatter.write_dl(rows[heading])

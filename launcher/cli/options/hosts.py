@@ -14,6 +14,7 @@ from launcher.cli.options.types import Nodes, Whole
 from launcher.cluster.limits import MAX_EXPANSION
 
 if TYPE_CHECKING:
+    from launcher.cluster.cluster import NodeRange
     from launcher.transport.ssh.config import SshOptions
 
 HOSTS = "Hosts"
@@ -36,6 +37,7 @@ HOST_CHOICE = (
         "--hostfile",
         heading=HOSTS,
         type=click.Path(),
+        metavar="FILE",
         help="File of `host slots=N` lines. Default: the Slurm job, else /job/hostfile, else this machine.",
     ),
     option(
@@ -43,46 +45,58 @@ HOST_CHOICE = (
         "--include",
         heading=HOSTS,
         default="",
-        metavar="HOST[:SLOT,..]@..",
-        help="Use these hosts and slots only.",
+        metavar="HOSTS",
+        help="Use these hosts and slots only: HOST[:SLOT,...][@...], such as node-a@node-b:0,2.",
     ),
     option(
         "-e",
         "--exclude",
         heading=HOSTS,
         default="",
-        metavar="HOST[:SLOT,..]@..",
-        help="Leave these hosts or slots out.",
+        metavar="HOSTS",
+        help="Use all hosts and slots but these.",
     ),
     option(
         "--num-nodes",
         heading=HOSTS,
-        also=("--nnodes", "--nnode"),
+        also=("--nnodes", "--nnode", "--num-machines"),
         type=Nodes(1, MAX_EXPANSION),
-        help="Use the first N hosts.",
+        help="Use the first N hosts; MIN:MAX: as many as there are, and restart with at least MIN.",
     ),
 )
 # How they are reached.
 REACHING = (
-    option("--ssh-port", heading=HOSTS, type=Whole(1, 65535), help="Default: ~/.ssh/config, 22."),
-    option("-F", "--ssh-config", heading=HOSTS, type=click.Path(), help="Instead of ~/.ssh/config."),
-    option("--remote-python", heading=HOSTS, help="Python on the other hosts. Default: this one's path."),
-    option("--force-multi", heading=HOSTS, is_flag=True, help="Use SSH for this machine's name too."),
+    option("--ssh-port", heading=HOSTS, type=Whole(1, 65535), help="SSH port. Default: ~/.ssh/config, 22."),
+    option(
+        "-F",
+        "--ssh-config",
+        heading=HOSTS,
+        type=click.Path(),
+        metavar="FILE",
+        help="SSH config. Default: ~/.ssh/config.",
+    ),
+    option(
+        "--remote-python",
+        heading=HOSTS,
+        metavar="PATH",
+        help="Python on the hosts. Default: as here.",
+    ),
+    option("--force-multi", heading=HOSTS, is_flag=True, help="Reach this machine over SSH as well."),
     option(
         "--accept-new-host-keys",
         heading=HOSTS,
         is_flag=True,
-        help="Record the SSH keys of hosts never seen before instead of refusing them.",
+        help="Record the SSH host keys of unknown hosts instead of refusing them.",
     ),
-    option("--setup", heading=HOSTS, default="", metavar="CMD", help="Shell text to run on a host first."),
-    option("--venv-script", heading=HOSTS, metavar="FILE", help="Source FILE on a host first."),
+    option("--setup", heading=HOSTS, default="", metavar="CMD", help="Shell command to run on each host first."),
+    option("--venv-script", heading=HOSTS, metavar="FILE", help="Shell script to source on each host first."),
     option(
         "-v",
         "--verbose",
         heading="Output",
         is_flag=True,
         callback=note_debugging,
-        help="Show what SSH does, and of an error the stack, on standard error.",
+        help="Show what SSH does, and tracebacks of errors of launch, on stderr.",
     ),
 )
 
@@ -94,7 +108,7 @@ class Reaching:
     hostfile: str | None = None
     include: str = ""
     exclude: str = ""
-    num_nodes: int | None = None
+    num_nodes: NodeRange | None = None
     ssh_port: int | None = None
     ssh_config: str | None = None
     remote_python: str | None = None
@@ -103,11 +117,6 @@ class Reaching:
     setup: str = ""
     venv_script: str | None = None
     verbose: bool = False
-
-    @property
-    def shows_debug(self) -> bool:
-        """Whether to show what SSH does."""
-        return self.verbose
 
     @property
     def shell_setup(self) -> str:
@@ -130,7 +139,7 @@ class Reaching:
             python=self.remote_python,
             setup=self.shell_setup,
             accept_new_host_keys=self.accept_new_host_keys,
-            verbose=self.shows_debug,
+            verbose=self.verbose,
         )
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from launcher.base.errors import UsageError
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, Reaching, default_hostfile
-from launcher.cli.reach import Reach, Transports
+from launcher.cli.reach import AllocationTransports, Reach, Transports
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.devices import local_slots
+from launcher.job.offered import offered_hosts
 from launcher.slurm.allocation import in_allocation
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -33,8 +33,6 @@ class HostOptions(Reaching):
         shell_only: start a plain shell there, not an agent; a Slurm step knows agents only.
         """
         if self.in_slurm:
-            from launcher.cli.slurm import AllocationTransports
-
             return AllocationTransports(self, cluster)
         return Transports(self, only_ssh=self.force_multi, shell_only=shell_only)
 
@@ -43,31 +41,21 @@ class HostOptions(Reaching):
 
         Raises: HostfileError, UsageError.
         """
-        if self.hostfile is not None:
-            from launcher.cluster.hostfile import read_hostfile
-
-            return self._chosen(read_hostfile(Path(self.hostfile)))
-        if self.in_slurm:
-            from launcher.cli.slurm import allocation  # 7 ms that a command with a hostfile does not pay
-
-            return self._chosen(allocation(None))
-        path = default_hostfile()
-        if path is not None:
-            from launcher.cluster.hostfile import read_hostfile
-
+        hostfile = self.hostfile
+        if hostfile is None and not self.in_slurm and (hostfile := default_hostfile()) is not None:
             click.echo(DEFAULT_HOSTFILE_NOTE, err=True)
-            return self._chosen(read_hostfile(path))
-        if self.include or self.exclude or self.num_nodes not in (None, 1):
+        offered = offered_hosts(hostfile, in_slurm=self.in_slurm)
+        count = None if self.num_nodes is None else self.num_nodes.of(1 if offered is None else len(offered.hosts))
+        if offered is not None:
+            from launcher.cluster.filters import select
+
+            return select(offered, include=self.include, exclude=self.exclude, num_nodes=count)
+        if self.include or self.exclude or count not in (None, 1):
             raise UsageError(
                 "--include, --exclude and --num-nodes choose among the hosts of a hostfile, and there is none",
                 hint="name one with --hostfile",
             )
         return Cluster((Host("localhost", local_slots(os.environ) or (0,)),))
-
-    def _chosen(self, cluster: Cluster) -> Cluster:
-        from launcher.cluster.filters import select
-
-        return select(cluster, include=self.include, exclude=self.exclude, num_nodes=self.num_nodes)
 
 
 def host_options(function: _F) -> _F:

@@ -1,11 +1,26 @@
-"""Types of options that hold numbers. Their errors say what is expected; `--help` shows no limits."""
+"""Types of options: each parses its text once, into the value that the code works with.
+
+Their errors say what is expected; `--help` shows no limits.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from launcher.base.errors import UsageError
+from launcher.base.resume import AUTO, NEVER
+from launcher.cluster.cluster import NodeRange
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from click.shell_completion import CompletionItem
 
 _LONGEST_S = 10 * 366 * 24 * 3600.0  # ten years: a deadline of `inf` is none
 
@@ -37,17 +52,16 @@ class Ranks(Whole):
 
 
 class Nodes(Whole):
-    """A number of nodes; torchrun's range of them says what to write in its place."""
+    """A number of nodes, or torchrun's range of them: MIN:MAX."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, NodeRange):
+            return value
         least, colon, most = str(value).partition(":")
-        if colon and least.isdigit() and most.isdigit():
-            self.fail(
-                f"expected one number, got a range; write --num-nodes {most} --min-nodes {least} --max-restarts N",
-                param,
-                ctx,
-            )
-        return super().convert(value, param, ctx)
+        ends = [super(Nodes, self).convert(text, param, ctx) for text in ((least, most) if colon else (least, least))]
+        if ends[0] > ends[1]:
+            self.fail(f"expected MIN:MAX, got {value!r:.80}", param, ctx)
+        return NodeRange(*ends)
 
 
 class Seconds(click.ParamType):  # type: ignore[type-arg]  # as above
@@ -69,3 +83,118 @@ class Seconds(click.ParamType):  # type: ignore[type-arg]  # as above
             limit = f"{'more than' if self._min_open else 'at least'} {self._least:g}"
             self.fail(f"expected seconds, {limit}, got {str(value)!r:.80}", param, ctx)
         return seconds
+
+
+class WholeList(click.ParamType):  # type: ignore[type-arg]  # as above
+    """Whole numbers, separated by commas."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(part.isascii() and part.isdigit() for part in parts):
+            self.fail(f"expected whole numbers such as 0,1, got {value!r:.80}", param, ctx)
+        return tuple(map(int, parts))
+
+
+class CoreList(click.ParamType):  # type: ignore[type-arg]  # as above
+    """CPUs: 0-15,32."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        from launcher.cluster.cores import parse_core_list
+
+        return parse_core_list(value)
+
+
+class ResumeFrom(click.ParamType):  # type: ignore[type-arg]  # as above
+    """`auto`, `never`, or a folder, whose whole path it becomes: ranks may start in another one."""
+
+    name = "auto|never|dir"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value:
+            self.fail("names no folder; write --resume auto, --resume never or --resume DIR", param, ctx)
+        return value if value in (AUTO, NEVER) or "://" in value else os.path.abspath(value)
+
+
+_RESERVED_SIGNALS = {
+    "SIGKILL": "no program can handle it",
+    "SIGSTOP": "no program can handle it",
+    "SIGCHLD": "it tells launch that a process of its own has ended",
+    "SIGURG": "it asks ranks for their stacks",
+    "SIGQUIT": "it asks for the stacks of all ranks, as `launch stacks` does",
+}
+
+
+class SignalList(click.ParamType):  # type: ignore[type-arg]  # as above
+    """Names of signals, separated by commas; a tuple of their numbers."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        names = [name for name in (part.strip().upper() for part in str(value).split(",")) if name]
+        return tuple(_signal_number(name if name.startswith("SIG") else f"SIG{name}") for name in names)
+
+
+def _signal_number(name: str) -> int:
+    if name not in signal.Signals.__members__:
+        from launcher.base.suggest import did_you_mean
+
+        hint = did_you_mean(name, signal.Signals.__members__)
+        raise UsageError(f"there is no signal {name.removeprefix('SIG')}", where="--signals-to-handle", hint=hint)
+    if name in _RESERVED_SIGNALS:
+        raise UsageError(
+            f"{name} cannot end a job in order: {_RESERVED_SIGNALS[name]}",
+            where="--signals-to-handle",
+            hint="name others, such as SIGINT,SIGTERM,SIGHUP",
+        )
+    return int(signal.Signals[name])
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Streams of local ranks, as torchrun's --redirects and --tee name them: bit 1 is stdout, bit 2 stderr."""
+
+    every: int = 0  # of every rank
+    by_local_rank: Mapping[int, int] = field(default_factory=dict)  # in place of `every`
+
+    def has(self, local_rank: int, stream: str) -> bool:
+        """Whether a rank's "stdout" or "stderr" is among them."""
+        return bool(self.by_local_rank.get(local_rank, self.every) & (1 if stream == "stdout" else 2))
+
+
+NO_STREAMS = StreamSpec()
+
+
+class Streams(click.ParamType):  # type: ignore[type-arg]  # as above
+    """Which streams: 0 to 3 for all ranks, or LOCAL_RANK:0..3 for some."""
+
+    name = "spec"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, StreamSpec):
+            return value
+        if value in ("0", "1", "2", "3"):
+            return StreamSpec(int(value))
+        found: dict[int, int] = {}
+        for part in str(value).split(","):
+            local_rank, _, streams = part.strip().partition(":")
+            if not (local_rank.isascii() and local_rank.isdigit() and streams in ("0", "1", "2", "3")):
+                self.fail(f"expected 0 to 3, or such as 0:1,1:3 by local rank, got {str(value)!r:.80}", param, ctx)
+            found[int(local_rank)] = int(streams)
+        return StreamSpec(0, found)
+
+
+def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete the names of files: for arguments that are another program's."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]

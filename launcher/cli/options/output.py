@@ -1,0 +1,92 @@
+"""What `launch run` shows of its own and of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+
+from launcher.cli.options.command import option
+from launcher.cli.options.hosts import note_debugging
+from launcher.cli.options.types import NO_STREAMS, Streams, StreamSpec, WholeList
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+_OUTPUT = "Output"
+
+# All of them but --log-dir, which is the plan's.
+OUTPUT = (
+    option(
+        "-r",
+        "--redirects",
+        heading=_OUTPUT,
+        metavar="SPEC",
+        type=Streams(),
+        default=NO_STREAMS,
+        help="Streams that go to the log files only: 1 stdout, 2 stderr, 3 both; 0:1,1:3 by local rank. Default: 0.",
+    ),
+    option(
+        "-t",
+        "--tee",
+        heading=_OUTPUT,
+        metavar="SPEC",
+        type=Streams(),
+        default=NO_STREAMS,
+        help="Streams that the console shows as well, although --redirects names them.",
+    ),
+    option(
+        "--local-ranks-filter",
+        heading=_OUTPUT,
+        metavar="LIST",
+        type=WholeList(),
+        help="Show the output of these local ranks only, such as 0,1. The log files have all.",
+    ),
+    option("--no-prefix", heading=_OUTPUT, is_flag=True, help="Do not prefix lines of the ranks with [rank]."),
+    option(
+        "--log-level",
+        heading=_OUTPUT,
+        type=click.Choice(LOG_LEVELS),
+        metavar="LEVEL",
+        default="info",
+        callback=note_debugging,
+        help="Least important messages of launch to show: debug (with the plan, and what -v shows), info, warning,"
+        " error, critical. Default: info.",
+    ),
+    option("-q", "--quiet", heading=_OUTPUT, is_flag=True, help="The same as --log-level warning."),
+    option("--plain", heading=_OUTPUT, is_flag=True, help="Show no status view on a terminal."),
+    option("--dry-run", heading=_OUTPUT, is_flag=True, help="Print the plan and exit."),
+    option("--json", "as_json", heading=_OUTPUT, is_flag=True, help="With --dry-run: print the plan as JSON."),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """The values of these options, by name."""
+
+    redirects: StreamSpec = NO_STREAMS
+    tee: StreamSpec = NO_STREAMS
+    local_ranks_filter: tuple[int, ...] | None = None
+    no_prefix: bool = False
+    log_level: str = "info"
+    quiet: bool = False
+    plain: bool = False
+
+    @property
+    def level(self) -> str:
+        """The least important kind of message that is shown."""
+        return "warning" if self.quiet else self.log_level
+
+    @property
+    def wants_panel(self) -> bool:
+        """Whether a terminal may show the panel: part of what `info` shows."""
+        return not self.plain and self.level == "info"
+
+    @property
+    def shows_all(self) -> bool:
+        """Whether nothing of any rank is hidden."""
+        return self.redirects == NO_STREAMS and self.local_ranks_filter is None
+
+    def shows(self, local_rank: int, stream: str) -> bool:
+        """Whether the console shows a rank's stream, "stdout" or "stderr"; its log file has it in any case."""
+        if self.local_ranks_filter is not None and local_rank not in self.local_ranks_filter:
+            return False
+        return self.tee.has(local_rank, stream) or not self.redirects.has(local_rank, stream)

@@ -1,0 +1,57 @@
+"""The engine config that a script gets as an argument, read before any rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from launcher.config.schema import Config
+
+
+class EngineConfig:
+    """The config that the script's arguments name; without one, every check passes."""
+
+    def __init__(self, script_args: Sequence[str]) -> None:
+        self._source = _argument(script_args)
+
+    def check(self, world_size: int) -> None:
+        """Check the config as the ranks would. Raises: ConfigError.
+
+        The world size is checked against `elasticity` alone: the script may still change the batch keys.
+        """
+        config = self._load()
+        if config is not None and config.elasticity.enabled is True:
+            self._load(world_size)
+
+    def world_sizes(self) -> tuple[int, ...] | None:
+        """Return the world sizes that the config fits, None when it fits any. Raises: ConfigError."""
+        config = self._load()
+        if config is None:
+            return None
+        from launcher.config.elastic import elastic_batch_of
+
+        batch = elastic_batch_of(config)
+        return None if batch is None else batch.world_sizes
+
+    def _load(self, world_size: int | None = None) -> Config | None:
+        """Load the config; None when there is none, or it is on other hosts only."""
+        if self._source is None:
+            return None
+        from launcher.config.load import is_readable_here, load_config  # pydantic: not for runs without a config
+
+        readable = is_readable_here(self._source)
+        return load_config(self._source, world_size=world_size).config if readable else None
+
+
+def _argument(script_args: Sequence[str]) -> str | None:
+    for position, argument in enumerate(script_args):
+        name, has_value, value = argument.partition("=")
+        if name not in ("--deepspeed", "--deepspeed_config"):
+            continue
+        if has_value:
+            return value
+        following = script_args[position + 1] if position + 1 < len(script_args) else "--"
+        if not following.startswith("-"):
+            return following
+    return None

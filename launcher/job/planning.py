@@ -1,0 +1,211 @@
+"""From a request to a plan: which hosts, how each is reached, what every rank gets. Pure: values in, values out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from launcher.base.errors import HostfileError, UsageError
+from launcher.base.folders import working_folder
+from launcher.cluster.cluster import Cluster, Host, Placement, place
+from launcher.cluster.devices import local_device_tokens
+from launcher.cluster.hostname import is_loopback
+from launcher.job.envfile import JobEnvironment
+from launcher.job.environment import forwarded
+from launcher.job.plan import JobPlan, Settings
+from launcher.job.request import Request
+from launcher.transport.fanout import is_local
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a plan depends on beside the request: this process and its machine, looked at once."""
+
+    environ: Mapping[str, str]
+    cwd: str
+    device_tokens: tuple[str, ...]  # see cluster.devices
+    num_cpus: int  # that this process may use
+
+    @classmethod
+    def now(cls) -> Here:
+        """Look. Raises: UsageError where the working folder is gone."""
+        environ = dict(os.environ)
+        return cls(environ, working_folder(), local_device_tokens(environ), len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The hosts and slots to use, and what goes with them."""
+
+    cluster: Cluster
+    spares: tuple[Host, ...] = ()  # hosts that --num-nodes leaves out: they may take a lost one's place
+    notes: tuple[str, ...] = ()  # what the user should know about the choice
+
+
+def num_ranks(request: Request, here: Here) -> int | None:
+    """Return how many ranks each host is to have, None for one on each slot. torchrun's words mean this machine.
+
+    Raises: UsageError for `gpu` where there is none.
+    """
+    wish = request.num_gpus
+    if not isinstance(wish, str):
+        return wish
+    if wish == "cpu":
+        return here.num_cpus
+    if request.has_hosts:
+        return None  # these say themselves what slots they have
+    num_gpus = len(here.device_tokens)
+    if wish == "gpu" and not num_gpus:
+        raise UsageError("this machine has no GPU", where="--num-gpus gpu", hint="write --num-gpus N for N CPU ranks")
+    return num_gpus or here.num_cpus
+
+
+def choose_hosts(request: Request, here: Here, offered: Cluster | None) -> Choice:
+    """Return the hosts and slots to use. offered: those of the hostfile or of Slurm; None: this machine.
+
+    Raises: HostfileError, UsageError.
+    """
+    wanted = num_ranks(request, here)
+    if offered is not None:
+        from launcher.cluster.filters import select
+
+        count = None if request.num_nodes is None else request.num_nodes.of(len(offered.hosts))
+        cluster = select(offered, include=request.include, exclude=request.exclude, num_nodes=count, num_gpus=wanted)
+        return Choice(cluster, offered.hosts[count:] if count is not None else ())
+    num_devices = len(here.device_tokens)
+    if num_devices == 0 or request.num_gpus == "cpu":
+        if request.include or request.exclude:
+            raise HostfileError(
+                "--include and --exclude choose among GPUs or hosts, and there are neither",
+                hint="name the hosts with --hostfile, or give --num-gpus N for N CPU ranks",
+            )
+        notes = ("no GPU here: the ranks run on the CPU",) if num_devices == 0 else ()
+        return Choice(_like_this(tuple(range(wanted or 1)), request), notes=notes)
+    from launcher.cluster.filters import select
+
+    machine = Cluster((Host("localhost", tuple(range(num_devices))),))
+    cluster = select(machine, include=request.include, exclude=request.exclude, num_gpus=wanted)
+    return Choice(_like_this(cluster.hosts[0].slots, request))
+
+
+def _like_this(slots: tuple[int, ...], request: Request) -> Cluster:
+    """Return this machine, or as many machines like it as `--node-rank` without a hostfile means."""
+    if not request.runs_one_node:
+        return Cluster((Host("localhost", slots),))
+    num_nodes = 1 if request.num_nodes is None else request.num_nodes.most
+    return Cluster(tuple(Host(f"node-{number}", slots) for number in range(num_nodes)))
+
+
+def transport_kind(request: Request, host: Host) -> str:
+    """Return how a host is reached: "local", "ssh" or "srun"."""
+    if request.in_slurm:
+        return "srun"
+    is_here = request.runs_one_node or (is_local(host.name) and not request.force_multi)
+    return "local" if is_here else "ssh"
+
+
+def make_plan(
+    request: Request,
+    here: Here,
+    cluster: Cluster,
+    job_id: str,
+    given: JobEnvironment,
+    address_of: Callable[[Host], str],
+) -> JobPlan:
+    """Decide everything about a run on `cluster`.
+
+    given: the variables of --env and of files. address_of: returns the address that other hosts reach one by.
+    Raises: UsageError, and what `address_of` raises.
+    """
+    placement = place(cluster)
+    if request.runs_one_node:
+        placement = _one_node(request, placement)
+    kinds = {node.node_rank: transport_kind(request, node.host) for node in placement.nodes}
+    tokens = here.device_tokens
+    if request.num_gpus == "cpu" and not request.has_hosts:
+        tokens = ("",) * max(node.num_ranks for node in placement.nodes)  # no GPU is visible
+    else:
+        _check_local_slots(placement, kinds, len(tokens))
+    settings = {field.name: getattr(request, field.name) for field in dataclasses.fields(Settings)}
+    return JobPlan(
+        **settings | {"run_id": _run_id(request, placement)},
+        job_id=job_id,
+        placement=placement,
+        command=request.command,
+        cwd=here.cwd,
+        run_folder=request.log_dir / job_id,
+        master_addr=_master_addr(request, placement, kinds, address_of),
+        master_port=request.master_port,
+        transports=kinds,
+        forwarded_env=forwarded(here.environ),
+        given_env=given.values,
+        notes=(*request.notes, *given.notes),
+        device_tokens=tokens,
+    )
+
+
+def _run_id(request: Request, placement: Placement) -> str | None:
+    """Return what all nodes call the job, None where one command starts them all: the job's own id then."""
+    if request.run_id is not None or not request.runs_one_node or placement.world_size == len(placement.ranks):
+        return request.run_id
+    return f"{request.master_addr}-{request.master_port}"  # what every node's command must name alike anyway
+
+
+def _one_node(request: Request, placement: Placement) -> Placement:
+    """Return the placement as the one node sees it that this command starts. Raises: UsageError."""
+    given = {"--master-addr": request.master_addr, "--master-port": request.master_port}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and placement.num_nodes > 1:
+        raise UsageError(
+            f"several nodes, each with its own command, need {' and '.join(missing)}",
+            hint="give every node the same address and port of node 0",
+        )
+    node_rank = request.node_rank
+    if node_rank is None:
+        own = [node.node_rank for node in placement.nodes if is_local(node.host.name)]
+        if len(own) != 1:
+            raise UsageError(
+                f"--no-ssh: {os.uname().nodename} is not a host of the hostfile", hint="say which with --node-rank N"
+            )
+        node_rank = own[0]
+    if node_rank >= placement.num_nodes:
+        raise UsageError(f"--node-rank {node_rank}: there are only {placement.num_nodes} nodes, counted from 0")
+    return placement.only(node_rank)
+
+
+def _check_local_slots(placement: Placement, transports: dict[int, str], num_devices: int) -> None:
+    for node in placement.nodes:
+        too_many = [slot for slot in node.host.slots if slot >= num_devices > 0]
+        if transports[node.node_rank] == "local" and too_many:
+            raise UsageError(
+                f"slot {too_many[0]} has no GPU: this process may use {num_devices}",
+                where=node.host.name,
+                hint="lower slots= or widen CUDA_VISIBLE_DEVICES",
+            )
+
+
+def _master_addr(
+    request: Request, placement: Placement, kinds: dict[int, str], address_of: Callable[[Host], str]
+) -> str:
+    if request.master_addr is not None:
+        return request.master_addr
+    if placement.num_nodes == 1 or set(kinds.values()) == {"local"}:
+        return "127.0.0.1"
+    first = placement.nodes[0].host
+    if kinds[0] == "local":
+        if first.name == "localhost":
+            raise UsageError(
+                "other hosts cannot reach node 0 as localhost",
+                hint="write this machine's own name into the hostfile, or give --master-addr",
+            )
+        return first.name
+    address = address_of(first)
+    if address != first.name and is_loopback(address):
+        raise UsageError(
+            f"{address}, the HostName of {first.name} in the SSH config, leads other hosts to themselves",
+            where=first.name,
+            hint="give node 0's address in the network of the hosts with --master-addr",
+        )
+    return address

@@ -1,0 +1,176 @@
+"""Which node of a job a scheduler has made this machine, where it starts one command on each: told by the environment.
+
+Pure: environment mappings in, values out. The variables are documented by torchrun (PET_*, which Kubernetes' training
+operators set), by PyTorchJob (MASTER_ADDR, WORLD_SIZE, RANK), Azure ML, Vertex AI and Lightning (NODE_RANK), and by MPI
+(`base.scheduler_rank`). Slurm is not among them: there one `launch` starts all nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.base import env
+from launcher.base.errors import UsageError
+from launcher.base.scheduler_rank import SchedulerRank
+
+DEFAULT_PORT = 29500  # torchrun's
+_ALONE = "; --standalone: use this machine only"
+
+
+@dataclass(frozen=True)
+class SchedulerNode:
+    """This machine as one node of a job; every other node runs a command of its own."""
+
+    known_by: str  # what says so, for messages
+    node_rank: int
+    num_nodes: int
+    master_addr: str | None  # None: there is one node
+    master_port: int | None
+    num_ranks: int | str | None = None  # of this node: a number, "gpu", "cpu", "auto"; None: not said
+
+    @property
+    def note(self) -> str:
+        """What to tell the user."""
+        place = f"node {self.node_rank} of {self.num_nodes}"
+        ranks = "" if self.num_ranks is None else f", ranks: {self.num_ranks}"
+        return f"{self.known_by}: this is {place}{ranks}{_ALONE if self.num_nodes > 1 else ''}"
+
+    def options(self) -> dict[str, object]:
+        """Return the options of `launch run` that say the same, by name."""
+        if self.num_nodes == 1:
+            return {"num_gpus": self.num_ranks}
+        return {
+            "num_gpus": self.num_ranks,
+            "num_nodes": self.num_nodes,
+            "node_rank": self.node_rank,
+            "master_addr": self.master_addr,
+            "master_port": self.master_port,
+        }
+
+
+def scheduler_node(environ: Mapping[str, str], started: SchedulerRank | None) -> SchedulerNode | None:
+    """Return which node this machine is, None when nothing says that it is one.
+
+    started: what MPI says of this process. Raises: UsageError when the variables contradict each other or lack one.
+    """
+    if env.JOB_ID.name in environ:
+        return None
+    if any(known.name in environ for known in (env.PET_NNODES, env.PET_NODE_RANK, env.PET_NPROC_PER_NODE)):
+        return _of_torchrun(environ)
+    if started is not None and started.local_world_size == 1:
+        return _of_mpi(environ, started)
+    is_rank = any(known.name in environ for known in (env.LOCAL_RANK, env.TORCHELASTIC_RUN_ID))
+    if started is not None or is_rank or env.MASTER_ADDR.name not in environ:
+        return None
+    return _of_variables(environ)
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> SchedulerNode:
+    """Read what torchrun would read: PET_ and the name of an option."""
+    count = environ.get(env.PET_NNODES.name, "1")
+    least, _, most = count.partition(":")
+    if most and most != least:
+        raise UsageError(
+            f"{env.PET_NNODES.name}={count}: an elastic job has its nodes numbered by torchrun's rendezvous",
+            where=env.PET_NNODES.name,
+            hint="give the job a fixed number of nodes",
+        )
+    num_nodes = _number(env.PET_NNODES, least)
+    node_rank = _agreed(environ, (env.PET_NODE_RANK, env.NODE_RANK, env.GROUP_RANK)) if num_nodes > 1 else 0
+    endpoint, _, port = environ.get(env.PET_RDZV_ENDPOINT.name, "").rpartition(":")
+    address = environ.get(env.PET_MASTER_ADDR.name) or endpoint or environ.get(env.MASTER_ADDR.name)
+    port = environ.get(env.PET_MASTER_PORT.name) or port or environ.get(env.MASTER_PORT.name, "")
+    ranks = environ.get(env.PET_NPROC_PER_NODE.name)
+    is_word = ranks in ("gpu", "cpu", "auto")
+    num_ranks = ranks if is_word or ranks is None else _number(env.PET_NPROC_PER_NODE, ranks)
+    return _checked("PET_* variables", environ, node_rank, num_nodes, (address, port), num_ranks)
+
+
+def _of_mpi(environ: Mapping[str, str], started: SchedulerRank) -> SchedulerNode:
+    """Read one process of mpirun on each node: it starts all ranks of its node."""
+    address = environ.get(env.MASTER_ADDR.name) or started.first_node
+    port = environ.get(env.MASTER_PORT.name) or str(started.port or "")
+    by = f"{started.started_by}, one process on each node"
+    return _checked(by, environ, started.rank, started.world_size, (address, port), None)
+
+
+def _of_variables(environ: Mapping[str, str]) -> SchedulerNode | None:
+    """Read MASTER_ADDR with the number of this node, and how many there are."""
+    numbers: tuple[env.EnvVar, ...] = (env.NODE_RANK, env.GROUP_RANK)
+    if not any(known.name in environ for known in numbers):
+        numbers = (env.RANK,)  # without LOCAL_RANK: the scheduler's number of this machine
+        if env.RANK.name not in environ or env.WORLD_SIZE.name not in environ:
+            return None
+    node_rank = _agreed(environ, numbers)
+    local = environ.get(env.LOCAL_WORLD_SIZE.name)
+    num_ranks = None if local is None else _number(env.LOCAL_WORLD_SIZE, local)
+    counted = env.NNODES if env.NNODES.name in environ else env.WORLD_SIZE
+    if counted.name not in environ:
+        raise UsageError(
+            f"{numbers[0].name} and {env.MASTER_ADDR.name} say that this is a node of a job, not how many there are",
+            where=env.NNODES.name,
+            hint=f"export {env.NNODES.name}, or give --num-nodes and --node-rank{_ALONE}",
+        )
+    num_nodes = _number(counted, environ[counted.name])
+    if counted is env.WORLD_SIZE and num_ranks:
+        if num_nodes % num_ranks:
+            raise UsageError(
+                f"{num_nodes} ranks are not a multiple of {num_ranks} on each node",
+                where=f"{env.WORLD_SIZE.name}, {env.LOCAL_WORLD_SIZE.name}",
+                hint=f"mend the variables, or give --num-nodes and --node-rank{_ALONE}",
+            )
+        num_nodes //= num_ranks
+    names = [known.name for known in numbers if known.name in environ] + [counted.name, env.MASTER_ADDR.name]
+    master = (environ[env.MASTER_ADDR.name], environ.get(env.MASTER_PORT.name, ""))
+    return _checked(", ".join(names), environ, node_rank, num_nodes, master, num_ranks)
+
+
+def _checked(
+    known_by: str,
+    environ: Mapping[str, str],
+    node_rank: int,
+    num_nodes: int,
+    master: tuple[str | None, str],
+    num_ranks: int | str | None,
+) -> SchedulerNode:
+    """Raises: UsageError for a node that is none of the job's, or a job without a master."""
+    address, port = master
+    if node_rank >= max(num_nodes, 1):
+        raise UsageError(
+            f"this is node {node_rank} of {num_nodes}, counted from 0",
+            where=known_by,
+            hint=f"mend the variables, or give --num-nodes and --node-rank{_ALONE}",
+        )
+    if num_nodes > 1 and not address:
+        raise UsageError(
+            f"this is node {node_rank} of {num_nodes}, and the address of node 0 is not known",
+            where=known_by,
+            hint=f"export {env.MASTER_ADDR.name} on every node, or give --node-rank and --master-addr",
+        )
+    number = _number(env.MASTER_PORT, port) if port else DEFAULT_PORT
+    return SchedulerNode(known_by, node_rank, max(num_nodes, 1), address, number, num_ranks)
+
+
+def _agreed(environ: Mapping[str, str], variables: tuple[env.EnvVar, ...]) -> int:
+    """Return the number that all variables say that are set. Raises: UsageError when two differ, or none is set."""
+    found = {known: _number(known, environ[known.name]) for known in variables if known.name in environ}
+    if not found:
+        raise UsageError(
+            "the job has several nodes, and the number of this one is not known",
+            where=variables[0].name,
+            hint=f"export it on every node, from 0, or give --node-rank{_ALONE}",
+        )
+    if len(set(found.values())) > 1:
+        raise UsageError(
+            " and ".join(f"{known.name}={number}" for known, number in found.items()) + " contradict each other",
+            where=variables[0].name,
+            hint=f"mend the variables, or give --node-rank{_ALONE}",
+        )
+    return next(iter(found.values()))
+
+
+def _number(variable: env.EnvVar, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise UsageError(f'"{text[:80]}" is not a number', where=variable.name, hint="mend the variable")
+    return int(text)
