@@ -222,9 +222,11 @@ def test_a_controller_that_reads_slowly_holds_the_ranks_up(agent: Agent, tmp_pat
 def test_a_slot_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from launcher.agent import spawn as spawning
     from launcher.base.errors import UsageError
+    from launcher.cluster.devices import NVIDIA, Devices
 
     def check(devices: str, num_devices: int) -> None:
-        monkeypatch.setattr(spawning, "local_device_tokens", lambda _: tuple("01234567"[:num_devices]))
+        here = Devices(NVIDIA, tuple("01234567"[:num_devices]))
+        monkeypatch.setattr(spawning, "_devices_here", lambda: here)
         rank_envs = [{"RANK": "0", "CUDA_VISIBLE_DEVICES": devices}]
         spawning.check_devices(Spawn("a-b-0000", [], "/", {}, rank_envs, None, 1.0))
 

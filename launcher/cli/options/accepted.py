@@ -96,7 +96,7 @@ def with_endpoint(values: dict[str, Any], endpoint: str | None, notes: list[str]
 def _is_here(host: str) -> bool:
     from launcher.cluster.hostname import is_loopback
 
-    return host == "localhost" or is_loopback(host)
+    return is_loopback(host)
 
 
 def _split(endpoint: str) -> tuple[str, int | None]:

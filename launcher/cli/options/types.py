@@ -149,7 +149,7 @@ def _signal_number(name: str) -> int:
         from launcher.base.suggest import did_you_mean
 
         hint = did_you_mean(name, signal.Signals.__members__)
-        raise UsageError(f"there is no signal {name.removeprefix('SIG')}", where="--signals-to-handle", hint=hint)
+        raise UsageError(f"there is no signal {name}", where="--signals-to-handle", hint=hint)
     if name in _RESERVED_SIGNALS:
         raise UsageError(
             f"{name} cannot end a job in order: {_RESERVED_SIGNALS[name]}",
