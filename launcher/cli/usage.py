@@ -5,9 +5,11 @@ from __future__ import annotations
 import click
 
 from launcher.base.errors import UsageError
-from launcher.base.suggest import nearest
+from launcher.base.suggest import did_you_mean, nearest
 from launcher.cli.options.accepted import ELSEWHERE
 from launcher.cli.options.command import Option, spelled
+
+_NO_COMMAND = "No such command "  # how click begins what it says of one
 
 
 def as_usage_error(error: click.ClickException) -> UsageError:
@@ -19,6 +21,8 @@ def as_usage_error(error: click.ClickException) -> UsageError:
     if isinstance(error, click.BadOptionUsage):
         _, _, problem = error.message.rstrip(".").rpartition("' ")
         return UsageError(problem, where=spelled(error.option_name), hint=_usage(error))
+    if isinstance(error, click.UsageError) and error.message.startswith(_NO_COMMAND):
+        return _no_such_command(error)
     message = error.message[:1].lower() + error.message[1:].rstrip(".")
     if isinstance(error, click.BadParameter):
         expected, _, remedy = message.partition("; ")
@@ -32,6 +36,13 @@ def _no_such_option(error: click.NoSuchOption) -> UsageError:
     near = nearest(name, known, cutoff=0.7)
     hint = ELSEWHERE.get(name) or (f"did you mean {near}?" if near else _usage(error))
     return UsageError(f"there is no option {error.option_name}", hint=hint)
+
+
+def _no_such_command(error: click.UsageError) -> UsageError:
+    word = error.message.removeprefix(_NO_COMMAND).split("'")[1]
+    group = error.ctx.command if error.ctx is not None else None
+    known = group.list_commands(error.ctx) if isinstance(group, click.Group) and error.ctx is not None else []
+    return UsageError(f"there is no command {word}", hint=did_you_mean(word, known) or _usage(error))
 
 
 def _spellings(ctx: click.Context | None) -> list[str]:

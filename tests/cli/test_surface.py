@@ -86,6 +86,7 @@ ALSO = {
     "master_addr": ("--main-process-ip",),
     "master_port": ("--main-process-port",),
     "lease_s": ("--heartbeat-timeout",),
+    "verbose": ("--debug",),
     "num_gpus": ("--num-accelerators", "--nproc-per-node"),
     "log_dir": ("--enable-each-rank-log",),
     "grace_s": ("--shutdown-timeout",),
@@ -218,9 +219,10 @@ def test_mistakes_are_one_line_and_a_remedy(words: list[str], message: str) -> N
     assert "Did you mean" not in shown
 
 
-@pytest.mark.parametrize("word", ["chekc", "exce", "sbacth"])
+@pytest.mark.parametrize("word", ["chekc", "exce", "sbacth", "deepspeed-comand"])
 def test_a_mistyped_command_is_told(word: str) -> None:
     assert f"there is no command {word}, and no script of that name\n  → did you mean " in usage_error(word)
+    assert 'there is no command chekc\n  → did you mean "check"?' in usage_error("config", "chekc")
 
 
 def test_what_a_file_says_does_not_reach_the_terminal_raw(tmp_path: Path) -> None:

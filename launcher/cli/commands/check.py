@@ -31,13 +31,13 @@ _MAX_LINE_CHARS = 110  # a longer remedy stands on a line of its own
 
 @click.command("check", cls=Command, epilog=_EPILOG, short_help="Check whether a job could run on the hosts.")
 @host_options
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.pass_context
 def check(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
-    """Look at all hosts at once: SSH, versions, devices, memory, disk, clock, this folder, TCP between all pairs.
+    """Check all hosts at once: SSH, versions, devices, memory, disk, clock, this folder, TCP between all pairs.
 
-    ✗ keeps a job from running there, ! is worth knowing. Nothing is changed on the hosts; for the moment of the check a
-    small file is in this folder, to see whether all hosts share it.
+    ✗ marks what prevents a job from running there, ! a warning. Nothing changes on the hosts; the check creates a
+    temporary file in this folder, to test whether all hosts share it.
     """
     options = HostOptions(**values)
     cluster = options.cluster()

@@ -43,13 +43,15 @@ examples:
     short_help="Run a command on all hosts.",
 )
 @host_options
-@click.option("--timeout", "timeout_s", type=Seconds(0), help="Stop what runs longer. Default: none.")
+@click.option(
+    "--timeout", "timeout_s", type=Seconds(0), metavar="S", help="Stop COMMAND after S seconds. Default: never."
+)
 @click.option(
     "--supervise",
     is_flag=True,
-    help="Run COMMAND under an agent (needs Python there), which ends all that it leaves running.",
+    help="Run COMMAND under an agent, which stops all processes that it leaves behind. Needs Python on the hosts.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what each host answered as JSON, once all have ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results of all hosts as JSON, when all have ended.")
 @click.argument("command", shell_complete=files)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files)
 @click.pass_context
@@ -65,10 +67,10 @@ def exec_command(
 ) -> None:
     """Run COMMAND on all hosts at once, in this folder, and show equal output once.
 
-    A host is shown when it has ended, together with those that end about then. The words reach COMMAND as
-    they are: for pipes and variables give `sh -c '...'`. The exit code is the largest of all hosts'; 69 when a host
-    could not be reached. The hosts need a POSIX shell and nothing else. Ctrl-C and --timeout end COMMAND and its
-    process group; what it leaves running at its own end continues, unless --supervise is given.
+    Hosts that end at about the same time are shown together; identical output and errors are grouped. COMMAND gets its
+    words unchanged: for pipes and variables write `sh -c '...'`. The exit code is the largest of all hosts, 69 if one
+    is unreachable. Hosts need a POSIX shell only. Ctrl-C and --timeout stop COMMAND and its process group; processes
+    that it leaves behind at its own end continue, unless --supervise is given.
     """
     options = HostOptions(**values)
     is_bare = not (supervise or options.in_slurm)
@@ -94,9 +96,7 @@ def exec_command(
     else:
         display.finish(results)
     for name in run.unconfirmed_hosts:
-        click.echo(
-            click.style("! ", fg="yellow") + f"{name} could not be asked whether anything is left there", err=True
-        )
+        click.echo(click.style("! ", fg="yellow") + f"could not verify clean-up on {name}", err=True)
     ctx.exit(code)
 
 

@@ -160,7 +160,9 @@ class Console:
 
     def raised(self, failure: Failure) -> None:
         """Show what a rank has raised that does not end: what it says must not wait for its end."""
-        what = f"rank {failure.rank} ({failure.host}, pid {failure.pid}) has failed and does not end: {failure.reason}"
+        what = (
+            f"rank {failure.rank} ({failure.host}, pid {failure.pid}) has failed but has not exited: {failure.reason}"
+        )
         what = printable(what)
         lines = [click.style("! ", fg="yellow") + what, "", *(f"  {line}" for line in _evidence(failure)), ""]
         grace = format_duration(self._plan.grace_s)
@@ -241,7 +243,7 @@ class Console:
         if report.failure is not None:
             self._show_failure(report, report.failure)
         for host in report.unconfirmed_hosts:
-            self.warning(f"{host} could not be asked whether anything is left there; its ranks end with their lease")
+            self.warning(f"could not verify clean-up on {host}: its processes exit when the lease expires")
         for host, pids in report.left_pids:
             self.warning(f"{host}: processes that SIGKILL did not end: {' '.join(map(str, pids))}")
 
@@ -295,7 +297,7 @@ class Console:
         elif failure.hint:
             lines.append(f"  next  {failure.hint}")
         elif failure.signal_name == "SIGKILL":
-            lines.append("  next  somebody killed it: the kernel's counters show no out-of-memory kill on that host")
+            lines.append("  next  killed by another process: the kernel recorded no out-of-memory kill on that host")
         self._say("\n".join(lines))
 
     def _say(self, text: str) -> None:

@@ -93,6 +93,7 @@ REACHING = (
     option(
         "-v",
         "--verbose",
+        also=("--debug",),
         heading="Output",
         is_flag=True,
         callback=note_debugging,
