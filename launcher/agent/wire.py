@@ -16,7 +16,7 @@ from launcher.base.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any
 
 PROTOCOL_VERSION = 5
@@ -33,6 +33,15 @@ _SIMPLE_TYPES = {"int": int, "str": str, "bytes": bytes, "bool": bool, "None": t
 
 class Message(Record):
     """Base of all messages."""
+
+
+_on_message: Callable[[Message, bool], None] | None = None
+
+
+def watch_messages(call: Callable[[Message, bool], None] | None) -> None:
+    """Have `call` see every message of this process, and whether it is one that is sent. Any thread calls it."""
+    global _on_message
+    _on_message = call
 
 
 # ---- controller to agent ----
@@ -231,6 +240,8 @@ def encode(message: Message) -> bytes:
     payload: bytes = fields.pop("data", b"")
     # Surrogates stand for bytes that are not UTF-8 (file names, arguments); JSON's ASCII escapes keep them.
     header = json.dumps({"type": type(message).__name__, **fields}).encode("ascii")
+    if _on_message is not None:
+        _on_message(message, True)
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"arguments and environment of the ranks are larger than {MAX_HEADER_BYTES >> 20} MiB",
@@ -297,6 +308,8 @@ def _decode(header: bytes, payload: bytes) -> Message:
     if wrong:
         value = repr(getattr(message, wrong[0]))[:_MAX_SHOWN_CHARS]
         raise ProtocolError(f"the agent's stream is damaged: {wrong[0]} of {kind.__name__} is {value}")
+    if _on_message is not None:
+        _on_message(message, False)
     return message
 
 

@@ -75,6 +75,10 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
         chosen.spares,
         config.world_sizes,
     )
+    if options.reaching.verbose:
+        from launcher.cli.console.trace import show_messages
+
+        show_messages()
     display, signals = Display(console), SignalQueue(plan.stop_signals)
 
     def say_still_showing() -> None:

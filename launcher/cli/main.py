@@ -155,7 +155,7 @@ def cli() -> None:
 def _refuse_mistyped(args: list[str]) -> None:
     """Say which command is meant by a first word that is like one and is not a script. Raises: UsageError."""
     word = args[0] if args else ""
-    if word in COMMANDS or not word.replace("-", "").isalpha() or os.path.exists(word):
+    if word in COMMANDS or word.startswith("-") or not word.replace("-", "").isalpha() or os.path.exists(word):
         return
     near = did_you_mean(word, [name for name in COMMANDS if name != "run"])
     if near is not None:

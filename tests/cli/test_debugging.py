@@ -46,3 +46,13 @@ def test_no_color_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     plain.wait()
     assert "✗".encode() in plain.raw
     assert b"\x1b[3" not in plain.raw
+
+
+def test_the_protocol_is_shown_without_values(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    shown = run_launch(tmp_path, "-v", "--env", "TOKEN=hf_very_secret", "t.py", "--key", "hf_very_secret").err
+    assert "protocol: received Hello(version=" in shown
+    assert "protocol: sent Spawn(job_id=" in shown
+    assert "protocol: received Exited(rank=0, status=0" in shown
+    assert "hf_very_secret" not in shown
+    assert "protocol:" not in run_launch(tmp_path, "t.py").err

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from launcher.base.errors import LauncherError
-from launcher.cli import planning
 from launcher.cli.main import cli
 from launcher.cli.options import hosts as host_options
 
@@ -21,7 +20,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "hostfile").write_text("127.0.0.[1-2] slots=4\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(host_options, "DEFAULT_HOSTFILE", str(tmp_path / "hostfile"))
-    monkeypatch.setattr(planning, "DEFAULT_HOSTFILE", str(tmp_path / "hostfile"))
     for name in ("LAUNCH_JOB_ID", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path

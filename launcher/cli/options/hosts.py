@@ -97,7 +97,7 @@ REACHING = (
         heading="Output",
         is_flag=True,
         callback=note_debugging,
-        help="Show what SSH does, and tracebacks of errors of launch, on stderr.",
+        help="Show SSH, the agent protocol, and tracebacks of errors of launch, on stderr.",
     ),
 )
 

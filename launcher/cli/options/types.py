@@ -45,9 +45,11 @@ class Whole(click.ParamType):  # type: ignore[type-arg]  # generic in the newest
 
 
 class Ranks(Whole):
-    """A number of ranks, or torchrun's words for one: `gpu`, `cpu`, `auto`."""
+    """A number of ranks, or torchrun's words for one: `gpu`, `cpu`, `auto`; other devices are `gpu`, too."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("xpu", "npu"):
+            return "gpu"
         return value if value in ("gpu", "cpu", "auto") else super().convert(value, param, ctx)
 
 
