@@ -95,9 +95,10 @@ def run_task(ctx: click.Context, options: RunOptions, values: Mapping[str, Any],
 def _refuse_options(ctx: click.Context, values: Mapping[str, Any], task: Task) -> None:
     for param in ctx.command.params:
         name = str(param.name)
-        if name in _OPTIONS_OF_A_TASK or not values.get(name):
-            continue
-        if ctx.get_parameter_source(name) in (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT):
+        value = values.get(name)
+        source = ctx.get_parameter_source(name)
+        is_default = source is ParameterSource.DEFAULT and value == ctx.params.get(name)  # not from a job file
+        if not value or name in _OPTIONS_OF_A_TASK or source is ParameterSource.ENVIRONMENT or is_default:
             continue
         if task.rank != 0:  # all tasks have the same options, and one of them says so
             ctx.exit(ExitCode.USAGE)

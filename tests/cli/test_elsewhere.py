@@ -156,6 +156,9 @@ def test_several_processes_of_mpirun_on_a_host_are_one_rank_each(tmp_path: Path)
     assert "--num-gpus has no meaning here: mpirun has started 2 processes" in error(
         "--num-gpus", "2", env=MPI_RANK | {"OMPI_COMM_WORLD_RANK": "0"}
     )
+    Path("job.yaml").write_text("script: t.py\noptions: {grace: 7}\n")
+    result = CliRunner().invoke(cli, ["run", "job.yaml"], env=MPI_RANK | {"OMPI_COMM_WORLD_RANK": "0"})
+    assert "--grace has no meaning here" in str(result.exception)
     (tmp_path / "t.py").write_text(
         "import os, sys; print(sys.argv[1], *(os.environ[n] for n in sys.argv[2].split(',')))"
     )

@@ -1,0 +1,69 @@
+"""A plan is made of values alone: of a request, of what this machine is, and of the hosts there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.base.errors import UsageError
+from launcher.cluster.cluster import Cluster, Host, NodeRange
+from launcher.job.envfile import JobEnvironment
+from launcher.job.plan import Command, JobPlan
+from launcher.job.planning import Here, choose_hosts, make_plan
+from launcher.job.request import Request
+
+SCRIPT = Command("script", "t.py", ())
+OTHERS = Cluster((Host("node-a", (0, 1)), Host("node-b", (0, 1)), Host("node-c", (0, 1))))
+
+
+def machine(num_gpus: int) -> Here:
+    return Here({"NCCL_DEBUG": "INFO"}, "/work", tuple(f"GPU-{index}" for index in range(num_gpus)), num_cpus=6)
+
+
+def planned(request: Request, here: Here, offered: Cluster | None = None) -> JobPlan:
+    cluster = choose_hosts(request, here, offered).cluster
+    return make_plan(request, here, cluster, "calm-otter-0001", JobEnvironment({}, ()), lambda host: f"{host.name}.lan")
+
+
+def test_settings_reach_the_plan_by_their_names() -> None:
+    request = Request(command=SCRIPT, grace_s=7.0, bound_cores=(3, 4), engine="builtin", max_restarts=2)
+    plan = planned(request, machine(0))
+    assert (plan.grace_s, plan.bound_cores, plan.engine, plan.max_restarts) == (7.0, (3, 4), "builtin", 2)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "wish", "tokens"),
+    [
+        (2, None, ("GPU-0", "GPU-1")),
+        (2, "gpu", ("GPU-0", "GPU-1")),
+        (2, "auto", ("GPU-0", "GPU-1")),
+        (2, "cpu", ("",) * 6),  # more ranks than GPUs: none is visible
+        (0, "auto", ()),
+        (0, None, ()),
+    ],
+)
+def test_the_words_for_a_number_of_ranks(num_gpus: int, wish: str | None, tokens: tuple[str, ...]) -> None:
+    plan = planned(Request(command=SCRIPT, num_gpus=wish), machine(num_gpus))
+    assert plan.device_tokens == tokens
+    assert plan.placement.world_size == (len(tokens) or (6 if wish == "auto" else 1))
+
+
+def test_hosts_are_known_by_the_kind_of_their_transport() -> None:
+    plan = planned(Request(command=SCRIPT, hostfile="hosts"), machine(8), OTHERS)
+    assert plan.transports == {0: "ssh", 1: "ssh", 2: "ssh"}
+    assert (plan.master_addr, plan.agent_commands) == ("node-a.lan", {})
+    plan = planned(Request(command=SCRIPT, in_slurm=True), machine(0), OTHERS)
+    assert set(plan.transports.values()) == {"srun"}
+    one = Request(command=SCRIPT, node_rank=1, num_nodes=NodeRange(2, 2), master_addr="a", master_port=1)
+    assert planned(one, machine(1)).transports == {1: "local"}
+
+
+def test_hosts_beyond_the_largest_number_are_spares() -> None:
+    request = Request(command=SCRIPT, hostfile="hosts", num_nodes=NodeRange(1, 2))
+    choice = choose_hosts(request, machine(0), OTHERS)
+    assert ([host.name for host in choice.cluster.hosts], [host.name for host in choice.spares]) == (
+        ["node-a", "node-b"],
+        ["node-c"],
+    )
+    assert request.least_nodes == 1
+    with pytest.raises(UsageError, match="each with its own command, need --master-addr and --master-port"):
+        planned(Request(command=SCRIPT, node_rank=1, num_nodes=NodeRange(2, 2)), machine(1))
