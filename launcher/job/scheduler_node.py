@@ -121,6 +121,8 @@ def _of_variables(environ: Mapping[str, str]) -> SchedulerNode | None:
                 hint=f"mend the variables, or give --num-nodes and --node-rank{_ALONE}",
             )
         num_nodes //= num_ranks
+    if num_nodes <= 1 and node_rank == 0:
+        return None  # left over in a shell, or a job of one process
     names = [known.name for known in numbers if known.name in environ] + [counted.name, env.MASTER_ADDR.name]
     master = (environ[env.MASTER_ADDR.name], environ.get(env.MASTER_PORT.name, ""))
     return _checked(", ".join(names), environ, node_rank, num_nodes, master, num_ranks)

@@ -120,6 +120,7 @@ def test_what_was_recognised_is_said() -> None:
         ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, None),  # a rank of another launcher
         ({"NODE_RANK": "0", "WORLD_SIZE": "3", "LAUNCH_JOB_ID": "a"}, None),  # a rank of ours
         ({"RANK": "0"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
     ],
 )
 def test_master_addr_and_a_node_s_number(environ: dict[str, str], expected: object) -> None:
