@@ -15,6 +15,7 @@ import click
 
 from launcher import __version__
 from launcher.cli.main import COMMANDS, EPILOG, cli
+from launcher.cli.options.command import place_of
 
 _PROGRAM = "launch"
 _OTHERS = "Options"  # heading of what has none
@@ -87,6 +88,7 @@ def _facts(
     paragraphs = tuple(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     epilog = inspect.cleandoc(epilog or command.epilog or "").replace("\b\n", "")
+    options = {heading: options[heading] for heading in sorted(options, key=place_of)}
     return CommandFacts(context.command_path, summary, usage, paragraphs, options, subcommands, epilog)
 
 

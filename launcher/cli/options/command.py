@@ -21,7 +21,8 @@ _OTHERS = "Options"
 _HEADINGS = ("Hosts", "Ranks", "Environment", "Failure", "Output", "Compatibility")  # in this order; others come last
 
 
-def _place_of(heading: str) -> int:
+def place_of(heading: str) -> int:
+    """Return where a heading comes among the others: for sorting."""
     return _HEADINGS.index(heading) if heading in _HEADINGS else len(_HEADINGS)
 
 
@@ -78,6 +79,6 @@ class Command(click.Command):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
                 rows.setdefault(getattr(parameter, "heading", _OTHERS), []).append(record)
-        for heading in sorted(rows, key=_place_of):
+        for heading in sorted(rows, key=place_of):
             with formatter.section(heading):
                 formatter.write_dl(rows[heading])
