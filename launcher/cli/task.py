@@ -64,6 +64,10 @@ def mpi_task(options: RunOptions, started: SchedulerRank) -> Task | None:
     given = {env.MASTER_ADDR.name: options.request.master_addr, env.MASTER_PORT.name: options.request.master_port}
     chosen = {name: str(value) for name, value in given.items() if value is not None}
     variables = started.variables(os.environ | chosen, DEFAULT_PORT)
+    variables[env.LOCAL_SIZE.name] = str(started.local_world_size)
+    if started.is_one_host:  # else MPI does not say which node this is
+        variables |= {known.name: "0" for known in (env.NODE_RANK, env.GROUP_RANK, env.CROSS_RANK)}
+        variables[env.CROSS_SIZE.name] = "1"
     launcher = started.started_by.partition(" ")[0]
     local_rank = int(variables[env.LOCAL_RANK.name])
     return Task(launcher, started.started_by, started.rank, local_rank, started.local_world_size, variables)

@@ -163,9 +163,9 @@ def test_several_processes_of_mpirun_on_a_host_are_one_rank_each(tmp_path: Path)
     (tmp_path / "t.py").write_text(
         "import os, sys; print(sys.argv[1], *(os.environ[n] for n in sys.argv[2].split(',')))"
     )
-    names = "RANK,WORLD_SIZE,LOCAL_RANK,MASTER_ADDR,MASTER_PORT"
+    names = "RANK,WORLD_SIZE,LOCAL_RANK,MASTER_ADDR,MASTER_PORT,NODE_RANK"
     result = run_launch(tmp_path, "--master-port", "4444", "t.py", "got", names, env=MPI_RANK)
-    assert result.out == "got 1 2 1 node-0 4444\n", result.err
+    assert result.out == "got 1 2 1 node-0 4444 0\n", result.err
     started = scheduler_rank(MPI_RANK)
     assert started is not None
     assert scheduler_node(MPI_RANK, started) is None
