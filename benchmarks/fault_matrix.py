@@ -154,7 +154,7 @@ FAULTS = (
         LAST_WORDS + "import threading\nodd and threading.Thread(target=time.sleep, args=(600,)).start()\n"
         "if odd: raise ValueError('bad data')" + WAIT,
         code=1,
-        names=r"(?s)rank 1 \({host}, pid \d+\) has failed and does not end.*ValueError: bad data.*" + _ODD,
+        names=r"(?s)rank 1 \({host}, pid \d+\) has failed but has not exited.*ValueError: bad data.*" + _ODD,
         known_after_s=GRACE_S,
     ),
     Fault("agent killed", strike=_kill_agent, code=69, names="✗ {host} was lost"),

@@ -21,7 +21,7 @@ from common import ROOT, Section, argument_parser, median, rounds_text, table, w
 from harness.sshd import LoopbackSshd
 
 from launcher.cluster.cluster import Host
-from launcher.transport.fanout import MAX_PARALLEL
+from launcher.fleet.turns import MAX_PARALLEL
 from launcher.transport.ssh.pool_size import CORES_A_PROCESS, FILES_A_HOST, HOSTS_A_PROCESS, MAX_PROCESSES
 from launcher.transport.ssh.transport import SshOptions, SshTransport
 

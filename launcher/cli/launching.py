@@ -14,6 +14,7 @@ from launcher.base.errors import UsageError
 from launcher.base.folders import home_folder
 from launcher.cli.console import render, streams
 from launcher.cli.reach import AllocationTransports, Transports
+from launcher.fleet.signals import SignalQueue
 from launcher.job.controller import Controller
 from launcher.job.display import Display
 from launcher.job.engine_config import EngineConfig
@@ -23,7 +24,6 @@ from launcher.job.plan import new_job_id
 from launcher.job.planning import Here, choose_hosts, make_plan, num_ranks
 from launcher.job.registry import registered
 from launcher.job.restart import RestartPolicy, run_with_restarts
-from launcher.job.signals import SignalQueue
 from launcher.slurm.allocation import in_allocation
 
 if TYPE_CHECKING:

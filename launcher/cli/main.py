@@ -108,7 +108,7 @@ class LaunchGroup(click.Group):
         if known is None:
             return None
         command: Any = getattr(importlib.import_module(known.module), known.attribute)
-        if cmd_name != "run":  # that one has its own way, see `job.signals`
+        if cmd_name != "run":  # that one has its own way, see `fleet.signals`
             raise_at_interrupt()
         return command if isinstance(command, click.Command) else None
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from launcher.base.errors import UsageError
 from launcher.cluster.cluster import Cluster, Host
-from launcher.transport.fanout import is_local
-from launcher.transport.local import LocalTransport
+from launcher.transport.local import LocalTransport, is_local
 
 if TYPE_CHECKING:
     from launcher.cli.options.hosts import Reaching

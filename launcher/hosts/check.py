@@ -17,7 +17,8 @@ from launcher.base.errors import LauncherError
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Cluster, Host
 from launcher.hosts.checks import Finding, blame, judge, judge_error
-from launcher.hosts.fanout import Everywhere, HostResult, Task
+from launcher.hosts.fanout import Fanout
+from launcher.hosts.session import HostResult, Task
 from launcher.job.plan import new_job_id
 from launcher.transport.api import Transport
 
@@ -80,7 +81,7 @@ class Checker:
         reach: Reach,
         on_waiting: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """on_waiting: told, once in each round, what is being waited for."""
+        """on_waiting: called at most once in each round, with what is waited for."""
         self._reach = reach
         self._on_waiting = on_waiting
         self._report = CheckReport([HostCheck(host) for host in cluster.hosts])
@@ -102,7 +103,7 @@ class Checker:
         wrote = self._write_token(Path(folder, name))
         try:
             command = ("internal", "launcher.agent.probe", folder, name)
-            results = self._everywhere([Task(check.host, command, _ANYWHERE) for check in self._report.hosts])
+            results = self._run([Task(check.host, command, _ANYWHERE) for check in self._report.hosts])
         finally:
             if wrote:
                 with contextlib.suppress(OSError):
@@ -163,7 +164,7 @@ class Checker:
             Task(check.host, ("internal", "launcher.agent.ports", spec), _ANYWHERE)
             for check, spec in zip(checks, specs, strict=True)
         ]
-        results = self._everywhere(tasks, lambda result: _last_json(result) is not None)
+        results = self._run(tasks, lambda result: _last_json(result) is not None)
         failed: dict[tuple[int, int], str] = {}
         for source, (check, result) in enumerate(zip(checks, results, strict=True)):
             answer = _last_json(result)
@@ -189,11 +190,11 @@ class Checker:
             return socket.gethostname()
         return check.host.name
 
-    def _everywhere(
+    def _run(
         self, tasks: Sequence[Task], is_enough: Callable[[HostResult], bool] = lambda _: False
     ) -> list[HostResult]:
         self._reach.prepare([task.host for task in tasks])
-        run = Everywhere(tasks, self._reach.for_host, new_job_id(), self._on_waiting)
+        run = Fanout(tasks, self._reach.for_host, new_job_id(), self._on_waiting)
         results = run.run(timeouts().check_round_s, is_enough)
         self._report.interrupted_by = self._report.interrupted_by or run.interrupted_by
         return results

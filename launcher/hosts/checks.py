@@ -10,7 +10,7 @@ from launcher.agent.ports import UNRESOLVED
 from launcher.base.units import format_bytes, format_duration
 from launcher.cluster.cluster import Host
 from launcher.cluster.fold import fold
-from launcher.hosts.fanout import HostResult
+from launcher.hosts.session import HostResult
 
 MAX_SKEW_S = 1.0
 MIN_FREE_BYTES = 1 << 30  # of memory, and of disk

@@ -78,7 +78,7 @@ def _program(name: str, option: str | None) -> dict[str, str | None] | None:
     except (OSError, subprocess.TimeoutExpired):
         return {"path": path, "version": None}
     text = done.stdout.decode(errors="replace")
-    # nvcc's first number is a year; the one that counts stands behind "release".
+    # nvcc's first number is a year; the version follows "release".
     found = re.search(r"release (\d+\.\d+)", text) or _VERSION.search(text)
     version = None if found is None else found.group(found.lastindex or 0)
     return {"path": path, "version": version if done.returncode == 0 else None}

@@ -8,8 +8,8 @@ it, beside a watcher that waits for our end of stdin:
 * a line asks the watcher to end the group (TERM, then KILL after the grace); a second line to kill it at once;
 * the end of stdin means that we are gone: TERM, then KILL after the grace.
 
-A normal end ends the watcher first, so that what the command left running on purpose continues. A mark that nobody can
-guess stands before and after the command's bytes on both streams: what login scripts print does not count, and no
+A normal end ends the watcher first, so that what the command left running on purpose continues. An unguessable mark
+is written before and after the command's bytes on both streams: what login scripts print does not count, and no
 process that still holds a stream open is waited for.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 STOP_LINE = b"\n"
 NO_FOLDER = "folder"
 NO_GROUP = "group"
-_MAX_END_BYTES = 32  # of what stands on the line behind the last mark
+_MAX_END_BYTES = 32  # of the line behind the last mark
 _MAX_NOISE_BYTES = 2048
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -98,7 +98,7 @@ def script_for(mark: str, command: Sequence[str], cwd: str, variables: Mapping[s
 
 
 class MarkedStream:
-    """Takes one stream apart: what stands between the first mark and the last is the command's."""
+    """Takes one stream apart: what lies between the first mark and the last is the command's."""
 
     def __init__(self, mark: str, take: Callable[[bytes], None]) -> None:
         self.has_begun = False
@@ -133,7 +133,7 @@ class MarkedStream:
             self._take(data[:place])
 
     def finish(self) -> None:
-        """The stream has ended: what was held back is the command's after all, unless a mark stands there."""
+        """The stream has ended: what was held back is the command's after all, unless it holds a mark."""
         if self.has_begun and self.end is None and self._held and self._mark not in self._held:
             self._take(self._held)
         self._held = b""

@@ -1,6 +1,6 @@
 """One command on one host under a plain shell: no Python, nothing installed on the far side.
 
-`launch exec` runs commands so. What the shell guarantees, and how, is in `job.shellscript`.
+`launch exec` runs commands so. What the shell guarantees, and how, is in `hosts.shell_script`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import threading
 import time
 
 from launcher.base.errors import Diagnostic, TransportError
-from launcher.hosts.fanout import FOLDER_HINT, GRACE_S, READ_BYTES, Session, Task, host_variables
+from launcher.fleet.member import READ_BYTES, Emit, Member
+from launcher.hosts.session import FOLDER_HINT, GRACE_S, HostRun
 from launcher.hosts.shell_script import NO_FOLDER, NO_GROUP, STOP_LINE, MarkedStream, script_for
 from launcher.job.environment import forwarded
 from launcher.transport.api import Channel
@@ -23,25 +24,27 @@ _STDERR_WAIT_S = 5.0  # for the mark on stderr, which the shell writes together 
 _KILLED = 128 + 9
 
 
-class BareSession(Session):
+class ShellSession(Member):
     """One host whose channel leads to `/bin/sh`; the task's command is a program and its arguments."""
 
-    def __init__(self, number: int, task: Task, job_id: str) -> None:
-        super().__init__(number, task, job_id)
+    def __init__(self, run: HostRun) -> None:
+        super().__init__(run.task.host)
+        self.run = run
         self._mark = os.urandom(16).hex()
         self._num_stop_lines = 0
         self._lost: TransportError | None = None
         self._stderr_done = threading.Event()
-        self._stdout = MarkedStream(self._mark, lambda data: self.keep(data, self.result.stdout))
-        self._stderr = MarkedStream(self._mark, lambda data: self.keep(data, self.result.stderr))
+        self._stdout = MarkedStream(self._mark, lambda data: run.keep(data, run.result.stdout))
+        self._stderr = MarkedStream(self._mark, lambda data: run.keep(data, run.result.stderr))
 
-    def follow(self, channel: Channel) -> None:
+    def follow(self, channel: Channel, emit: Emit) -> None:
         channel.listen_stderr(self._take_stderr)
-        variables = {} if self.result.transport == "local" else forwarded(os.environ)
-        variables |= host_variables(self.number)
-        self.result.started_s = time.time()
+        task = self.run.task
+        variables = {} if self.transport == "local" else forwarded(os.environ)
+        variables |= self.run.variables
+        self.run.result.started_s = time.time()
         try:
-            channel.write(script_for(self._mark, self.task.command, self.task.cwd, variables, GRACE_S))
+            channel.write(script_for(self._mark, task.command, task.cwd, variables, GRACE_S))
         except TransportError as error:  # the shell may have ended already: its status says more
             self._lost = error
         while self._stdout.end is None and (data := channel.read(READ_BYTES)):
@@ -60,6 +63,10 @@ class BareSession(Session):
             with contextlib.suppress(TransportError):
                 self.channel.write(STOP_LINE * missing)
 
+    def hang_up(self) -> None:
+        if self.channel is not None and not self.ended:
+            self.channel.close_stdin()
+
     def _take_stderr(self, data: bytes) -> None:
         self._stderr.feed(data)
         if not data:
@@ -69,13 +76,13 @@ class BareSession(Session):
 
     def _conclude(self, channel: Channel) -> None:
         """Understand what the shell said last. Raises: TransportError when the command has no exit code."""
-        last, result = self._stdout.end, self.result
+        last, result = self._stdout.end, self.run.result
         if last is not None and last.isdigit():
             result.exit_code = int(last)
         elif last == NO_FOLDER:
             words = bytes(result.stderr).decode("utf-8", "replace").strip()
             result.stderr.clear()
-            result.error = Diagnostic(f"it could not be started in {self.task.cwd}: {words}", None, FOLDER_HINT)
+            result.error = Diagnostic(f"it could not be started in {self.run.task.cwd}: {words}", None, FOLDER_HINT)
         elif last == NO_GROUP:
             raise TransportError(
                 "its SSH server gives commands no process group of their own, so this one could not be ended safely",
@@ -94,6 +101,6 @@ class BareSession(Session):
             return TransportError(f"its shell was ended before the command (exit status {status})")
         stderr = channel.stderr_tail()
         if SETUP_FAILED in stderr:
-            return setup_failure(self.result.host.name, status, stderr)
+            return setup_failure(self.name, status, stderr)
         words = last_words(stderr, self._stdout.noise)
         return TransportError(f"no shell could be started (exit status {status})" + (f": {words}" if words else ""))

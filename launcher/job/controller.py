@@ -1,13 +1,12 @@
-"""Run a job: start the agents, merge what they tell, stop everybody at the first failure.
+"""Run a job: start the ranks of all hosts, pass on what they write, stop everybody at the first failure.
 
-This thread decides and never waits for a terminal, a disk or a node: what may block has a thread of its own (`display`,
-`logs`, `sender`), and what arrives has one for each node (`node.Inbox`).
+This thread decides and never waits for a terminal, a disk or a host: what may block has a thread of its own (`display`,
+`logs`, and in `launcher.fleet` those that connect, read and write).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import signal
 import threading
 import time
@@ -17,43 +16,43 @@ from typing import Any
 from launcher.agent.wire import (
     Bye,
     Exited,
-    Hello,
     LeftBehind,
-    Message,
     Notify,
     Output,
     PickPort,
-    PortPicked,
     Progress,
     Raised,
     SpawnFailed,
     Stacks,
     Started,
-    Stop,
 )
-from launcher.base.errors import LauncherError, ProtocolError, UsageError
+from launcher.base.errors import LauncherError, ProtocolError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
-from launcher.job.cleanup import sweep_lost_hosts
+from launcher.fleet.cleanup import sweep_lost_hosts
+from launcher.fleet.fleet import Fleet
+from launcher.fleet.member import Ended, Event
+from launcher.fleet.sender import HEARTBEAT_INTERVAL_S
+from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
-from launcher.job.exiting import RaisedWatch
-from launcher.job.hang import HangWatch, odd_one_out
-from launcher.job.liveness import Liveness
+from launcher.job.hang import HangWatch, find_straggler
 from launcher.job.logs import RunFolder
-from launcher.job.node import ChannelEnded, Inbox, Node, describe_leftovers
+from launcher.job.node import Node, describe_leftovers
 from launcher.job.outcome import RunReport
-from launcher.job.plan import PING_INTERVAL_S, JobPlan
-from launcher.job.root_cause import FailureBook
-from launcher.job.signals import SignalQueue
+from launcher.job.plan import JobPlan
+from launcher.job.rank import Rank
+from launcher.job.root_cause import RootCause
 from launcher.job.stacks import StackCollector
-from launcher.job.starting import Start, spawn_message
+from launcher.job.starting import check_port, spawn_message
 from launcher.transport.api import Transport
 
 _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events come in
 _BLOCKED_S = 1.0  # a write that takes longer holds the ranks up
+# Most ranks that have raised end within this, with an interpreter full of transformers too; then the user is warned.
+_WARN_OF_EXIT_S = 2.0
 _LOGS, _DISPLAY = 0, 1  # the ways of output
 
 
@@ -67,24 +66,28 @@ class Controller:
         self._plan = plan
         self._transport_for = transport_for
         self._watcher = watcher
-        self._inbox = Inbox(self._take_output)
-        self._nodes: list[Node] = []
         self._signals = signals
         self._files = RunFolder(plan, watcher, signals.asks_to_leave)
+        placements = plan.placement.nodes
+        self._fleet = Fleet(
+            [Node(placement, len(placements), self._take_output) for placement in placements],
+            transport_for,
+            lease_s=plan.lease_s,
+            goodbye_s=timeouts().goodbye_s,
+            on_waiting=watcher.waiting,
+            is_interrupted=self._end_if_interrupted,
+        )
+        self._nodes = self._fleet.members
+        self._ranks: list[Rank] = []  # filled when they are started
         self._start_s = time.monotonic()
         self._look_at_s = 0.0
-        self._liveness = Liveness(plan.lease_s)
         self._stop_started_s: float | None = None
-        self._stop_deadline_s: float | None = None
-        self._failures = FailureBook(self._start_s)
-        self._raised = RaisedWatch(plan.grace_s)
-        self._stopped: set[int] = set()  # ranks that ended after the order to
-        self._recorded: set[int] = set()  # ranks whose traceback is in their log
         self._interrupt: int | None = None  # the first signal that stopped the ranks
-        self._heard_output_s = self._start_s
-        self._hang_watch: HangWatch | None = None
-        self._hung: list[int] = []  # ranks that hang, while their stacks are being collected
+        self._root_cause = RootCause(self._start_s, self._nodes, self._ranks)
+        self._has_warned_of_exit = False
         self._stacks = StackCollector(plan, watcher, self._files.put)
+        self._hang_watch: HangWatch | None = None
+        self._hung: list[Rank] = []  # while their stacks are being collected
 
     def run(self, check: Callable[[], None] | None = None) -> RunReport:
         """Run to the end and return how it went. Signals ask for an orderly stop, a second one for a quick one.
@@ -92,267 +95,52 @@ class Controller:
         check: called while the agents start; what it raises ends the run before any rank is started.
         Raises: LauncherError when nothing could be started.
         """
-        self._signals.wake = self._inbox.wake
+        self._signals.wake = self._fleet.wake
         try:
             try:
                 self._connect(check)
                 self._spawn()
-                self._liveness.watch(self._nodes)
-                while not all(node.ended for node in self._nodes):
+                self._fleet.liveness.begin()
+                while not self._fleet.is_over:
                     self._turn()
             finally:
-                self._release()
+                self._fleet.close(self._plan.grace_s if self._ranks else 0.0)
             return self._finish()
         finally:
             self._files.release()
-            self._nodes.clear()  # channels close what they hold once nobody knows them, also in a notebook
+            self._nodes.clear()  # channels close what they hold once nothing refers to them, also in a notebook
 
     # ---- start ----
 
     def _connect(self, check: Callable[[], None] | None) -> None:
-        start = Start(self._inbox, self._stop_if_interrupted, self._watcher.waiting)
-        self._nodes = start.connect(self._plan, self._transport_for)
+        fleet, first, limit_s = self._fleet, self._nodes[0], timeouts().answer_s
+        fleet.connect()
         if check is not None:
             check()
-        for node, hello in zip(self._nodes, start.expect(self._nodes, Hello, "the agents to answer"), strict=True):
-            node.devices = hello.devices
-        if self._nodes[0].placement.node_rank == 0:  # it chooses the port, or looks whether the given one is free
-            self._nodes[0].send(PickPort(self._plan.master_port or 0))
-            (picked,) = start.expect(self._nodes[:1], PortPicked, "a free port")
-            _check_port(picked, self._plan)
-            self._plan = dataclasses.replace(self._plan, master_port=picked.port)
+        fleet.wait(lambda node: node.hello is not None, "the agents to answer", limit_s=limit_s)
+        if first.placement.node_rank == 0:  # it chooses the port, or looks whether the given one is free
+            first.send(PickPort(self._plan.master_port or 0))
+            fleet.wait(lambda node: node.port is not None, "a free port", [first], limit_s)
+            check_port(first.port, self._plan)
+            self._plan = dataclasses.replace(self._plan, master_port=first.port)
 
     def _spawn(self) -> None:
         plan = self._plan
         try:
-            self._files.open()
+            logs = self._files.open()
         except LauncherError:
-            self._stop_if_interrupted()
+            self._end_if_interrupted()
             raise
         self._watcher.planned(plan)
-        if plan.hang_timeout_s is not None:
-            self._hang_watch = HangWatch(plan.hang_timeout_s, plan.placement.ranks, time.monotonic())
+        now_s = time.monotonic()
         for node in self._nodes:
-            node.running = set(node.placement.ranks)
+            node.ranks = {number: Rank(number, logs[number], now_s) for number in node.placement.ranks}
+            self._ranks += node.ranks.values()
             node.send(spawn_message(plan, node))
+        if plan.hang_timeout_s is not None:
+            self._hang_watch = HangWatch(plan.hang_timeout_s, self._ranks, now_s)
 
-    # ---- the loop ----
-
-    def _turn(self) -> None:
-        event = self._inbox.get(PING_INTERVAL_S / 2)
-        if self._liveness.was_away():
-            self._hold_hang_watch()
-        if event is not None:
-            self._handle(*event)
-        self._handle_signals()
-        now_s = time.monotonic()
-        if now_s < self._look_at_s:
-            return
-        self._look_at_s = now_s + _LOOK_INTERVAL_S
-        self._watcher.check()
-        self._files.look(now_s)
-        for node, silence_s in self._liveness.silent_nodes(now_s):  # a network separates them from us
-            node.ended = True
-            node.channel.close()
-            self._lose_host(node, f"no word for {silence_s:.0f} s")
-        self._check_progress(now_s)
-        self._check_raised(now_s)
-        if self._stop_deadline_s is not None and now_s > self._stop_deadline_s:
-            for node in self._nodes:
-                if not node.ended:
-                    node.channel.close()  # the agent's lease ends with it
-                    node.ended = True
-
-    def _handle(self, node: Node, message: Message | ChannelEnded) -> None:
-        if isinstance(message, Progress):
-            if self._hang_watch is not None:
-                self._hang_watch.beat(message.rank, message.count, time.monotonic())
-            step = message.count if message.step is None else message.step
-            self._watcher.progress(message.rank, step, message.loss)
-        elif isinstance(message, Stacks):
-            self._stacks.add(message.rank, message.text)
-        elif isinstance(message, Started):
-            node.pids[message.rank] = message.pid
-            self._watcher.started(message.rank)
-        elif isinstance(message, Raised):
-            self._on_raised(node, message)
-        elif isinstance(message, Exited):
-            self._on_exit(node, message)
-        elif isinstance(message, LeftBehind):
-            self._watcher.warning(describe_leftovers(node, message))
-        elif isinstance(message, SpawnFailed):
-            node.running.clear()
-            self._failures.add_not_started(node, message)
-            self._stop(f"the ranks of {node.name} could not be started ({message.reason})", self._plan.grace_s)
-        elif isinstance(message, Bye):
-            node.said_bye = True
-            node.left_pids = tuple(message.left)
-            node.running.clear()
-        elif isinstance(message, ChannelEnded):
-            node.ended = True
-            if not node.said_bye:
-                node.channel.close()  # an agent that talks nonsense may live
-                self._lose_host(node, message.reason or "the agent ended or the connection was lost")
-
-    def _take_output(self, node: Node, message: Output) -> None:
-        """Put output on its two ways. Runs on the thread that reads the node."""
-        log = self._files.logs.get(message.rank)
-        if log is None or message.rank not in node.placement.ranks:
-            raise ProtocolError(f"the agent's stream is damaged: output of rank {message.rank}, which is not there")
-        log.remember(message.data)
-        node.wrote_s[message.rank] = time.monotonic()
-        node.window.arrived(message)
-        self._files.write(message.rank, message.data, lambda: node.handled(message, _LOGS))
-        self._watcher.output(message.rank, message.stream, message.data)
-        self._watcher.put(node.handled, message, _DISPLAY)
-
-    def _on_raised(self, node: Node, message: Raised) -> None:
-        """Keep what a rank has raised, and wait for its end: exit handlers have the grace for what they do."""
-        self._write_traceback(message.rank, message.record)
-        self._failures.add_raised(node, message, self._files.logs[message.rank])
-        self._raised.raised(message.rank, time.monotonic())
-
-    def _check_raised(self, now_s: float) -> None:
-        cause = self._failures.cause
-        if cause is None or self._stop_started_s is not None:
-            return
-        if self._raised.is_to_be_told(now_s):
-            self._watcher.raised(cause)
-        if self._raised.is_over(now_s):
-            self._stop(f"rank {cause.rank} failed ({cause.reason}) and does not end", self._plan.grace_s)
-
-    def _on_exit(self, node: Node, message: Exited) -> None:
-        node.running.discard(message.rank)
-        self._watcher.ended(message.rank, message.status)
-        self._raised.ended(message.rank)
-        if self._hang_watch is not None:
-            self._hang_watch.ended(message.rank, time.monotonic())
-        if self._stop_started_s is not None:
-            self._stopped.add(message.rank)
-        failure = self._failures.add_exit(node, message, self._files.logs[message.rank])
-        if message.record is not None:
-            self._write_traceback(message.rank, message.record)
-        if failure is not None:
-            self._stop(f"rank {message.rank} failed ({failure.reason})", self._plan.grace_s)
-
-    def _write_traceback(self, rank: int, record: dict[str, Any]) -> None:
-        """Complete a rank's log, once: its worker leaves the traceback to us."""
-        if rank not in self._recorded:
-            self._recorded.add(rank)
-            self._files.write(rank, str(record.get("traceback", "")).encode("utf-8", "backslashreplace"))
-
-    def _lose_host(self, node: Node, reason: str) -> None:
-        away_s = self._liveness.away_s
-        if node.has_lease and away_s is not None:
-            self._failures.add_absence(node, away_s)
-            self._stop("launch was suspended for longer than the lease", self._plan.grace_s)
-            return
-        self._failures.add_host(node, reason)
-        self._stop(f"{node.name} failed ({reason})", self._plan.grace_s)
-
-    # ---- hangs ----
-
-    def _check_progress(self, now_s: float) -> None:
-        """Find out that a rank hangs; when its stacks are there, name it and stop."""
-        watch = self._hang_watch
-        if watch is None or self._stop_started_s is not None:
-            self._stacks.take(self._nodes)
-            return
-        self._hear_output(watch, now_s)
-        if not self._hung and (hung := watch.hung_ranks(now_s)):
-            self._hung = hung
-            self._watcher.warning(f"no progress for {self._plan.hang_timeout_s:g} s: asking all ranks for their stacks")
-            self._stacks.ask(self._nodes)
-        stacks = self._stacks.take(self._nodes)
-        if stacks is None or not self._hung:
-            return
-        self._hung = watch.hung_ranks(now_s)  # what has moved meanwhile does not hang
-        if self._hung:
-            self._end_hang(odd_one_out(stacks, watch.counts, self._hung), stacks)
-
-    def _end_hang(self, odd: int | None, stacks: dict[int, str]) -> None:
-        """Stop the job because of the ranks that hang. odd: the one the others wait for, None: they look alike."""
-        rank = odd if odd is not None else min(self._hung)
-        node = next(node for node in self._nodes if rank in node.placement.ranks)
-        reason = f"no progress for {self._plan.hang_timeout_s:g} s" + (", all ranks alike" if odd is None else "")
-        self._failures.add_hang(node, rank, reason, stacks.get(rank, ""), self._files.logs[rank])
-        self._stop(f"rank {rank} hangs ({reason})", self._plan.grace_s)
-
-    def _hear_output(self, watch: HangWatch, now_s: float) -> None:
-        """Tell the watch which ranks wrote, and that ranks which wait for our own display or disk do not hang."""
-        is_blocked = max(self._watcher.stalled_s, self._files.stalled_s) > _BLOCKED_S
-        is_held_up = is_blocked and any(node.window.is_half_full for node in self._nodes)
-        if is_held_up:
-            self._hold_hang_watch()
-        since_s, self._heard_output_s = self._heard_output_s, now_s
-        for node in self._nodes:
-            for rank in node.running:
-                if node.wrote_s.get(rank, 0.0) >= since_s:
-                    watch.output(rank, node.wrote_s[rank])
-
-    def _hold_hang_watch(self) -> None:
-        """Count standstill from now on: the ranks had to wait for us."""
-        if self._hang_watch is not None:
-            self._hang_watch.hold(time.monotonic())
-
-    # ---- stop ----
-
-    def _stop(self, why: str, grace_s: float, *, by_user: bool = False) -> None:
-        """Order all agents to end their ranks. After a failure only the first order counts; a user may insist."""
-        if self._stop_started_s is not None and not by_user:
-            return
-        now_s = time.monotonic()
-        self._failures.stop_ordered(by_user=by_user)
-        if any(node.running for node in self._nodes) and (by_user or self._stop_started_s is None):
-            self._watcher.stopping(why)
-        self._stop_started_s = self._stop_started_s or now_s
-        self._stop_deadline_s = min(self._stop_deadline_s or math.inf, now_s + grace_s + timeouts().goodbye_s)
-        for node in self._nodes:
-            if not node.ended:
-                node.send(Stop(grace_s))
-
-    def _handle_signals(self) -> None:
-        if self._signals.wants_suspension:
-            self._suspend()
-        for number in self._signals.take():
-            if number not in self._plan.stop_signals:
-                if number == NOTICE_SIGNAL:
-                    self._pass_notice_on()
-                else:
-                    self._stacks.ask(self._nodes)
-                continue
-            name = signal.Signals(number).name
-            is_first = self._interrupt is None
-            self._interrupt = self._interrupt or number
-            why = f"{name}: stopping all ranks" if is_first else f"{name} again: killing all ranks"
-            self._stop(why, self._plan.grace_s if is_first else 0.0, by_user=True)
-            if is_first and self._plan.grace_s > 0 and any(node.running for node in self._nodes):
-                grace = format_duration(self._plan.grace_s)
-                self._watcher.waiting(f"the ranks to end, at most {grace}; a second {name} kills them")
-
-    def _pass_notice_on(self) -> None:
-        """Tell all ranks that the job will be preempted; what they exit with from now on may ask for a requeue."""
-        self._watcher.warning(f"{NOTICE_SIGNAL.name}: the job is about to be preempted, telling all ranks")
-        self._failures.was_noticed = True
-        for node in self._nodes:
-            if node.running:
-                node.send(Notify())
-
-    def _suspend(self) -> None:
-        """Do what Ctrl-Z asks for. Agents are told first: the ranks are to be there when the user comes back."""
-        self._watcher.suspending()
-        shown = threading.Event()
-        self._watcher.put(shown.set)
-        away_s = self._liveness.suspended(self._signals.suspend, shown.is_set, self._handle_next)
-        self._hold_hang_watch()
-        self._watcher.continuing(away_s)
-
-    def _handle_next(self) -> None:
-        event = self._inbox.get(_LOOK_INTERVAL_S / 2)
-        if event is not None:
-            self._handle(*event)
-
-    def _stop_if_interrupted(self) -> None:
+    def _end_if_interrupted(self) -> None:
         if self._signals.wants_suspension:
             self._signals.suspend()
         number = self._signals.first_stop
@@ -361,35 +149,228 @@ class Controller:
             error.exit_code = 128 + number
             raise error
 
-    # ---- end ----
+    # ---- the loop ----
 
-    def _release(self) -> None:
-        """Let go of agents and logs: also when something failed half-way, nothing may stay behind."""
+    def _turn(self) -> None:
+        found = self._fleet.get(HEARTBEAT_INTERVAL_S / 2)
+        if self._fleet.liveness.was_away():
+            self._hold_hang_watch()
+        if found is not None:
+            self._handle(*found)
+        self._handle_signals()
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + _LOOK_INTERVAL_S
+        self._watcher.check()
+        self._files.look(now_s)
+        for node, error in self._fleet.lost(now_s):  # a network separates them from us
+            self._lose_host(node, str(error))
+        self._check_progress(now_s)
+        self._check_raised(now_s)
+        self._fleet.overdue(now_s)
+
+    def _handle(self, node: Node, event: Event) -> None:
+        if isinstance(event, Progress):
+            if self._hang_watch is not None:
+                self._hang_watch.beat(node.ranks[event.rank], event.count, time.monotonic())
+            step = event.count if event.step is None else event.step
+            self._watcher.progress(event.rank, step, event.loss)
+        elif isinstance(event, Stacks):
+            node.ranks[event.rank].stack = event.text
+        elif isinstance(event, Started):
+            node.ranks[event.rank].pid = event.pid
+            self._watcher.started(event.rank)
+        elif isinstance(event, Raised):
+            self._on_raised(node, node.ranks[event.rank], event)
+        elif isinstance(event, Exited):
+            self._on_exit(node, node.ranks[event.rank], event)
+        elif isinstance(event, LeftBehind):
+            self._watcher.warning(describe_leftovers(node, event))
+        elif isinstance(event, SpawnFailed):
+            self._root_cause.add_not_started(node, event)
+            self._forget_ranks(node)
+            self._stop(f"the ranks of {node.name} could not be started ({event.reason})", self._plan.grace_s)
+        elif isinstance(event, Bye):
+            self._forget_ranks(node)
+        elif isinstance(event, Ended) and not node.exited_cleanly:
+            self._lose_host(node, str(event.error))
+
+    def _take_output(self, node: Node, message: Output) -> None:
+        """Put output on its two ways. Runs on the thread that reads the node."""
+        rank = node.ranks.get(message.rank)
+        if rank is None:
+            raise ProtocolError(f"the agent's stream is damaged: output of rank {message.rank} before its start")
+        rank.log.remember(message.data)
+        rank.wrote_s = time.monotonic()
+        node.window.arrived(message)
+        self._files.write(rank.log, message.data, lambda: node.handled(message, _LOGS))
+        self._watcher.output(message.rank, message.stream, message.data)
+        self._watcher.put(node.handled, message, _DISPLAY)
+
+    def _on_raised(self, node: Node, rank: Rank, message: Raised) -> None:
+        """Keep what a rank has raised, and wait for its end: exit handlers have the grace for what they do."""
+        self._write_traceback(rank, message.record)
+        self._root_cause.add_raised(node, rank, message)
+        rank.raised_s = rank.raised_s or time.monotonic()
+
+    def _check_raised(self, now_s: float) -> None:
+        """Warn of ranks that have failed but do not exit; after their time is over, stop the job."""
+        cause = self._root_cause.cause
+        if cause is None or self._stop_started_s is not None:
+            return
+        since_s = [rank.raised_s for rank in self._ranks if rank.is_running and rank.raised_s is not None]
+        longest_s = now_s - min(since_s, default=now_s)
+        if longest_s >= _WARN_OF_EXIT_S and not self._has_warned_of_exit:
+            self._has_warned_of_exit = True
+            self._watcher.raised(cause)
+        if longest_s >= max(self._plan.grace_s, _WARN_OF_EXIT_S):
+            self._stop(f"rank {cause.rank} failed ({cause.reason}) but has not exited", self._plan.grace_s)
+
+    def _on_exit(self, node: Node, rank: Rank, message: Exited) -> None:
+        rank.is_running = False
+        rank.was_stopped = self._stop_started_s is not None
+        self._watcher.ended(message.rank, message.status)
+        if self._hang_watch is not None:
+            self._hang_watch.ended(time.monotonic())
+        failure = self._root_cause.add_exit(node, rank, message)
+        if message.record is not None:
+            self._write_traceback(rank, message.record)
+        if failure is not None:
+            self._stop(f"rank {message.rank} failed ({failure.reason})", self._plan.grace_s)
+
+    def _write_traceback(self, rank: Rank, record: dict[str, Any]) -> None:
+        """Complete a rank's log, once: its worker leaves the traceback to us."""
+        if not rank.has_traceback:
+            rank.has_traceback = True
+            self._files.write(rank.log, str(record.get("traceback", "")).encode("utf-8", "backslashreplace"))
+
+    @staticmethod
+    def _forget_ranks(node: Node) -> None:
+        for rank in node.ranks.values():
+            rank.is_running = False
+
+    def _lose_host(self, node: Node, reason: str) -> None:
+        away_s = self._fleet.liveness.away_s
+        if node.has_lease and away_s is not None:
+            self._root_cause.add_absence(node, away_s)
+            self._stop("launch was suspended for longer than the lease", self._plan.grace_s)
+            return
+        self._root_cause.add_host(node, reason)
+        self._stop(f"{node.name} failed ({reason})", self._plan.grace_s)
+
+    # ---- hangs ----
+
+    def _check_progress(self, now_s: float) -> None:
+        """Find out that a rank hangs; when its stacks are there, name it and stop."""
+        watch = self._hang_watch
+        if watch is None or self._stop_started_s is not None:
+            self._stacks.is_done(self._ranks)
+            return
+        is_blocked = max(self._watcher.stalled_s, self._files.stalled_s) > _BLOCKED_S
+        if is_blocked and any(node.window.is_half_full for node in self._nodes):
+            self._hold_hang_watch()  # ranks that wait for our own display or disk do not hang
+        hung = watch.hung_ranks(now_s)
+        if hung and not self._hung:
+            self._hung = hung
+            self._watcher.warning(f"no progress for {self._plan.hang_timeout_s:g} s: asking all ranks for their stacks")
+            self._stacks.request(self._nodes)
+        if self._stacks.is_done(self._ranks) and self._hung:
+            self._hung = hung  # what has moved meanwhile does not hang
+            if hung:
+                self._end_hang(hung)
+
+    def _end_hang(self, hung: list[Rank]) -> None:
+        """Stop the job because of the ranks that hang."""
+        straggler = find_straggler(hung)
+        rank = straggler or hung[0]
+        node = next(node for node in self._nodes if rank.number in node.ranks)
+        reason = f"no progress for {self._plan.hang_timeout_s:g} s" + ("" if straggler else ", all ranks alike")
+        self._root_cause.add_hang(node, rank, reason)
+        self._stop(f"rank {rank.number} hangs ({reason})", self._plan.grace_s)
+
+    def _hold_hang_watch(self) -> None:
+        """Count the silence of ranks from now on: they had to wait for us."""
+        if self._hang_watch is not None:
+            self._hang_watch.hold(time.monotonic())
+
+    # ---- stop ----
+
+    def _stop(self, why: str, grace_s: float, *, by_user: bool = False) -> None:
+        """Ask all agents to end their ranks. After a failure only the first request counts; a user may insist."""
+        if self._stop_started_s is not None and not by_user:
+            return
+        self._root_cause.stopping(by_user=by_user)
+        if self._has_running_ranks:
+            self._watcher.stopping(why)
+        self._stop_started_s = self._stop_started_s or time.monotonic()
+        self._fleet.stop(grace_s)
+
+    @property
+    def _has_running_ranks(self) -> bool:
+        return any(rank.is_running for rank in self._ranks)
+
+    def _handle_signals(self) -> None:
+        if self._signals.wants_suspension:
+            self._suspend()
+        for number in self._signals.take():
+            if number in self._plan.stop_signals:
+                self._stop_by_signal(number)
+            elif number == NOTICE_SIGNAL:
+                self._pass_notice_on()
+            else:
+                self._stacks.request(self._nodes)
+
+    def _stop_by_signal(self, number: int) -> None:
+        name, is_first = signal.Signals(number).name, self._interrupt is None
+        self._interrupt = self._interrupt or number
+        why = f"{name}: stopping all ranks" if is_first else f"{name} again: killing all ranks"
+        self._stop(why, self._plan.grace_s if is_first else 0.0, by_user=True)
+        if is_first and self._plan.grace_s > 0 and self._has_running_ranks:
+            grace = format_duration(self._plan.grace_s)
+            self._watcher.waiting(f"the ranks to end, at most {grace}; a second {name} kills them")
+
+    def _pass_notice_on(self) -> None:
+        """Warn all ranks that the job will be preempted; what they exit with from now on may ask for a requeue."""
+        self._watcher.warning(f"{NOTICE_SIGNAL.name}: the job is about to be preempted, warning all ranks")
+        self._root_cause.was_warned = True
         for node in self._nodes:
-            node.close_stdin()
-        # One for all; agents that have no ranks need not be waited for.
-        deadline_s = time.monotonic() + (self._plan.grace_s if self._files.logs else 0.0)
-        for node in self._nodes:
-            if not node.ended:
-                node.channel.wait(max(0.0, deadline_s - time.monotonic()))
-            node.channel.close()
+            if node.has_running_ranks:
+                node.send(Notify())
+
+    def _suspend(self) -> None:
+        """Do what Ctrl-Z asks for. Agents hear of it first: the ranks are to be there when the user comes back."""
+        self._watcher.suspending()
+        shown = threading.Event()
+        self._watcher.put(shown.set)
+        away_s = self._fleet.liveness.suspended(self._signals.suspend, shown.is_set, self._handle_next)
+        self._hold_hang_watch()
+        self._watcher.continuing(away_s)
+
+    def _handle_next(self) -> None:
+        found = self._fleet.get(_LOOK_INTERVAL_S / 2)
+        if found is not None:
+            self._handle(*found)
+
+    # ---- end ----
 
     def _finish(self) -> RunReport:
         end_s = time.monotonic()
-        lost = [node.placement.host for node in self._nodes if not node.said_bye]
+        lost = [node.host for node in self._nodes if not node.exited_cleanly]
         unconfirmed = sweep_lost_hosts(
             lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._signals.asks_to_leave
         )
         self._files.close()
-        failure, interrupt = self._failures.cause, self._interrupt
+        failure, interrupt = self._root_cause.cause, self._interrupt
+        num_stopped = sum(rank.was_stopped and (failure is None or rank.number != failure.rank) for rank in self._ranks)
         report = RunReport(
             job_id=self._plan.job_id,
-            exit_code=_exit_code(self._failures, interrupt),
+            exit_code=_exit_code(self._root_cause, interrupt),
             world_size=self._plan.placement.world_size,
             duration_s=time.monotonic() - self._start_s,
             interrupted_by=signal.Signals(interrupt).name if interrupt is not None else None,
             failure=failure,
-            num_stopped=len(self._stopped - {failure.rank if failure is not None else None}),
+            num_stopped=num_stopped,
             stop_s=end_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
             unconfirmed_hosts=unconfirmed,
             swept_hosts=tuple(host.name for host in lost if host.name not in unconfirmed),
@@ -405,20 +386,10 @@ class Controller:
         return report
 
 
-def _exit_code(failures: FailureBook, interrupt: int | None) -> int:
+def _exit_code(root_cause: RootCause, interrupt: int | None) -> int:
     """Return what `launch` exits with. interrupt: the signal that stopped the ranks."""
-    if failures.cause is not None:
-        return failures.cause.exit_code
+    if root_cause.cause is not None:
+        return root_cause.cause.exit_code
     if interrupt is not None:
         return 128 + interrupt
-    return int(ExitCode.REQUEUE if failures.wants_requeue else ExitCode.OK)
-
-
-def _check_port(picked: PortPicked, plan: JobPlan) -> None:
-    """Raises: UsageError when node 0 has no port for the ranks to meet at."""
-    if not picked.port:
-        raise UsageError(
-            f"port {plan.master_port} is in use" if plan.master_port else "no TCP port is free",
-            where=plan.placement.nodes[0].host.name,
-            hint="give another --master-port, or leave it out: a free one is chosen" if plan.master_port else None,
-        )
+    return int(ExitCode.REQUEUE if root_cause.wants_requeue else ExitCode.OK)

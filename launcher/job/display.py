@@ -1,15 +1,15 @@
-"""A watcher on a thread of its own: whoever tells it something does not wait for a terminal, a pager or a pipe."""
+"""A watcher on a thread of its own: no caller waits for a terminal, a pager or a pipe."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
+from launcher.fleet.signals import SignalQueue
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
 from launcher.job.outcome import Failure, RunReport
 from launcher.job.plan import JobPlan
-from launcher.job.signals import SignalQueue
 
 _MAX_HELD_BYTES = 256 << 20  # of earlier runs, when a job starts again
 

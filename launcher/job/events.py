@@ -1,4 +1,4 @@
-"""What a run tells its watcher: the vocabulary between the controller and whoever shows it."""
+"""The events of a run: the vocabulary between the controller and whatever shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Watcher(Protocol):
         ...
 
     def progress(self, rank: int, step: int, loss: float | None) -> None:
-        """A rank has come to `step`: its own count of steps, or of its heartbeats. loss: None where it told none.
+        """A rank has come to `step`: its own count of steps, or of its heartbeats. loss: None where it reported none.
 
         Comes from another thread than the other events, and prints nothing.
         """
@@ -39,7 +39,7 @@ class Watcher(Protocol):
         ...
 
     def raised(self, failure: Failure) -> None:
-        """A rank has failed and does not end; it is the first cause as far as that is known now."""
+        """A rank has raised an exception but has not exited; it is the root cause as far as that is known now."""
         ...
 
     def stopping(self, why: str) -> None:

@@ -1,11 +1,13 @@
-"""Has the job stopped making progress, and which rank is the odd one out?"""
+"""Has the job stopped making progress, and which rank do the others wait for?"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence
+
+from launcher.job.rank import Rank
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _COMPARED_FRAMES = 3
@@ -13,7 +15,7 @@ _NO_STACK = "  (no Python stack)"
 
 
 class HangWatch:
-    """Knows when each rank last made progress, by heartbeats and output. Times are the monotonic clock.
+    """Knows whether ranks hang, by their heartbeats and output. Times are the monotonic clock.
 
     A job hangs when no rank has made a heartbeat or written anything for the timeout. One rank hangs when it has made
     heartbeats before, or most ranks have, and for the timeout it has neither made one nor written anything while
@@ -21,80 +23,76 @@ class HangWatch:
     evaluation on rank 0 the other ranks wait for it, and where only rank 0 prints the others are always silent.
     """
 
-    def __init__(self, timeout_s: float, ranks: Iterable[int], now_s: float) -> None:
+    def __init__(self, timeout_s: float, ranks: Sequence[Rank], now_s: float) -> None:
         self._timeout_s = timeout_s
-        self._last_s = dict.fromkeys(ranks, now_s)  # of each running rank: its last heartbeat or output
-        self._counts = dict.fromkeys(self._last_s, 0)
-        self._job_last_s = now_s  # of all ranks, those that have ended too
+        self._ranks = ranks
+        self._job_moved_s = now_s  # the last progress of any rank, those that have ended too
         self._last_beat_s = -math.inf  # of all ranks
         self._no_hang_until_s = -math.inf  # heartbeats up to then prove nothing against any rank
 
-    @property
-    def counts(self) -> dict[int, int]:
-        """The heartbeats of each rank that still runs."""
-        return {rank: self._counts[rank] for rank in self._last_s}
-
-    def beat(self, rank: int, count: int, now_s: float) -> None:
-        """Note the heartbeats of a rank; a number that stands still is not progress."""
-        if count == self._counts[rank]:
+    def beat(self, rank: Rank, count: int, now_s: float) -> None:
+        """Note the heartbeats of a rank; an unchanged number is not progress."""
+        if count == rank.num_heartbeats:
             return
-        self._counts[rank] = count
+        rank.num_heartbeats = count
         self._last_beat_s = now_s
-        self.output(rank, now_s)
+        self._move(rank, now_s)
 
-    def output(self, rank: int, now_s: float) -> None:
-        """Note that a rank wrote something."""
-        self._job_last_s = now_s
-        if rank in self._last_s:
-            self._last_s[rank] = now_s
+    def ended(self, now_s: float) -> None:
+        """Note that a rank has ended, which is progress of the job."""
+        self._job_moved_s = now_s
 
     def hold(self, now_s: float) -> None:
-        """Note that ranks wait for the launcher, or that it was away: their standstill counts from now on."""
-        self._last_s = dict.fromkeys(self._last_s, now_s)
-        self._job_last_s = now_s
+        """Note that ranks wait for the launcher, or that it was away: their silence counts from now on."""
+        for rank in self._ranks:
+            rank.moved_s = now_s
+        self._job_moved_s = now_s
 
-    def ended(self, rank: int, now_s: float) -> None:
-        """Forget a rank that has ended, which is progress of the job."""
-        self._job_last_s = now_s
-        self._last_s.pop(rank, None)
-
-    def hung_ranks(self, now_s: float) -> list[int]:
+    def hung_ranks(self, now_s: float) -> list[Rank]:
         """Return the ranks that hang, [] while none does; all running ranks when nothing moves."""
-        if now_s - self._job_last_s > self._timeout_s:
-            return sorted(self._last_s)
-        if self._last_beat_s <= self._no_hang_until_s:  # asked after every event: not to look at all ranks each time
+        running = [rank for rank in self._ranks if rank.is_running]
+        for rank in running:
+            if rank.wrote_s > rank.moved_s:
+                self._move(rank, rank.wrote_s)
+        if now_s - self._job_moved_s > self._timeout_s:
+            return running
+        if self._last_beat_s <= self._no_hang_until_s:
             return []
         # Where most ranks make heartbeats, one that never did hangs at its start; else they are some ranks' affair.
-        is_usual = 2 * sum(map(bool, self._counts.values())) > len(self._counts)
-        since_s = {rank: last_s for rank, last_s in self._last_s.items() if is_usual or self._counts[rank]}
-        self._no_hang_until_s = min(since_s.values(), default=now_s) + self._timeout_s
-        return sorted(rank for rank, last_s in since_s.items() if self._last_beat_s - last_s > self._timeout_s)
+        is_usual = 2 * sum(rank.num_heartbeats > 0 for rank in self._ranks) > len(self._ranks)
+        watched = [rank for rank in running if is_usual or rank.num_heartbeats]
+        self._no_hang_until_s = min((rank.moved_s for rank in watched), default=now_s) + self._timeout_s
+        return [rank for rank in watched if self._last_beat_s - rank.moved_s > self._timeout_s]
+
+    def _move(self, rank: Rank, now_s: float) -> None:
+        rank.moved_s = now_s
+        self._job_moved_s = max(self._job_moved_s, now_s)
 
 
-def odd_one_out(stacks: Mapping[int, str], counts: Mapping[int, int], hung: Collection[int]) -> int | None:
-    """Return which of the `hung` ranks the others most likely wait for.
+def find_straggler(hung: Sequence[Rank]) -> Rank | None:
+    """Return which of the ranks that hang the others most likely wait for.
 
-    The one that has made fewer heartbeats than all others, else the one whose main thread stands where no other does.
-    None when the ranks look alike. stacks and counts are those of all running ranks: where heartbeats are made by some
-    of them only, the others' zero says nothing, unless it is the only zero among several ranks.
+    The one that has made fewer heartbeats than all others, else the one whose stack is like no other's. None when the
+    ranks look alike. Where heartbeats are made by some ranks only, the others' zero says nothing, unless it is the only
+    zero among several ranks.
     """
     if len(hung) == 1:
-        return next(iter(hung))
-    beating = {rank: count for rank, count in counts.items() if rank in hung and count}
-    without = [rank for rank in hung if not counts.get(rank)]
+        return hung[0]
+    beating = [rank for rank in hung if rank.num_heartbeats]
+    without = [rank for rank in hung if not rank.num_heartbeats]
     if len(without) == 1 and len(beating) > 1:
         return without[0]
-    behind = min(beating.values(), default=0)
-    slowest = [rank for rank, count in beating.items() if count == behind]
+    behind = min((rank.num_heartbeats for rank in beating), default=0)
+    slowest = [rank for rank in beating if rank.num_heartbeats == behind]
     if len(slowest) == 1 and len(beating) > 1:
         return slowest[0]
-    places = {rank: _place(text) for rank, text in stacks.items() if rank in hung}
-    how_many = Counter(places.values())
-    alone = [rank for rank, place in places.items() if how_many[place] == 1]
-    return alone[0] if len(alone) == 1 and len(how_many) == 2 and len(places) > 2 else None
+    frames = {rank: _innermost_frames(rank.stack) for rank in hung if rank.stack is not None}
+    how_many = Counter(frames.values())
+    alone = [rank for rank, found in frames.items() if how_many[found] == 1]
+    return alone[0] if len(alone) == 1 and len(how_many) == 2 and len(frames) > 2 else None
 
 
-def _place(stack: str) -> tuple[tuple[str, str], ...]:
+def _innermost_frames(stack: str) -> tuple[tuple[str, str], ...]:
     """Return the innermost frames of the main thread, which faulthandler writes last."""
     main = stack[stack.rfind("hread 0x") :]
     return tuple((frame["file"], frame["name"]) for frame in _FRAME.finditer(main))[:_COMPARED_FRAMES]
@@ -106,7 +104,7 @@ def format_stacks(stacks: dict[int, str]) -> str:
 
 
 def group_by_stack(text: str) -> list[tuple[list[int], str]]:
-    """Return what `format_stacks` wrote as (ranks that stand alike, their stack), the largest group last.
+    """Return what `format_stacks` wrote as (ranks with the same stack, that stack), the largest group last.
 
     Thread numbers differ from process to process and are left out of the comparison.
     """

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 _POLL_S = 0.1
-_TELL_AFTER_S = 2.0
+_EXPLAIN_AFTER_S = 2.0
 
 
 class Answer(Generic[_T]):
@@ -33,7 +33,7 @@ class Answer(Generic[_T]):
         """Make the call. On the lane's thread."""
         try:
             self._value.append(self._call())
-        except Exception as error:  # noqa: BLE001  # raised by `get`, where somebody can act on it
+        except Exception as error:  # noqa: BLE001  # raised by `get`, where a caller can act on it
             self._error = error
         self.done.set()
 
@@ -87,12 +87,12 @@ class Lane:
 
         is_to_leave: asked ten times a second. on_waiting: called once, after 2 s.
         """
-        tell_at_s = time.monotonic() + _TELL_AFTER_S
+        explain_at_s = time.monotonic() + _EXPLAIN_AFTER_S
         while not done.wait(_POLL_S):
             if is_to_leave() or self.stalled_s > limit_s:
                 return False
-            if time.monotonic() > tell_at_s:
-                tell_at_s = math.inf
+            if time.monotonic() > explain_at_s:
+                explain_at_s = math.inf
                 on_waiting()
         return True
 

@@ -24,7 +24,7 @@ from launcher.job.plan import JobPlan
 _T = TypeVar("_T")
 
 _TAIL_BYTES = 4096
-_TELL_AFTER_S = 5.0  # a disk that takes so long for one write is told
+_WARN_AFTER_S = 5.0  # of a disk that takes so long for one write
 _SPARE_FILES = 64  # for whatever else this process opens during a run
 
 
@@ -111,10 +111,10 @@ class RunFolder:
 
     def __init__(self, plan: JobPlan, watcher: Watcher, is_to_leave: Callable[[], bool]) -> None:
         """is_to_leave: says whether the user does not want to wait; asked while waiting."""
-        self.logs: dict[int, RankLog] = {}
+        self._logs: dict[int, RankLog] = {}
         self._plan, self._watcher, self._is_to_leave = plan, watcher, is_to_leave
         self._lane = Lane("logs")
-        self._tell_at_s = 0.0
+        self._warn_at_s = 0.0
         self._is_given_up = False
 
     @property
@@ -122,13 +122,14 @@ class RunFolder:
         """How long the write under way has taken."""
         return self._lane.stalled_s
 
-    def open(self) -> None:
+    def open(self) -> dict[int, RankLog]:
         """Make the folder and an empty log of each rank. Raises: LauncherError."""
-        self.logs = self.make(lambda: open_logs(self._plan))
+        self._logs = self.make(lambda: open_logs(self._plan))
+        return self._logs
 
-    def write(self, rank: int, data: bytes, then: Callable[[], object] = lambda: None) -> None:
+    def write(self, log: RankLog, data: bytes, then: Callable[[], object] = lambda: None) -> None:
         """Append to a rank's log, later, and call `then`."""
-        self._lane.put(self._write, rank, data, then)
+        self._lane.put(self._write, log, data, then)
 
     def put(self, call: Callable[[], object]) -> None:
         """Have another file of the run written in its turn."""
@@ -144,11 +145,11 @@ class RunFolder:
         return answer.get()
 
     def look(self, now_s: float) -> None:
-        """Tell the user of a disk that stalls, not too often."""
-        if self._lane.stalled_s > _TELL_AFTER_S and now_s > self._tell_at_s:
-            self._tell_at_s = math.inf
+        """Warn the user of a disk that stalls, once."""
+        if self._lane.stalled_s > _WARN_AFTER_S and now_s > self._warn_at_s:
+            self._warn_at_s = math.inf
             self._watcher.warning(
-                f"{self._plan.run_folder}: its disk has taken no output for {_TELL_AFTER_S:.0f} s;"
+                f"{self._plan.run_folder}: its disk has taken no output for {_WARN_AFTER_S:.0f} s;"
                 " the ranks wait once a few MiB are held"
             )
 
@@ -172,8 +173,7 @@ class RunFolder:
     def _say_waiting(self) -> None:
         self._watcher.waiting(f"the disk of {self._plan.run_folder} (Ctrl-C: do not wait)")
 
-    def _write(self, rank: int, data: bytes, then: Callable[[], object]) -> None:
-        log = self.logs[rank]
+    def _write(self, log: RankLog, data: bytes, then: Callable[[], object]) -> None:
         had_error = log.write_error is not None
         log.write(data)
         if log.write_error is not None and not had_error:
@@ -181,5 +181,5 @@ class RunFolder:
         then()
 
     def _close(self) -> None:
-        for log in self.logs.values():
+        for log in self._logs.values():
             log.close()

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from launcher.base.exit_codes import ExitCode
 from launcher.base.private_files import write_private
 
 
@@ -28,15 +29,15 @@ class Failure:
     """One rank that failed, or one host that was lost or could not start its ranks."""
 
     host: str
-    rank: int | None  # None: the host itself
-    pid: int | None
-    exit_code: int  # as a shell shows it: 128 + signal when killed
-    signal_name: str | None
-    after_s: float  # since the start of the run
-    reason: str  # "exit code 3", "killed by SIGKILL", "the connection was lost"
-    traceback: str  # of the error record, "" when there is none
-    last_lines: tuple[str, ...]  # of the rank's output, for failures without a traceback
-    log: str | None
+    rank: int | None = None  # None: the host itself
+    pid: int | None = None
+    exit_code: int = ExitCode.FAILURE  # as a shell shows it: 128 + signal when killed
+    signal_name: str | None = None
+    after_s: float = 0.0  # since the start of the run
+    reason: str = ""  # "exit code 3", "killed by SIGKILL", "the connection was lost"
+    traceback: str = ""  # of the error record, "" when there is none
+    last_lines: tuple[str, ...] = ()  # of the rank's output, for failures without a traceback
+    log: str | None = None
     max_rss_bytes: int | None = None  # the most memory the rank's process held
     oom: str | None = None  # what shows that the kernel ended it for lack of memory
     away_s: float | None = None  # the launcher itself was suspended for so long, and the host ended its ranks
@@ -61,7 +62,7 @@ class RunReport:
     failure: Failure | None  # the first one; all others followed from it
     num_stopped: int  # ranks that were ended because of it
     stop_s: float  # how long ending them took, without asking lost hosts
-    unconfirmed_hosts: tuple[str, ...]  # lost hosts that could not be asked whether anything is left
+    unconfirmed_hosts: tuple[str, ...]  # lost hosts where the clean-up could not be verified
     swept_hosts: tuple[str, ...] = ()  # lost hosts where no process with the job's id is left
     left_pids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # host, and processes there that could not be killed
     restart: int = 0  # how often the job had been started before

@@ -14,7 +14,6 @@ DEFAULT_GRACE_S = 5.0
 # Local agents notice the end of their pipe at once. A network can fail without a word, so both sides of one need a
 # lease; it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
 DEFAULT_LEASE_S = 30.0
-PING_INTERVAL_S = 1.0
 
 _ADJECTIVES = (
     "amber",
@@ -103,14 +102,6 @@ class JobPlan(Settings):
     agent_commands: dict[int, str] = field(default_factory=dict)  # node rank -> what starts the agent; to be shown
     restart: int = 0  # how often the job was started again
     num_failures: int = 0  # of those restarts, how many came after a failure: what `max_restarts` limits
-
-    def needs_lease(self, node_rank: int) -> bool:
-        """Whether a network lies between: messages prove that the other side lives.
-
-        A local agent's pipe ends with it. One that is suspended must not be sent what it does not take out: we would
-        wait for it in turn.
-        """
-        return self.transports[node_rank] != "local"
 
     def describe(self) -> dict[str, object]:
         """Return the plan as plain data for `--dry-run --json`; no environment values."""

@@ -16,7 +16,7 @@ from launcher.job.envfile import JobEnvironment
 from launcher.job.environment import forwarded
 from launcher.job.plan import JobPlan, Settings
 from launcher.job.request import Request
-from launcher.transport.fanout import is_local
+from launcher.transport.local import is_local
 
 
 @dataclass(frozen=True)

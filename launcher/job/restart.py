@@ -1,4 +1,4 @@
-"""Run a job again after a failure: the same hosts, spare hosts, or the hosts that are left."""
+"""Run a job again after a failure: the same hosts, spare hosts, or the remaining hosts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from launcher.base.errors import ConfigError, LauncherError, TransportError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Cluster, Host
+from launcher.fleet.signals import SignalQueue
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
 from launcher.job.outcome import RunReport
 from launcher.job.plan import JobPlan
-from launcher.job.signals import SignalQueue
 
 Run = Callable[[JobPlan], RunReport]
 Replan = Callable[[Cluster], JobPlan]
@@ -25,7 +25,7 @@ Replan = Callable[[Cluster], JobPlan]
 WorldSizes = Callable[[], Collection[int] | None]
 
 _MAX_DELAY_S = 30.0
-_TELL_AFTER_S = 1.0
+_EXPLAIN_AFTER_S = 1.0
 _POLL_S = 0.05
 _QUICK_S = 60.0  # a try that fails earlier doubles the delay before the next one
 
@@ -123,7 +123,7 @@ def _saved(first: JobPlan, reports: Sequence[RunReport], watcher: Watcher, signa
 
 def _pause(delay_s: float, signals: SignalQueue, watcher: Watcher) -> None:
     """Wait before a restart; a stop signal ends the wait."""
-    if delay_s > _TELL_AFTER_S:
+    if delay_s > _EXPLAIN_AFTER_S:
         watcher.waiting(f"{delay_s:.0f} s before the next try (Ctrl-C: end the job)")
     deadline_s = time.monotonic() + delay_s
     while signals.first_stop is None and time.monotonic() < deadline_s:
@@ -159,7 +159,7 @@ def _hosts_of(plan: JobPlan) -> tuple[Host, ...]:
 def _next_hosts(
     plan: JobPlan, lost: set[str], spares: list[Host], policy: RestartPolicy, watcher: Watcher
 ) -> tuple[Host, ...]:
-    """Return the hosts of the next run; used spares are taken off the list, hosts left out are put on it.
+    """Return the hosts of the next run; used spares are taken off the list, excluded hosts are put on it.
 
     Raises: LauncherError when they are too few, or no choice of them makes a world that the config fits.
     """
@@ -171,10 +171,12 @@ def _next_hosts(
         elif spares:
             spare = spares.pop(0)
             hosts.append(dataclasses.replace(spare, slots=spare.slots[: len(host.slots)]))
-            watcher.warning(f"{host.name} was lost: {spare.name} takes its place")
+            watcher.warning(f"{host.name} was lost: replaced by {spare.name}")
     min_nodes = len(before) if policy.min_nodes is None else min(policy.min_nodes, len(before))
     if len(hosts) < min_nodes:
-        raise LauncherError(f"{', '.join(sorted(lost))} cannot be used, there is no spare host, and too few are left")
+        raise LauncherError(
+            f"{', '.join(sorted(lost))} cannot be used, no spare host is left, and too few hosts remain"
+        )
     world_sizes = policy.world_sizes()
     if world_sizes is None:
         return tuple(hosts)
@@ -184,11 +186,11 @@ def _next_hosts(
     if chosen is None:
         num_ranks = sum(len(host.slots) for host in hosts)
         raise ConfigError(
-            f"elasticity allows no world of {min_nodes} or more of the hosts that are left ({num_ranks} ranks in all)",
-            hint=f"it allows {', '.join(str(size) for size in sorted(world_sizes)[:20])} ranks",
+            f"no valid world size on {min_nodes} or more of the remaining hosts ({num_ranks} ranks in all)",
+            hint=f"elasticity allows {', '.join(str(size) for size in sorted(world_sizes)[:20])} ranks",
         )
-    left_out = [host for host in hosts if host not in chosen]
-    if left_out:
-        spares += left_out
-        watcher.warning(f"left out, so that the world size fits: {', '.join(host.name for host in left_out)}")
+    excluded = [host for host in hosts if host not in chosen]
+    if excluded:
+        spares += excluded
+        watcher.warning(f"excluded to reach a valid world size: {', '.join(host.name for host in excluded)}")
     return chosen

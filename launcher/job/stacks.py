@@ -1,4 +1,4 @@
-"""The stacks of all ranks: asked for, collected, written down, shown."""
+"""The stack traces of all ranks: requested, collected, written down, shown."""
 
 from __future__ import annotations
 
@@ -12,42 +12,38 @@ from launcher.job.events import Watcher
 from launcher.job.hang import format_stacks
 from launcher.job.node import Node
 from launcher.job.plan import JobPlan
+from launcher.job.rank import Rank
 
 
 class StackCollector:
-    """Collects one stack of each running rank, as often as somebody asks."""
+    """Collects one stack trace of each running rank, as often as it is requested."""
 
     def __init__(self, plan: JobPlan, watcher: Watcher, put: Callable[[Callable[[], object]], object]) -> None:
         """put: has a file of the run written."""
         self._put = put
         self._path = plan.run_folder / "stacks.txt"
         self._watcher = watcher
-        self._found: dict[int, str] | None = None  # by rank, while they are being collected
-        self._deadline_s = 0.0
+        self._deadline_s: float | None = None  # while they are being collected
 
-    def ask(self, nodes: Sequence[Node]) -> None:
+    def request(self, nodes: Sequence[Node]) -> None:
         """Let every rank that runs write its stacks."""
-        self._found, self._deadline_s = {}, time.monotonic() + timeouts().stacks_s
+        self._deadline_s = time.monotonic() + timeouts().stacks_s
         for node in nodes:
-            if node.running:
+            for rank in node.ranks.values():
+                rank.stack = None
+            if node.has_running_ranks:
                 node.send(DumpStacks())
 
-    def add(self, rank: int, text: str) -> None:
-        """Take one rank's answer."""
-        if self._found is not None:
-            self._found[rank] = text
-
-    def take(self, nodes: Sequence[Node]) -> dict[int, str] | None:
-        """Return the stacks, which are shown, once all are there, or the time for it is over; None before."""
-        if self._found is None:
-            return None
-        running = {rank for node in nodes for rank in node.running}
-        if not running <= self._found.keys() and time.monotonic() < self._deadline_s:
-            return None
-        found, self._found = self._found, None
-        text = format_stacks(found)
+    def is_done(self, ranks: Sequence[Rank]) -> bool:
+        """Whether all stacks are there now, or the time for it is over; they are shown then. True once a request."""
+        if self._deadline_s is None:
+            return False
+        if any(rank.is_running and rank.stack is None for rank in ranks) and time.monotonic() < self._deadline_s:
+            return False
+        self._deadline_s = None
+        text = format_stacks({rank.number: rank.stack for rank in ranks if rank.stack is not None})
         self._put(lambda: self._show(text))
-        return found
+        return True
 
     def _show(self, text: str) -> None:
         try:

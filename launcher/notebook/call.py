@@ -22,11 +22,11 @@ from launcher.cluster.cluster import Cluster, Host, place
 from launcher.cluster.devices import local_device_tokens
 from launcher.cluster.filters import select
 from launcher.compat import AUTO
+from launcher.fleet.signals import STACKS_SIGNAL, SignalQueue
 from launcher.job.controller import Controller
 from launcher.job.display import Display
 from launcher.job.outcome import Failure, RunReport
 from launcher.job.plan import DEFAULT_GRACE_S, Command, JobPlan, new_job_id
-from launcher.job.signals import STACKS_SIGNAL, SignalQueue
 from launcher.notebook import rank as rank_module
 from launcher.notebook.output import CellOutput
 from launcher.notebook.pickling import dumps

@@ -44,7 +44,7 @@ class CellOutput:
 
     def raised(self, failure: Failure) -> None:
         what = failure.traceback or failure.reason
-        write("stderr", f"! rank {failure.rank} has failed and does not end:\n{what.rstrip()}\n")
+        write("stderr", f"! rank {failure.rank} has failed but has not exited:\n{what.rstrip()}\n")
 
     def stopping(self, why: str) -> None:
         write("stdout", f"{why}\n")

@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 _TAIL_WAIT_S = 0.5
 
 
+def is_local(host_name: str) -> bool:
+    """Tell whether `host_name` means this machine: `localhost` or its own name.
+
+    Addresses never do, 127.0.0.x included: a user who writes an address means the network.
+    """
+    own = os.uname().nodename.lower()
+    return host_name.lower() in {"localhost", own, own.partition(".")[0]}
+
+
 class LocalTransport:
     """Starts agents on this machine; implements `Transport`."""
 

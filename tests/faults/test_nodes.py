@@ -137,5 +137,5 @@ def test_after_a_crash_hosts_are_left_out_until_the_elastic_batch_fits(tmp_path:
         addresses = [node.address for node in nodes.nodes]
     assert result.code == 0, result.err
     assert f"✗ {addresses[1]} was lost" in result.err
-    assert f"left out, so that the world size fits: {addresses[3]}" in result.err
+    assert f"excluded to reach a valid world size: {addresses[3]}" in result.err
     assert sorted(re.findall(r"PLAN 8 = 2 x 2 x 2 (\S+)", result.out)) == ["node-0", "node-2"]

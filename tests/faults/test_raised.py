@@ -1,4 +1,4 @@
-"""A rank that has raised and does not end: it is shown at once, and it holds up nobody for long."""
+"""A rank that has raised but has not exited: it is shown at once, and holds up the job for a limited time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 
 from harness import scripts
 from harness.launching import Launch, run_launch, wait_until, wait_until_gone
-
-from launcher.job.exiting import TELL_AFTER_S, RaisedWatch
 
 GRACE_S = 6.0
 HANGS_ON_THE_WAY_OUT = """
@@ -44,7 +42,7 @@ def test_a_thread_that_lives_on_hides_no_traceback(tmp_path: Path) -> None:
     assert result.err.count("ValueError: the data is bad") == 1
     assert "rank 1 (localhost, pid" in result.err
     assert "(its traceback is above)" in result.err
-    assert "rank 1 failed (exit code 1) and does not end" in result.err
+    assert "rank 1 failed (exit code 1) but has not exited" in result.err
     assert log.read_text().count("ValueError: the data is bad") == 1
     wait_until_gone(result.job_id)
 
@@ -82,19 +80,4 @@ def test_a_fork_that_fails_is_not_the_rank(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "--num_gpus", "1", "--grace", "0.5", script)
     assert result.code == 0, result.err
     assert result.err.count("[0] ValueError: only the child") == 1
-    assert "does not end" not in result.err
     assert "has not exited" not in result.err
-
-
-def test_the_watch_tells_once_and_knows_who_has_ended() -> None:
-    watch = RaisedWatch(grace_s=0.0)
-    watch.raised(3, 100.0)
-    watch.raised(4, 100.0)
-    assert not watch.is_to_be_told(100.0 + TELL_AFTER_S / 2)
-    assert not watch.is_over(100.0 + TELL_AFTER_S / 2)
-    watch.ended(3)
-    watch.ended(5)
-    assert [watch.is_to_be_told(102.0), watch.is_to_be_told(103.0)] == [True, False]
-    assert watch.is_over(102.0)
-    watch.ended(4)
-    assert not watch.is_over(200.0)

@@ -195,7 +195,8 @@ class LoopbackSlurm:
                 continue
             if name in self.nodes:
                 for pid in self.step_managers(name):
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        os.kill(pid, signal.SIGKILL)
             process.terminate()
             try:
                 process.wait(10)

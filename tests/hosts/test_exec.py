@@ -18,8 +18,9 @@ from launcher.cli.commands.exec import Display, show_results
 from launcher.cli.options.selection import HostOptions
 from launcher.cli.reach import Transports
 from launcher.cluster.cluster import Host
-from launcher.hosts import fanout as everywhere
-from launcher.hosts.shell_session import BareSession
+from launcher.hosts import fanout, session
+from launcher.hosts.fanout import Fanout
+from launcher.hosts.session import Task
 from launcher.transport.local import LocalTransport
 
 
@@ -87,11 +88,11 @@ def test_a_host_is_shown_when_it_has_ended(sshd: LoopbackSshd, tmp_path: Path) -
 def test_the_output_of_all_hosts_together_is_bounded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(everywhere, "MAX_HELD_BYTES", 1500)
+    monkeypatch.setattr(session, "MAX_HELD_BYTES", 1500)
     transport = LocalTransport(shell_only=True)
     words = ("sh", "-c", "yes | head -c 1000")
-    tasks = [everywhere.Task(Host(f"host{number}", (0,)), words, "/") for number in range(3)]
-    run = everywhere.Everywhere(tasks, lambda _: transport, "held-job-0000", session=BareSession)
+    tasks = [Task(Host(f"host{number}", (0,)), words, "/") for number in range(3)]
+    run = Fanout(tasks, lambda _: transport, "held-job-0000", has_agents=False)
     results = run.run(30)
     assert sum(len(result.stdout) for result in results) == 1500
     assert any(result.is_cut for result in results)
@@ -142,9 +143,8 @@ def test_failures_do_not_stop_other_hosts_and_the_largest_code_wins(sshd: Loopba
 def test_a_folder_that_is_missing_on_a_host_is_explained(is_bare: bool) -> None:
     transport = LocalTransport(shell_only=is_bare)
     command = ("true",) if is_bare else ("program", "true")
-    task = everywhere.Task(Host("localhost", (0,)), command, "/no/such/folder")
-    session = BareSession if is_bare else None
-    (result,) = everywhere.Everywhere([task], lambda _: transport, "no-folder-0000", session=session).run(30)
+    task = Task(Host("localhost", (0,)), command, "/no/such/folder")
+    (result,) = Fanout([task], lambda _: transport, "no-folder-0000", has_agents=not is_bare).run(30)
     assert result.exit_code is None
     assert result.error is not None
     assert "it could not be started" in result.error.message
@@ -160,20 +160,20 @@ def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_p
     os.kill(parent_of(first(nap("77.75"))), signal.SIGKILL)
     result = job.wait(20)
     assert result.code == 69
-    assert "✗ 127.0.0.3: the connection was lost\n" in result.err
+    assert "✗ 127.0.0.3: the agent ended or the connection was lost\n" in result.err
     assert not sleeping(nap("77.75"))
 
 
 @pytest.mark.cluster
 def test_a_host_that_falls_silent_is_given_up(sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(everywhere, "DEFAULT_LEASE_S", 2.5)
+    monkeypatch.setattr(fanout, "DEFAULT_LEASE_S", 2.5)
     transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)))
     # It stops its own agent, whose ranks do not hear of it.
     commands = [("program", "sleep", "1"), ("program", "sh", "-c", f"kill -STOP $PPID; exec sleep {nap('76.25')}")]
-    tasks = [everywhere.Task(Host(f"127.0.0.{i + 1}", (0,)), command, "/") for i, command in enumerate(commands)]
+    tasks = [Task(Host(f"127.0.0.{i + 1}", (0,)), command, "/") for i, command in enumerate(commands)]
     agents = []
     try:
-        run = everywhere.Everywhere(tasks, transports.for_host, "silent-job-0000")
+        run = Fanout(tasks, transports.for_host, "silent-job-0000")
         watcher = threading.Thread(target=lambda: agents.append(parent_of(first(nap("76.25")))))
         watcher.start()
         good, silent = run.run(30)
@@ -184,7 +184,7 @@ def test_a_host_that_falls_silent_is_given_up(sshd: LoopbackSshd, monkeypatch: p
             os.kill(pid, signal.SIGKILL)
     assert (good.exit_code, good.error) == (0, None)
     assert silent.error is not None
-    assert silent.error.message == "no sign of life for 2 s"
+    assert silent.error.message in ("no heartbeat for 2 s", "no heartbeat for 3 s")
     assert run.unconfirmed_hosts == ()
     assert not sleeping(nap("76.25"))
 
@@ -226,12 +226,11 @@ def test_a_wait_says_what_for(sshd: LoopbackSshd, tmp_path: Path) -> None:
 def test_endless_output_is_cut(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_bare: bool
 ) -> None:
-    monkeypatch.setattr(everywhere, "MAX_OUTPUT_BYTES", 1000)
+    monkeypatch.setattr(session, "MAX_OUTPUT_BYTES", 1000)
     transport = LocalTransport(shell_only=is_bare)
     words = ("sh", "-c", "yes | head -c 5000; echo end >&2")
-    task = everywhere.Task(Host("localhost", (0,)), words if is_bare else ("program", *words), "/")
-    session = BareSession if is_bare else None
-    (result,) = everywhere.Everywhere([task], lambda _: transport, "cut-job-0000", session=session).run(30)
+    task = Task(Host("localhost", (0,)), words if is_bare else ("program", *words), "/")
+    (result,) = Fanout([task], lambda _: transport, "cut-job-0000", has_agents=not is_bare).run(30)
     assert result.exit_code == 0
     assert len(result.stdout) + len(result.stderr) == 1000
     assert result.is_cut

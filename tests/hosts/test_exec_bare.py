@@ -12,9 +12,9 @@ from harness.launching import Launch, nap, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.cluster.cluster import Host
-from launcher.hosts import fanout as everywhere
-from launcher.hosts import shell_session as bare
-from launcher.hosts.shell_session import BareSession
+from launcher.hosts import shell_session
+from launcher.hosts.fanout import Fanout
+from launcher.hosts.session import Task
 from launcher.transport.local import LocalTransport
 from launcher.transport.ssh.transport import SshOptions, SshTransport
 
@@ -111,12 +111,12 @@ def test_the_group_ends_when_the_launcher_is_killed(sshd: LoopbackSshd, tmp_path
 def test_what_ignores_the_first_signal_is_killed_after_the_grace(
     sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
-    monkeypatch.setattr(bare, "GRACE_S", 1.0)
+    monkeypatch.setattr(shell_session, "GRACE_S", 1.0)
     transport = SshTransport(SshOptions(config_file=sshd.ssh_config, shell_only=True)) if far else None
     transport_for = transport or LocalTransport(shell_only=True)
     words = ("sh", "-c", "trap 'echo asked' TERM; while :; do sleep 0.125; done", nap(""))
-    task = everywhere.Task(Host("127.0.0.1", (0,)), words, "/")
-    run = everywhere.Everywhere([task], lambda _: transport_for, "stubborn-job-0000", session=BareSession)
+    task = Task(Host("127.0.0.1", (0,)), words, "/")
+    run = Fanout([task], lambda _: transport_for, "stubborn-job-0000", has_agents=False)
     (result,) = run.run(0.7)
     transport_for.close()
     assert bytes(result.stdout) == b"asked\n"

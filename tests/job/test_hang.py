@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 from harness import scripts
 from harness.launching import Launch, run_launch, wait_until
 
 from launcher.base.processes import members_of_job
-from launcher.job.hang import HangWatch, odd_one_out
+from launcher.job.hang import HangWatch, find_straggler
+from launcher.job.logs import RankLog
+from launcher.job.rank import Rank
 
 # All ranks count together until rank 2 gets stuck; the others then wait for it, as in a collective.
 ONE_HANGS = """
@@ -88,58 +92,75 @@ def test_programs_survive_the_question_for_their_stacks(tmp_path: Path) -> None:
     assert "(no Python stack)" in result.err
 
 
+def ranks_of(num_ranks: int) -> list[Rank]:
+    return [Rank(number, cast(RankLog, None), moved_s=0.0) for number in range(num_ranks)]
+
+
+def hung(watch: HangWatch, now_s: float) -> list[int]:
+    return [rank.number for rank in watch.hung_ranks(now_s)]
+
+
 def test_output_of_any_rank_and_its_end_keep_the_job_alive() -> None:
-    watch = HangWatch(10.0, range(3), now_s=0.0)
-    watch.output(0, 8.0)
-    assert watch.hung_ranks(17.9) == []
-    watch.ended(0, 18.0)
-    assert watch.hung_ranks(27.9) == []
-    assert watch.hung_ranks(28.1) == [1, 2]
+    watch = HangWatch(10.0, ranks := ranks_of(3), now_s=0.0)
+    ranks[0].wrote_s = 8.0
+    assert hung(watch, 17.9) == []
+    ranks[0].is_running = False
+    watch.ended(18.0)
+    assert hung(watch, 27.9) == []
+    assert hung(watch, 28.1) == [1, 2]
 
 
 def test_heartbeats_of_rank_0_alone_keep_the_others_alive() -> None:
-    watch = HangWatch(10.0, range(2), now_s=0.0)
+    watch = HangWatch(10.0, ranks := ranks_of(2), now_s=0.0)
     for second in range(1, 100):
-        watch.beat(0, second, second)
-        assert watch.hung_ranks(second) == []
-    assert watch.hung_ranks(109.1) == [0, 1]
-    assert odd_one_out({0: "", 1: ""}, watch.counts, [0, 1]) is None  # rank 1 makes no heartbeats: it is not behind
+        watch.beat(ranks[0], second, second)
+        assert hung(watch, second) == []
+    assert hung(watch, 109.1) == [0, 1]
+    assert find_straggler(ranks) is None  # rank 1 makes no heartbeats: it is not behind
 
 
 def test_a_count_that_stands_still_is_no_progress() -> None:
-    watch = HangWatch(10.0, range(1), now_s=0.0)
-    watch.beat(0, 1, 5.0)
-    watch.beat(0, 1, 14.0)
-    assert watch.hung_ranks(15.1) == [0]
+    watch = HangWatch(10.0, ranks := ranks_of(1), now_s=0.0)
+    watch.beat(ranks[0], 1, 5.0)
+    watch.beat(ranks[0], 1, 14.0)
+    assert hung(watch, 15.1) == [0]
 
 
 def test_a_rank_that_falls_silent_while_others_make_heartbeats_hangs() -> None:
-    watch = HangWatch(10.0, range(3), now_s=0.0)
+    watch = HangWatch(10.0, ranks := ranks_of(3), now_s=0.0)
     for second in range(1, 31):
-        for rank in range(3):
-            if rank != 1 or second <= 15:
+        for rank in ranks:
+            if rank.number != 1 or second <= 15:
                 watch.beat(rank, second, second)
         if second <= 18:
-            watch.output(1, second)
-        assert watch.hung_ranks(second) == ([1] if second > 28 else [])
+            ranks[1].wrote_s = second
+        assert hung(watch, second) == ([1] if second > 28 else [])
 
 
 def test_a_rank_that_never_came_to_a_heartbeat_hangs_where_most_ranks_make_them() -> None:
-    watch = HangWatch(10.0, range(3), now_s=0.0)
+    watch = HangWatch(10.0, ranks := ranks_of(3), now_s=0.0)
     for second in range(1, 21):
-        watch.beat(0, second, second)
-        watch.beat(1, second, second)
-        assert watch.hung_ranks(second) == ([2] if second > 10 else [])
+        watch.beat(ranks[0], second, second)
+        watch.beat(ranks[1], second, second)
+        assert hung(watch, second) == ([2] if second > 10 else [])
 
 
 def test_an_evaluation_that_rank_0_prints_is_no_hang_of_the_ranks_that_wait() -> None:
-    watch = HangWatch(10.0, range(2), now_s=0.0)
-    watch.beat(1, 7, 1.0)
-    watch.beat(0, 7, 3.0)
+    watch = HangWatch(10.0, ranks := ranks_of(2), now_s=0.0)
+    watch.beat(ranks[1], 7, 1.0)
+    watch.beat(ranks[0], 7, 3.0)
     for second in range(4, 100):
-        watch.output(0, second)
-        assert watch.hung_ranks(second) == []
-    assert watch.hung_ranks(110.0) == [0, 1]
+        ranks[0].wrote_s = second
+        assert hung(watch, second) == []
+    assert hung(watch, 110.0) == [0, 1]
+
+
+def test_time_for_which_the_launcher_held_ranks_up_does_not_count() -> None:
+    watch = HangWatch(10.0, ranks := ranks_of(2), now_s=0.0)
+    ranks[0].wrote_s = 1.0
+    watch.hold(8.0)
+    assert hung(watch, 17.9) == []
+    assert hung(watch, 18.1) == [0, 1]
 
 
 ONLY_RANK_0 = """
@@ -235,13 +256,22 @@ def stack(function: str) -> str:
     return f'Current thread 0x01 (most recent call first):\n  File "t.py", line 3 in {function}\n'
 
 
-def test_who_is_odd() -> None:
-    assert odd_one_out({0: stack("a"), 1: stack("a"), 2: stack("b")}, {0: 5, 1: 5, 2: 5}, range(3)) == 2
-    assert odd_one_out({0: stack("a"), 1: stack("a")}, {0: 5, 1: 4}, range(2)) == 1
-    assert odd_one_out({0: stack("a"), 1: stack("b")}, {0: 5, 1: 5}, range(2)) is None
-    assert odd_one_out({0: stack("a"), 1: stack("a"), 2: stack("a")}, {0: 5, 1: 5, 2: 5}, range(3)) is None
-    assert odd_one_out({3: stack("a")}, {3: 1}, [3]) == 3
+def straggler(stacks: Mapping[int, str], num_heartbeats: Mapping[int, int]) -> int | None:
+    """Ask for the straggler among ranks that hang, of which `num_heartbeats` has the numbers."""
+    ranks = ranks_of(4)
+    for number, count in num_heartbeats.items():
+        ranks[number].num_heartbeats, ranks[number].stack = count, stacks.get(number)
+    found = find_straggler([ranks[number] for number in num_heartbeats])
+    return None if found is None else found.number
+
+
+def test_who_is_the_straggler() -> None:
+    assert straggler({0: stack("a"), 1: stack("a"), 2: stack("b")}, {0: 5, 1: 5, 2: 5}) == 2
+    assert straggler({0: stack("a"), 1: stack("a")}, {0: 5, 1: 4}) == 1
+    assert straggler({0: stack("a"), 1: stack("b")}, {0: 5, 1: 5}) is None
+    assert straggler({0: stack("a"), 1: stack("a"), 2: stack("a")}, {0: 5, 1: 5, 2: 5}) is None
+    assert straggler({3: stack("a")}, {3: 1}) == 3
     every = {0: stack("a"), 1: stack("a"), 2: stack("a")}
-    assert odd_one_out(every, {0: 5, 1: 5, 2: 0}, range(3)) == 2  # it never came to its first heartbeat
-    assert odd_one_out(every, {0: 5, 1: 0, 2: 0}, range(3)) is None  # only rank 0 makes heartbeats
-    assert odd_one_out(every, {0: 3, 1: 5, 2: 4}, [1, 2]) == 2  # rank 0 does not hang
+    assert straggler(every, {0: 5, 1: 5, 2: 0}) == 2  # it never came to its first heartbeat
+    assert straggler(every, {0: 5, 1: 0, 2: 0}) is None  # only rank 0 makes heartbeats
+    assert straggler(every, {1: 5, 2: 4}) == 2  # rank 0 does not hang

@@ -24,13 +24,13 @@ from launcher.base.errors import ConfigError, TransportError
 from launcher.base.processes import members_of_job
 from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Cluster, Host, place
+from launcher.fleet.signals import SignalQueue
 from launcher.job import restart
 from launcher.job.elastic_hosts import largest_fit
 from launcher.job.engine_config import EngineConfig
 from launcher.job.outcome import Failure, FailureKind, RunReport
 from launcher.job.plan import Command, JobPlan
 from launcher.job.restart import RestartPolicy, WorldSizes, run_with_restarts
-from launcher.job.signals import SignalQueue
 
 FAILS_TWICE = """
     import os, sys, time
@@ -121,7 +121,7 @@ def test_a_spare_takes_the_place_and_rank_of_a_lost_host() -> None:
     quiet = Quiet()
     runs, _ = hosts_of_runs(policy, [report(69, "a"), report(0)], quiet=quiet)
     assert runs == [["a", "b"], ["c", "b"]]
-    assert quiet.warnings == ["a was lost: c takes its place"]
+    assert quiet.warnings == ["a was lost: replaced by c"]
 
 
 def test_fewer_hosts_go_on_when_they_are_enough() -> None:
@@ -272,7 +272,7 @@ def test_hosts_are_left_out_until_the_world_fits_and_are_spare_from_then_on() ->
     policy = RestartPolicy(max_restarts=2, min_nodes=1, world_sizes=fits(2, 4, 8))
     runs, last = hosts_of_runs(policy, [report(69, "a"), report(69, "b"), report(0)], "abcd", quiet)
     assert runs == [["a", "b", "c", "d"], ["b", "c"], ["d", "c"]]
-    assert quiet.warnings == ["left out, so that the world size fits: d", "b was lost: d takes its place"]
+    assert quiet.warnings == ["excluded to reach a valid world size: d", "b was lost: replaced by d"]
     assert last.exit_code == 0
 
 
@@ -284,8 +284,8 @@ def test_no_world_that_fits_ends_the_job_with_the_reason(min_nodes: int, world_s
     assert len(runs) == 1
     assert last.exit_code == 69
     assert quiet.warnings == [
-        f"no restart: elasticity allows no world of {min_nodes} or more of the hosts that are left (4 ranks in all); "
-        f"it allows {', '.join(map(str, world_sizes))} ranks"
+        f"no restart: no valid world size on {min_nodes} or more of the remaining hosts (4 ranks in all); "
+        f"elasticity allows {', '.join(map(str, world_sizes))} ranks"
     ]
 
 

@@ -13,7 +13,8 @@ from launcher.cluster.cluster import Host, NodePlacement
 from launcher.job.logs import RankLog
 from launcher.job.node import Node
 from launcher.job.outcome import Failure
-from launcher.job.root_cause import FailureBook
+from launcher.job.rank import Rank
+from launcher.job.root_cause import RootCause
 
 
 class NoChannel:
@@ -24,8 +25,9 @@ class NoChannel:
 
 
 def node(name: str = "node-a", clock_offset_s: float = 0.0) -> Node:
-    placement = NodePlacement(0, Host(name, (0, 1)), 0)
-    return Node(placement, cast(Any, NoChannel()), clock_offset_s=clock_offset_s)
+    made = Node(NodePlacement(0, Host(name, (0, 1)), 0), 1, lambda _node, _output: None)
+    made.channel, made.clock_offset_s = cast(Any, NoChannel()), clock_offset_s
+    return made
 
 
 def exited(rank: int, status: int, time_s: float, message: str = "", **more: Any) -> Exited:
@@ -33,22 +35,43 @@ def exited(rank: int, status: int, time_s: float, message: str = "", **more: Any
     return Exited(rank, status, time_s, record, more.get("max_rss_bytes", 0), more.get("oom"))
 
 
-def add(book: FailureBook, where: Node, message: Exited, path: Path) -> Failure | None:
-    log = RankLog(path)
-    log.close()
-    return book.add_exit(where, message, log)
+class Book:
+    """The root cause of a run whose hosts and ranks appear with their failures."""
+
+    def __init__(self, start_s: float) -> None:
+        self._nodes: list[Node] = []
+        self._ranks: list[Rank] = []
+        self.root = RootCause(start_s, self._nodes, self._ranks)
+
+    @property
+    def cause(self) -> Failure | None:
+        return self.root.cause
+
+    def add(self, where: Node, message: Exited, path: Path, output: bytes = b"") -> Failure | None:
+        """Add the end of a rank; path: of its log."""
+        log = RankLog(path)
+        log.remember(output)
+        log.close()
+        self._nodes.append(where)
+        self._ranks.append(Rank(message.rank, log, 0.0))
+        return self.root.add_exit(where, self._ranks[-1], message)
+
+    def host(self, name: str = "node-a") -> Node:
+        """Return a new host of the run."""
+        self._nodes.append(node(name))
+        return self._nodes[-1]
 
 
-def book_of(tmp_path: Path, now_s: float, *exits: tuple[Node, Exited]) -> FailureBook:
-    book = FailureBook(now_s - 10)
+def book_of(tmp_path: Path, now_s: float, *exits: tuple[Node, Exited]) -> Book:
+    book = Book(now_s - 10)
     for number, (where, message) in enumerate(exits):
         if number == 1:
-            book.stop_ordered(by_user=False)
-        add(book, where, message, tmp_path / f"{len(list(tmp_path.iterdir()))}.log")
+            book.root.stopping(by_user=False)
+        book.add(where, message, tmp_path / f"{len(list(tmp_path.iterdir()))}.log")
     return book
 
 
-def rank_of(book: FailureBook) -> int | None:
+def rank_of(book: Book) -> int | None:
     assert book.cause is not None
     return book.cause.rank
 
@@ -118,23 +141,21 @@ def test_words_of_the_network_in_other_errors_and_in_paths_mean_nothing(
 
 def test_the_abort_of_nccls_watchdog_is_no_cause_if_there_is_another(tmp_path: Path) -> None:
     now_s = time.monotonic()
-    log = RankLog(tmp_path / "0.log")
-    log.remember(b"[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called\n")
-    book = FailureBook(now_s - 10)
-    book.add_exit(node(), exited(0, -6, now_s - 0.1), log)
-    log.close()
+    words = b"[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called\n"
+    book = Book(now_s - 10)
+    book.add(node(), exited(0, -6, now_s - 0.1), tmp_path / "0.log", words)
     assert rank_of(book) == 0
-    add(book, node(), exited(1, -11, now_s), tmp_path / "1.log")
+    book.add(node(), exited(1, -11, now_s), tmp_path / "1.log")
     assert rank_of(book) == 1
 
 
 @pytest.mark.parametrize("status", [-15, -9, 143, 137])
 def test_ranks_that_we_ended_are_no_cause_even_beside_one_that_lost_its_peer(tmp_path: Path, status: int) -> None:
     now_s = time.monotonic()
-    book = FailureBook(now_s - 10)
-    add(book, node(), raised(0, now_s - 0.01, *LOST_PEER[0]), tmp_path / "0.log")
-    book.stop_ordered(by_user=False)
-    assert add(book, node(), exited(1, status, time.monotonic() + 0.1), tmp_path / "1.log") is None
+    book = Book(now_s - 10)
+    book.add(node(), raised(0, now_s - 0.01, *LOST_PEER[0]), tmp_path / "0.log")
+    book.root.stopping(by_user=False)
+    assert book.add(node(), exited(1, status, time.monotonic() + 0.1), tmp_path / "1.log") is None
     assert rank_of(book) == 0
 
 
@@ -147,8 +168,8 @@ def test_what_helps_is_said_of_common_errors(tmp_path: Path) -> None:
 
 def test_ranks_that_could_not_be_started_are_no_lost_host(tmp_path: Path) -> None:
     for is_usage, exit_code in ((False, 1), (True, 2)):
-        book = FailureBook(time.monotonic())
-        book.add_not_started(node(), SpawnFailed("no space", "make room", is_usage))
+        book = Book(time.monotonic())
+        book.root.add_not_started(book.host(), SpawnFailed("no space", "make room", is_usage))
         assert book.cause is not None
         assert book.cause.is_start_failure
         assert (book.cause.exit_code, book.cause.reason, book.cause.hint) == (exit_code, "no space", "make room")
@@ -174,16 +195,16 @@ def test_deaths_by_our_own_hand_are_no_failures(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_does_on_ctrl_c_is_no_failure(tmp_path: Path) -> None:
-    book = FailureBook(time.monotonic())
-    book.stop_ordered(by_user=True)
+    book = Book(time.monotonic())
+    book.root.stopping(by_user=True)
     failing = exited(0, 1, time.monotonic() + 0.1, "interrupted")
-    assert add(book, node(), failing, tmp_path / "0.log") is None
+    assert book.add(node(), failing, tmp_path / "0.log") is None
     assert book.cause is None
 
 
 def test_a_lost_host_is_a_cause_with_what_its_agent_said_last(tmp_path: Path) -> None:
-    book = FailureBook(time.monotonic())
-    book.add_host(node("node-b"), "the connection was lost")
+    book = Book(time.monotonic())
+    book.root.add_host(book.host("node-b"), "the connection was lost")
     assert book.cause is not None
     assert (book.cause.host, book.cause.rank, book.cause.exit_code) == ("node-b", None, 69)
     assert book.cause.last_lines == ("Connection to node-b closed.",)
@@ -200,7 +221,7 @@ def test_out_of_memory_is_said(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_on_its_way_out_keeps_its_own_code(tmp_path: Path) -> None:
     now_s = time.monotonic()
     record = {"time_s": now_s, "type": "SystemExit", "message": "7", "traceback": "", "exit_code": 7}
-    book = FailureBook(now_s - 1)
-    add(book, node(), Exited(0, -15, now_s + 0.4, record, 0, None), tmp_path / "0.log")
+    book = Book(now_s - 1)
+    book.add(node(), Exited(0, -15, now_s + 0.4, record, 0, None), tmp_path / "0.log")
     assert book.cause is not None
     assert (book.cause.exit_code, book.cause.signal_name, book.cause.reason) == (7, None, "exit code 7")

@@ -15,10 +15,11 @@ from harness.sshd import LoopbackSshd
 from launcher.base.errors import TransportError
 from launcher.base.processes import descendants
 from launcher.cluster.cluster import Host
+from launcher.fleet.agent import Agent
+from launcher.fleet.fleet import Fleet
 from launcher.transport.api import Channel, Transport
 from launcher.transport.diagnose import start_failure
-from launcher.transport.fanout import is_local, open_all
-from launcher.transport.local import LocalTransport
+from launcher.transport.local import LocalTransport, is_local
 from launcher.transport.ssh import transport as ssh
 from launcher.transport.ssh.connect import connect
 from launcher.transport.ssh.pool import SshPool
@@ -167,9 +168,11 @@ def test_a_missing_remote_python_is_explained(sshd: LoopbackSshd) -> None:
 def test_one_connection_serves_a_host_twice_and_many_hosts_open_at_once(sshd: LoopbackSshd) -> None:
     transport = SshTransport(SshOptions(config_file=sshd.ssh_config, module=AGENT, root=TESTS))
     hosts = [Host(f"127.0.0.{number}", (0,)) for number in range(1, 9)]
-    channels = open_all(lambda host: transport, [*hosts, hosts[0]])
-    assert [channel.host_name for channel in channels] == [*(host.name for host in hosts), "127.0.0.1"]
+    fleet = Fleet([Agent(host) for host in (*hosts, hosts[0])], lambda _: transport)
+    fleet.connect()
+    assert all(member.channel is not None and member.channel.host_name == member.name for member in fleet.members)
     assert len(transport._connections) == len(hosts)
+    fleet.close()
     transport.close()
 
 
@@ -193,7 +196,7 @@ def test_every_failing_host_is_listed_and_the_others_are_closed() -> None:
             return None
 
     with pytest.raises(TransportError) as caught:
-        open_all(lambda host: Picky(), [Host(name, (0,)) for name in ("bad-1", "good", "bad-2")])
+        Fleet([Agent(Host(name, (0,))) for name in ("bad-1", "good", "bad-2")], lambda _: Picky()).connect()
     assert [finding.where for finding in caught.value.diagnostics] == ["bad-1", "bad-2"]
     assert [channel.wait(10) for channel in opened] == [128 + 9]
 

@@ -15,7 +15,8 @@ from harness.sshd import LoopbackSshd
 from launcher.base.errors import TransportError, UsageError
 from launcher.base.processes import descendants
 from launcher.cluster.cluster import Host
-from launcher.transport.fanout import open_all
+from launcher.fleet.agent import Agent
+from launcher.fleet.fleet import Fleet
 from launcher.transport.ssh.pool import SshPool
 from launcher.transport.ssh.pool_size import allow_connections, num_processes
 from launcher.transport.ssh.transport import SshOptions
@@ -72,7 +73,7 @@ def test_all_failures_are_listed_together(sshd: LoopbackSshd) -> None:
     hosts = [Host(name, (0,)) for name in ("127.0.0.1", "no-such-host.invalid", "127.0.0.2", "other.invalid")]
     try:
         with pytest.raises(TransportError) as caught:
-            open_all(lambda _: pool, hosts)
+            Fleet([Agent(host) for host in hosts], lambda _: pool).connect()
     finally:
         pool.close()
     assert [found.where for found in caught.value.diagnostics] == ["no-such-host.invalid", "other.invalid"]

@@ -19,8 +19,8 @@ from launcher.cli.options.command import Command
 from launcher.cli.options.selection import HostOptions, host_options
 from launcher.cli.options.types import Seconds, files
 from launcher.cluster.fold import fold, fold_findings
-from launcher.hosts.fanout import Everywhere, Held, HostResult, Listener, Task
-from launcher.hosts.shell_session import BareSession
+from launcher.hosts.fanout import Fanout, Listener
+from launcher.hosts.session import Held, HostResult, Task
 from launcher.job.plan import new_job_id
 
 _QUIET_S = 2.0  # hosts are shown together until none has ended for so long,
@@ -81,7 +81,7 @@ def exec_command(
     cwd = working_folder()
     tasks = [Task(host, words, cwd) for host in cluster.hosts]
     transports = options.reach(cluster, shell_only=is_bare)
-    run = Everywhere(tasks, transports.for_host, new_job_id(), _say_waiting, BareSession if is_bare else None)
+    run = Fanout(tasks, transports.for_host, new_job_id(), _say_waiting, has_agents=not is_bare)
     display = Display([task.host.name for task in tasks], run.held, _hint_for(words))
     if not as_json:
         run.listener = display

@@ -11,9 +11,9 @@ import click
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.timeouts import timeouts
 from launcher.cli.commands.jobs import job_argument
+from launcher.fleet.signals import STACKS_SIGNAL
 from launcher.job.hang import group_by_stack
 from launcher.job.registry import find_job, send_signal
-from launcher.job.signals import STACKS_SIGNAL
 
 _POLL_S = 0.05
 

@@ -159,7 +159,7 @@ class Console:
             self._live.facts.ended(rank, status)
 
     def raised(self, failure: Failure) -> None:
-        """Show what a rank has raised that does not end: what it says must not wait for its end."""
+        """Show what a rank has raised that has not exited: what it says must not wait for its end."""
         what = (
             f"rank {failure.rank} ({failure.host}, pid {failure.pid}) has failed but has not exited: {failure.reason}"
         )

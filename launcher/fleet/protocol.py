@@ -1,4 +1,4 @@
-"""What an agent may tell, and when: a broken or hostile agent must not speak for other hosts, nor report a success."""
+"""What an agent may send, and when: a broken or hostile agent must not speak for other hosts, nor report a success."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ProtocolCheck:
     def __init__(self, ranks: Iterable[int]) -> None:
         """ranks: those of the agent's node."""
         self._ranks = frozenset(ranks)
-        self._running = set(self._ranks)  # as far as the agent has told
+        self._running = set(self._ranks)  # as far as the agent has reported
 
     def check(self, message: Message) -> None:
-        """Raise ProtocolError when the agent may not say this, or not now."""
+        """Raise ProtocolError when the agent may not send this, or not now."""
         problem = self._problem(message)
         if problem is not None:
             raise ProtocolError(f"its agent broke the protocol: {problem}")

@@ -13,19 +13,23 @@ import time
 
 from launcher.agent.wire import Message, Ping, encode
 from launcher.base.errors import TransportError
-from launcher.job.plan import PING_INTERVAL_S
 from launcher.transport.api import Channel
+
+HEARTBEAT_INTERVAL_S = 1.0
 
 
 class Sender:
     """Writes messages to a channel."""
 
-    def __init__(self, channel: Channel, *, has_lease: bool) -> None:
-        """has_lease: the agent ends its ranks when it hears nothing, so it gets heartbeats."""
-        self._channel = channel
-        self._ping_at_s = time.monotonic() + PING_INTERVAL_S if has_lease else math.inf
+    def __init__(self) -> None:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="send", daemon=True).start()
+        self._ping_at_s = math.inf
+
+    def start(self, channel: Channel, *, has_lease: bool) -> None:
+        """Begin to write. has_lease: the agent ends its ranks when it hears nothing, so it gets heartbeats."""
+        if has_lease:
+            self._ping_at_s = time.monotonic() + HEARTBEAT_INTERVAL_S
+        threading.Thread(target=self._run, args=(channel,), name="send", daemon=True).start()
 
     def send(self, message: Message) -> None:
         """Send a message, later. A lost connection is noticed by whoever reads. Raises: ProtocolError."""
@@ -35,13 +39,13 @@ class Sender:
         """End the agent's stdin once everything is sent. Idempotent."""
         self._outbox.put(None)
 
-    def _run(self) -> None:
+    def _run(self, channel: Channel) -> None:
         try:
             while (data := self._next()) is not None:
-                self._channel.write(data)
+                channel.write(data)
         except TransportError:
             return
-        self._channel.close_stdin()
+        channel.close_stdin()
 
     def _next(self) -> bytes | None:
         """Return what is to be written now; None at the end."""
@@ -49,5 +53,5 @@ class Sender:
             wait_s = max(0.0, self._ping_at_s - time.monotonic())
             return self._outbox.get(timeout=None if wait_s == math.inf else wait_s)
         except queue.Empty:
-            self._ping_at_s = time.monotonic() + PING_INTERVAL_S
+            self._ping_at_s = time.monotonic() + HEARTBEAT_INTERVAL_S
             return encode(Ping())

@@ -1,4 +1,4 @@
-"""Signals to the launcher, as a queue the controller reads."""
+"""Signals to the launcher, as a queue that the main thread reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 from launcher.base.signals import NOTICE_SIGNAL, take_held
 
-STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show where every rank stands, and continue
+STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show the stacks of all ranks, and continue
 SUSPEND_SIGNAL = signal.SIGTSTP  # Ctrl-Z
 
 
@@ -81,5 +81,5 @@ class SignalQueue:
 
 
 def wall_s() -> float:
-    """Return a clock in seconds that nobody sets and that continues while the machine sleeps."""
+    """Return a clock in seconds that is never set and that continues while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -8,16 +8,19 @@ from typing import Any, cast
 
 import pytest
 
-from launcher.agent.wire import MAGIC, Bye, encode
+from launcher.agent.wire import MAGIC, PROTOCOL_VERSION, Bye, Hello, encode
 from launcher.base.errors import TransportError
 from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Host
-from launcher.job import cleanup as sweep
-from launcher.job.cleanup import sweep_lost_hosts
+from launcher.fleet import cleanup, fleet
+from launcher.fleet.cleanup import sweep_lost_hosts
 
 
 class Hosts:
     """A transport to hosts of which some are dead, and some never answer."""
+
+    name = "fake"
+    window_bytes = None
 
     def __init__(self) -> None:
         self.never = threading.Event()
@@ -28,13 +31,17 @@ class Hosts:
             raise TransportError("no answer", where=host.name)
         if host.name.startswith("mute"):
             self.never.wait()
-        self._data = [MAGIC + encode(Bye()), b""]
+        self._data = [MAGIC + encode(Hello(PROTOCOL_VERSION)) + encode(Bye()), b""]
         return self
 
     def write(self, data: bytes) -> None: ...
 
     def read(self, _max_bytes: int) -> bytes:
         return self._data.pop(0)
+
+    def close_stdin(self) -> None: ...
+
+    def wait(self, _timeout_s: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -52,12 +59,12 @@ def test_dead_hosts_are_waited_for_all_at_once() -> None:
 
 
 def test_a_host_that_never_answers_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "timeouts", lambda: Timeouts(sweep_s=0.5))
-    monkeypatch.setattr(sweep, "_TELL_AFTER_S", 0.2)
+    monkeypatch.setattr(cleanup, "timeouts", lambda: Timeouts(sweep_s=0.5))
+    monkeypatch.setattr(fleet, "_EXPLAIN_AFTER_S", 0.2)
     told: list[str] = []
     hosts = Hosts()
     assert sweep_lost_hosts(names("mute", "well"), lambda _host: cast(Any, hosts), "job", told.append) == ("mute",)
-    assert [text.startswith("mute, lost,") for text in told] == [True]
+    assert told == ["lost hosts to confirm that nothing is left there (Ctrl-C: do not wait): mute (fake), 1 of 2"]
     hosts.never.set()
 
 

@@ -16,9 +16,11 @@ from harness.sshd import MuteServer, StalledServer
 
 from launcher.base.errors import LauncherError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport import fanout
+from launcher.fleet import turns
+from launcher.fleet.agent import Agent
+from launcher.fleet.fleet import Fleet
+from launcher.fleet.turns import Turns
 from launcher.transport.api import Channel
-from launcher.transport.fanout import Opening, Turns, open_all
 
 STEPS = {
     "greeting": "no SSH answer within 1 s",
@@ -90,7 +92,7 @@ def test_exec_and_check_wait_as_run_does(tmp_path: Path, command: tuple[str, ...
     words = ["true"] if command[0] == "exec" else []
     with mute_hosts(tmp_path, "command", 50) as options:
         job = Launch(tmp_path, command[0], *options, *command[1:], *words)
-        wait_until(lambda: "waiting for 127.0.0.[1-2], 2 of 2" in job.err, "the line about the wait")
+        wait_until(lambda: "waiting for 127.0.0.[1-2] (ssh), 2 of 2" in job.err, "the line about the wait")
         job.signal(signal.SIGINT)
         start_s = time.monotonic()
         assert job.wait(20).code == 130
@@ -120,26 +122,26 @@ class Sleepy:
 
 
 def test_many_dead_hosts_cost_little_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fanout, "MAX_PARALLEL", 2)
-    monkeypatch.setattr(fanout, "_SLOW_AFTER_S", 0.1)
+    monkeypatch.setattr(turns, "MAX_PARALLEL", 2)
+    monkeypatch.setattr(turns, "_SLOW_AFTER_S", 0.1)
     start_s = time.monotonic()
     with pytest.raises(TransportError) as caught:
-        open_all(lambda _: Sleepy(1.5), [Host(f"h{number}", (0,)) for number in range(20)])
+        Fleet([Agent(Host(f"h{number}", (0,))) for number in range(20)], lambda _: Sleepy(1.5)).connect()
     assert [finding.where for finding in caught.value.diagnostics] == [f"h{number}" for number in range(20)]
     assert time.monotonic() - start_s < 10, "ten waves of 1.5 s take 15 s"
 
 
-def test_what_looks_up_ends_the_wait_and_its_error_is_raised() -> None:
-    def look_up() -> None:
+def test_an_interrupt_ends_the_wait_and_its_error_is_raised() -> None:
+    def is_interrupted() -> None:
         raise LauncherError("enough")
 
     start_s = time.monotonic()
     with pytest.raises(LauncherError, match="enough"):
-        open_all(lambda _: Sleepy(30.0), [Host("a", (0,))], look_up)
+        Fleet([Agent(Host("a", (0,)))], lambda _: Sleepy(30.0), is_interrupted=is_interrupted).connect()
     assert time.monotonic() - start_s < 5
 
 
-def test_a_channel_that_opens_after_it_was_given_up_is_closed() -> None:
+def test_a_channel_that_opens_after_it_was_cancelled_is_closed() -> None:
     entered, go, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Late(Sleepy):
@@ -153,18 +155,18 @@ def test_a_channel_that_opens_after_it_was_given_up_is_closed() -> None:
 
             return Opened()  # type: ignore[return-value]
 
-    opening, failures = Opening(Host("a", (0,))), []
+    agent, failures = Agent(Host("a", (0,))), []
 
     def work() -> None:
         try:
-            opening.open(lambda _: Late(0.0), Turns(1))
+            agent.open(lambda _: Late(0.0), Turns(1))
         except TransportError as error:
             failures.append(str(error))
 
     thread = threading.Thread(target=work)
     thread.start()
     assert entered.wait(10)
-    assert opening.give_up() is None
+    assert agent.cancel() is None
     go.set()
     thread.join(10)
     assert failures == ["a: stopped before it was connected"]

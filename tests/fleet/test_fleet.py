@@ -1,0 +1,142 @@
+"""What every policy on a fleet relies on: who is asked to stop, who is given up, and that a host ends once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+
+from launcher.agent.wire import MAGIC, PROTOCOL_VERSION, Bye, Decoder, Hello, Message, Stop, encode
+from launcher.base.errors import TransportError
+from launcher.cluster.cluster import Host
+from launcher.fleet.agent import Agent
+from launcher.fleet.fleet import Fleet
+from launcher.fleet.member import NEVER_CONNECTED, Ended
+
+
+class Wire:
+    """A transport and channel to one agent that says what the test puts into `said`; `never` hosts do not connect."""
+
+    name = "fake"
+    window_bytes = None
+    host_name = "host"
+
+    def __init__(self) -> None:
+        self.said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.closed, self.never = threading.Event(), threading.Event()
+        self._decoder = Decoder(expect_magic=False)
+        self.say(Hello(PROTOCOL_VERSION), MAGIC)
+
+    def say(self, message: Message, before: bytes = b"") -> None:
+        self.said.put(before + encode(message))
+
+    def open(self, host: Host) -> Wire:
+        if host.name == "never":
+            self.never.wait()
+        return self
+
+    def read(self, _max_bytes: int) -> bytes:
+        return self.said.get()
+
+    def write(self, data: bytes) -> None:
+        for message in self._decoder.feed(data):
+            self.heard.put(message)
+
+    def close_stdin(self) -> None: ...
+
+    def wait(self, _timeout_s: float) -> None: ...
+
+    def stderr_tail(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        self.closed.set()
+        self.said.put(b"")
+
+
+def fleet_of(wire: Wire, *names: str, **options: Any) -> Fleet[Agent]:
+    return Fleet([Agent(Host(name, (0,))) for name in names], lambda _: cast(Any, wire), **options)
+
+
+def next_end(fleet: Fleet[Agent]) -> tuple[str, str]:
+    """Return name and reason of the next host that ends."""
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        found = fleet.get(0.1)
+        if found is not None and isinstance(found[1], Ended):
+            return found[0].name, str(found[1].error)
+    raise AssertionError("no host has ended")
+
+
+def test_a_stop_asks_those_that_are_connected_and_ends_the_others() -> None:
+    wire = Wire()
+    fleet = fleet_of(wire, "well", "never")
+    fleet.start()
+    fleet.wait(lambda agent: agent.has_answered, members=fleet.members[:1])
+    assert fleet.stop(5.0)
+    assert next_end(fleet) == ("never", NEVER_CONNECTED)
+    assert [fleet.stop(5.0), fleet.stop(0.0)] == [False, True], "only a shorter grace counts"
+    assert [wire.heard.get(timeout=10), wire.heard.get(timeout=10)] == [Stop(5.0), Stop(0.0)]
+    wire.say(Bye())
+    wire.said.put(b"")
+    assert next_end(fleet) == ("well", "None")
+    assert fleet.is_over
+    wire.never.set()
+
+
+def test_a_host_that_does_not_end_in_time_is_given_up_once() -> None:
+    wire = Wire()
+    fleet = fleet_of(wire, "mute", goodbye_s=1.0)
+    fleet.connect()
+    fleet.stop(2.0)
+    assert fleet.overdue(time.monotonic() + 2.5) == []
+    assert fleet.overdue(time.monotonic() + 3.5) == fleet.members
+    assert wire.closed.is_set()
+    assert fleet.is_over
+    assert fleet.overdue(time.monotonic() + 3.5) == []
+    assert fleet.get(1.0) is None, "the end of its stream is no second end of the host"
+
+
+def test_a_silent_host_is_lost_and_one_that_never_answered_too() -> None:
+    wire = Wire()
+    fleet = fleet_of(wire, "silent", lease_s=5.0)
+    fleet.connect()
+    fleet.wait(lambda agent: agent.has_answered)
+    assert fleet.lost(time.monotonic() + 4.0) == []
+    ((_, error),) = fleet.lost(time.monotonic() + 6.0)
+    assert str(error) == "no heartbeat for 6 s"
+    other = Wire()
+    other.said = queue.SimpleQueue()
+    mute = fleet_of(other, "mute")
+    mute.connect()
+    ((_, error),) = mute.lost(time.monotonic() + 31.0)
+    assert str(error) == "no answer within 30 s"
+
+
+def test_a_wait_for_an_answer_ends_when_the_host_is_lost() -> None:
+    wire = Wire()
+    fleet = fleet_of(wire, "lost")
+    fleet.connect()
+    fleet.wait(lambda agent: agent.has_answered)
+    wire.said.put(b"")
+    with pytest.raises(TransportError, match="lost: the agent ended or the connection was lost"):
+        fleet.wait(lambda agent: agent.port is not None, "a free port", limit_s=20.0)
+
+
+def test_hosts_that_end_before_they_answer_are_named_together() -> None:
+    wires = {"first": Wire(), "second": Wire()}
+    for wire in wires.values():
+        wire.said = queue.SimpleQueue()
+    fleet = Fleet([Agent(Host(name, (0,))) for name in wires], lambda host: cast(Any, wires[host.name]))
+    wires["first"].said.put(b"")
+    fleet.start()
+    fleet.wait(lambda agent: agent.ended, members=fleet.members[:1])
+    fleet.wait(lambda agent: agent.channel is not None)
+    wires["second"].said.put(b"")
+    with pytest.raises(TransportError) as caught:
+        fleet.wait(lambda agent: agent.has_answered)
+    assert [finding.where for finding in caught.value.diagnostics] == ["host", "host"]
