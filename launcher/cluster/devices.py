@@ -103,11 +103,11 @@ def local_slots(environ: Mapping[str, str], *, root: str = "/") -> tuple[int, ..
 
 
 def visible_devices(slots: Sequence[int], tokens: Sequence[str]) -> str:
-    """Return the tokens of `slots`, joined; without tokens slots are device indices.
+    """Return the tokens of `slots`, joined; without tokens slots are device indices. An empty token hides the device.
 
     Raises: IndexError when a slot has no token.
     """
-    return ",".join(tokens[slot] if tokens else str(slot) for slot in slots)
+    return ",".join(filter(None, (tokens[slot] if tokens else str(slot) for slot in slots)))
 
 
 def rank_devices(value: str, local_rank: int, machine: Devices) -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from launcher.base.errors import HostfileError, UsageError
 from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
-from launcher.cluster.devices import local_device_tokens
+from launcher.cluster.devices import given_devices, local_device_tokens
 from launcher.cluster.hostname import is_loopback
 from launcher.job.envfile import JobEnvironment
 from launcher.job.environment import forwarded
@@ -27,12 +27,14 @@ class Here:
     cwd: str
     device_tokens: tuple[str, ...]  # see cluster.devices
     num_cpus: int  # that this process may use
+    hides_gpus: bool = False  # a variable says that this process uses none
 
     @classmethod
     def now(cls) -> Here:
         """Look. Raises: UsageError where the working folder is gone."""
         environ = dict(os.environ)
-        return cls(environ, working_folder(), local_device_tokens(environ), len(os.sched_getaffinity(0)))
+        tokens, num_cpus = local_device_tokens(environ), len(os.sched_getaffinity(0))
+        return cls(environ, working_folder(), tokens, num_cpus, hides_gpus=given_devices(environ) == [])
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ def make_plan(
         placement = _one_node(request, placement)
     kinds = {node.node_rank: transport_kind(request, node.host) for node in placement.nodes}
     tokens = here.device_tokens
-    if request.num_gpus == "cpu" and not request.has_hosts:
-        tokens = ("",) * max(node.num_ranks for node in placement.nodes)  # no GPU is visible
+    if here.hides_gpus or (request.num_gpus == "cpu" and not request.has_hosts):
+        tokens = ("",) * (1 + max(slot for node in placement.nodes for slot in node.host.slots))
     else:
         _check_local_slots(placement, kinds, len(tokens))
     settings = {field.name: getattr(request, field.name) for field in dataclasses.fields(Settings)}

@@ -52,6 +52,7 @@ def test_device_files_are_counted(tmp_path: Path) -> None:
 def test_a_slot_leads_back_to_its_token() -> None:
     assert visible_devices((1,), ("GPU-a", "GPU-b")) == "GPU-b"
     assert visible_devices((0, 3), ()) == "0,3"
+    assert visible_devices((0, 1), ("", "")) == ""
 
 
 def test_a_rank_on_the_cpu_has_no_gpu_to_offer_a_launch_of_its_own(tmp_path: Path) -> None:

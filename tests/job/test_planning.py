@@ -47,6 +47,12 @@ def test_the_words_for_a_number_of_ranks(num_gpus: int, wish: str | None, tokens
     assert plan.placement.world_size == (len(tokens) or (6 if wish == "auto" else 1))
 
 
+def test_gpus_that_are_hidden_from_launch_are_hidden_from_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    plan = planned(Request(command=SCRIPT, num_gpus=2), Here.now())
+    assert plan.device_tokens == ("", "")
+
+
 def test_hosts_are_known_by_the_kind_of_their_transport() -> None:
     plan = planned(Request(command=SCRIPT, hostfile="hosts"), machine(8), OTHERS)
     assert plan.transports == {0: "ssh", 1: "ssh", 2: "ssh"}
