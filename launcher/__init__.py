@@ -15,11 +15,19 @@ _LAZY_NAMES = {
     "EXIT_REQUEUE": "launcher.base.preemption",
     "Engine": "launcher.engine.engine",
     "JobError": "launcher.base.errors",
+    "JobTimeout": "launcher.api.outcome",
+    "Options": "launcher.api.parameters",
+    "Outcome": "launcher.api.outcome",
+    "RankFailed": "launcher.api.outcome",
+    "Sbatch": "launcher.api.submit",
+    "SlurmJob": "launcher.api.submit",
     "add_config_arguments": "launcher.engine.arguments",
     "heartbeat": "launcher.base.progress",
     "init_distributed": "launcher.comm.groups",
     "initialize": "launcher.engine.build",
     "preempted": "launcher.base.preemption",
+    "run": "launcher.api.run",
+    "submit": "launcher.api.submit",
 }
 # Public modules that are loaded the same way: name -> where it is.
 _LAZY_MODULES = {
@@ -35,6 +43,12 @@ __all__ = [
     "EXIT_REQUEUE",
     "Engine",
     "JobError",
+    "JobTimeout",
+    "Options",
+    "Outcome",
+    "RankFailed",
+    "Sbatch",
+    "SlurmJob",
     "__version__",
     "add_config_arguments",
     "checkpoint",
@@ -46,6 +60,8 @@ __all__ = [
     "initialize",
     "notebook",
     "preempted",
+    "run",
+    "submit",
     "zero",
 ]
 
@@ -54,6 +70,10 @@ if TYPE_CHECKING:
 
     from launcher import activation as checkpointing
     from launcher import checkpoint, comm, compat, notebook, zero
+    from launcher.api.outcome import JobTimeout, Outcome, RankFailed
+    from launcher.api.parameters import Options
+    from launcher.api.run import run
+    from launcher.api.submit import Sbatch, SlurmJob, submit
     from launcher.base.errors import JobError
     from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat

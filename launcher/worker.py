@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _MAX_TRACEBACK_CHARS = 64_000
 _RANK_PID = os.getpid()
 _PACKAGE = os.path.dirname(__file__)
-_OWN_FILES = (__file__, os.path.join(_PACKAGE, "start.py"), os.path.join(_PACKAGE, "notebook", "rank.py"))
+_OWN_FILES = (__file__, os.path.join(_PACKAGE, "start.py"), os.path.join(_PACKAGE, "api", "rank.py"))
 _RUNPY_FILES = ("<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _NO_INPUT = (

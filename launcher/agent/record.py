@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 4 << 20
 _LIBRARY = os.path.dirname(os.__file__)
-_OWN_FILES = ("start.py", "worker.py", os.path.join("notebook", "rank.py"))
+_OWN_FILES = ("start.py", "worker.py", os.path.join("api", "rank.py"))
 _TEXTS = ("type", "message", "traceback")
 
 

@@ -1,7 +1,5 @@
 """The agent's folder for what ranks leave: error records, stacks, progress. It goes with the agent.
 
-A notebook has one for what it sends to its ranks, too.
-
 An agent that is killed cannot remove it. A lock that the kernel releases with the agent shows which folders nobody
 uses any more, also between containers that share a folder: every agent removes such ones at its end, and the agent
 that sweeps a job at once. (`tempfile` would find a place too, for 4 ms of imports.)
@@ -19,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-AGENT, CALL = "launch-agent-", "launch-call-"  # how names of folders begin: those of agents, those of notebooks
+_PREFIX = "launch-agent-"  # how names of folders begin
 _LOCK_FILE = "lock"
 _ROOM_BYTES = 64 << 10  # for what ranks leave; a full disk is found out before any rank is started
 _MIN_AGE_S = 60.0  # a younger folder may be one whose agent has not locked it yet
@@ -28,12 +26,11 @@ _MIN_AGE_S = 60.0  # a younger folder may be one whose agent has not locked it y
 class Scratch:
     """A folder, mode 0700: error records hold user data."""
 
-    def __init__(self, job_id: str, prefix: str = AGENT) -> None:
+    def __init__(self, job_id: str) -> None:
         """Raises: OSError where no place can be written."""
-        self._prefix = prefix
         failure = None
         for place in _places():
-            self.path = os.path.join(place, f"{prefix}{job_id}-{os.urandom(4).hex()}")
+            self.path = os.path.join(place, f"{_PREFIX}{job_id}-{os.urandom(4).hex()}")
             try:
                 os.mkdir(self.path, 0o700)
             except OSError as error:
@@ -48,10 +45,10 @@ class Scratch:
         raise failure or OSError(errno.ENOENT, "there is no folder for temporary files")
 
     def remove(self) -> None:
-        """Remove the folder with its files, and those of the same kind that killed processes have left."""
+        """Remove the folder with its files, and those that killed agents have left."""
         _remove(self.path)
         os.close(self._lock_fd)
-        for entry in _entries(self._prefix):
+        for entry in _entries(_PREFIX):
             with contextlib.suppress(OSError):
                 if time.time() - entry.stat(follow_symlinks=False).st_mtime > _MIN_AGE_S and _is_unused(entry.path):
                     _remove(entry.path)
@@ -59,7 +56,7 @@ class Scratch:
 
 def remove_left(job_id: str) -> None:
     """Remove what agents of a job have left that were killed."""
-    for entry in _entries(f"{AGENT}{job_id}-"):
+    for entry in _entries(f"{_PREFIX}{job_id}-"):
         _remove(entry.path)
 
 

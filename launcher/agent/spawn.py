@@ -10,7 +10,7 @@ import marshal
 import os
 import subprocess
 
-from launcher.agent.wire import Spawn, SpawnFailed
+from launcher.agent.wire import RESULT, STDERR, STDOUT, Spawn, SpawnFailed
 from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.file_limit import allow_files, give_limit, original_limit
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 WORKER_MODULE = "launcher.worker"
 _MAX_VARIABLE_BYTES = 128 << 10  # MAX_ARG_STRLEN of Linux, for a variable or an argument; all together: ulimit -s
-_FILES_A_RANK = 3  # its two pipes and its counter
+_FILES_A_RANK = 3  # its two pipes and its counter; a third pipe where it makes a function call
 _OWN_FILES = 24  # the agent's own, and those that are open while a rank is started
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
 _HINTS = {
@@ -53,7 +53,7 @@ class Rank:
         stacks_file: str,
         progress_fd: int,
     ) -> None:
-        """streams: open descriptors -> "stdout" or "stderr"."""
+        """streams: open descriptors -> what `Output.stream` calls them."""
         self.number, self.process, self.streams = number, process, streams
         self.error_file, self.stacks_file, self.progress_fd = error_file, stacks_file, progress_fd
         self.progress: Told = NOTHING  # as last sent
@@ -66,6 +66,14 @@ class Rank:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def close_stream(self, descriptor: int) -> None:
+        """Close our end of a pipe."""
+        pipe = {STDOUT: self.process.stdout, STDERR: self.process.stderr}.get(self.streams.pop(descriptor))
+        if pipe is not None:
+            pipe.close()
+        else:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Let go of the rank's counter; its pipes close when they are drained."""
@@ -90,9 +98,9 @@ def check_devices(spec: Spawn) -> None:
         )
 
 
-def check_files(num_ranks: int) -> None:
+def check_files(num_ranks: int, *, has_call: bool = False) -> None:
     """Raise the limit of open files as far as that many ranks need it. Raises: LauncherError when it stays too low."""
-    num_needed = _OWN_FILES + _FILES_A_RANK * num_ranks
+    num_needed = _OWN_FILES + (_FILES_A_RANK + has_call) * num_ranks
     limit = allow_files(num_needed)
     if limit < num_needed:
         raise LauncherError(
@@ -122,25 +130,33 @@ def rank_environment(
     return environment | own
 
 
-def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | None = None) -> Rank:
-    """Start one rank as the leader of a session of its own, on `cores` where given. Raises: OSError."""
+def spawn_rank(
+    spec: Spawn, local_rank: int, scratch: str, cores: list[int] | None = None, call_fd: int | None = None
+) -> Rank:
+    """Start one rank as the leader of a session of its own, on `cores` where given. Raises: OSError.
+
+    call_fd: holds the function call that the rank makes.
+    """
     rank_env = spec.rank_envs[local_rank]
     number = int(rank_env[env.RANK.name])
     error_file, stacks_file, progress_file = (
         os.path.join(scratch, f"{name}_{number}") for name in ("error", "stacks", "progress")
     )
     kind, target, *arguments = spec.commands[local_rank if len(spec.commands) > 1 else 0]
-    arguments_fd = _memory_file(marshal.dumps(arguments))
     own = {
         env.ERROR_FILE.name: error_file,
         env.STACKS_FILE.name: stacks_file,
         env.PROGRESS_FILE.name: progress_file,
-        env.ARGUMENTS_FD.name: str(arguments_fd),
     }
+    passed = {env.ARGUMENTS_FD.name: _memory_file(marshal.dumps(arguments))}  # variable -> descriptor
+    kept = []  # descriptors of ours that belong to the rank
+    if call_fd is not None:
+        result_fd, passed[env.RESULT_FD.name] = os.pipe()
+        kept.append(result_fd)
+        passed[env.CALL_FD.name] = os.dup(call_fd)
     input_fd, is_alone = _take_input(), rank_env.get(env.WORLD_SIZE.name) == "1"
     own_cores, agent_pid = os.sched_getaffinity(0), os.getpid()
     open_files = spec.open_files or original_limit()
-    progress_fd = None
 
     def prepare_child() -> None:
         """Runs in the child, and exec keeps it. The agent has one thread: no lock can be held for ever there."""
@@ -149,6 +165,7 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
 
     try:
         progress_fd = make_counter(progress_file)
+        kept.append(progress_fd)
         if cores is not None:
             os.sched_setaffinity(0, cores)  # a child starts with its parent's
         process = subprocess.Popen(
@@ -159,29 +176,29 @@ def spawn_rank(spec: Spawn, local_rank: int, scratch: str, cores: list[int] | No
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=spec.cwd,
-            env=rank_environment(spec, rank_env, own, cores),
-            pass_fds=(arguments_fd,),
+            env=rank_environment(spec, rank_env, own | {name: str(fd) for name, fd in passed.items()}, cores),
+            pass_fds=tuple(passed.values()),
             start_new_session=True,
             preexec_fn=prepare_child,
             bufsize=0,
         )
     except BaseException:
-        if progress_fd is not None:
-            os.close(progress_fd)
+        for descriptor in kept:
+            os.close(descriptor)
         raise
     finally:
         os.sched_setaffinity(0, own_cores)
-        os.close(arguments_fd)
-        if input_fd is not None:
-            os.close(input_fd)
-    streams = {}
-    for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr")):
-        if stream is None:
-            raise RuntimeError("Popen made no pipe")
-        os.set_blocking(stream.fileno(), False)
+        for descriptor in (*passed.values(), *([] if input_fd is None else [input_fd])):
+            os.close(descriptor)
+    if process.stdout is None or process.stderr is None:
+        raise RuntimeError("Popen made no pipe")
+    streams = {process.stdout.fileno(): STDOUT, process.stderr.fileno(): STDERR}
+    if call_fd is not None:
+        streams[result_fd] = RESULT
+    for descriptor in streams:
+        os.set_blocking(descriptor, False)
         with contextlib.suppress(OSError):  # above the user's pipe limit the default size has to do
-            fcntl.fcntl(stream.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        streams[stream.fileno()] = name
+            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return Rank(number, process, streams, error_file, stacks_file, progress_fd)
 
 
@@ -217,7 +234,18 @@ def spawn_failure(error: OSError | ValueError | LauncherError, spec: Spawn) -> S
 def _memory_file(data: bytes) -> int:
     """Return a descriptor to read `data` from: a rank's arguments, which no process list may show."""
     descriptor = os.memfd_create("arguments")
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(data)
+    _write_all(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def append_to_call(descriptor: int | None, data: bytes) -> int:
+    """Add a piece to the function call that ranks make; returns the descriptor that holds it. Raises: OSError."""
+    descriptor = os.memfd_create("call") if descriptor is None else descriptor
+    _write_all(descriptor, data)
+    return descriptor
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)

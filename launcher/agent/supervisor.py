@@ -20,12 +20,13 @@ import time
 from launcher.agent import scratch
 from launcher.agent.oom import OomWatch
 from launcher.agent.record import read_record, without_own_frames
-from launcher.agent.spawn import Rank, check_devices, check_files, spawn_failure, spawn_rank
+from launcher.agent.spawn import Rank, append_to_call, check_devices, check_files, spawn_failure, spawn_rank
 from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
     MAGIC,
     PROTOCOL_VERSION,
     Bye,
+    Call,
     Decoder,
     DumpStacks,
     Exited,
@@ -93,6 +94,7 @@ class Supervisor:
         self._give_up_at_s: float | None = None
         self._tell_progress_at_s = 0.0
         self._stacks_at_s: float | None = None  # when the stacks that were asked for are read
+        self._call_fd: int | None = None  # holds the function call that ranks make
         self._scratch: scratch.Scratch | None = None  # there as soon as ranks are
         self._reads_ranks = True  # their pipes are in the selector
         self._ending_signal: int | None = None  # that this process got, until the loop obeys it
@@ -228,6 +230,9 @@ class Supervisor:
             return
         if isinstance(message, PickPort):
             self._send(PortPicked(_free_port(message.port)))
+        elif isinstance(message, Call):
+            self._call_fd = append_to_call(self._call_fd, message.data)
+            self._send(Pong(time.monotonic()))
         elif isinstance(message, Spawn):
             self._spawn(message)
         elif isinstance(message, Stop):
@@ -259,11 +264,12 @@ class Supervisor:
         num_ranks = len(spec.rank_envs)
         try:
             check_devices(spec)
-            check_files(num_ranks)
+            check_files(num_ranks, has_call=self._call_fd is not None)
             cores = _cores_of_ranks(spec)
             self._scratch = scratch.Scratch(spec.job_id)
             for local_rank in range(num_ranks):
-                rank = spawn_rank(spec, local_rank, self._scratch.path, cores[local_rank] if cores else None)
+                own_cores = cores[local_rank] if cores else None
+                rank = spawn_rank(spec, local_rank, self._scratch.path, own_cores, self._call_fd)
                 self._ranks[rank.pid] = rank
                 for descriptor in rank.streams:
                     self._set_watched(descriptor, selectors.EVENT_READ, self._reads_ranks, rank)
@@ -304,10 +310,7 @@ class Supervisor:
 
     def _close_stream(self, rank: Rank, descriptor: int) -> None:
         self._set_watched(descriptor, selectors.EVENT_READ, False, None)
-        name = rank.streams.pop(descriptor)
-        pipe = rank.process.stdout if name == "stdout" else rank.process.stderr
-        if pipe is not None:
-            pipe.close()
+        rank.close_stream(descriptor)
 
     def _reap(self) -> None:
         """Collect ended children: ranks, and orphans of ranks that this agent has adopted."""

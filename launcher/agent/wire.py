@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
 MAX_PAYLOAD_BYTES = 16 << 20
+PIECE_BYTES = 1 << 20  # of a call
+STDOUT, STDERR, RESULT = "stdout", "stderr", "result"  # what `Output.stream` says
 _FRAME_BYTES = 128  # what the frame of an Output adds to its data, at most
 _MIN_COST_BYTES = 512  # of an Output, however short: it may need a line, a buffer, of srun for itself
 _LENGTHS = struct.Struct(">II")
@@ -68,6 +70,12 @@ class Spawn(Message):
     bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
     window_bytes: int | None = None  # how much output may wait for a Handled, see Channel; None: any amount
     open_files: int | None = None  # soft limit of open files of each rank; None: the one the agent was started with
+
+
+class Call(Message):
+    """A piece of the function call that the ranks make, in order, before Spawn; answered like Ping."""
+
+    data: bytes
 
 
 class Stop(Message):
@@ -150,7 +158,7 @@ class Output(Message):
     """Bytes a rank wrote."""
 
     rank: int
-    stream: str  # "stdout" or "stderr"
+    stream: str  # STDOUT, STDERR, or RESULT: what a function call has returned or raised, see `api.pickling`
     data: bytes
 
     @property
@@ -210,6 +218,7 @@ _TYPES: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
         PickPort,
+        Call,
         Spawn,
         Stop,
         DumpStacks,
@@ -297,7 +306,7 @@ def _decode(header: bytes, payload: bytes) -> Message:
     try:
         fields = json.loads(header)
         kind = _TYPES[fields.pop("type")]
-        if kind is Output:
+        if "data" in kind.field_names:
             fields["data"] = payload
         elif kind is Hello:
             fields = {name: fields[name] for name in Hello.field_names if name in fields}

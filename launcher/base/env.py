@@ -34,6 +34,12 @@ ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (
 ARGUMENTS_FD = EnvVar(
     "LAUNCH_ARGUMENTS_FD", "where the worker reads the script's arguments; taken out before the script runs", "set"
 )
+CALL_FD = EnvVar(
+    "LAUNCH_CALL_FD", "where a rank of `launcher.run` reads the call; taken out before the function runs", "set"
+)
+RESULT_FD = EnvVar(
+    "LAUNCH_RESULT_FD", "where a rank of `launcher.run` leaves the result; taken out before the function runs", "set"
+)
 STDIN_FD = EnvVar(
     "LAUNCH_STDIN_FD",
     "where the agent finds the standard input of `launch`, for a job of one rank; taken out before the rank starts",

@@ -11,12 +11,27 @@ from launcher.cluster.cluster import Cluster, Host
 from launcher.transport.local import LocalTransport, is_local
 
 if TYPE_CHECKING:
-    from launcher.cli.options.hosts import Reaching
     from launcher.slurm.srun import SrunTransport
     from launcher.transport.api import Transport
     from launcher.transport.ssh.config import SshOptions
     from launcher.transport.ssh.pool import SshPool
     from launcher.transport.ssh.transport import SshTransport
+
+
+class ReachOptions(Protocol):
+    """What reaching hosts depends on."""
+
+    @property
+    def ssh_options(self) -> SshOptions:
+        """How hosts are reached over SSH."""
+
+    @property
+    def shell_setup(self) -> str:
+        """Shell text that runs on a host first."""
+
+    @property
+    def remote_python(self) -> str | None:
+        """Python on the other hosts; None: this one's path."""
 
 
 class Reach(Protocol):
@@ -44,7 +59,7 @@ class Transports:
 
     def __init__(
         self,
-        options: Reaching,
+        options: ReachOptions,
         *,
         only_local: bool = False,
         only_ssh: bool = False,
@@ -127,7 +142,7 @@ class Transports:
 class AllocationTransports:
     """One srun step reaches every host of a run; a restart gets a new one."""
 
-    def __init__(self, options: Reaching, cluster: Cluster) -> None:
+    def __init__(self, options: ReachOptions, cluster: Cluster) -> None:
         if options.shell_setup:
             raise UsageError(
                 "--setup and --venv-script are for hosts reached over SSH; srun passes this environment on",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from launcher.agent.record import is_sound
-from launcher.agent.wire import Bye, Exited, Message, Output, PortPicked, Raised, SpawnFailed
+from launcher.agent.wire import RESULT, STDERR, STDOUT, Bye, Exited, Message, Output, PortPicked, Raised, SpawnFailed
 from launcher.base.errors import ProtocolError
 
 _MAX_PORT = 65535
-_STREAMS = ("stdout", "stderr")
+_STREAMS = (STDOUT, STDERR, RESULT)
 _STATUSES = range(-64, 256)  # minus a signal, or an exit code
 
 

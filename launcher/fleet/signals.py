@@ -34,6 +34,11 @@ class SignalQueue:
         """The first signal that asked for the end, None when none did."""
         return next((number for number in self._arrived if number in self._stop_signals), None)
 
+    def ask(self, number: int) -> None:
+        """Have the same done as if this signal had come. Any thread."""
+        self._arrived.append(number)
+        self.wake()
+
     def take(self) -> Sequence[int]:
         """Return the signals that came since the last call."""
         new = self._arrived[self._num_taken :]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.agent.wire import (
+    RESULT,
     Bye,
     Exited,
     LeftBehind,
@@ -46,7 +47,7 @@ from launcher.job.plan import JobPlan
 from launcher.job.rank import Rank
 from launcher.job.root_cause import RootCause
 from launcher.job.stacks import StackCollector
-from launcher.job.starting import check_port, spawn_message
+from launcher.job.starting import check_port, send_start
 from launcher.transport.api import Transport
 
 _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events come in
@@ -57,7 +58,7 @@ _LOGS, _DISPLAY = 0, 1  # the ways of output
 
 
 class Controller:
-    """One run. Use once, from the main thread: `Controller(plan, transport_for, display, signals).run()`."""
+    """One run. Use once, on one thread: `Controller(plan, transport_for, display, signals).run()`."""
 
     def __init__(
         self, plan: JobPlan, transport_for: Callable[[Host], Transport], watcher: Display, signals: SignalQueue
@@ -136,7 +137,7 @@ class Controller:
         for node in self._nodes:
             node.ranks = {number: Rank(number, logs[number], now_s) for number in node.placement.ranks}
             self._ranks += node.ranks.values()
-            node.send(spawn_message(plan, node))
+            send_start(plan, node)
         if plan.hang_timeout_s is not None:
             self._hang_watch = HangWatch(plan.hang_timeout_s, self._ranks, now_s)
 
@@ -201,10 +202,15 @@ class Controller:
         rank = node.ranks.get(message.rank)
         if rank is None:
             raise ProtocolError(f"the agent's stream is damaged: output of rank {message.rank} before its start")
-        rank.log.remember(message.data)
+        if message.stream == RESULT and not self._plan.command.call:
+            raise ProtocolError(f"the agent's stream is damaged: {message.stream} of rank {message.rank} has no place")
         rank.wrote_s = time.monotonic()
         node.window.arrived(message)
-        self._files.write(rank.log, message.data, lambda: node.handled(message, _LOGS))
+        if message.stream == RESULT:  # for the caller alone
+            node.handled(message, _LOGS)
+        else:
+            rank.log.remember(message.data)
+            self._files.write(rank.log, message.data, lambda: node.handled(message, _LOGS))
         self._watcher.output(message.rank, message.stream, message.data)
         self._watcher.put(node.handled, message, _DISPLAY)
 

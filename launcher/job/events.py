@@ -20,7 +20,7 @@ class Watcher(Protocol):
         ...
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
-        """A rank wrote `data` to "stdout" or "stderr"."""
+        """A rank wrote `data` to "stdout" or "stderr"; "result": what a function call came to."""
         ...
 
     def started(self, rank: int) -> None:

@@ -102,7 +102,7 @@ def open_logs(plan: JobPlan) -> dict[int, RankLog]:
         raise LauncherError(
             f"the run folder cannot be written: {error.strerror}",
             where=str(error.filename or folder),
-            hint="choose another: --log-dir, or log_dir= in a notebook",
+            hint="choose another with --log-dir",
         ) from None
 
 

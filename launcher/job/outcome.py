@@ -76,6 +76,16 @@ class RunReport:
         text = json.dumps({**dataclasses.asdict(self), "tries": tries}, indent=2) + "\n"
         write_private(folder / "report.json", text.encode(), is_durable=True)
 
+    def warnings(self) -> list[str]:
+        """Say what may be left on hosts."""
+        found = [
+            f"could not verify clean-up on {host}: its processes exit when the lease expires"
+            for host in self.unconfirmed_hosts
+        ]
+        for host, pids in self.left_pids:
+            found.append(f"{host}: processes that SIGKILL did not end: {' '.join(map(str, pids))}")
+        return found
+
     def summary(self) -> dict[str, Any]:
         """Return what the report of a whole job says of each try."""
         failure = self.failure

@@ -53,6 +53,7 @@ class Command:
     target: str
     arguments: tuple[str, ...]
     passes_local_rank: bool = False
+    call: bytes = field(repr=False, default=b"")  # of `launcher.api.rank`: the function call that ranks make
 
     def for_local_rank(self, local_rank: int) -> list[str]:
         """Return the arguments of `launcher.worker` for one rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from launcher.agent.wire import Spawn
+from launcher.agent.wire import PIECE_BYTES, Call, Spawn
 from launcher.base.errors import UsageError
 from launcher.base.file_limit import original_limit
 from launcher.job.environment import device_tokens, job_variables, rank_variables
@@ -20,6 +20,14 @@ def check_port(port: int | None, plan: JobPlan) -> None:
             where=plan.placement.nodes[0].host.name,
             hint="give another --master-port, or leave it out: a free one is chosen" if plan.master_port else None,
         )
+
+
+def send_start(plan: JobPlan, node: Node) -> None:
+    """Tell a node to start its ranks, after the pieces of the call that they make."""
+    call = plan.command.call
+    for start in range(0, len(call), PIECE_BYTES):
+        node.send(Call(call[start : start + PIECE_BYTES]))
+    node.send(spawn_message(plan, node))
 
 
 def spawn_message(plan: JobPlan, node: Node) -> Spawn:

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import IO
 
+from launcher.api.output import write
 from launcher.base.errors import JobError, UsageError
-from launcher.notebook.output import write
 from launcher.transport.command import own_argv
 
 _COMMAND_MODULE = "launcher.notebook.command"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,19 @@ def submit(script: str, options: Sequence[str] = ()) -> int:
     if match is None:
         raise TransportError(f'sbatch answered "{output.strip()}", which is not a job number')
     return int(match[1])
+
+
+def cancel(job_id: int) -> None:
+    """End a job, or take it out of the queue. Raises: TransportError."""
+    _run(["scancel", str(job_id)])
+
+
+def poll_intervals() -> Iterator[float]:
+    """Yield how long to wait, in seconds, before Slurm's controller is asked the next time: it serves everybody."""
+    interval_s = 1.0
+    while True:
+        yield interval_s
+        interval_s = min(interval_s * 1.5, 30.0)
 
 
 def job_detail(job_id: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ _SAFE = re.compile(r"[\w@%+=:,./*|&!()\[\]<>~^-]+")
 class BatchOptions:
     """What a job asks Slurm for. Texts are in sbatch's own forms; None leaves the choice to Slurm."""
 
-    job_name: str
+    job_name: str | None = None
     nodes: int = 1
     gpus_per_node: str | None = None  # "8" or "a100:8"
     cpus_per_task: int | None = None  # CPUs of each node: one task on each
@@ -103,8 +104,10 @@ def job_name_of(script: str) -> str:
     return re.sub(r"[^\w.+@-]+", "-", Path(script).stem).strip("-") or "launch"
 
 
-def render_script(options: BatchOptions, words: list[str], template: Path | None = None) -> str:
-    """Return the batch script that runs `launch WORDS`.
+def render_script(
+    options: BatchOptions, words: list[str], template: Path | None = None, program: Sequence[str] = ()
+) -> str:
+    """Return the batch script that runs `launch WORDS`. program: what runs in place of `launch`.
 
     template: a file of the user's own; it may extend ours by name and gets the same variables (docs/slurm.md).
     Raises: UsageError when a template cannot be read or used.
@@ -122,7 +125,7 @@ def render_script(options: BatchOptions, words: list[str], template: Path | None
     )
     name = template.name if template else f"{_template_for(options)}.sh.j2"
     try:
-        return environment.get_template(name).render(_variables(options, words))
+        return environment.get_template(name).render(_variables(options, words, program))
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"the template is wrong: {error.message}", where=f"{error.name}:{error.lineno}") from None
     except jinja2.TemplateNotFound as error:
@@ -140,7 +143,7 @@ def _template_for(options: BatchOptions) -> str:
     return "array" if options.array is not None else "plain"
 
 
-def _variables(options: BatchOptions, words: list[str]) -> dict[str, object]:
+def _variables(options: BatchOptions, words: list[str], program: Sequence[str]) -> dict[str, object]:
     """Return what a template can use; texts are quoted for the shell."""
     ranks = options.ranks_per_node
     image = options.container_image or ""
@@ -148,7 +151,7 @@ def _variables(options: BatchOptions, words: list[str]) -> dict[str, object]:
     return {
         "directives": options.directives(),
         "setup": options.setup,
-        "command": shlex.join([sys.executable, str(_PACKAGE / "__main__.py"), *words]),
+        "command": shlex.join([*(program or (sys.executable, str(_PACKAGE / "__main__.py"))), *words]),
         "task_command": shlex.join(["launch", *words]),  # in an image its path is not known
         "nodes": options.nodes,
         "ranks_per_node": ranks,

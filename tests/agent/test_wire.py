@@ -13,6 +13,7 @@ from launcher.agent.wire import (
     MAX_BANNER_BYTES,
     PROTOCOL_VERSION,
     Bye,
+    Call,
     Decoder,
     DumpStacks,
     Exited,
@@ -65,7 +66,8 @@ MESSAGES = st.one_of(
     st.builds(Started, INTEGERS, INTEGERS),
     st.builds(SpawnFailed, TEXT, st.none() | TEXT, st.booleans()),
     st.builds(Bye, st.lists(INTEGERS)),
-    st.builds(Output, INTEGERS, st.sampled_from(["stdout", "stderr"]), st.binary(max_size=200)),
+    st.builds(Output, INTEGERS, st.sampled_from(["stdout", "stderr", "result"]), st.binary(max_size=200)),
+    st.builds(Call, st.binary(max_size=200)),
     st.builds(
         Exited,
         INTEGERS,

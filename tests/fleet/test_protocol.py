@@ -30,6 +30,7 @@ HEADERS = {
     b'{"type": "Exited", "rank": 0, "status": 999, "time_s": 0, "record": null, "max_rss_bytes": 0, "oom": null}': (
         "Exited of rank 0 with status 999"
     ),
+    b'{"type": "Output", "rank": 0, "stream": "result"}': "result of rank 0 has no place",
     b'{"type": "Raised", "rank": 0, "record": {"type": 1}}': "an unreadable error record of rank 0",
     b'{"type": "Pong", "time_s": "noon"}': "time_s of Pong is 'noon'",
     b'{"type": "Bye"}': "Bye without a word about 1 of its ranks",

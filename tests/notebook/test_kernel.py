@@ -73,7 +73,7 @@ def test_run_with_what_the_notebook_defines(tmp_path: Path) -> None:
             "def fail():\n    raise LookupError('no such answer')  # this line\nlauncher.notebook.run(fail)"
         )
         (error,) = [output for output in cell.outputs if output.output_type == "error"]
-        assert error.ename == "JobError"
+        assert error.ename == "RankFailed"
         shown = "\n".join(error.traceback)
         assert "LookupError: no such answer" in shown
         assert "# this line" in shown, "the rank knows the cell's source"

@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.cli.options.types import Whole
 from launcher.slurm.lint import lint_script
-from launcher.slurm.queue import JobState, job_state, submit
+from launcher.slurm.queue import JobState, job_state, poll_intervals, submit
 from launcher.slurm.script import BatchOptions, job_name_of, render_script
 
 _READ_INTERVAL_S = 1.0  # of the log
@@ -159,14 +158,6 @@ def _lint(path: str) -> int:
     if not has_errors:
         click.echo(f"{path}: ok")
     return int(ExitCode.USAGE if has_errors else ExitCode.OK)
-
-
-def poll_intervals() -> Iterator[float]:
-    """Yield how long to wait, in seconds, before Slurm's controller is asked the next time: it serves everybody."""
-    interval_s = 1.0
-    while True:
-        yield interval_s
-        interval_s = min(interval_s * 1.5, 30.0)
 
 
 def _follow(job_id: int) -> int:

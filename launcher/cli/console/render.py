@@ -242,10 +242,8 @@ class Console:
         self.close()
         if report.failure is not None:
             self._show_failure(report, report.failure)
-        for host in report.unconfirmed_hosts:
-            self.warning(f"could not verify clean-up on {host}: its processes exit when the lease expires")
-        for host, pids in report.left_pids:
-            self.warning(f"{host}: processes that SIGKILL did not end: {' '.join(map(str, pids))}")
+        for text in report.warnings():
+            self.warning(text)
 
     def close(self) -> None:
         """Take the panel away, also when the run has ended with an error. May be called twice."""

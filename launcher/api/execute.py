@@ -1,0 +1,151 @@
+"""Run what a request asks for to its end: on any thread, with the launcher's own agents and supervision."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.api.outcome import Ended, JobTimeout
+from launcher.api.output import Output
+from launcher.api.parameters import Parameters
+from launcher.base.errors import JobError, LauncherError
+from launcher.base.folders import home_folder
+from launcher.base.units import format_duration
+from launcher.cli.reach import AllocationTransports, Transports
+from launcher.cluster.cluster import Cluster
+from launcher.fleet.signals import SignalQueue
+from launcher.job.controller import Controller
+from launcher.job.display import Display
+from launcher.job.engine_config import EngineConfig
+from launcher.job.envfile import job_environment
+from launcher.job.outcome import RunReport
+from launcher.job.plan import JobPlan, new_job_id
+from launcher.job.planning import Here, choose_hosts, make_plan
+from launcher.job.restart import RestartPolicy, run_with_restarts
+from launcher.slurm.allocation import in_allocation
+
+
+@dataclass
+class _Deadline:
+    """Asks for the end of a job when its time is over."""
+
+    timeout_s: float | None
+    has_passed: bool = False
+
+    @contextlib.contextmanager
+    def watching(self, signals: SignalQueue) -> Iterator[None]:
+        """Ask, through `signals`, once the time is over and the block has not ended."""
+        if self.timeout_s is None:
+            yield
+            return
+
+        def end() -> None:
+            self.has_passed = True
+            signals.ask(signal.SIGTERM)
+
+        timer = threading.Timer(self.timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def execute(parameters: Parameters, output: Output, job_id: str | None = None, run_folder: Path | None = None) -> Ended:
+    """Run a job to its end, also when ranks fail. On the main thread signals end the job in order.
+
+    job_id, run_folder: given where they are known before the job. Raises: LauncherError when nothing could be started;
+    JobTimeout; KeyboardInterrupt after an interrupt, when all ranks have ended.
+    """
+    request, here = parameters.request(), Here.now()
+    chosen = choose_hosts(request, here, parameters.offered(request, here))
+    home = home_folder()
+    folders = (*([home] if home is not None else []), Path(here.cwd))
+    given = job_environment(request.env, (), here.environ, folders)
+    options = parameters.options
+    reach = AllocationTransports(options, chosen.cluster) if request.in_slurm else Transports(options)
+    name, config = job_id or new_job_id(), EngineConfig(request.command.arguments)
+
+    def plan_for(cluster: Cluster) -> JobPlan:
+        plan = make_plan(request, here, cluster, name, given, reach.address_of)
+        return dataclasses.replace(plan, run_folder=run_folder or plan.run_folder)
+
+    def run_plan(plan: JobPlan, display: Display, signals: SignalQueue) -> RunReport:
+        reach.prepare([node.host for node in plan.placement.nodes])
+        check = functools.partial(config.check, plan.placement.world_size)
+        return Controller(plan, reach.for_host, display, signals).run(check)
+
+    has_notices = request.max_restarts > 0 and not in_allocation(os.environ)
+    policy = RestartPolicy(request.max_restarts, has_notices, request.least_nodes, chosen.spares, config.world_sizes)
+    try:
+        plan = plan_for(chosen.cluster)
+        for note in (*chosen.notes, *plan.notes):
+            output.say(note)
+        return _run(_Job(plan, policy, run_plan, plan_for), output, _Deadline(parameters.timeout_s))
+    finally:
+        reach.close()
+
+
+@dataclass(frozen=True)
+class _Job:
+    first: JobPlan
+    policy: RestartPolicy
+    run_plan: Callable[[JobPlan, Display, SignalQueue], RunReport]
+    plan_for: Callable[[Cluster], JobPlan]
+
+
+def _run(job: _Job, output: Output, deadline: _Deadline) -> Ended:
+    """Run a job to its end. Raises: as `execute`."""
+    display, signals = Display(output), SignalQueue(job.first.stop_signals)
+    is_main = threading.current_thread() is threading.main_thread()
+    report: RunReport | None = None
+    with signals.listening() if is_main else contextlib.nullcontext(), deadline.watching(signals):
+        try:
+            report = run_with_restarts(
+                job.first,
+                job.policy,
+                lambda plan: job.run_plan(plan, display, signals),
+                job.plan_for,
+                display,
+                signals,
+            )
+            for text in report.warnings():
+                display.warning(text)
+        except LauncherError:
+            if signals.first_stop is None:
+                raise  # else the job was ended before any rank was started
+        finally:
+            display.put(output.finish)
+            display.close(signals, lambda: None)
+    display.check()
+    plan = output.plan or job.first
+    _raise_if_stopped(plan, report, signals.first_stop, deadline)
+    if report is None:
+        raise RuntimeError("a run without a report was stopped")
+    return Ended(report, plan.run_folder, {rank: bytes(data) for rank, data in output.answers.items()})
+
+
+def _raise_if_stopped(plan: JobPlan, report: RunReport | None, number: int | None, deadline: _Deadline) -> None:
+    """Raise what a signal means to the caller. report: None when no rank was started."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if report is not None and (report.interrupted_by is None or report.failure is not None):
+        return
+    if deadline.has_passed and deadline.timeout_s is not None:
+        raise JobTimeout(
+            f"the job had not ended after {format_duration(deadline.timeout_s)}, and its ranks were ended",
+            where=f"job {plan.job_id}",
+            hint=f"output of the ranks: {plan.run_folder}; timeout_s is what the whole job may take",
+        )
+    if number is not None:
+        # All ranks have ended. What the signal means to this process is decided by its own handler.
+        signal.raise_signal(number)
+        raise JobError(f"{signal.Signals(number).name} ended the ranks", exit_code=128 + number)

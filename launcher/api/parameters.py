@@ -1,0 +1,180 @@
+"""The parameters of `launcher.run` as data, and the request of a run that they mean here and now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.api.pickling import pack_call
+from launcher.base import env as variables
+from launcher.base.errors import UsageError
+from launcher.base.folders import working_folder
+from launcher.cluster.cluster import Cluster, NodeRange
+from launcher.job.offered import offered_hosts
+from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
+from launcher.job.planning import Here, num_ranks
+from launcher.job.request import Request
+from launcher.slurm.allocation import in_allocation
+from launcher.transport.local import is_local
+
+if TYPE_CHECKING:
+    from launcher.transport.ssh.config import SshOptions
+
+StrPath = str | os.PathLike[str]
+
+_RANK_MODULE = "launcher.api.rank"
+_WORDS = ("gpu", "cpu", "auto")
+_LINES = "hosts"  # what errors call the lines of `hosts`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `launcher.run` seldom needs to be told. Each means what the option of `launch` of that name means."""
+
+    num_nodes: int | None = None  # the first hosts only; others may take a lost one's place at a restart
+    min_nodes: int | None = None  # continue with fewer hosts at a restart, but not with fewer than these
+    master_addr: str | None = None
+    master_port: int | None = None
+    grace_s: float = DEFAULT_GRACE_S
+    lease_s: float = DEFAULT_LEASE_S
+    hang_timeout_s: float | None = None
+    engine: str = "auto"
+    ssh_config: StrPath | None = None
+    ssh_port: int | None = None
+    accept_new_host_keys: bool = False
+    remote_python: str | None = None
+    setup: str = ""  # shell text that runs on a host first
+
+    @property
+    def shell_setup(self) -> str:
+        """Shell text that runs on a host first."""
+        return self.setup
+
+    @property
+    def ssh_options(self) -> SshOptions:
+        """How hosts are reached over SSH."""
+        from launcher.transport.ssh.config import SshOptions
+
+        return SshOptions(
+            port=self.ssh_port,
+            config_file=None if self.ssh_config is None else Path(self.ssh_config),
+            python=self.remote_python,
+            setup=self.setup,
+            accept_new_host_keys=self.accept_new_host_keys,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """One job as the caller asks for it; `launcher.run` says what each means."""
+
+    command: Command
+    ranks: int | str | None = None
+    hosts: Sequence[str] | None = None
+    hostfile: StrPath | None = None
+    include: str = ""
+    exclude: str = ""
+    env: Mapping[str, str] = field(repr=False, default_factory=dict)
+    max_restarts: int = 0
+    log_dir: StrPath | None = None
+    timeout_s: float | None = None
+    options: Options = Options()
+
+    def __post_init__(self) -> None:
+        if self.hosts is not None and (self.hostfile is not None or isinstance(self.hosts, str)):
+            raise UsageError(
+                "hosts is a list of host names, and takes the place of hostfile",
+                hint='such as hosts=["node-a", "node-b"] or hostfile="hosts.txt"',
+            )
+        if self.ranks not in (None, *_WORDS) and not (isinstance(self.ranks, int) and self.ranks > 0):
+            raise UsageError(f"ranks is {self.ranks!r}", hint=f"give 1 or more, or one of {', '.join(_WORDS)}")
+        if self.max_restarts < 0:
+            raise UsageError(f"max_restarts is {self.max_restarts}", hint="give 0 or more")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise UsageError(f"timeout_s is {self.timeout_s}", hint="give seconds above 0, or None")
+        for name, value in self.env.items():
+            if not isinstance(name, str) or not isinstance(value, str) or "=" in name:
+                raise UsageError("names and values are texts, and a name has no =", where=f"env: {name}")
+
+    @property
+    def is_call(self) -> bool:
+        """Whether ranks make a function call; else they run a script."""
+        return bool(self.command.call)
+
+    def request(self) -> Request:
+        """Return the request of a run, in the allocation that this process is in or not. Raises: UsageError."""
+        options, num_nodes = self.options, self.options.num_nodes
+        hostfile = _LINES if self.hosts is not None else None if self.hostfile is None else os.fspath(self.hostfile)
+        log_dir = self.log_dir or os.environ.get(variables.LOG_DIR.name) or "runs"
+        return Request(
+            command=self.command,
+            hostfile=hostfile,
+            in_slurm=hostfile is None and in_allocation(os.environ),
+            include=self.include,
+            exclude=self.exclude,
+            num_nodes=None if num_nodes is None else NodeRange(num_nodes, num_nodes),
+            min_nodes=options.min_nodes,
+            num_gpus=self.ranks if self.hosts is None else None,  # else the lines have their slots
+            master_addr=options.master_addr,
+            master_port=options.master_port,
+            env=tuple(f"{name}={value}" for name, value in self.env.items()),
+            log_dir=Path(working_folder(), log_dir),
+            max_restarts=self.max_restarts,
+            grace_s=options.grace_s,
+            lease_s=options.lease_s,
+            hang_timeout_s=options.hang_timeout_s,
+            engine=options.engine,
+        )
+
+    def offered(self, request: Request, here: Here) -> Cluster | None:
+        """Return the hosts to choose from; None: this machine alone. Raises: HostfileError, UsageError."""
+        if self.hosts is None:
+            num_slots = num_ranks(request, here)
+            return offered_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_slots)
+        from launcher.cluster.hostfile import parse_hostfile
+
+        lines = [_with_slots(line, self.ranks, len(here.device_tokens)) for line in self.hosts]
+        return parse_hostfile("\n".join(lines), _LINES)
+
+
+def _with_slots(line: str, ranks: int | str | None, num_devices: int) -> str:
+    """Return a line of `hosts` with the slots that it leaves out. num_devices: of this machine."""
+    if "slots" in line:
+        return line
+    num_slots = num_devices if ranks is None and is_local(line.strip()) else ranks
+    if not isinstance(num_slots, int) or not num_slots:
+        raise UsageError(
+            f'"{line}" does not say how many ranks it gets', where=_LINES, hint='give ranks=8, or "node-a slots=8"'
+        )
+    return f"{line} slots={num_slots}"
+
+
+def command_for(
+    target: Callable[..., Any] | StrPath, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Command:
+    """Return the command that calls a function, or runs a script.
+
+    Raises: UsageError when the target cannot be run, or the call cannot be pickled.
+    """
+    if callable(target):
+        return Command("internal", _RANK_MODULE, (), call=pack_call(target, args, kwargs or {}))
+    if not isinstance(target, (str, os.PathLike)):
+        raise UsageError(f"{target!r} is neither a function nor the path of a script")
+    script = os.fspath(target)
+    if not os.path.exists(script):
+        raise UsageError(f"script {script} does not exist", where=working_folder(), hint="check the path")
+    return Command("script", script, tuple(_word(value) for value in args))
+
+
+def _word(value: Any) -> str:
+    """Return an argument of a script. Raises: UsageError for what has no obvious text."""
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise UsageError(
+        f"{value!r} cannot be an argument of a script", hint="give texts, paths and numbers, as on a command line"
+    )

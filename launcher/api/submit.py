@@ -1,0 +1,186 @@
+"""`launcher.submit`: a function or a script as a batch job of Slurm, as submitit's `executor.submit` is used.
+
+The folder of a job is on a disk that the nodes share, readable by its owner only. It holds `request` and, once the job
+has ended, `ended`, both pickles; `number`, Slurm's own; the batch script, its log `slurm.out`, and the ranks' logs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.api.outcome import Ended, JobTimeout
+from launcher.api.parameters import Options, Parameters, StrPath, command_for
+from launcher.api.words import in_python_words
+from launcher.base import env as variables
+from launcher.base.errors import JobError, LauncherError, TransportError, UsageError
+from launcher.base.exit_codes import ExitCode
+from launcher.base.folders import working_folder
+from launcher.base.private_files import make_private_folder, write_private
+from launcher.base.units import format_duration
+from launcher.job.plan import new_job_id
+from launcher.slurm import queue
+from launcher.slurm.script import BatchOptions, job_name_of, render_script
+from launcher.transport.command import own_argv
+
+Sbatch = BatchOptions  # the name that callers know
+
+_BATCH_MODULE = "launcher.api.batch"
+REQUEST_FILE, ENDED_FILE, NUMBER_FILE, SCRIPT_FILE, LOG_FILE = "request", "ended", "number", "batch.sh", "slurm.out"
+_LOOK_INTERVAL_S = 0.5  # between two looks for `ended`
+_FORGOTTEN = "FORGOTTEN"  # Slurm keeps a job that has ended for some minutes
+_DISK_S = 5.0  # until a shared disk shows what a job has written at its end
+_LOG_LINES = 20
+
+
+def submit(
+    target: Callable[..., Any] | StrPath,
+    /,
+    *args: Any,
+    slurm: Sbatch,
+    ranks: int | None = None,
+    env: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+    log_dir: StrPath | None = None,
+    options: Options = Options(),  # noqa: B008  # immutable
+) -> SlurmJob:
+    """Write the batch script that runs a function or a script on ranks of a Slurm job, submit it, and return the job.
+
+    slurm: what the job asks Slurm for; the ranks of a node are its GPUs. ranks: of each node without GPUs. The others
+    mean what they mean to `launcher.run`. The working directory and `log_dir` must be on a disk that the nodes share.
+
+    Raises: UsageError when the call is wrong or cannot be sent, and with what sbatch says; TransportError without it.
+    """
+    if slurm.array is not None or slurm.container_image is not None:
+        raise UsageError(
+            "an array makes several jobs, and a container has a Python of its own: neither can give results back",
+            hint="call submit() several times, or use `launch sbatch`",
+        )
+    values: dict[str, Any] = {"ranks": ranks, "env": env or {}, "max_restarts": max_restarts, "options": options}
+    with in_python_words():
+        parameters = Parameters(command=command_for(target, args), **values)
+    folder = Path(working_folder(), log_dir or os.environ.get(variables.LOG_DIR.name) or "runs", new_job_id())
+    name = job_name_of(getattr(target, "__name__", None) or str(target))
+    batch = dataclasses.replace(slurm, job_name=slurm.job_name or name, output=slurm.output or str(folder / LOG_FILE))
+    script = render_script(batch, [str(folder)], program=own_argv(_BATCH_MODULE))
+    try:
+        make_private_folder(folder)
+        write_private(folder / REQUEST_FILE, pickle.dumps(parameters))
+        write_private(folder / SCRIPT_FILE, script.encode())
+        write_private(folder / NUMBER_FILE, str(queue.submit(script)).encode())
+    except OSError as error:
+        raise LauncherError(
+            f"the folder of the job cannot be written: {error.strerror}",
+            where=str(error.filename),
+            hint="choose another with log_dir=",
+        ) from None
+    return SlurmJob(folder)
+
+
+class SlurmJob:
+    """A submitted job, from its folder: `SlurmJob(folder)` finds it again in another process, too.
+
+    Its result is unpickled, which runs code of whoever can write to the folder: you alone, as `submit` makes it.
+    """
+
+    def __init__(self, folder: StrPath) -> None:
+        """Raises: UsageError when this is not the folder of a job."""
+        self.folder = Path(working_folder(), folder)
+        if not (self.folder / NUMBER_FILE).is_file():
+            raise UsageError("this is not the folder of a submitted job", where=str(self.folder))
+
+    def __repr__(self) -> str:
+        return f"SlurmJob({str(self.folder)!r})"
+
+    @property
+    def job_id(self) -> int:
+        """Slurm's number of the job."""
+        return int((self.folder / NUMBER_FILE).read_text())
+
+    def state(self) -> str:
+        """Return Slurm's word for the state: "PENDING", "RUNNING", "COMPLETED", ...; "FORGOTTEN" some time later.
+
+        Raises: TransportError when Slurm does not answer.
+        """
+        state = self._slurm_state()
+        return _FORGOTTEN if state is None else state.state
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the job has ended; False when that takes longer than `timeout_s`. Raises: TransportError."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        polls = queue.poll_intervals()
+        ask_at_s = time.monotonic()
+        while not self._ended_file.exists():
+            now_s = time.monotonic()
+            if now_s >= ask_at_s:
+                ask_at_s = now_s + next(polls)
+                state = self._slurm_state()
+                if state is None or state.is_over:
+                    return True
+            if end_s is not None and now_s >= end_s:
+                return False
+            time.sleep(_LOOK_INTERVAL_S if end_s is None else min(_LOOK_INTERVAL_S, max(0.0, end_s - now_s)))
+        return True
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait, and return what `launcher.run` would return: results by rank, or the outcome of a script.
+
+        Raises: what `launcher.run` raises; JobError when Slurm ended the job; JobTimeout after `timeout_s`, and the job
+        continues.
+        """
+        if not self.wait(timeout_s):
+            raise JobTimeout(
+                f"the job has not ended after {format_duration(timeout_s or 0.0)}, and continues",
+                where=f"Slurm job {self.job_id}",
+                hint="wait longer, or end it with cancel()",
+            )
+        end_s = time.monotonic() + _DISK_S
+        while not self._ended_file.exists():
+            state = self._slurm_state()
+            has_run_to_its_end = state is None or state.state in ("COMPLETED", "FAILED")
+            if not has_run_to_its_end or time.monotonic() > end_s:
+                raise self._ended_by_slurm(state)
+            time.sleep(_LOOK_INTERVAL_S)
+        ended: Ended | LauncherError = pickle.loads(self._ended_file.read_bytes())
+        if isinstance(ended, LauncherError):
+            raise ended
+        parameters: Parameters = pickle.loads((self.folder / REQUEST_FILE).read_bytes())
+        return ended.results() if parameters.is_call else ended.outcome()
+
+    def cancel(self) -> None:
+        """End the job, or take it out of the queue. Raises: TransportError."""
+        queue.cancel(self.job_id)
+
+    def stdout(self, rank: int = 0) -> str:
+        """Return what a rank has written so far, stdout and stderr in the order they came; "" before it has started."""
+        logs = sorted(self.folder.glob(f"**/rank_{rank}.log"), key=lambda path: path.stat().st_mtime)
+        return logs[-1].read_text(errors="replace") if logs else ""
+
+    @property
+    def _ended_file(self) -> Path:
+        return self.folder / ENDED_FILE
+
+    def _slurm_state(self) -> queue.JobState | None:
+        """Return what Slurm says of the job, None when it has forgotten it."""
+        try:
+            return queue.job_state(self.job_id)
+        except TransportError as error:
+            if "Invalid job id" not in str(error):
+                raise
+            return None
+
+    def _ended_by_slurm(self, state: queue.JobState | None) -> JobError:
+        log = self.folder / LOG_FILE
+        lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.is_file() else []
+        return JobError(
+            f"the job ended as {_FORGOTTEN if state is None else state.state} and left no result",
+            exit_code=(state.exit_code if state is not None else 0) or ExitCode.FAILURE,
+            where=f"Slurm job {self.job_id}",
+            hint=f"its log is {log}",
+            details="\n".join(lines),
+        )

@@ -1,0 +1,194 @@
+"""`launcher.run`: what comes back from ranks, what is raised, on any thread, and that nothing is left."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import scripts
+from harness.sshd import LoopbackSshd
+
+import launcher
+from launcher.api import pickling
+from launcher.base.errors import HostfileError, LauncherError, TransportError, UsageError
+from launcher.base.processes import members_of_job
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def job_ids(folder: Path) -> list[str]:
+    """The jobs that have left logs in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_two_at_once_on_other_threads_are_two_jobs_and_one_that_hangs_is_ended(folder: Path) -> None:
+    def wait(seconds: float) -> str:
+        time.sleep(seconds)
+        return os.environ["LAUNCH_JOB_ID"]
+
+    start_s = time.monotonic()
+    with ThreadPoolExecutor(2) as threads:
+        quick = threads.submit(launcher.run, wait, 0.0, log_dir="quick")
+        slow = threads.submit(launcher.run, wait, 600.0, log_dir="slow", timeout_s=2.0)
+    assert quick.result() == job_ids(folder / "quick")
+    with pytest.raises(launcher.JobTimeout, match="had not ended after 2") as caught:
+        slow.result()
+    assert isinstance(caught.value, TimeoutError)
+    assert time.monotonic() - start_s < 60
+    assert not members_of_job(job_ids(folder / "slow")[0])
+
+
+def test_the_time_of_a_job_counts_before_its_ranks_start(folder: Path) -> None:
+    with pytest.raises(launcher.JobTimeout):
+        launcher.run(time.sleep, 600, timeout_s=1e-6)
+    with pytest.raises(launcher.JobError):  # whoever catches the base class catches it
+        launcher.run(time.sleep, 600, timeout_s=1e-6, log_dir="logs")
+
+
+def test_a_script_that_fails_raises_and_what_it_wrote_is_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = scripts.write(folder, "import sys; print('READ', sys.argv[1:]); sys.exit(7)")
+    with pytest.raises(launcher.RankFailed, match=r"rank 0: failed .* exit code 7") as caught:
+        launcher.run(script, "--lr", 0.5, folder / "data", 3)
+    error = caught.value
+    words = ["--lr", "0.5", str(folder / "data"), "3"]
+    assert (error.rank, error.exit_code, error.signal, error.__cause__) == (0, 7, None, None)
+    assert capsys.readouterr().out == f"[0] READ {words}\n"
+    assert error.log == error.outcome.logs[0]
+    assert error.log.read_text() == f"READ {words}\n"
+    assert error.outcome.failure is not None
+    assert not members_of_job(error.outcome.job_id)
+
+
+def test_a_restart_calls_again_and_forgets_what_came_before() -> None:
+    def second_time() -> str:
+        count = os.environ["LAUNCH_RESTART_COUNT"]
+        if count == "0" and os.environ["RANK"] == "1":
+            raise ValueError("the first time")
+        return count
+
+    assert launcher.run(second_time, ranks=2, max_restarts=1, output="files") == ["1", "1"]
+
+
+def test_what_takes_the_lines_and_fails_ends_the_job_and_is_raised(folder: Path) -> None:
+    def work() -> None:
+        print("one")
+        time.sleep(600)
+
+    def take_line(rank: int, stream: str, line: str) -> None:
+        raise KeyError(line)
+
+    with pytest.raises(KeyError, match="one"):
+        launcher.run(work, output=take_line)
+    assert not members_of_job(job_ids(folder / "runs")[0])
+
+
+def test_lines_are_whole_whatever_pieces_they_come_in() -> None:
+    def work() -> None:
+        out = os.fdopen(1, "wb", buffering=0)
+        for piece in (b"caf\xc3", b"\xa9\n\nno end"):
+            out.write(piece)
+            time.sleep(0.3)
+
+    lines: list[tuple[int, str, str]] = []
+    launcher.run(work, output=lambda *line: lines.append(line))
+    assert lines == [(0, "stdout", "café"), (0, "stdout", ""), (0, "stdout", "no end")]
+
+
+@pytest.mark.cluster
+def test_over_ssh_large_calls_and_results_come_through_whole_and_an_error_with_its_cause(sshd: LoopbackSshd) -> None:
+    """12 MB are three windows of the protocol; nothing is shared but the connection."""
+    data = os.urandom(12 << 20)
+
+    def work(given: bytes) -> tuple[str, bytes]:
+        if os.environ["RANK"] == "1" and not given:
+            raise KeyError("no data")
+        return hashlib.sha256(given).hexdigest(), given[::-1]
+
+    on_hosts = functools.partial(
+        launcher.run,
+        hosts=["127.0.0.2", "127.0.0.3 slots=1"],
+        ranks=1,
+        output="files",
+        options=launcher.Options(ssh_config=sshd.ssh_config),
+    )
+    results: list[Any] = on_hosts(work, data)
+    assert results == [(hashlib.sha256(data).hexdigest(), data[::-1])] * 2
+    with pytest.raises(launcher.RankFailed, match="KeyError: 'no data'") as caught:
+        on_hosts(work, b"")
+    assert (caught.value.rank, caught.value.host) == (1, "127.0.0.3")
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert not members_of_job(caught.value.outcome.job_id)
+
+
+def test_a_host_that_cannot_be_reached_is_named(sshd: LoopbackSshd, folder: Path) -> None:
+    empty = folder / "config"
+    empty.write_text(f"Host *\n  Port {sshd.port}\n  UserKnownHostsFile /dev/null\n  GlobalKnownHostsFile none\n")
+    with pytest.raises(TransportError, match=r"127\.0\.0\.2") as caught:
+        launcher.run(print, hosts=["127.0.0.2"], ranks=1, options=launcher.Options(ssh_config=empty))
+    assert "Options(accept_new_host_keys=)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"ranks": 0}, UsageError, "ranks is 0"),
+        ({"timeout_s": -1}, UsageError, "timeout_s is -1"),
+        ({"max_restarts": -1}, UsageError, "max_restarts is -1"),
+        ({"output": "nowhere"}, UsageError, "output is 'nowhere'"),
+        ({"hosts": "node-a"}, UsageError, "hosts is a list of host names"),
+        ({"hosts": ["node-a"], "hostfile": "x"}, UsageError, "takes the place of hostfile"),
+        ({"hosts": ["node-a"]}, UsageError, "does not say how many ranks it gets"),
+        ({"hosts": ["node-a slots=x"]}, HostfileError, 'hosts:1:.*slots is "x"'),
+        ({"hosts": ["a", "b"], "ranks": 1, "include": "c"}, HostfileError, 'include=: host "c" is not in the cluster'),
+        ({"hostfile": "nowhere"}, HostfileError, "hostfile cannot be read"),
+        ({"hosts": ["localhost", "b"], "ranks": 1}, UsageError, r"Options\(master_addr="),
+        ({"env": {"RANK": "1"}}, UsageError, "RANK would have no effect"),
+        ({"env": {"A=B": "1"}}, UsageError, "env: A=B"),
+        ({"env": {"A": 1}}, UsageError, "env: A"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_words_of_python_before_anything_starts(
+    folder: Path, values: dict[str, Any], error: type[LauncherError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        launcher.run(print, **values)
+    assert list(folder.iterdir()) == []
+
+
+def test_targets_and_arguments_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"no\.py does not exist"):
+        launcher.run("no.py")
+    with pytest.raises(UsageError, match="neither a function nor the path"):
+        launcher.run(3)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="cannot be an argument of a script"):
+        launcher.run(__file__, {"a": 1})
+    with pytest.raises(UsageError, match="arguments cannot be pickled"):
+        launcher.run(print, threading.Lock())
+
+
+def test_more_than_can_be_sent_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickling, "MAX_PICKLE_BYTES", 1000)
+    with pytest.raises(UsageError, match=r"arguments takes .* at most 1000 B .*keep large data in a file"):
+        launcher.run(print, b"x" * 1000)
+    with pytest.raises(UsageError, match=r"the result takes .* keep large data in a file"):
+        pickling.pack_answer(pickling.RETURNED, b"x" * 1000, "the result")
+
+
+def test_an_answer_that_is_not_whole_is_none() -> None:
+    data = pickling.pack_answer(pickling.RETURNED, [1], "the result")
+    assert pickling.unpack_answer(data) is not None
+    assert [pickling.unpack_answer(data[:end]) for end in (0, 5, len(data) - 1)] == [None] * 3

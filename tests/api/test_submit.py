@@ -1,0 +1,68 @@
+"""`launcher.submit` in a real Slurm: failures come back, jobs can be cancelled and found again; what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.launching import wait_until
+from harness.slurm import LoopbackSlurm
+
+import launcher
+from launcher.base.errors import UsageError
+
+ASKED = launcher.Sbatch(time="5")
+
+
+@pytest.mark.cluster
+def test_failures_come_back_and_a_job_can_be_followed_cancelled_and_found_again(
+    slurm: LoopbackSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise KeyError("bad data")
+
+    def wait() -> None:
+        print("READY")
+        time.sleep(600)
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_CONF",):
+        monkeypatch.setenv(name, slurm.env[name])
+    waiting = launcher.submit(wait, slurm=ASKED, env={"TOKEN": "s3cr3t"})
+    failing = launcher.submit(fail, slurm=ASKED, ranks=2)
+    with pytest.raises(launcher.JobTimeout, match="continues"):
+        waiting.result(timeout_s=0.0)
+    wait_until(lambda: waiting.stdout() == "READY\n", "the rank")
+    assert waiting.state() == "RUNNING"
+    waiting.cancel()
+    with pytest.raises(launcher.RankFailed, match="KeyError: 'bad data'") as caught:
+        launcher.SlurmJob(failing.folder.relative_to(tmp_path)).result(timeout_s=60)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.outcome.run_folder == failing.folder
+    with pytest.raises(launcher.JobError, match="ended as CANCELLED and left no result"):
+        waiting.result(timeout_s=60)
+    assert oct(waiting.folder.stat().st_mode & 0o777) == "0o700"
+    assert "s3cr3t" not in (waiting.folder / "batch.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"slurm": launcher.Sbatch(array="0-3")}, "an array makes several jobs"),
+        ({"slurm": launcher.Sbatch(container_image="image.sif")}, "a container has a Python of its own"),
+        ({"slurm": ASKED, "ranks": 0}, "ranks is 0"),
+    ],
+)
+def test_what_cannot_give_results_back_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        launcher.submit(print, log_dir=tmp_path, **values)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_folder_of_a_job_is_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "request").write_bytes(pickle.dumps(None))
+    with pytest.raises(UsageError, match="not the folder of a submitted job"):
+        launcher.SlurmJob(tmp_path)
