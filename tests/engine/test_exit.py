@@ -52,8 +52,7 @@ LEFT = """
 def test_a_rank_leaves_when_the_last_steps_exchange_and_gloos_threads_have_ended(
     tmp_path: Path, before: str, after: str
 ) -> None:
-    script = scripts.write(tmp_path, LEFT + TRAIN.format(before=before, after=after))
-    result = run_launch(tmp_path, "--num_gpus", "2", script)
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, LEFT + TRAIN.format(before=before, after=after)))
     assert result.code == 0, result.err
     assert result.out.count("THREADS 0") == 2, result.out
 

@@ -10,8 +10,8 @@ from harness.control_groups import memory_groups
 from harness.launching import Launch
 from harness.needs import need
 
-WIDTH, LAYERS, NUM_RANKS = 1024, 24, 4
-PARAM_BYTES = LAYERS * WIDTH * WIDTH * 4  # 101 MB
+WIDTH, LAYERS, NUM_RANKS = 1024, 40, 4
+PARAM_BYTES = LAYERS * WIDTH * WIDTH * 4  # 168 MB
 
 SCRIPT = """
     import os, sys
