@@ -120,6 +120,7 @@ def test_a_preempted_job_starts_again_by_itself(tmp_path: Path, uninterrupted: l
     assert result.out.count("LOSS") == 16  # no step was taken twice
 
 
+@pytest.mark.soak  # `make soak-short` kills ranks at random moments of a save, too
 def test_a_job_whose_rank_was_killed_continues_from_the_last_committed_step(
     tmp_path: Path, uninterrupted: list[tuple[int, int, str]]
 ) -> None:
