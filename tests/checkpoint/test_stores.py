@@ -19,7 +19,6 @@ from harness.s3 import s3_environment, s3_server, services_folder
 from harness.scripts import write
 
 from launcher.base.errors import CheckpointError, EngineError
-from launcher.checkpoint.convert.to_dcp import export_checkpoint
 from launcher.checkpoint.formats.dcp.source import DcpSource
 from launcher.checkpoint_files.candidates import candidates
 from launcher.checkpoint_files.folder import committed_in, latest_tag
@@ -141,6 +140,8 @@ def test_the_command_exports(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_in_a_store_is_exported(memory: str, tmp_path: Path) -> None:
+    from launcher.checkpoint.convert.to_dcp import export_checkpoint  # torch's own format takes seconds to import
+
     alone(save_some, memory, 1)
     export_checkpoint(memory, tmp_path / "dcp")
     engine = make_engine(1, 0)
