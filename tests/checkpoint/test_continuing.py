@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
+from harness.forked import run_ranks
 from harness.launching import Launch, Result, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
@@ -72,7 +73,9 @@ def job(folder: Path, config: dict[str, object], *options: str, trouble: str = "
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, int, str]]:
-    result = job(tmp_path_factory.mktemp("uninterrupted"), CONFIG, "--num_gpus", "2").wait()
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    (folder / "ds.json").write_text(json.dumps(CONFIG))
+    result = run_ranks(folder, 2, scripts.write(folder, TRAINS), "8", "none", "0", env={"LAUNCH_RESTART_COUNT": "0"})
     assert result.code == 0, result.err
     found = losses(result)
     assert len(found) == 16
@@ -117,6 +120,7 @@ def test_a_preempted_job_starts_again_by_itself(tmp_path: Path, uninterrupted: l
     assert result.out.count("LOSS") == 16  # no step was taken twice
 
 
+@pytest.mark.soak  # `make soak-short` kills ranks at random moments of a save, too
 def test_a_job_whose_rank_was_killed_continues_from_the_last_committed_step(
     tmp_path: Path, uninterrupted: list[tuple[int, int, str]]
 ) -> None:

@@ -12,15 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from harness.ranks import run_on_ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import launcher
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.convert.to_dcp import export_checkpoint
 from launcher.checkpoint.formats.dcp.source import DcpSource, boxes
 from launcher.checkpoint.formats.open import open_source
 from launcher.checkpoint.formats.source import WEIGHT
@@ -63,6 +59,8 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def fsdp(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard  # torch's own takes seconds to import, in every worker of the tests
+
     model = Model(seed)
     for layer in model.layers:
         fully_shard(layer)
@@ -88,6 +86,8 @@ def whole(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts_of_fsdp(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     weights, state = get_state_dict(model, optimizer)
     return whole(weights), {name: whole(states) for name, states in state["state"].items()}
 
@@ -131,6 +131,9 @@ def assert_same_states(pieces: dict[str, Any], expected: dict[str, Any]) -> None
 
 def save_with_fsdp(rank: int, _: int, folder: str, form: str) -> list[Tensor]:
     """Train and save, in the form of scripts or of torchtitan; then load that into the engine, and train both."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
     model, optimizer = fsdp(seed=1)
     for step in range(NUM_STEPS):
         fsdp_loss(model, optimizer, step, rank)
@@ -176,6 +179,9 @@ def save_with_engine(rank: int, _: int, folder: str) -> tuple[dict[str, Any], di
 
 
 def load_with_fsdp(rank: int, _: int, folder: str, is_flat: bool) -> tuple[Any, Any, list[Any], list[Tensor]]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
     model, optimizer = fsdp(seed=6)
     options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
     weights, state = get_state_dict(model, optimizer, options=options)
@@ -200,6 +206,8 @@ def load_with_fsdp(rank: int, _: int, folder: str, is_flat: bool) -> tuple[Any, 
 
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_what_is_exported_is_loaded_by_fsdp2(tmp_path: Path, is_flat: bool) -> None:
+    from launcher.checkpoint.convert.to_dcp import export_checkpoint
+
     found = run_on_ranks(2, save_with_engine, str(tmp_path / "ours"))
     export_checkpoint(tmp_path / "ours", tmp_path / "dcp")
     loaded = run_on_ranks(2, load_with_fsdp, str(tmp_path / "dcp"), is_flat)
@@ -212,6 +220,8 @@ def test_what_is_exported_is_loaded_by_fsdp2(tmp_path: Path, is_flat: bool) -> N
 
 
 def test_an_export_replaces_nothing(saved: Path, tmp_path: Path) -> None:
+    from launcher.checkpoint.convert.to_dcp import export_checkpoint
+
     with pytest.raises(CheckpointError, match="there is a checkpoint already"):
         export_checkpoint(saved, saved)
     export_checkpoint(saved, tmp_path / "copy", model_name="")
@@ -242,6 +252,9 @@ def test_any_range_of_a_tensor_in_boxes_is_read(tmp_path: Path) -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A checkpoint of one process."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     folder = tmp_path / "dcp"
     model = Model(0)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -272,6 +285,8 @@ def test_a_hostile_metadata_file_runs_nothing(saved: Path, tmp_path: Path) -> No
 
 
 def test_a_hostile_value_runs_nothing(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
     saved = {"model": {"weight": torch.ones(3)}, "other": Hostile(tmp_path / "made"), "text": "words"}
     dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
     source = open_source(tmp_path / "dcp")

@@ -15,7 +15,7 @@ import pytest
 from harness import scripts
 from harness.checkpoint_runs import differences, full_state, is_consistent, left_over, loads, make_engine, train
 from harness.disks import small_disk
-from harness.launching import run_launch, wait_until_gone
+from harness.forked import run_ranks
 from harness.logs import logged
 from harness.ranks import RankPool, run_on_ranks
 
@@ -363,7 +363,7 @@ if how == "async":
 
 
 def test_an_asynchronous_save_at_the_end_of_a_script_is_committed(tmp_path: Path) -> None:
-    result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, ENDS), tmp_path / "saved", "async")
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, ENDS), tmp_path / "saved", "async")
     assert result.code == 0, result.err
     assert latest_tag(tmp_path / "saved") == "last"
     assert left_over(tmp_path / "saved") == []
@@ -383,8 +383,7 @@ def test_a_save_before_the_process_ends_at_once_is_committed(tmp_path: Path) -> 
 
 
 def test_a_save_on_rank_0_only_ends_the_job(tmp_path: Path) -> None:
-    arguments = ("--num_gpus", "2", scripts.write(tmp_path, ENDS), tmp_path / "saved", "alone")
-    result = run_launch(tmp_path, *arguments, env={"LAUNCH_TIMEOUT_SCALE": "0.05"})
+    arguments = (scripts.write(tmp_path, ENDS), tmp_path / "saved", "alone")
+    result = run_ranks(tmp_path, 2, *arguments, env={"LAUNCH_TIMEOUT_SCALE": "0.05"})
     assert result.code != 0
     assert "save_checkpoint was called on rank 0, and for 3 s not on rank 1" in result.err + result.out
-    wait_until_gone(result.job_id)

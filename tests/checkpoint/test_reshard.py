@@ -12,7 +12,7 @@ from harness.checkpoint_runs import FullState, differences, full_state, make_eng
 from harness.ranks import run_on_ranks
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 4)
-NUM_STEPS, NUM_NEXT = 3, 10
+NUM_STEPS, NUM_NEXT = 3, 4  # the warm-up of the learning rate ends within the latter
 SETTINGS = [(stage, world_size) for stage in STAGES for world_size in WORLDS]
 Losses = dict[str, list[float]]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +12,13 @@ from uuid import uuid4
 import pytest
 from click.testing import CliRunner
 from harness.checkpoint_runs import make_engine, train
+from harness.forked import run_ranks
+from harness.launching import run_here
 from harness.ranks import run_on_ranks
 from harness.s3 import s3_environment, s3_server, services_folder
+from harness.scripts import write
 
 from launcher.base.errors import CheckpointError, EngineError
-from launcher.checkpoint.convert.to_dcp import export_checkpoint
 from launcher.checkpoint.formats.dcp.source import DcpSource
 from launcher.checkpoint_files.candidates import candidates
 from launcher.checkpoint_files.folder import committed_in, latest_tag
@@ -132,14 +132,16 @@ def test_a_put_that_fails_leaves_what_was_there(memory: str, monkeypatch: pytest
 
 def test_the_command_exports(tmp_path: Path) -> None:
     alone(save_some, str(tmp_path / "ours"), 1)
-    command = [sys.executable, "-m", "launcher", "checkpoint", "export", str(tmp_path / "ours"), str(tmp_path / "dcp")]
-    subprocess.run([*command, "--format", "dcp"], check=True, timeout=120)
+    done = run_here(tmp_path, "checkpoint", "export", tmp_path / "ours", tmp_path / "dcp", "--format", "dcp")
+    assert done.code == 0, done.err
     assert DcpSource(tmp_path / "dcp").state.global_steps == 1
     refused = CliRunner().invoke(export, ["a", "b", "--format", "dcp", "--dtype", "fp32"])
     assert "--dtype goes with --format hf" in str(refused.exception)
 
 
 def test_a_checkpoint_in_a_store_is_exported(memory: str, tmp_path: Path) -> None:
+    from launcher.checkpoint.convert.to_dcp import export_checkpoint  # torch's own format takes seconds to import
+
     alone(save_some, memory, 1)
     export_checkpoint(memory, tmp_path / "dcp")
     engine = make_engine(1, 0)
@@ -222,14 +224,13 @@ engine.save_checkpoint({url!r}, tag="global_step3")
 """
 
 
-def test_a_save_that_is_killed_leaves_the_one_before_on_s3(s3: dict[str, str]) -> None:
+def test_a_save_that_is_killed_leaves_the_one_before_on_s3(s3: dict[str, str], tmp_path: Path) -> None:
     url = "s3://bucket/killed"
     run_on_ranks(2, on_s3, s3, save_some, url)
     before = run_on_ranks(2, on_s3, s3, losses_from, url)
-    script = KILLED.format(tests=str(Path(__file__).parent.parent), services=s3["TEST_SERVICES"], url=url)
-    alone_there = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run([sys.executable, "-c", script], env={**alone_there, **s3}, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    text = KILLED.format(tests=str(Path(__file__).parent.parent), services=s3["TEST_SERVICES"], url=url)
+    done = run_ranks(tmp_path, 0, write(tmp_path, text), env=s3)
+    assert done.code == 128 + signal.SIGKILL, done.err
     assert len(leftovers(place_of(url))) >= 2
     assert run_on_ranks(2, on_s3, s3, losses_from, url) == before
     run_on_ranks(2, on_s3, s3, save_some, url)

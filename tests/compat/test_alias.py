@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.child import run_python
+from harness.forked import run_ranks
 from harness.launching import ROOT, run_launch
 from harness.scripts import write
 
@@ -198,8 +199,8 @@ def test_plain_python_is_a_world_of_one_rank(tmp_path: Path) -> None:
 
 def test_initialize_alone_leaves_a_process_group(tmp_path: Path) -> None:
     script = "\n".join(line for line in TRAINING.splitlines() if "init_distributed" not in line)
-    result = run_python(tmp_path, script, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert result.returncode == 0, result.stderr
+    result = run_ranks(tmp_path, 0, write(tmp_path, script), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.code == 0, result.err
     assert (tmp_path / "rank_0").read_text() == "1 0 1 1 5\n"
 
 

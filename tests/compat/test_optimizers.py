@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.child import run_python
+from harness.forked import run_ranks
+from harness.scripts import write
 
 SCHEDULES = """
 import launcher.compat; launcher.compat.install()
@@ -45,8 +46,8 @@ else:
 
 
 def test_schedules_can_be_made_from_an_optimizer(tmp_path: Path) -> None:
-    result = run_python(tmp_path, SCHEDULES)
-    assert result.returncode == 0, result.stderr
+    result = run_ranks(tmp_path, 0, write(tmp_path, SCHEDULES))
+    assert result.code == 0, result.err
 
 
 OPTIMIZERS = """
@@ -127,9 +128,9 @@ else:
 
 
 def test_the_engine_takes_the_optimizers_over(tmp_path: Path) -> None:
-    result = run_python(tmp_path, OPTIMIZERS, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert result.returncode == 0, result.stderr
-    before, after = result.stdout.split("others\n")
+    result = run_ranks(tmp_path, 0, write(tmp_path, OPTIMIZERS), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.code == 0, result.err
+    before, after = result.out.split("others\n")
     warning = "Adam updates the parameters in place of the optimizer whose groups have dampening, momentum, nesterov: "
     assert warning not in before
     assert warning in after

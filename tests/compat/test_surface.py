@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from harness.child import run_python
+from harness.forked import run_ranks
+from harness.scripts import write
 
 from launcher.compat.refused import REFUSED as REFUSED_MODULES
 
@@ -350,8 +351,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("surface")
     *before_the_end, the_end = WORKS
     (folder / "statements.json").write_text(json.dumps([*before_the_end, *REFUSED, the_end]))
-    result = run_python(folder, RUN, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert result.returncode == 0, result.stderr
+    result = run_ranks(folder, 0, write(folder, RUN), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.code == 0, result.err
     loaded: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return loaded
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from harness.launching import run_launch
+from harness.forked import run_ranks
 from harness.scripts import write
 
+INSTALL = "import launcher.compat; launcher.compat.install()"  # as in ranks that `launch` starts
 SCRIPT = """
 import argparse
 
@@ -64,9 +65,8 @@ CONFIG = {
 def test_it_runs_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     options = ("--deepspeed", "--deepspeed_config", "ds.json", "--epochs", "2")
-    result = run_launch(
-        tmp_path, "--num_gpus", "2", write(tmp_path, SCRIPT), *options, env={"CUDA_VISIBLE_DEVICES": ""}
-    )
+    script = write(tmp_path, INSTALL + SCRIPT)
+    result = run_ranks(tmp_path, 2, script, *options, env={"CUDA_VISIBLE_DEVICES": ""})
     assert result.code == 0, result.err
     assert "batch (8, 2, 2)" in result.out
     assert "saved 2 8 True" in result.out

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.forked import run_ranks
 from harness.launching import ROOT, Result, run_forked, run_launch
 from harness.sshd import LoopbackSshd
 
@@ -52,7 +53,8 @@ def test_same_losses_at_stage_3(tmp_path: Path) -> None:
 
 
 def test_optimizer_and_parameters_in_host_memory(tmp_path: Path) -> None:
-    result = train(tmp_path, "--num_gpus", "2", config=ROOT / "examples/configs/zero3_offload.json")
+    config = ROOT / "examples/configs/zero3_offload.json"
+    result = run_ranks(tmp_path, 2, EXAMPLE, "--deepspeed", config, *SHORT)
     assert float(losses(result)[-1]) < float(losses(result)[0])
     assert "offload: optimizer → cpu · parameters → cpu" in result.out
 

@@ -63,8 +63,14 @@ def assert_same_bits(found: Trajectory, expected: Trajectory) -> None:
 # ---- NCCL's communicator ----
 
 
-@STAGES
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulation", "stage"),
+    [
+        pytest.param(number, stage, marks=[] if (stage + number) % 2 else pytest.mark.soak)
+        for number in (1, 2)
+        for stage in (0, 1, 2, 3)
+    ],
+)
 def test_fp32_equals_the_plain_loop_on_nccl(stage: int, accumulation: int) -> None:
     case = small(stage, "fp32", accumulation, unused=True)
     found, expected = trained(case, "nccl"), train_fp32(case)
@@ -145,9 +151,15 @@ def test_nor_with_offload(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sections", [("offload_optimizer",), ("offload_param",), ("offload_optimizer", "offload_param")]
+    ("precision", "sections"),
+    [
+        ("fp32", BOTH[:1]),
+        ("bf16", BOTH[1:]),
+        ("fp32", BOTH),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("bf16", BOTH[:1]), ("fp32", BOTH[1:]))),
+        ("bf16", BOTH),
+    ],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nor_on_disk(tmp_path: Path, sections: tuple[str, ...], precision: str) -> None:
     zero: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
     zero.update({section: {"device": "nvme", "nvme_path": str(tmp_path)} for section in sections})

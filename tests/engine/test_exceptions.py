@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import scripts
-from harness.launching import run_launch
+from harness.forked import run_ranks
 from harness.ranks import run_on_ranks
 from harness.zoo import LR, build
 from torch import Tensor
@@ -94,8 +94,15 @@ def train(rank: int, world_size: int, stage: int, accumulation: int, fails: bool
     return engine.state_dict()
 
 
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (2, 2), (3, 1)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+# Alone nothing is reduced: the first and the last stage show it.
+WORLDS = [
+    pytest.param(stage, *world, marks=pytest.mark.soak if world == (1, 1) and stage in (1, 2) else [])
+    for stage in (0, 1, 2, 3)
+    for world in ((1, 1), (2, 2), (3, 1))
+]
+
+
+@pytest.mark.parametrize(("stage", "world_size", "accumulation"), WORLDS)
 def test_training_continues_as_if_the_batch_had_not_been_there(stage: int, world_size: int, accumulation: int) -> None:
     broken = run_on_ranks(world_size, train, stage, accumulation, True)
     for found, expected in zip(broken, run_on_ranks(world_size, train, stage, accumulation, False), strict=True):
@@ -159,7 +166,7 @@ SCRIPT = """
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path: Path, stage: int, place: str) -> None:
     start_s = time.monotonic()
     script = scripts.write(tmp_path, SCRIPT)
-    result = run_launch(tmp_path, "--num_gpus", "3", script, str(stage), place, "uncaught")
+    result = run_ranks(tmp_path, 3, script, str(stage), place, "uncaught")
     assert result.code == 1
     assert "ValueError: on purpose" in result.err
     assert time.monotonic() - start_s < 100  # the process group would wait for 30 min
@@ -167,6 +174,6 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path: Path
 
 @pytest.mark.parametrize(("stage", "place"), [(2, "backward"), (3, "forward")])
 def test_a_rank_that_continues_alone_is_an_error(tmp_path: Path, stage: int, place: str) -> None:
-    result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, SCRIPT), str(stage), place, "caught")
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, SCRIPT), str(stage), place, "caught")
     assert result.code == 1
     assert "an exception ended a pass, and not alike on every rank: rank 1 caught the exception" in result.err

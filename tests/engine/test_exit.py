@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
+from harness.forked import run_ranks
 from harness.launching import run_launch
 
 TRAIN = """
@@ -51,8 +52,7 @@ LEFT = """
 def test_a_rank_leaves_when_the_last_steps_exchange_and_gloos_threads_have_ended(
     tmp_path: Path, before: str, after: str
 ) -> None:
-    script = scripts.write(tmp_path, LEFT + TRAIN.format(before=before, after=after))
-    result = run_launch(tmp_path, "--num_gpus", "2", script)
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, LEFT + TRAIN.format(before=before, after=after)))
     assert result.code == 0, result.err
     assert result.out.count("THREADS 0") == 2, result.out
 
@@ -60,7 +60,7 @@ def test_a_rank_leaves_when_the_last_steps_exchange_and_gloos_threads_have_ended
 def test_an_exception_waits_for_nobody(tmp_path: Path) -> None:
     after = "if os.environ['RANK'] == '1': raise ValueError('bad'); time.sleep(600)".replace("; time", "\n    time")
     start_s = time.monotonic()
-    result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, TRAIN.format(before="", after=after)))
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, TRAIN.format(before="", after=after)))
     assert result.code == 1
     assert "ValueError: bad" in result.err
     assert time.monotonic() - start_s < 120  # the process group would wait for 30 min

@@ -1,4 +1,4 @@
-"""One job that runs many small cases with transformers, since an import of it takes seconds; and what each returned.
+"""Jobs that run many small cases with transformers, since an import of it takes seconds; and what each returned.
 
 A module of cases has functions `case_NAME(folder)`, which every rank calls, in the order of the names given. What one
 returns goes to its test as JSON. One that raises on all ranks does not disturb the others; its error goes to its test.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.forked import Target, run_ranks
 from harness.launching import ROOT, Result, run_launch
 
 NUM_RANKS = 2
@@ -24,41 +25,44 @@ NUM_RANKS = 2
 def run_cases(
     folder: Path, module: str, names: Sequence[str], num_ranks: int = NUM_RANKS, env: dict[str, str] | None = None
 ) -> dict[str, list[Any]]:
-    """Run the cases of `module` in one job of `launch`; return what each rank returned, by name of the case.
+    """Run the cases of `module` on forks that have transformers; return what each rank returned, by name of the case.
 
     module: several may be named, with commas between them.
 
     A case that has raised has {"error": "Type: message", "traceback": text} on its rank. Transformers is that of
     PYTHONPATH where there is one. Working folder and `folder` of the cases: this one.
     """
-    return run_job(folder, module, names, num_ranks, env)[0]
+    result = run_with_transformers(folder, main, module, *names, num_ranks=num_ranks, env=env)
+    return _noted(folder, names, num_ranks, result)
 
 
-def run_job(
-    folder: Path,
-    module: str,
-    names: Sequence[str],
-    num_ranks: int = NUM_RANKS,
-    env: dict[str, str] | None = None,
-    last: str | None = None,
+def run_with_transformers(
+    folder: Path, target: Target, *arguments: str | Path, num_ranks: int = NUM_RANKS, env: dict[str, str] | None = None
+) -> Result:
+    """Run a script or a module's function on forks that have imported transformers: see `run_ranks`."""
+    env = {**environment(), **(env or {})}
+    return run_ranks(folder, num_ranks, target, *arguments, env=env, preload="harness.hf_imports")
+
+
+def launch_cases(
+    folder: Path, module: str, names: Sequence[str], last: str | None = None
 ) -> tuple[dict[str, list[Any]], Result]:
-    """Do what `run_cases` does; return also how the job ended. last: a case whose error ends it, uncaught."""
-    result = run_launch(
-        folder,
-        f"--num_gpus={num_ranks}",
-        "-m",
-        "harness.hf_job",
-        module,
-        *names,
-        *([f"{last}!"] if last else []),
-        env={**environment(), **(env or {})},
-    )
+    """Do what `run_cases` does in a job of `launch`; return also how that ended.
+
+    last: a case whose error ends it, uncaught.
+    """
+    words = ["-m", "harness.hf_job", module, *names, *([f"{last}!"] if last else [])]
+    result = run_launch(folder, f"--num_gpus={NUM_RANKS}", *words, env=environment())
+    return _noted(folder, names, NUM_RANKS, result), result
+
+
+def _noted(folder: Path, names: Sequence[str], num_ranks: int, result: Result) -> dict[str, list[Any]]:
     found: list[dict[str, Any]] = []
     for rank in range(num_ranks):
         path = folder / f"cases_of_rank_{rank}.json"
         found.append(json.loads(path.read_text()) if path.exists() else {})
     lost = {"error": "the job ended before", "traceback": result.out + result.err}
-    return {name: [of_rank.get(name, lost) for of_rank in found] for name in names}, result
+    return {name: [of_rank.get(name, lost) for of_rank in found] for name in names}
 
 
 def environment() -> dict[str, str]:

@@ -34,7 +34,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = _context()
+        context = torch_forks()
         port = free_port()
         self._stacks = tempfile.NamedTemporaryFile(prefix="stacks-", suffix=".txt")  # noqa: SIM115  # as long as the pool
         self._ranks: list[tuple[Any, Connection]] = []
@@ -90,7 +90,7 @@ class RankPool:
         return text
 
 
-def _context() -> Any:
+def torch_forks() -> Any:
     """Return what starts processes from a server that has imported torch: a rank takes a moment in place of seconds.
 
     torch._dynamo: whoever makes a torch optimizer of their own loads it.

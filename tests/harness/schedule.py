@@ -26,14 +26,16 @@ def group_of(nodeid: str) -> str:
     path, _, name = nodeid.partition("::")
     if path.startswith("tests/slurm/") or "[srun-" in name:
         return "slurm"  # real daemons, which take seconds to start and every core of the machine for their own
-    # What a file sets up once: ranks that have torch loaded, fixtures of the module.
-    return path if _shares(path) else nodeid
+    return _group_of_file(path) or nodeid
 
 
 @functools.cache
-def _shares(path: str) -> bool:
+def _group_of_file(path: str) -> str | None:
     text = (_ROOT / path).read_text()
-    return "from harness.ranks import" in text or 'scope="module"' in text
+    if "run_cases" in text or "run_with_transformers" in text:
+        return "transformers"  # forks of one process that has imported it
+    # What a file sets up once: ranks that have torch loaded, fixtures of the module.
+    return path if "from harness.ranks import" in text or 'scope="module"' in text else None
 
 
 def arrange(items: list[pytest.Item]) -> None:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import ROOT, run_launch
+import torch
+from harness import families
+from harness.hf_job import run_with_transformers
 
 # What each has that others do not: nothing; experts that get other tokens on each rank; tied and shared embeddings,
 # buffers and a bias that is read by several layers; weights computed from two parameters each; a state space; several
@@ -33,17 +34,8 @@ SETTINGS = ("stage 2", "3 + offload")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What one job noted of each family at each setting."""
     folder = tmp_path_factory.mktemp("architectures")
-    search = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
     entries = [f"{name}@{','.join(SETTINGS)}" for name in FAMILIES]
-    result = run_launch(
-        folder,
-        "--num_gpus=2",
-        "-m",
-        "harness.families",
-        folder,
-        *entries,
-        env={"PYTHONPATH": search, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
+    result = run_with_transformers(folder, families.main, folder, *entries)
     raised = [json.loads(path.read_text())["traceback"] for path in sorted(folder.glob("error_of_rank_*.json"))]
     assert result.code == 0, "\n".join([*raised, result.out, result.err])
     noted: dict[str, dict[str, Any]] = {name: {} for name in FAMILIES}
@@ -64,10 +56,8 @@ def test_a_model_trains_as_in_plain_torch(found: dict[str, dict[str, Any]], fami
 
 
 def test_a_difference_is_seen(tmp_path: Path) -> None:
-    import torch
-    from harness.families import Expected, worst_loss, worst_weight
-
-    expected = Expected([[1.0, 2.0]], {"a": torch.ones(4)}, {"a": torch.tensor([True, False, False, False])})
+    worst_loss, worst_weight = families.worst_loss, families.worst_weight
+    expected = families.Expected([[1.0, 2.0]], {"a": torch.ones(4)}, {"a": torch.tensor([True, False, False, False])})
     assert worst_loss([[1.0, 2.2]], expected.losses) == pytest.approx(0.1)
     assert worst_weight({"a": torch.tensor([9.0, 1.0, 1.0, 1.0])}, expected) == (0.0, "")
     assert worst_weight({"a": torch.tensor([1.0, 1.0, 2.0, 1.0])}, expected) == (0.5, "a")

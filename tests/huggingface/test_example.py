@@ -1,11 +1,12 @@
-"""The Trainer's example, by the command that its first lines name."""
+"""The Trainer's example, with the arguments of the command that its first lines name."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from harness.launching import ROOT, run_launch
+from harness.hf_job import run_with_transformers
+from harness.launching import ROOT
 
 COMMAND = (
     "launch --num_gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"
@@ -14,9 +15,8 @@ COMMAND = (
 
 
 def test_its_loss_falls_and_its_model_is_saved(tmp_path: Path) -> None:
-    words = [str(ROOT / word) if word.startswith("examples/") else word for word in COMMAND.split()[1:]]
-    env = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    result = run_launch(tmp_path, *words, env=env)
+    script, *words = [ROOT / word if word.startswith("examples/") else word for word in COMMAND.split()[3:]]
+    result = run_with_transformers(tmp_path, Path(script), *words)
     assert result.code == 0, result.err
     found = re.search(r"loss (\d\.\d+) -> (\d\.\d+), saved to out", result.out)
     assert found is not None, result.out

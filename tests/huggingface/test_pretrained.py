@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.hf_job import returned, run_cases
-from harness.launching import ROOT, run_launch
+from harness.hf_job import returned, run_cases, run_with_transformers
+from harness.launching import ROOT
 
 CASES = [
     "formats",
@@ -98,7 +98,7 @@ def test_parts_of_a_model_are_called_by_themselves(found: dict[str, list[Any]]) 
 def test_the_example_answers_with_parameters_in_memory_and_on_disk(found: dict[str, list[Any]], tmp_path: Path) -> None:
     assert returned(found, "example") == [["out=Positive"] * 2, ["out=negative"] * 2]
     example = ROOT / "examples" / "hf_zero3_inference.py"
-    result = run_launch(tmp_path, "--num_gpus=2", example, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    result = run_with_transformers(tmp_path, example)
     assert result.code == 0, result.out + result.err
     assert "out=Positive" in result.out
     assert "out=negative" in result.out

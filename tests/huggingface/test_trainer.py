@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from harness.hf_job import returned, run_job
+from harness.hf_job import launch_cases, returned
 from harness.launching import Result
 
 CASES = ["stages", "schedules", "a_step_late", "other_optimizers", "adafactor_stage_2", "auto", "mismatch"]
@@ -38,7 +38,7 @@ class Job(NamedTuple):
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """All cases in one job, which then ends with an error that no one catches."""
     folder = tmp_path_factory.mktemp("trainer")
-    return Job(*run_job(folder, MODULES, CASES, last="mismatch"))
+    return Job(*launch_cases(folder, MODULES, CASES, last="mismatch"))
 
 
 def assert_same(log: Log, reference: Log, *, but: tuple[str, ...] = (), rel: float = 1e-5) -> None:
@@ -253,7 +253,7 @@ def test_nothing_that_the_libraries_ask_for_is_missing(job: Job) -> None:
 
 @pytest.mark.soak
 def test_a_compiled_model_trains_as_it_would_otherwise(tmp_path: Path) -> None:
-    found, result = run_job(tmp_path, MODULES, ["compiled"])
+    found, result = launch_cases(tmp_path, MODULES, ["compiled"])
     for logs in returned(found, "compiled"):
         plain = logs.pop("plain")
         for log in logs.values():

@@ -72,6 +72,7 @@ def test_ranks_are_those_of_their_job_inside_an_emulation_too() -> None:
         assert launcher.notebook.run(os.getenv, ("WORLD_SIZE",)) == ["2", "2"]
 
 
+@pytest.mark.soak  # as those of the example are, see test_example.py
 def test_ranks_are_a_process_group() -> None:
     def total() -> float:
         import torch

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness import disks, scripts
 from harness.control_groups import memory_groups
+from harness.forked import run_ranks
 from harness.launching import Launch
 from harness.needs import need
 
@@ -111,7 +112,7 @@ def test_two_jobs_on_one_folder_leave_nothing_there(tmp_path: Path, disk: Path) 
 def test_a_disk_that_is_too_full_ends_the_job_before_the_first_step(tmp_path: Path, disk: Path) -> None:
     # Master, gradient, two states and the room for them: 4 MiB for two ranks. Half of that is left.
     (disk / "other").write_bytes(bytes(free_bytes(disk) - NUM_LAYERS * WIDTH * WIDTH * 8))
-    result = Launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, SCRIPT), str(disk), "train").wait()
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, SCRIPT), str(disk), "train")
     assert result.code == 1
     assert f"{disk}: " in result.err
     assert re.search(r"cannot be (reserved|created): No space left on device; .* are free there; make room", result.err)
@@ -143,7 +144,7 @@ def test_a_disk_that_fails_ends_the_job_with_its_path(tmp_path: Path, what: str,
 
 def test_nothing_is_left_of_a_rank_that_is_killed(tmp_path: Path, disk: Path) -> None:
     before = free_bytes(disk)
-    result = Launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, SCRIPT), str(disk), "kill").wait()
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, SCRIPT), str(disk), "kill")
     assert result.code == 137
     assert (list(disk.iterdir()), free_bytes(disk)) == ([], before)
 

@@ -64,8 +64,16 @@ def assert_offload_changes_nothing(case: Case, offload: dict[str, Any], world_si
     return found
 
 
-@named
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+# fp16, whose steps may be skipped, everywhere; the others here or with accumulation, and everything in the soak.
+PRECISIONS = [
+    pytest.param(*setting, precision, id=f"{precision}-{name}", marks=[] if is_quick else pytest.mark.soak)
+    for precision in ("fp32", "bf16", "fp16")
+    for number, (setting, name) in enumerate(zip(SETTINGS, NAMES, strict=True))
+    for is_quick in [precision == "fp16" or number % 2 == (precision == "bf16")]
+]
+
+
+@pytest.mark.parametrize(("stage", "offload", "precision"), PRECISIONS)
 def test_the_same_bits(stage: int, offload: dict[str, Any], precision: str) -> None:
     case = Case(stage, precision, accumulation=1, num_steps=8, fp16=RESTLESS_SCALE)
     found = assert_offload_changes_nothing(case, offload, world_size=2)
@@ -97,8 +105,15 @@ def test_sixteen_bit_masters_and_sums(stage: int, offload: dict[str, Any]) -> No
     assert_offload_changes_nothing(case, offload, world_size=2)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(1, OPTIMIZER), (2, PART), (3, BOTH)])
-@pytest.mark.parametrize("name", ["Lamb", "Lion", "SGD", "Adagrad"])
+# Each optimizer at two of the settings, and at all of them in the soak.
+OTHERS = [
+    pytest.param(name, *setting, marks=pytest.mark.soak if (number + place) % 3 == 2 else [])
+    for number, name in enumerate(("Lamb", "Lion", "SGD", "Adagrad"))
+    for place, setting in enumerate([(1, OPTIMIZER), (2, PART), (3, BOTH)])
+]
+
+
+@pytest.mark.parametrize(("name", "stage", "offload"), OTHERS)
 def test_other_optimizers(name: str, stage: int, offload: dict[str, Any]) -> None:
     settings = {"optimizer": {"type": name, "params": {"lr": 1e-3}}}
     case = Case(stage, "bf16", accumulation=1, num_steps=4, settings=settings)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import scripts
-from harness.launching import run_launch
+from harness.forked import run_ranks
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from harness.zoo import WIDTH, Plain
@@ -317,7 +317,7 @@ PARTED = """
 
 def test_ranks_that_wait_for_each_other_say_where_they_part(tmp_path: Path) -> None:
     """A block that one rank alone uses, of another size than the next one: gloo would end the process, or wait."""
-    result = run_launch(tmp_path, "--num_gpus", "3", scripts.write(tmp_path, PARTED))
+    result = run_ranks(tmp_path, 3, scripts.write(tmp_path, PARTED))
     assert (result.code, "not reached" in result.out) == (1, False)
     found = re.search(r"took different paths through the model since the last step: (.*)", result.out + result.err)
     assert found is not None, result.out + result.err
@@ -354,7 +354,7 @@ ALONE = """
 
 def test_a_rank_that_generates_longer_than_others_names_synced_gpus(tmp_path: Path) -> None:
     """It warns while the others do something else, and its error says the same where they have ended."""
-    result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, ALONE))
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, ALONE))
     assert result.code == 1
     text = result.out + result.err
     remedy = r".*pass synced_gpus=True to generate\(\)"
