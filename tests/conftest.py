@@ -7,18 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from harness import schedule
 from harness import slurm as slurm_harness
 from harness.needs import need
 from harness.slurm import LoopbackSlurm
 from harness.sshd import LoopbackSshd, available
+from hypothesis import HealthCheck
 
 _clock = schedule.Clock()
 
 # Threads of OpenMP that wait sleep, here and in every process of the tests. By default they spin for a while, and where
 # many processes share few cores they take most of the time from those that compute. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+# How long an example takes says nothing where other tests share the cores.
+hypothesis.settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis.settings.load_profile("shared cores")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

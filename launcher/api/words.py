@@ -11,7 +11,6 @@ from launcher.api.parameters import Options, Parameters
 from launcher.base.errors import Diagnostic, JobError, LauncherError
 
 _OPTION = re.compile(r"--([a-z]+(?:[-_][a-z]+)*)")
-_SPECIAL = {"num_gpus": "ranks", "grace": "grace_s", "lease": "lease_s", "hang_timeout": "hang_timeout_s"}
 
 
 @contextlib.contextmanager
@@ -34,7 +33,11 @@ def _said(text: str | None) -> str | None:
 
 def _parameter(match: re.Match[str]) -> str:
     name = match[1].replace("-", "_")
-    name = _SPECIAL.get(name, name)
-    if name in {field.name for field in dataclasses.fields(Parameters)}:
-        return f"{name}="
-    return f"Options({name}=)" if name in {field.name for field in dataclasses.fields(Options)} else match[0]
+    own = {field.name for field in dataclasses.fields(Parameters)}
+    options = {field.name for field in dataclasses.fields(Options)}
+    for spelled in ("ranks" if name == "num_gpus" else name, f"{name}_s"):  # seconds are in the names of parameters
+        if spelled in own:
+            return f"{spelled}="
+        if spelled in options:
+            return f"Options({spelled}=)"
+    return match[0]
