@@ -1,6 +1,8 @@
 """Reach many hosts: a bare command on all, and agents with a rank each, beside pdsh, OpenSSH, clush and asyncssh.
 
-    python benchmarks/fanout.py [--hosts 8,64,250] [--rounds 3] [--output FILE]
+    python benchmarks/fanout.py [--hosts 1,8,64,250] [--only REGEX] [--rounds 3] [--output FILE]
+
+`launch` does it with paramiko and with the system's `ssh`; on one host that is its start-up through each.
 
 The hosts are addresses 127.0.0.1 to 127.0.0.250 of one throwaway sshd, so the servers' work is in every figure.
 """
@@ -8,6 +10,7 @@ The hosts are addresses 127.0.0.1 to 127.0.0.250 of one throwaway sshd, so the s
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -31,7 +34,8 @@ from common import (
 from harness.sshd import LoopbackSshd
 
 PEERS = ("OpenSSH", "OpenSSH, curve25519", "pdsh", "pdsh, curve25519", "clush", "asyncssh")
-CURVE = "-oKexAlgorithms=curve25519-sha256"
+KEX = "KexAlgorithms=curve25519-sha256"
+CURVE = f"-o{KEX}"
 FANOUT = 64
 ASYNCSSH = """
 import asyncio, sys
@@ -60,13 +64,21 @@ def commands(sshd: LoopbackSshd, folder: Path, count: int) -> dict[str, list[str
     names, hostfile = _hosts(count), folder / "hosts"
     hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
     config = str(sshd.ssh_config)
-    ours = ["--hostfile", str(hostfile), "--ssh_config", config]
+    quick = folder / "quick_config"
+    quick.write_text(f"{sshd.ssh_config.read_text()}  {KEX}\n")
     script = folder / "rank.py"
     script.write_text("pass\n")
-    found = {
-        "launch exec": _launch("exec", *ours, "--", "true"),
-        "launch, one rank a host": _launch("run", "--quiet", "--log-dir", str(folder / "runs"), *ours, str(script)),
-    }
+    found: dict[str, list[str]] = {}
+    for name, *words in (
+        ("paramiko", "-F", config, "--ssh", "paramiko"),
+        ("openssh", "-F", config, "--ssh", "openssh"),
+        ("openssh, curve25519", "-F", str(quick), "--ssh", "openssh"),
+    ):
+        ours = ["--hostfile", str(hostfile), *words]
+        found[f"launch exec, {name}"] = _launch("exec", *ours, "--", "true")
+        found[f"launch, one rank a host, {name}"] = _launch(
+            "run", "--quiet", "--log-dir", str(folder / "runs"), *ours, str(script)
+        )
     parallel_ssh = f"printf '%s\\n' {' '.join(names)} | xargs -P {FANOUT} -I@ ssh -F {config}"
     found["OpenSSH"] = ["sh", "-c", f"{parallel_ssh} @ true"]
     found["OpenSSH, curve25519"] = ["sh", "-c", f"{parallel_ssh} {CURVE} @ true"]
@@ -114,7 +126,8 @@ def timed(command: list[str], usage: list[tuple[float, int]]) -> Callable[[], fl
 def main() -> None:
     """Measure and write."""
     parser = argument_parser(__doc__, rounds=3)
-    parser.add_argument("--hosts", default="8,64,250", help="numbers of hosts; default: %(default)s")
+    parser.add_argument("--hosts", default="1,8,64,250", help="numbers of hosts; default: %(default)s")
+    parser.add_argument("--only", default="", metavar="REGEX", help="measure the tools whose names this fits")
     options = parser.parse_args()
     page = Section("Fan-out", "paramiko", "asyncssh")
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
@@ -126,12 +139,14 @@ def main() -> None:
             calls = {
                 name: timed(command, usage.setdefault(name, []))
                 for name, command in commands(sshd, Path(folder), count).items()
+                if re.search(options.only, name)
             }
             for name, seconds in measure_in_turns(calls, options.rounds).items():
                 cpu_ms = 1e3 * median([cpu for cpu, _ in usage[name]]) / count
                 memory_mib = median([float(kib) for _, kib in usage[name]]) / 1024
                 rows.setdefault(name, [name]).append(f"{median(seconds):.2f} s, {cpu_ms:.0f} ms, {memory_mib:.0f} MiB")
-    rows |= {name: [name, *[NOT_INSTALLED] * len(counts)] for name in PEERS if name not in rows}
+    missing = [name for name in PEERS if name not in rows and re.search(options.only, name)]
+    rows |= {name: [name, *[NOT_INSTALLED] * len(counts)] for name in missing}
     text = (
         f"Wall time, CPU of the head for each host, peak memory of its largest process; at most {FANOUT} connections"
         " at a time where a tool\nhas such a limit.\n\n"

@@ -22,20 +22,19 @@ from harness.sshd import LoopbackSshd
 
 from launcher.cluster.cluster import Host
 from launcher.fleet.turns import MAX_PARALLEL
-from launcher.transport.ssh.pool_size import CORES_A_PROCESS, FILES_A_HOST, HOSTS_A_PROCESS, MAX_PROCESSES
+from launcher.transport.open_files import FILES_A_HOST
 from launcher.transport.ssh.transport import SshOptions, SshTransport
 
 FEW = 25
 SIZES = (8, 64, 250, 1_000, 2_500, 10_000)
-PROCESSES = (0, 2, 4, 8)
 BRANCHES = 32
-# Runs the command line and leaves behind what it and its helpers used.
+# Runs the command line and leaves behind what it used.
 WRAPPED = """
 import atexit, json, resource, sys
 def tell():
-    own, kin = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    used = resource.getrusage(resource.RUSAGE_SELF)
     with open(usage, "w") as stream:
-        json.dump([own.ru_utime + own.ru_stime, kin.ru_utime + kin.ru_stime, own.ru_maxrss, kin.ru_maxrss], stream)
+        json.dump([used.ru_utime + used.ru_stime, used.ru_maxrss], stream)
 atexit.register(tell)
 usage = sys.argv.pop(1)
 from launcher.cli.main import main
@@ -49,8 +48,6 @@ class Cost:
 
     start_s: float
     host_s: float
-    helpers_start_s: float
-    helpers_host_s: float
     start_kib: float
     host_kib: float
 
@@ -64,13 +61,13 @@ class Bench:
     rounds: int
     many: int  # hosts of the larger runs
 
-    def cost(self, kind: str, helpers: int) -> Cost:
+    def cost(self, kind: str) -> Cost:
         """Measure one kind of run ("exec" or "ranks") with few hosts and with many."""
-        few, many = (self._usage(kind, helpers, count) for count in (FEW, self.many))
-        own, kin, own_kib, _ = ((many[i] - few[i]) / (self.many - FEW) for i in range(4))
-        return Cost(few[0] - own * FEW, own, few[1] - kin * FEW, kin, few[2] - own_kib * FEW, own_kib)
+        few, many = (self._usage(kind, count) for count in (FEW, self.many))
+        host_s, host_kib = ((many[i] - few[i]) / (self.many - FEW) for i in range(2))
+        return Cost(few[0] - host_s * FEW, host_s, few[1] - host_kib * FEW, host_kib)
 
-    def _usage(self, kind: str, helpers: int, count: int) -> list[float]:
+    def _usage(self, kind: str, count: int) -> list[float]:
         hostfile, script, usage = (self.folder / name for name in ("hosts", "rank.py", "usage"))
         hostfile.write_text(f"127.0.0.[1-{count}] slots=1\n")
         script.write_text("pass\n")
@@ -78,14 +75,14 @@ class Bench:
         words = ["exec", *hosts, "true"]
         if kind == "ranks":
             words = ["run", "--quiet", "--log-dir", str(self.folder / "runs"), *hosts, str(script)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "LAUNCH_SSH_PROCESSES": str(helpers)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
         samples = []
         for number in range(-1, self.rounds):
             subprocess.run([sys.executable, "-c", WRAPPED, str(usage), *words], env=environment, check=True)
             if number >= 0:  # the first one fills caches
                 samples.append(json.loads(usage.read_text()))
-        return [median([sample[i] for sample in samples]) for i in range(4)]
+        return [median([sample[i] for sample in samples]) for i in range(2)]
 
     def connect_s(self) -> float:
         """Measure how long one host takes to be connected while nothing else runs."""
@@ -103,25 +100,20 @@ class Bench:
 class Model:
     """Seconds until a command has run on all of `num_hosts`."""
 
-    plain: Cost  # of a process that holds the connections itself
-    spread: Cost  # the same through one helper
+    command: Cost
     connect_s: float
 
-    def flat_s(self, num_hosts: int, num_processes: int) -> float:
-        """Flat fan-out: the slowest of our own process, the helpers, and waiting for those being connected."""
-        waiting_s = num_hosts * self.connect_s / (MAX_PARALLEL * max(1, num_processes))
-        if num_processes == 0:
-            return self.plain.start_s + max(num_hosts * self.plain.host_s, waiting_s) + self.connect_s
-        start_s = self.spread.start_s + self.spread.helpers_start_s
-        own_s, helpers_s = num_hosts * self.spread.host_s, num_hosts * self.spread.helpers_host_s / num_processes
-        return start_s + max(own_s, helpers_s, waiting_s) + self.connect_s
+    def flat_s(self, num_hosts: int) -> float:
+        """Flat fan-out: the slower of our own process, and waiting for those being connected."""
+        waiting_s = num_hosts * self.connect_s / MAX_PARALLEL
+        return self.command.start_s + max(num_hosts * self.command.host_s, waiting_s) + self.connect_s
 
     def tree_s(self, num_hosts: int) -> float:
         """A tree: each level starts a launcher on every inner host, which connects to 32 more."""
         levels = 1
         while BRANCHES**levels < num_hosts:
             levels += 1
-        return levels * (self.plain.start_s + BRANCHES * self.plain.host_s + self.connect_s)
+        return levels * (self.command.start_s + BRANCHES * self.command.host_s + self.connect_s)
 
 
 def seconds(value: float) -> str:
@@ -131,21 +123,17 @@ def seconds(value: float) -> str:
 
 def page(model: Model, ranks: Cost, provenance: str) -> str:
     """Return docs/scale.md."""
-    plain, spread = model.plain, model.spread
     rows = [
         [name, f"{cost.start_s:.2f} s", f"{1e3 * cost.host_s:.1f} ms", *memory]
         for name, cost, memory in (
-            ("a command, one process", plain, _memory(plain)),
-            ("a command through helpers: the launcher", spread, _memory(spread)),
-            ("an agent and its rank, one process", ranks, _memory(ranks)),
+            ("a command", model.command, _memory(model.command)),
+            ("an agent and its rank", ranks, _memory(ranks)),
         )
     ]
-    helper = [f"{spread.helpers_start_s:.2f} s", f"{1e3 * spread.helpers_host_s:.1f} ms", "", ""]
-    rows.insert(2, ["... and its helpers together", *helper])
-    header = ["hosts", *("one process" if n == 0 else f"{n} helpers" for n in PROCESSES), f"tree of {BRANCHES}"]
-    times = [[f"{n:,}", *(seconds(model.flat_s(n, p)) for p in PROCESSES), seconds(model.tree_s(n))] for n in SIZES]
-    best = {n: min(model.flat_s(n, p) for p in PROCESSES) for n in range(BRANCHES, SIZES[-1] + 1)}
-    pays = next((n for n in sorted(best) if all(model.tree_s(m) < best[m] for m in range(n, SIZES[-1] + 1))), None)
+    header = ["hosts", "flat", f"tree of {BRANCHES}"]
+    times = [[f"{n:,}", seconds(model.flat_s(n)), seconds(model.tree_s(n))] for n in SIZES]
+    is_quicker = {n: model.tree_s(n) < model.flat_s(n) for n in range(BRANCHES, SIZES[-1] + 1)}
+    pays = next((n for n in sorted(is_quicker) if all(is_quicker[m] for m in range(n, SIZES[-1] + 1))), None)
     sentence = f"would not be quicker up to {SIZES[-1]:,} hosts"
     if pays is not None:
         sentence = f"would be quicker from {pays:,} hosts on, on paper"
@@ -156,9 +144,6 @@ def page(model: Model, ranks: Cost, provenance: str) -> str:
         costs=table(["on the launching machine", "CPU to start", "CPU a host", "memory", "memory a host"], rows),
         connect_ms=1e3 * model.connect_s,
         parallel=MAX_PARALLEL,
-        hosts_a_process=HOSTS_A_PROCESS,
-        cores_a_process=CORES_A_PROCESS,
-        max_processes=MAX_PROCESSES,
         files_a_host=FILES_A_HOST,
         times=table(header, times),
         tree=sentence,
@@ -180,15 +165,13 @@ this page. Times of whole commands beside other tools are in [benchmarks](benchm
 
 ## How
 
-Fan-out is flat: this machine connects to every host itself, up to {parallel} at a time for each process that connects.
-paramiko's work shares one interpreter lock, so when hosts are many and cores are left, helper processes hold the
-connections: one for each {hosts_a_process} hosts, at most one for {cores_a_process} cores, at most {max_processes}, and
-none where that makes fewer than two. `LAUNCH_SSH_PROCESSES` sets another number, 0 for none. Helpers pass bytes on and
-know nothing of jobs; they end with the launcher, also when it is killed. Each host takes up to {files_a_host} open
-files (1 without helpers), and each rank's log one. The soft limit is raised as far as the hard one (`ulimit -Hn`)
-allows; ranks get the limit back that `launch` was started with. Where the hard limit is too low for all logs, each is
-opened anew for every write. An agent needs 3 files for each rank of its host, 24 besides: 333 ranks under a hard limit
-of 1024. It says so before any rank starts.
+Fan-out is flat: this machine connects to every host itself, up to {parallel} at a time. paramiko's work shares one
+interpreter lock, and so one core; with many hosts and cores to spare, `--ssh openssh` spreads it over one process a
+host, see [hostfiles](hostfiles.md). Each host takes up to {files_a_host} open files (1 with paramiko), and each
+rank's log one. The soft limit is raised as far as the hard one (`ulimit -Hn`) allows; ranks get the limit back that
+`launch` was started with. Where the hard limit is too low for all logs, each is opened anew for every write. An agent
+needs 3 files for each rank of its host, 24 besides: 333 ranks under a hard limit of 1024. It says so before any rank
+starts.
 
 ## What a host costs
 
@@ -202,25 +185,24 @@ One connection alone, from TCP to a started shell: {connect_ms:.0f} ms, most of 
 
 ## Up to 10,000 hosts
 
-A command on all hosts, by this model with the figures above; `n` hosts, `p` helpers:
+A command on all hosts, by this model with the figures above; `n` hosts:
 
 ```
-one process   start + max(n · CPU a host, n · connection / {parallel}) + connection
-p helpers     starts + max(n · CPU of the launcher, n · CPU of helpers / p, n · connection / {parallel}p) + connection
-tree          levels · (start + {branches} · CPU a host + connection),  {branches} ^ levels >= n
+flat   start + max(n · CPU a host, n · connection / {parallel}) + connection
+tree   levels · (start + {branches} · CPU a host + connection),  {branches} ^ levels >= n
 ```
 
 {times}
 
-It is a model: network delay, a slow host and a key agent that signs for all come on top. Helpers want a core each; on
-two cores they gain nothing, and none are started. A job's agents and ranks on 10,000 hosts would take {ranks_s:.0f} s
+It is a model: network delay, a slow host and a key agent that signs for all come on top. A job's
+agents and ranks on 10,000 hosts would take {ranks_s:.0f} s
 of one core and {memory_mib:,.0f} MiB here, in one process.
 
 ## Why no tree
 
 A tree {tree}: each level costs the start of a launcher and a round of connections. For that it would need keys of
 every host on the inner ones and Python there, and it loses a whole branch with one inner host, so that a failure could
-no longer be told from its victims. The seconds that it would save at that size are few beside the start of such a job.
+no longer be told from its victims. The seconds that it would save on 1,000 hosts are few beside the start of a job.
 """
 
 
@@ -232,8 +214,8 @@ def main() -> None:
     section = Section("Many hosts", "paramiko")
     with tempfile.TemporaryDirectory() as folder, LoopbackSshd() as sshd:
         bench = Bench(sshd, Path(folder), options.rounds, options.many)
-        model = Model(bench.cost("exec", 0), bench.cost("exec", 1), bench.connect_s())
-        ranks = bench.cost("ranks", 0)
+        model = Model(bench.cost("exec"), bench.connect_s())
+        ranks = bench.cost("ranks")
     samples = rounds_text(options.rounds, f"differences between {FEW} and {options.many} hosts on 127.0.0.*")
     write_page(page(model, ranks, section.provenance(samples)), options.output)
 

@@ -68,9 +68,6 @@ RESUME = EnvVar(
 )
 ENGINE = EnvVar("LAUNCH_ENGINE", "what `import deepspeed` finds: `auto` or `builtin` (`--engine`)", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
-SSH_PROCESSES = EnvVar(
-    "LAUNCH_SSH_PROCESSES", "helper processes that hold SSH connections, 0 for none; default by hosts and cores", "read"
-)
 TIMEOUT_SCALE = EnvVar(
     "LAUNCH_TIMEOUT_SCALE",
     "multiplies how long `launch` waits where no option says it (`launcher/base/timeouts.py`); default 1",

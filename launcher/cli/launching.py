@@ -54,7 +54,9 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     job_id = new_job_id()
 
     def plan_for(cluster: Cluster) -> JobPlan:
-        return make_plan(request, here, cluster, job_id, given, transports.address_of)
+        plan = make_plan(request, here, cluster, job_id, given, transports.address_of)
+        notes = transports.notes_on([node.host for node in plan.placement.nodes])
+        return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
     plan = plan_for(chosen.cluster)
     _check_script(plan)

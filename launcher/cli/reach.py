@@ -13,8 +13,8 @@ from launcher.transport.local import LocalTransport, is_local
 if TYPE_CHECKING:
     from launcher.slurm.srun import SrunTransport
     from launcher.transport.api import Transport
-    from launcher.transport.ssh.config import SshOptions
-    from launcher.transport.ssh.pool import SshPool
+    from launcher.transport.openssh import OpenSshTransport
+    from launcher.transport.ssh.config import SshOptions, Targets
     from launcher.transport.ssh.transport import SshTransport
 
 
@@ -49,13 +49,17 @@ class Reach(Protocol):
         """Return the address other nodes reach `host` by."""
         ...
 
+    def notes_on(self, hosts: Sequence[Host]) -> tuple[str, ...]:
+        """Return what a user should know about how `hosts` are reached."""
+        ...
+
     def close(self) -> None:
         """Close every connection."""
         ...
 
 
 class Transports:
-    """The transport of each host: this machine's own, or one SSH transport for all others."""
+    """The transport of each host: this machine's own, or for all others one SSH transport of each kind."""
 
     def __init__(
         self,
@@ -76,58 +80,89 @@ class Transports:
         self._only_ssh = only_ssh
         self._shell_only = shell_only
         self._local = local or LocalTransport(shell_only=shell_only)
+        self._known_targets: Targets | None = None
         self._opened_ssh: SshTransport | None = None
-        self._lock = threading.Lock()  # hosts are opened by many threads, and one transport is to hold them all
-        self._pool: SshPool | None = None
+        self._opened_openssh: OpenSshTransport | None = None
+        self._reasons: dict[Host, str | None] = {}
+        self._lock = threading.RLock()  # hosts are opened by many threads, and one transport is to hold them all
 
     def prepare(self, hosts: Sequence[Host]) -> None:
-        """Allow for the files of so many agents, and start the processes that hold SSH connections when these are many.
-
-        Raises: UsageError, TransportError.
-        """
+        """Allow for the files of so many agents. Raises: UsageError."""
         if len(hosts) == 1 and self._is_here(hosts[0]):
             return
-        num_ssh = sum(not self._is_here(host) for host in hosts)
-        from launcher.transport.ssh.pool_size import allow_connections, helper_count
+        from launcher.transport.open_files import allow_connections
 
-        config = self._ssh_options().config_file
-        # No other process can read a pipe (`-F <(...)`) again.
-        can_help = self._pool is None and (config is None or config.is_file())
-        num_helpers = helper_count(num_ssh) if can_help else 0
-        allow_connections(len(hosts), has_helpers=bool(num_helpers) or self._pool is not None)
-        if num_helpers:
-            from launcher.transport.ssh.pool import SshPool
-
-            self._pool = SshPool(self._ssh_options(), num_helpers)
+        allow_connections(len(hosts))
 
     def for_host(self, host: Host) -> Transport:
         """Return the transport that reaches `host`."""
         if self._is_here(host):
             return self._local
-        return self._pool or self._ssh
+        return self._ssh if self._reason(host) is None else self._openssh
 
     def address_of(self, host: Host) -> str:
         """Return the address other nodes reach `host` by: HostName of the SSH config, else its name."""
-        return self._ssh.target(host).address
+        return self._targets.of(host).address
+
+    def notes_on(self, hosts: Sequence[Host]) -> tuple[str, ...]:
+        """Return which of `hosts` are reached by the system's ssh, and why, where `--ssh` left the choice to us."""
+        names: dict[str, list[str]] = {}
+        for host in hosts:
+            if not self._is_here(host) and self._way == "auto" and (reason := self._reason(host)):
+                names.setdefault(reason, []).append(host.name)
+        if not names:
+            return ()
+        from launcher.cluster.fold import fold
+
+        return tuple(f"{fold(hosts)}: by the system's ssh, for {reason}" for reason, hosts in names.items())
 
     def close(self) -> None:
         """Close every connection."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-        if self._opened_ssh is not None:
-            self._opened_ssh.close()
+        for opened in (self._opened_ssh, self._opened_openssh):
+            if opened is not None:
+                opened.close()
         self._local.close()
+
+    def _reason(self, host: Host) -> str | None:
+        """Return why the system's ssh reaches `host`, None where paramiko does."""
+        if self._way != "auto":
+            return "--ssh" if self._way == "openssh" else None
+        from launcher.transport.ssh.choice import reason_for_openssh
+
+        with self._lock:
+            if host not in self._reasons:
+                self._reasons[host] = reason_for_openssh(host, self._targets)
+            return self._reasons[host]
+
+    @property
+    def _way(self) -> str:
+        return self._options.ssh_options.way
+
+    @property
+    def _targets(self) -> Targets:
+        with self._lock:
+            if self._known_targets is None:
+                from launcher.transport.ssh.config import Targets  # 20 ms that a job on this machine does not pay
+
+                self._known_targets = Targets(self._ssh_options())
+            return self._known_targets
+
+    @property
+    def _openssh(self) -> OpenSshTransport:
+        with self._lock:
+            if self._opened_openssh is None:
+                from launcher.transport.openssh import OpenSshTransport
+
+                self._opened_openssh = OpenSshTransport(self._ssh_options(), self._targets)
+            return self._opened_openssh
 
     @property
     def _ssh(self) -> SshTransport:
         with self._lock:
             if self._opened_ssh is None:
-                from launcher.transport.ssh.transport import (
-                    SshTransport,  # 20 ms that a job on this machine does not pay
-                )
+                from launcher.transport.ssh.transport import SshTransport
 
-                self._opened_ssh = SshTransport(self._ssh_options())
+                self._opened_ssh = SshTransport(self._ssh_options(), self._targets)
             return self._opened_ssh
 
     def _ssh_options(self) -> SshOptions:
@@ -167,6 +202,10 @@ class AllocationTransports:
     def address_of(self, host: Host) -> str:
         """Return the address other nodes reach `host` by: its node name."""
         return host.name
+
+    def notes_on(self, hosts: Sequence[Host]) -> tuple[str, ...]:
+        """Return nothing: srun reaches all nodes alike."""
+        return ()
 
     def close(self) -> None:
         """End every step."""

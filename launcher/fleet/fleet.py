@@ -19,7 +19,7 @@ from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.fleet.liveness import Liveness
 from launcher.fleet.member import NEVER_CONNECTED, Ended, Event, Member
-from launcher.fleet.turns import Turns, max_parallel
+from launcher.fleet.turns import MAX_PARALLEL, Turns
 from launcher.transport.api import Transport
 
 M = TypeVar("M", bound=Member)
@@ -76,7 +76,7 @@ class Fleet(Generic[M]):
 
     def start(self) -> None:
         """Begin to connect to all hosts, each on a thread of its own. Raises: UsageError."""
-        self._turns = Turns(max_parallel(len(self.members)))
+        self._turns = Turns(MAX_PARALLEL)
         self._explain_at_s = time.monotonic() + _EXPLAIN_AFTER_S
         for member in self.members:
             work = (self._transport_for, self._turns, functools.partial(self._put, member))

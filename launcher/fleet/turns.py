@@ -7,15 +7,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-MAX_PARALLEL = 32  # 64 is no quicker, 8 is 1.3 times slower (250 sshd on one machine)
+MAX_PARALLEL = 32  # hosts: 64 is no quicker, 8 is 1.3 times slower (250 sshd on one machine)
 _SLOW_AFTER_S = 1.0
-
-
-def max_parallel(num_hosts: int) -> int:
-    """Return how many hosts are connected at a time: so many for each process that connects. Raises: UsageError."""
-    from launcher.transport.ssh.pool_size import helper_count  # a job on one host has no use for it
-
-    return MAX_PARALLEL * max(1, helper_count(num_hosts))
 
 
 class Turns:

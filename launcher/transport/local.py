@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from launcher.base import env
 from launcher.base.errors import TransportError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from launcher.cluster.cluster import Host
 
 _TAIL_WAIT_S = 0.5
+_C = TypeVar("_C")
 
 
 def is_local(host_name: str) -> bool:
@@ -100,12 +101,7 @@ class LocalTransport:
                 where=host.name,
                 hint="check that it can be executed, and the limits of `ulimit -a`",
             ) from None
-        try:
-            channel = LocalChannel(host.name, process)
-        except (OSError, RuntimeError) as error:  # no descriptor or no thread is left for this process
-            with process:  # closes its pipes and waits
-                process.kill()
-            raise TransportError(f"the agent cannot be watched: {error}", where=host.name) from None
+        channel = watched(process, host.name, lambda: LocalChannel(host.name, process))
         with self._lock:
             self._channels.append(channel)
         return channel
@@ -119,6 +115,16 @@ class LocalTransport:
                 unused.kill()
         for channel in channels:
             channel.close()
+
+
+def watched(process: subprocess.Popen[bytes], host_name: str, make: Callable[[], _C]) -> _C:
+    """Return the channel that `make` makes of a process, which is ended where that fails. Raises: TransportError."""
+    try:
+        return make()
+    except (OSError, RuntimeError) as error:  # no descriptor or no thread is left for this process
+        with process:  # closes its pipes and waits
+            process.kill()
+        raise TransportError(f"the agent cannot be watched: {error}", where=host_name) from None
 
 
 def _is_in_background() -> bool:
@@ -145,7 +151,7 @@ class LocalChannel:
         self._stdout = os.dup(process.stdout.fileno())
         process.stdout.close()
         # Readable once close() has run: it frees a reader or writer that waits on a pipe, because closing
-        # a descriptor that another thread waits on would hand that thread somebody else's file.
+        # a descriptor that another thread waits on would hand that thread another file.
         self._wake_read, self._wake_write = os.pipe()
         self._closed = threading.Event()
         self._write_lock = threading.Lock()
@@ -207,12 +213,15 @@ class LocalChannel:
         if self._closed.is_set():
             return
         self._closed.set()
-        with contextlib.suppress(ProcessLookupError):
-            # Popen.send_signal checks that the child is not reaped yet, so no other process can be hit.
-            self._process.send_signal(signal.SIGKILL)
+        self._kill()
         os.write(self._wake_write, b"x")
         self.close_stdin()
         self._process.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            # Popen.send_signal checks that the child is not reaped yet, so no other process can be hit.
+            self._process.send_signal(signal.SIGKILL)
 
     def __del__(self) -> None:
         # stdout and the wake pipe live as long as any thread may still poll them: as long as this object.

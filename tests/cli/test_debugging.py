@@ -11,13 +11,11 @@ from harness.terminal import TerminalLaunch
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("processes", ["0", "1"])
-def test_what_ssh_does_is_shown(sshd: LoopbackSshd, tmp_path: Path, processes: str) -> None:
+def test_what_ssh_does_is_shown(sshd: LoopbackSshd, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
     words = ("exec", "-H", "hosts", "-F", sshd.ssh_config, "true")
-    environment = {"LAUNCH_SSH_PROCESSES": processes}
-    assert run_launch(tmp_path, *words, env=environment).err == ""
-    shown = run_launch(tmp_path, words[0], "--verbose", *words[1:], env=environment)
+    assert run_launch(tmp_path, *words).err == ""
+    shown = run_launch(tmp_path, words[0], "--verbose", *words[1:])
     assert shown.code == 0
     assert " ssh: Authentication (publickey) successful!" in shown.err
 

@@ -28,7 +28,6 @@ atexit.register(leave)
 ANY_PROCESS = {"torch", "numpy", "paramiko", "pydantic", "yaml", "jinja2", "rich", "tempfile", "random", "asyncio"}
 UNWANTED = {
     "launcher": ANY_PROCESS
-    | {"hmac", "hashlib", "difflib", "logging", "socket", "concurrent.futures", "shutil", "click.shell_completion"}
     | {
         "launcher.cli.task",
         "launcher.cli.options.jobfile",
@@ -43,8 +42,7 @@ UNWANTED = {
         "launcher.job.elastic_hosts",
     }
     | {"launcher.cluster.hostfile", "launcher.cluster.filters", "launcher.slurm.environment", "launcher.cluster.cores"},
-    "launcher.agent.main": ANY_PROCESS
-    | {"typing", "dataclasses", "inspect", "pathlib", "shutil", "logging", "click", "launcher.cluster.cores"},
+    "launcher.agent.main": ANY_PROCESS | {"typing", "dataclasses", "inspect", "click", "launcher.cluster.cores"},
     "launcher.worker": ANY_PROCESS
     | {"typing", "dataclasses", "inspect", "pathlib", "json", "re", "socket", "threading", "subprocess", "ctypes"}
     | {"traceback", "logging", "click", "launcher.base.errors", "launcher.base.processes"},

@@ -39,6 +39,7 @@ SURFACE = {
     "pass_local_rank": ("--pass-local-rank",),
     "no_local_rank": ("--no-local-rank",),
     "launcher": ("--launcher",),
+    "ssh": ("--ssh",),
     "ssh_port": ("--ssh-port",),
     "ssh_config": ("-F", "--ssh-config"),
     "remote_python": ("--remote-python",),
@@ -95,7 +96,7 @@ ALSO = {
 HOSTS_SURFACE = {
     name: SURFACE[name]
     for name in (
-        "hostfile", "include", "exclude", "num_nodes", "ssh_port", "ssh_config", "remote_python", "force_multi",
+        "hostfile", "include", "exclude", "num_nodes", "ssh", "ssh_port", "ssh_config", "remote_python", "force_multi",
         "accept_new_host_keys", "setup", "venv_script", "verbose",
     )
 }  # fmt: skip

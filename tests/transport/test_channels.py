@@ -1,9 +1,10 @@
-"""All transports carry bytes, ends and exit statuses alike: local processes, a real sshd, and that through helpers."""
+"""All transports carry bytes, ends and exit statuses alike: local, and to a real sshd by paramiko and by `ssh`."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,10 @@ from launcher.fleet.fleet import Fleet
 from launcher.transport.api import Channel, Transport
 from launcher.transport.diagnose import start_failure
 from launcher.transport.local import LocalTransport, is_local
+from launcher.transport.open_files import allow_connections
+from launcher.transport.openssh import OpenSshTransport
 from launcher.transport.ssh import transport as ssh
 from launcher.transport.ssh.connect import connect
-from launcher.transport.ssh.pool import SshPool
 from launcher.transport.ssh.transport import SshOptions, SshTransport
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -31,7 +33,7 @@ AGENT = "harness.echo_agent"
 
 
 @pytest.fixture(
-    params=["local", pytest.param("ssh", marks=pytest.mark.cluster), pytest.param("pool", marks=pytest.mark.cluster)]
+    params=["local", pytest.param("ssh", marks=pytest.mark.cluster), pytest.param("openssh", marks=pytest.mark.cluster)]
 )
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     made: Transport
@@ -39,7 +41,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
         made = LocalTransport(module=AGENT, root=TESTS)
     else:
         options = SshOptions(config_file=request.getfixturevalue("sshd").ssh_config, module=AGENT, root=TESTS)
-        made = SshTransport(options) if request.param == "ssh" else SshPool(options, 1)
+        made = SshTransport(options) if request.param == "ssh" else OpenSshTransport(options)
     yield made
     made.close()
 
@@ -199,6 +201,18 @@ def test_every_failing_host_is_listed_and_the_others_are_closed() -> None:
         Fleet([Agent(Host(name, (0,))) for name in ("bad-1", "good", "bad-2")], lambda _: Picky()).connect()
     assert [finding.where for finding in caught.value.diagnostics] == ["bad-1", "bad-2"]
     assert [channel.wait(10) for channel in opened] == [128 + 9]
+
+
+def test_open_files_are_allowed_for() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        allow_connections(7)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+        allow_connections(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(856, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_addresses_are_never_local() -> None:

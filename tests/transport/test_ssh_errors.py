@@ -192,7 +192,7 @@ def test_circular_jumps_end(config: Path) -> None:
 def test_proxy_command_and_bad_values_are_refused(config: Path, tmp_path: Path) -> None:
     text = config.read_text()
     config.write_text("Host *\n  ProxyCommand nc %h %p\n" + text)
-    assert "use ProxyJump" in failure(config)
+    assert "leave out --ssh paramiko, or use ProxyJump" in failure(config)
     config.write_text("Host *\n  Port many\n" + text)
     assert 'Port of the SSH config is "many"' in failure(config)
     transport = make_transport(tmp_path / "none")

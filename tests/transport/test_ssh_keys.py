@@ -183,7 +183,7 @@ def public_key_without_its_private_one(world: World) -> str:
 
 def certificate_file(world: World) -> str:
     world.configure(f"IdentityFile {world.key('named')}", "IdentitiesOnly yes", "CertificateFile /x-cert.pub")
-    return "CertificateFile of the SSH config is not supported"
+    return "CertificateFile of the SSH config needs --ssh openssh"
 
 
 @pytest.mark.parametrize(

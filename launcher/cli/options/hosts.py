@@ -66,6 +66,13 @@ HOST_CHOICE = (
 )
 # How they are reached.
 REACHING = (
+    option(
+        "--ssh",
+        heading=HOSTS,
+        type=click.Choice(["auto", "paramiko", "openssh"]),
+        default="auto",
+        help="A library, or the system's ssh. Default: as the SSH config needs.",
+    ),
     option("--ssh-port", heading=HOSTS, type=Whole(1, 65535), help="SSH port. Default: ~/.ssh/config, 22."),
     option(
         "-F",
@@ -110,6 +117,7 @@ class Reaching:
     include: str = ""
     exclude: str = ""
     num_nodes: NodeRange | None = None
+    ssh: str = "auto"
     ssh_port: int | None = None
     ssh_config: str | None = None
     remote_python: str | None = None
@@ -135,6 +143,7 @@ class Reaching:
         from launcher.transport.ssh.config import SshOptions
 
         return SshOptions(
+            way=self.ssh,
             port=self.ssh_port,
             config_file=Path(self.ssh_config) if self.ssh_config else None,
             python=self.remote_python,

@@ -34,7 +34,10 @@ class HostOptions(Reaching):
         """
         if self.in_slurm:
             return AllocationTransports(self, cluster)
-        return Transports(self, only_ssh=self.force_multi, shell_only=shell_only)
+        transports = Transports(self, only_ssh=self.force_multi, shell_only=shell_only)
+        for note in transports.notes_on(cluster.hosts) if self.verbose else ():
+            click.echo(note, err=True)
+        return transports
 
     def cluster(self) -> Cluster:
         """Return the hosts that are meant: those of the hostfile, of the Slurm allocation, else this machine.

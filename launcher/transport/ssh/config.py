@@ -1,9 +1,9 @@
 """Read OpenSSH client configuration and say, for one host, how it is to be reached.
 
-Honoured: HostName, User, Port, IdentityFile, IdentitiesOnly, IdentityAgent, ProxyJump, ConnectTimeout,
-UserKnownHostsFile, GlobalKnownHostsFile, HostKeyAlias, Include, Host and Match blocks. ProxyCommand is
-refused with an error. StrictHostKeyChecking is honoured in the strict direction only: host keys are always
-checked. Ways to log in that this client lacks are named when a login fails.
+Honoured with paramiko: HostName, User, Port, IdentityFile, IdentitiesOnly, IdentityAgent, ProxyJump, ConnectTimeout,
+UserKnownHostsFile, GlobalKnownHostsFile, HostKeyAlias, Include, Host and Match blocks. StrictHostKeyChecking is
+honoured in the strict direction only: host keys are always checked. What only the system's `ssh` can do is listed in
+`SshTarget.only_openssh`; `choice` decides with it.
 """
 
 from __future__ import annotations
@@ -14,42 +14,56 @@ import glob
 import os
 import re
 import shlex
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.base.errors import TransportError
+from launcher.base.errors import HostfileError, TransportError
 from launcher.cluster.cluster import Host
+from launcher.cluster.hostname import parse_address
+from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, SHELL_COMMAND, agent_shell_command, with_setup
 from launcher.transport.ssh import library
+from launcher.transport.ssh.known_hosts import DEFAULT_PORT, lookup_name
 
 if TYPE_CHECKING:
     from paramiko import SSHConfig
 
-DEFAULT_PORT = 22
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 USER_CONFIG = Path("~/.ssh/config")
 SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
 _AGENT_VARIABLE = "SSH_AUTH_SOCK"
-# What may log a user in with OpenSSH and cannot here; worth a word when a login fails.
-_OTHER_LOGINS = {
-    "gssapiauthentication": "GSSAPIAuthentication",
-    "hostbasedauthentication": "HostbasedAuthentication",
-    "pkcs11provider": "PKCS11Provider",
-    "certificatefile": "CertificateFile",
+# Settings that need OpenSSH, and the values with which they do not.
+_ONLY_OPENSSH = {
+    "ProxyCommand": ("none",),
+    "CertificateFile": ("none",),
+    "PKCS11Provider": ("none",),
+    "SecurityKeyProvider": ("none", "internal"),
+    "HostbasedAuthentication": ("no",),
+    "KnownHostsCommand": ("none",),
+    "BindAddress": (),
+    "BindInterface": (),
 }
 _DEFAULT_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 _MAX_INCLUDE_DEPTH = 16
+_MAX_JUMPS = 8
 _MATCH_EXEC = re.compile(r"^\s*match\b.*\bexec\b", re.IGNORECASE | re.MULTILINE)
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)\}")
 _INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(?P<patterns>.+?)\s*", re.IGNORECASE)
+
+
+class NotUnderstoodError(TransportError):
+    """A configuration that paramiko cannot read or apply; OpenSSH may."""
 
 
 @dataclass(frozen=True)
 class SshOptions:
     """What the command line may say about SSH; None leaves it to the OpenSSH configuration."""
 
+    way: str = "auto"  # what speaks SSH: "paramiko", "openssh", or "auto" for what the configuration needs
     port: int | None = None
     config_file: Path | None = None  # used instead of ~/.ssh/config and /etc/ssh/ssh_config, as `ssh -F`
     known_hosts: Path | None = None  # used instead of every other known_hosts file
@@ -60,7 +74,21 @@ class SshOptions:
     root: Path | None = None  # folder of that module's package; None = this checkout or installation
     setup: str = ""  # shell text that runs first, such as `module load cuda`
     accept_new_host_keys: bool = False  # keys of hosts never seen before are recorded instead of refused
-    verbose: bool = False  # what the SSH library does is shown on stderr
+    verbose: bool = False  # what SSH does is shown on stderr
+
+    @property
+    def remote_command(self) -> str:
+        """What starts the agent, or a plain shell, on a host, as its login shell gets it."""
+        if self.shell_only:
+            return with_setup(self.setup, list(SHELL_ARGV)) if self.setup else SHELL_COMMAND
+        return agent_shell_command(self.python, self.module or AGENT_MODULE, self.root, self.setup)
+
+    def openssh_words(self, host: Host) -> list[str]:
+        """Return the words behind `ssh` with which OpenSSH goes where the command line and the hostfile say."""
+        port = host.port or self.port
+        words = [] if self.config_file is None else ["-F", str(self.config_file)]
+        words += [] if self.known_hosts is None else ["-o", f"UserKnownHostsFile={self.known_hosts}"]
+        return words + ([] if port is None else ["-p", str(port)])
 
 
 @dataclass(frozen=True)
@@ -79,10 +107,16 @@ class SshTarget:
     connect_timeout_s: float
     accept_new_host_keys: bool
     jumps: tuple[str, ...]  # "user@host:port" of each jump host, the first to connect to first
-    other_logins: tuple[str, ...] = ()  # what the configuration allows beside keys, and this client cannot do
+    only_openssh: tuple[str, ...] = ()  # names of settings for this host that paramiko does not know
+    allows_gssapi: bool = False  # Kerberos may log in; many systems' own ssh_config says so for every host
     # What the OpenSSH command line needs, beside the configuration, to reach the same place.
     ssh_words: tuple[str, ...] = ()
     ssh_user: str = ""  # the user that the hostfile names
+
+    @property
+    def known_name(self) -> str:
+        """What the lines of known_hosts are looked up by."""
+        return self.host_key_name or lookup_name(self.address, self.port)
 
     @property
     def login(self) -> str:
@@ -109,13 +143,50 @@ class SshTarget:
         return replace(self, name="HOST", address="HOST")
 
 
+class Targets:
+    """How hosts are reached, by one configuration that is read once. Safe from several threads."""
+
+    def __init__(self, options: SshOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._config: SSHConfig | None = None
+
+    def of(self, host: Host) -> SshTarget:
+        """Return how `host` is reached. Raises: TransportError."""
+        with self._lock:
+            if self._config is None:
+                self._config = load_config(self._options)
+            # SSHConfig.lookup keeps no state, but "Match exec" runs programs: one at a time.
+            return resolve(host, self._config, self._options)
+
+    def route(self, host: Host) -> list[SshTarget]:
+        """Return the jump hosts before `host`, the first to connect to first, and `host` itself.
+
+        Raises: TransportError.
+        """
+        return self._route(self.of(host), 0)
+
+    def _route(self, target: SshTarget, depth: int) -> list[SshTarget]:
+        if depth > _MAX_JUMPS:
+            raise TransportError("too many jump hosts: does ProxyJump go in a circle?", where=target.name)
+        jumps = [self._jump(text, target) for text in target.jumps]
+        # Only the first jump host's own ProxyJump counts: the others are reached through the one before.
+        return [*(self._route(jumps[0], depth + 1) if jumps else []), *jumps[1:], target]
+
+    def _jump(self, text: str, target: SshTarget) -> SshTarget:
+        try:
+            address = parse_address(text.removeprefix("ssh://"))
+        except HostfileError as error:
+            raise TransportError(f"ProxyJump of the SSH config: {error}", where=target.name) from None
+        return self.of(Host(address.names[0], (), address.user, address.port))
+
+
 def load_config(options: SshOptions) -> SSHConfig:
     """Read the configuration files of `options`.
 
     Raises: TransportError when the named file is missing or a file is malformed.
     """
-    reader = library.config_reader()
-
+    reader = library.load().config
     if options.config_file is not None:
         text = _named_config(options.config_file)
     else:
@@ -127,7 +198,7 @@ def load_config(options: SshOptions) -> SSHConfig:
         config: SSHConfig = reader.SSHConfig.from_text(text)
     except (reader.ConfigParseError, ValueError) as error:
         place = str(options.config_file or USER_CONFIG)
-        raise TransportError(f"SSH config cannot be read: {error}", where=place) from None
+        raise NotUnderstoodError(f"SSH config cannot be read: {error}", where=place) from None
     return config
 
 
@@ -137,19 +208,11 @@ def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
     Raises: TransportError for a value that cannot be used.
     """
     found = _lookup(host, config)
-    if (found.get("proxycommand") or "none").lower() != "none":  # paramiko gives None for "none"
-        raise TransportError(
-            "ProxyCommand of the SSH config is not supported", where=host.name, hint="use ProxyJump instead"
-        )
     address = found.get("hostname", host.name)
     port = host.port or options.port or _number(found.get("port", str(DEFAULT_PORT)), "Port", host)
     timeout_s = options.connect_timeout_s or float(_number(found.get("connecttimeout", "0"), "ConnectTimeout", host))
     user = host.user or found.get("user") or getpass.getuser()
     key_files = [_filled_in(file) for file in found.get("identityfile", [])]
-    given_port = host.port or options.port
-    words = [] if options.config_file is None else ["-F", str(options.config_file)]
-    words += [] if options.known_hosts is None else ["-o", f"UserKnownHostsFile={options.known_hosts}"]
-    words += [] if given_port is None else ["-p", str(given_port)]
     return SshTarget(
         name=host.name,
         address=address,
@@ -163,12 +226,32 @@ def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
         connect_timeout_s=timeout_s or DEFAULT_CONNECT_TIMEOUT_S,
         accept_new_host_keys=options.accept_new_host_keys,
         jumps=_jumps(found.get("proxyjump", "none")),
-        other_logins=tuple(
-            name for key, name in _OTHER_LOGINS.items() if found.get(key, "no").lower() not in ("no", "none")
-        ),
-        ssh_words=tuple(words),
+        only_openssh=tuple(_only_openssh(found)),
+        allows_gssapi=found.get("gssapiauthentication", "no").lower() == "yes",
+        ssh_words=tuple(options.openssh_words(host)),
         ssh_user=host.user or "",
     )
+
+
+def _only_openssh(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the settings that need OpenSSH."""
+    for name, harmless in _ONLY_OPENSSH.items():
+        value = found.get(name.lower())
+        if value is not None and value.lower() not in harmless:  # paramiko gives None for a ProxyCommand "none"
+            yield name
+    if found.get("preferredauthentications", "").lower().startswith("gssapi"):
+        yield "PreferredAuthentications"
+    if _has_open_master(found.get("controlpath", "none")):
+        yield "ControlPath"
+
+
+def _has_open_master(control_path: str) -> bool:
+    """Whether a connection may be open that `ssh` would share: one whose socket fits ControlPath, for any host."""
+    if control_path.lower() == "none":
+        return False
+    # "%C" is a digest that differs between versions of OpenSSH: any socket will do, `ssh` looks for the right one.
+    pattern = re.sub(r"%.", "*", glob.escape(os.path.expanduser(_filled_in(control_path))))
+    return any(Path(path).is_socket() for path in glob.iglob(pattern))
 
 
 def _user_config() -> Path:
@@ -176,12 +259,12 @@ def _user_config() -> Path:
 
 
 def _lookup(host: Host, config: SSHConfig) -> dict[str, Any]:
-    reader = library.config_reader()
+    reader = library.load().config
     try:
         return dict(config.lookup(host.name))
     except (reader.ConfigParseError, reader.CouldNotCanonicalize, ImportError, ValueError, KeyError) as error:
         # ImportError: "Match exec" needs a package that is not installed.
-        raise TransportError(f"SSH config cannot be applied: {error}", where=host.name) from None
+        raise NotUnderstoodError(f"SSH config cannot be applied: {error}", where=host.name) from None
 
 
 def _agent_socket(value: str, name: str, address: str, user: str) -> str | None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.base.errors import Diagnostic, TransportError
-from launcher.transport.ssh import library
 from launcher.transport.ssh.config import SshTarget
 from launcher.transport.ssh.known_hosts import (
     Finding,
@@ -24,7 +23,6 @@ from launcher.transport.ssh.known_hosts import (
     Verdict,
     check_key,
     find_keys,
-    lookup_name,
     record_new_key,
 )
 
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
 
 _KEEPALIVE_S = 15
 _IDLE_CHECK_S = 5.0
+_GOODBYE_S = 1.0
 _TCP_USER_TIMEOUT_MS = 30_000  # unacknowledged data this old ends the connection: a node crashed or is cut off
-_READ_AHEAD_BYTES = 1 << 15
 # sshd hangs up after some refused keys (MaxAuthTries, 6): a wrong key must not use up the tries of the right one.
 _MAX_LOGINS = 4
 _MAX_OFFERED_KEYS = 20  # on all of these connections
@@ -64,8 +62,7 @@ def _connect_once(
 ) -> paramiko.Transport | None:
     """Return a connection that is logged in; None when the server hung up on our keys, and more are left."""
     sock = _tcp(target) if open_channel is None else open_channel()
-    library.load()  # while the server greets us
-    known = find_keys(_known_name(target), target.known_hosts_files)
+    known = find_keys(target.known_name, target.known_hosts_files)
     connection = _start(target, sock, known)
     try:
         _verify(target, connection, known)
@@ -83,10 +80,14 @@ def _connect_once(
 
 
 def end_connection(connection: paramiko.Transport) -> None:
-    """Close a connection that `connect` made. Its thread is woken first: it may wait on the descriptor."""
+    """Close a connection that `connect` made. Its thread is woken first: it may wait on the descriptor.
+
+    It still says goodbye then, which has to go through a jump host: that connection may be closed after this returns.
+    """
     with contextlib.suppress(OSError, EOFError):
         connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
+    connection.join(_GOODBYE_S)
 
 
 def open_jump(connection: paramiko.Transport, jump: SshTarget, target: SshTarget) -> paramiko.Channel:
@@ -104,21 +105,6 @@ def open_jump(connection: paramiko.Transport, jump: SshTarget, target: SshTarget
             lambda t: f"jump host {jump.login} cannot reach {t.address} port {t.port}: {reason}",
             lambda t: f"try: {t.ssh_command} true",
         )
-
-
-class EagerSocket(socket.socket):
-    """A socket whose `recv` takes what has arrived all at once, and gives it out piece by piece.
-
-    paramiko reads each packet in two steps. Every step that asks the system lets go of the interpreter lock, and then
-    waits in line for it behind the threads of all other connections.
-    """
-
-    _ahead = b""
-
-    def recv(self, max_bytes: int, flags: int = 0, /) -> bytes:
-        data = self._ahead or super().recv(max(max_bytes, _READ_AHEAD_BYTES), flags)
-        self._ahead = data[max_bytes:]
-        return data[:max_bytes]
 
 
 def _tcp(target: SshTarget) -> socket.socket:
@@ -161,7 +147,7 @@ def _tcp(target: SshTarget) -> socket.socket:
         option = getattr(socket, name, None)  # not every platform has every option
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    return EagerSocket(fileno=sock.detach())  # paramiko sets the timeout it wants
+    return sock
 
 
 def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: list[KnownKey]) -> paramiko.Transport:
@@ -211,17 +197,13 @@ def _base_type(name: str) -> str:
     return "ssh-rsa" if name.startswith("rsa-sha2-") else name
 
 
-def _known_name(target: SshTarget) -> str:
-    return target.host_key_name or lookup_name(target.address, target.port)
-
-
 def _verify(target: SshTarget, connection: paramiko.Transport, known: list[KnownKey]) -> None:
     key = connection.get_remote_server_key()
     finding = check_key(known, key.asbytes())
     if finding.verdict is Verdict.UNKNOWN and target.accept_new_host_keys and target.known_hosts_files:
         own = target.known_hosts_files[0]
         try:
-            finding = record_new_key(target.known_hosts_files, _known_name(target), key.get_name(), key.asbytes())
+            finding = record_new_key(target.known_hosts_files, target.known_name, key.get_name(), key.asbytes())
         except OSError as error:
             reason = error.strerror
             _fail(
@@ -245,18 +227,18 @@ def _refuse(target: SshTarget, finding: Finding, shown: str) -> NoReturn:
     place = f"{known.file}:{known.line}"
     if finding.verdict is Verdict.REVOKED:
         raise TransportError(f"host key of {target.login} is revoked ({shown})", where=place)
-    forget = f"ssh-keygen -f {shlex.quote(str(known.file))} -R {shlex.quote(_known_name(target))}"
+    forget = f"ssh-keygen -f {shlex.quote(str(known.file))} -R {shlex.quote(target.known_name)}"
     raise TransportError(
         f"host key of {target.login} has changed: the server shows {shown}, {place} has another",
         where=target.name,
-        hint=f"somebody may be listening in; ask who runs the host, then forget the old key with: {forget}",
+        hint=f"this may be a man-in-the-middle attack; ask who runs the host, then forget the old key with: {forget}",
     )
 
 
 def _as_seen(target: SshTarget, shown: str, authority: KnownKey | None) -> str:
     """Return what is behind a message about an unknown host key; of several hosts no single key can be shown."""
     if authority is not None:
-        return f": {authority.file}:{authority.line} trusts an authority, but host certificates are not supported"
+        return f": {authority.file}:{authority.line} trusts an authority, but host certificates need --ssh openssh"
     return "" if target == target.as_any_host else f" ({shown})"
 
 
@@ -356,9 +338,10 @@ class _Tries:
     def _name_other_logins(self, is_key_wanted: bool) -> None:
         # Debian's own ssh_config has GSSAPIAuthentication: worth a word only where keys were out of the question.
         are_keys_refused = is_key_wanted and bool(self.offered)
-        for name in self._target.other_logins:
-            if not (are_keys_refused and name == "GSSAPIAuthentication"):
-                self.problems.append(f"{name} of the SSH config is not supported")
+        names = [*self._target.only_openssh]
+        if self._target.allows_gssapi and not are_keys_refused:
+            names.append("GSSAPIAuthentication")
+        self.problems += [f"{name} of the SSH config needs --ssh openssh" for name in names]
 
 
 def _fail(

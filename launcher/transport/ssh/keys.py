@@ -90,7 +90,7 @@ def _certificate_of(path: Path) -> Path:
 
 
 def _certified(key: paramiko.PKey, certificate: Path, problems: list[str]) -> Iterator[Offer]:
-    """Yield `key`, which nobody else may use meanwhile, together with the certificate of a file."""
+    """Yield `key`, which no other thread may use meanwhile, together with the certificate of a file."""
     try:
         key.load_certificate(str(certificate))
     except (paramiko.SSHException, OSError, ValueError) as error:

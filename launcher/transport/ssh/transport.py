@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from launcher.base.errors import Diagnostic, HostfileError, TransportError
+from launcher.base.errors import Diagnostic, TransportError
 from launcher.cluster.cluster import Host
-from launcher.cluster.hostname import parse_address
-from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, SHELL_COMMAND, agent_shell_command, with_setup
 from launcher.transport.ssh import library
-from launcher.transport.ssh.config import SshOptions, SshTarget, load_config, resolve
+from launcher.transport.ssh.config import SshOptions, SshTarget, Targets
 from launcher.transport.ssh.connect import DroppedError, connect, end_connection, open_jump
 from launcher.transport.stderr_buffer import StderrTail
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SshChannel", "SshOptions", "SshTransport"]
 
-_MAX_JUMPS = 8
 _TAIL_WAIT_S = 0.5
 _RETRY_DELAYS_S = (0.3, 1.0, 2.0)
 _WINDOW_BYTES = 8 * 1024 * 1024
@@ -38,12 +35,13 @@ _WINDOW_BYTES = 8 * 1024 * 1024
 class SshTransport:
     """Starts agents over SSH; implements `Transport`. Connections are kept until `close`."""
 
-    def __init__(self, options: SshOptions | None = None) -> None:
+    def __init__(self, options: SshOptions | None = None, targets: Targets | None = None) -> None:
+        """targets: what was read already of the configuration that `options` names."""
         self._options = options or SshOptions()
+        self._targets = targets or Targets(self._options)
         if self._options.verbose:
             library.log_to_stderr()
         self._lock = threading.Lock()
-        self._config: paramiko.SSHConfig | None = None
         self._connections: dict[tuple[str, ...], paramiko.Transport] = {}
         self._locks: dict[tuple[str, ...], threading.Lock] = {}
         self._failures: dict[tuple[str, ...], tuple[float, TransportError]] = {}  # the last of each way, and when
@@ -55,22 +53,23 @@ class SshTransport:
         return "ssh"
 
     def command_for(self, host: Host) -> str:
-        options = self._options
-        if options.shell_only:
-            return with_setup(options.setup, list(SHELL_ARGV)) if options.setup else SHELL_COMMAND
-        return agent_shell_command(options.python, options.module or AGENT_MODULE, options.root, options.setup)
+        return self._options.remote_command
 
     def target(self, host: Host) -> SshTarget:
         """Return how `host` would be reached; reads the SSH config only. Raises: TransportError."""
-        with self._lock:
-            if self._config is None:
-                self._config = load_config(self._options)
-            # SSHConfig.lookup keeps no state, but "Match exec" runs programs: one at a time.
-            return resolve(host, self._config, self._options)
+        return self._targets.of(host)
 
     def open(self, host: Host) -> SshChannel:
-        target = self.target(host)
-        session = self._open_session(target)
+        route = self._targets.route(host)
+        for hop in route:
+            if "ProxyCommand" in hop.only_openssh:
+                raise TransportError(
+                    f"ProxyCommand of the SSH config for {hop.name} needs the system's ssh",
+                    where=host.name,
+                    hint="leave out --ssh paramiko, or use ProxyJump",
+                )
+        target = route[-1]
+        session = self._open_session(route)
         with _answer_expected(target, "start a command"):
             self._execute(session, self.command_for(host), target.connect_timeout_s)
         return SshChannel(target, session)
@@ -94,39 +93,32 @@ class SshTransport:
         for connection in reversed(connections.values()):
             end_connection(connection)
 
-    def _open_session(self, target: SshTarget) -> paramiko.Channel:
+    def _open_session(self, route: Sequence[SshTarget]) -> paramiko.Channel:
         """Open a session on the connection that all names of a server share.
 
         Where the server allows no more of them on one connection (MaxSessions), this one gets a connection of its own.
         """
         from paramiko import ChannelException
 
-        connection = self._connect_patiently(target)
+        target = route[-1]
+        connection = self._connect_patiently(route)
         with _answer_expected(target, "open a session"), contextlib.suppress(ChannelException):
             return connection.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
-        connection = self._connect_patiently(target, f"connection {next(self._numbers)}")
+        connection = self._connect_patiently(route, f"connection {next(self._numbers)}")
         with _answer_expected(target, "open a session"):
             return connection.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
 
-    def _connect_patiently(self, target: SshTarget, label: str = "") -> paramiko.Transport:
+    def _connect_patiently(self, route: Sequence[SshTarget], label: str = "") -> paramiko.Transport:
         """Connect; a server that drops the connection is asked again a little later.
 
         label: tells this connection to the server from the shared one, which has none. Raises: TransportError.
         """
         for delay_s in _RETRY_DELAYS_S:
             try:
-                return self._connect_route(self._route(target), label)
+                return self._connect_route(route, label)
             except DroppedError:
                 time.sleep(delay_s * random.uniform(0.5, 1.5))  # not all hosts' threads at the same moment
-        return self._connect_route(self._route(target), label)
-
-    def _route(self, target: SshTarget, depth: int = 0) -> list[SshTarget]:
-        """Return the jump hosts before `target`, the first to connect to first, and `target` itself."""
-        if depth > _MAX_JUMPS:
-            raise TransportError("too many jump hosts: does ProxyJump go in a circle?", where=target.name)
-        jumps = [self._jump_target(text, target) for text in target.jumps]
-        # Only the first jump host's own ProxyJump counts: the others are reached through the one before.
-        return [*(self._route(jumps[0], depth + 1) if jumps else []), *jumps[1:], target]
+        return self._connect_route(route, label)
 
     def _connect_route(self, route: Sequence[SshTarget], label: str) -> paramiko.Transport:
         """Return the kept connection to the end of `route`, or make it, sharing jump hosts."""
@@ -167,13 +159,6 @@ class SshTransport:
                 return connection
         end_connection(connection)
         raise TransportError("the transport was closed while connecting", where=target.name)
-
-    def _jump_target(self, text: str, target: SshTarget) -> SshTarget:
-        try:
-            address = parse_address(text.removeprefix("ssh://"))
-        except HostfileError as error:
-            raise TransportError(f"ProxyJump of the SSH config: {error}", where=target.name) from None
-        return self.target(Host(address.names[0], (), address.user, address.port))
 
 
 @contextlib.contextmanager
