@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import shutil
@@ -219,6 +220,24 @@ def test_pages_and_help_texts_keep_to_the_glossary() -> None:
     texts = {page.name: prose_of(page) for page in PAGES if page.name != "glossary.md"}
     texts["help"] = reference.markdown()
     found = [(name, match[0], avoided[match[0].lower()]) for name in texts for match in pattern.finditer(texts[name])]
+    assert found == []
+
+
+def test_messages_keep_to_the_glossary() -> None:
+    """The texts of the program, docstrings and comments left out."""
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, avoided_words()))})\b", re.IGNORECASE)
+    found = []
+    for path in (ROOT / "launcher").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        # An expression that is a text alone is a docstring.
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs]
+        found += [
+            (f"{path.relative_to(ROOT)}:{node.lineno}", match[0])
+            for node in texts
+            if isinstance(node.value, str)
+            for match in pattern.finditer(node.value)
+        ]
     assert found == []
 
 

@@ -13,12 +13,14 @@ from launcher.base import env as variables
 from launcher.base.errors import UsageError
 from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
+from launcher.compat import ENGINES
 from launcher.job.offered import offered_hosts
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
 from launcher.job.planning import Here, num_ranks
 from launcher.job.request import Request
 from launcher.slurm.allocation import in_allocation
 from launcher.transport.local import is_local
+from launcher.transport.ssh import WAYS
 
 if TYPE_CHECKING:
     from launcher.transport.ssh.config import SshOptions
@@ -42,11 +44,17 @@ class Options:
     lease_s: float = DEFAULT_LEASE_S
     hang_timeout_s: float | None = None
     engine: str = "auto"
+    ssh: str = "auto"  # or "paramiko", or "openssh" for the system's ssh
     ssh_config: StrPath | None = None
     ssh_port: int | None = None
     accept_new_host_keys: bool = False
     remote_python: str | None = None
     setup: str = ""  # shell text that runs on a host first
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("engine", self.engine, ENGINES), ("ssh", self.ssh, WAYS)):
+            if value not in known:
+                raise UsageError(f'Options({name}=) is "{value}"', hint=f"give one of {', '.join(known)}")
 
     @property
     def shell_setup(self) -> str:
@@ -59,6 +67,7 @@ class Options:
         from launcher.transport.ssh.config import SshOptions
 
         return SshOptions(
+            way=self.ssh,
             port=self.ssh_port,
             config_file=None if self.ssh_config is None else Path(self.ssh_config),
             python=self.remote_python,

@@ -169,6 +169,11 @@ def test_what_is_wrong_is_said_in_the_words_of_python_before_anything_starts(
     assert list(folder.iterdir()) == []
 
 
+def test_options_are_of_the_values_that_there_are() -> None:
+    with pytest.raises(UsageError, match=r'Options\(ssh=\) is "plink"; give one of auto, paramiko, openssh'):
+        launcher.Options(ssh="plink")
+
+
 def test_targets_and_arguments_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no\.py does not exist"):
         launcher.run("no.py")

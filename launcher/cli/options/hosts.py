@@ -12,6 +12,7 @@ from launcher.base import env
 from launcher.cli.options.command import option
 from launcher.cli.options.types import Nodes, Whole
 from launcher.cluster.limits import MAX_EXPANSION
+from launcher.transport.ssh import WAYS
 
 if TYPE_CHECKING:
     from launcher.cluster.cluster import NodeRange
@@ -69,7 +70,7 @@ REACHING = (
     option(
         "--ssh",
         heading=HOSTS,
-        type=click.Choice(["auto", "paramiko", "openssh"]),
+        type=click.Choice(WAYS),
         default="auto",
         help="A library, or the system's ssh. Default: as the SSH config needs.",
     ),
