@@ -216,9 +216,11 @@ def run_job(name: str, model: str, steps: int, width: int) -> dict[str, Any]:
             capture_output=True,
             text=True,
         )
-        if done.returncode:
+        figures = Path(folder, "found.json")
+        # DeepSpeed's ranks sometimes abort in the end of their interpreter, when all is measured.
+        if done.returncode and (CANDIDATES[name].engine == "builtin" or not figures.exists()):
             sys.exit(f"{name}: exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+        found: dict[str, Any] = json.loads(figures.read_text())
         return found
 
 
