@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,20 +13,13 @@ from launcher.api.outcome import Ended, JobTimeout
 from launcher.api.output import Output
 from launcher.api.parameters import Parameters
 from launcher.base.errors import JobError, LauncherError
-from launcher.base.folders import home_folder
 from launcher.base.units import format_duration
-from launcher.cli.reach import AllocationTransports, Transports
-from launcher.cluster.cluster import Cluster
 from launcher.fleet.signals import SignalQueue
-from launcher.job.controller import Controller
 from launcher.job.display import Display
-from launcher.job.engine_config import EngineConfig
-from launcher.job.envfile import job_environment
+from launcher.job.job import Job
 from launcher.job.outcome import RunReport
-from launcher.job.plan import JobPlan, new_job_id
-from launcher.job.planning import Here, choose_hosts, make_plan
-from launcher.job.restart import RestartPolicy, run_with_restarts
-from launcher.slurm.allocation import in_allocation
+from launcher.job.plan import JobPlan
+from launcher.job.planning import Here
 
 
 @dataclass
@@ -66,57 +56,25 @@ def execute(parameters: Parameters, output: Output, job_id: str | None = None, r
     JobTimeout; KeyboardInterrupt after an interrupt, when all ranks have ended.
     """
     request, here = parameters.request(), Here.now()
-    chosen = choose_hosts(request, here, parameters.offered(request, here))
-    home = home_folder()
-    folders = (*([home] if home is not None else []), Path(here.cwd))
-    given = job_environment(request.env, (), here.environ, folders)
-    options = parameters.options
-    reach = AllocationTransports(options, chosen.cluster) if request.in_slurm else Transports(options)
-    name, config = job_id or new_job_id(), EngineConfig(request.command.arguments)
-
-    def plan_for(cluster: Cluster) -> JobPlan:
-        plan = make_plan(request, here, cluster, name, given, reach.address_of)
-        return dataclasses.replace(plan, run_folder=run_folder or plan.run_folder)
-
-    def run_plan(plan: JobPlan, display: Display, signals: SignalQueue) -> RunReport:
-        reach.prepare([node.host for node in plan.placement.nodes])
-        check = functools.partial(config.check, plan.placement.world_size)
-        return Controller(plan, reach.for_host, display, signals).run(check)
-
-    has_notices = request.max_restarts > 0 and not in_allocation(os.environ)
-    policy = RestartPolicy(request.max_restarts, has_notices, request.least_nodes, chosen.spares, config.world_sizes)
+    offered = parameters.offered(request, here)
+    job = Job(request, here, offered, parameters.options, job_id=job_id, run_folder=run_folder)
     try:
-        plan = plan_for(chosen.cluster)
-        for note in (*chosen.notes, *plan.notes):
+        plan = job.plan()
+        for note in (*job.choice.notes, *plan.notes):
             output.say(note)
-        return _run(_Job(plan, policy, run_plan, plan_for), output, _Deadline(parameters.timeout_s))
+        return _run(job, plan, output, _Deadline(parameters.timeout_s))
     finally:
-        reach.close()
+        job.close()
 
 
-@dataclass(frozen=True)
-class _Job:
-    first: JobPlan
-    policy: RestartPolicy
-    run_plan: Callable[[JobPlan, Display, SignalQueue], RunReport]
-    plan_for: Callable[[Cluster], JobPlan]
-
-
-def _run(job: _Job, output: Output, deadline: _Deadline) -> Ended:
+def _run(job: Job, first: JobPlan, output: Output, deadline: _Deadline) -> Ended:
     """Run a job to its end. Raises: as `execute`."""
-    display, signals = Display(output), SignalQueue(job.first.stop_signals)
+    display, signals = Display(output), SignalQueue(first.stop_signals)
     is_main = threading.current_thread() is threading.main_thread()
     report: RunReport | None = None
     with signals.listening() if is_main else contextlib.nullcontext(), deadline.watching(signals):
         try:
-            report = run_with_restarts(
-                job.first,
-                job.policy,
-                lambda plan: job.run_plan(plan, display, signals),
-                job.plan_for,
-                display,
-                signals,
-            )
+            report = job.run(first, display, signals)
             for text in report.warnings():
                 display.warning(text)
         except LauncherError:
@@ -126,7 +84,7 @@ def _run(job: _Job, output: Output, deadline: _Deadline) -> Ended:
             display.put(output.finish)
             display.close(signals, lambda: None)
     display.check()
-    plan = output.plan or job.first
+    plan = output.plan or first
     _raise_if_stopped(plan, report, signals.first_stop, deadline)
     if report is None:
         raise RuntimeError("a run without a report was stopped")

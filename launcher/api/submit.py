@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ _BATCH_MODULE = "launcher.api.batch"
 REQUEST_FILE, ENDED_FILE, NUMBER_FILE, SCRIPT_FILE, LOG_FILE = "request", "ended", "number", "batch.sh", "slurm.out"
 _LOOK_INTERVAL_S = 0.5  # between two looks for `ended`
 _FORGOTTEN = "FORGOTTEN"  # Slurm keeps a job that has ended for some minutes
+_ENDED_BY_SLURM = ("CANCELLED", "TIMEOUT", "PREEMPTED")
 _DISK_S = 5.0  # until a shared disk shows what a job has written at its end
 _LOG_LINES = 20
 
@@ -85,14 +87,21 @@ def submit(
 class SlurmJob:
     """A submitted job, from its folder: `SlurmJob(folder)` finds it again in another process, too.
 
-    Its result is unpickled, which runs code of whoever can write to the folder: you alone, as `submit` makes it.
+    Its result is unpickled, which runs code of whoever can write to the folder: you alone, or the folder is refused.
     """
 
     def __init__(self, folder: StrPath) -> None:
-        """Raises: UsageError when this is not the folder of a job."""
+        """Raises: UsageError when this is not the folder of a job, or others can write to it."""
         self.folder = Path(working_folder(), folder)
         if not (self.folder / NUMBER_FILE).is_file():
             raise UsageError("this is not the folder of a submitted job", where=str(self.folder))
+        found = self.folder.stat()
+        if found.st_uid not in (0, os.getuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UsageError(
+                "other users can write to this folder, and a result is a pickle, which may run code when read",
+                where=str(self.folder),
+                hint="use only folders that launcher.submit has made for you, and do not share them",
+            )
 
     def __repr__(self) -> str:
         return f"SlurmJob({str(self.folder)!r})"
@@ -149,6 +158,10 @@ class SlurmJob:
         ended: Ended | LauncherError = pickle.loads(self._ended_file.read_bytes())
         if isinstance(ended, LauncherError):
             raise ended
+        if ended.report.failure is not None and ended.report.failure.signal_name == "SIGTERM":
+            state = self._slurm_state()  # scancel ends ranks and launcher at once: either may be the first to notice
+            if state is not None and state.state in _ENDED_BY_SLURM:
+                raise self._ended_by_slurm(state)
         parameters: Parameters = pickle.loads((self.folder / REQUEST_FILE).read_bytes())
         return ended.results() if parameters.is_call else ended.outcome()
 

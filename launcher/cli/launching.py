@@ -5,34 +5,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from launcher.base.errors import UsageError
-from launcher.base.folders import home_folder
 from launcher.cli.console import render, streams
-from launcher.cli.reach import AllocationTransports, Transports
 from launcher.fleet.signals import SignalQueue
-from launcher.job.controller import Controller
 from launcher.job.display import Display
-from launcher.job.engine_config import EngineConfig
-from launcher.job.envfile import job_environment
+from launcher.job.job import Job
 from launcher.job.offered import offered_hosts
-from launcher.job.plan import new_job_id
-from launcher.job.planning import Here, choose_hosts, make_plan, num_ranks
+from launcher.job.planning import Here, num_ranks
 from launcher.job.registry import registered
-from launcher.job.restart import RestartPolicy, run_with_restarts
-from launcher.slurm.allocation import in_allocation
 
 if TYPE_CHECKING:
     from launcher.cli.console.live import LiveView
     from launcher.cli.options.run import RunOptions
-    from launcher.cli.reach import Reach
-    from launcher.cluster.cluster import Cluster
-    from launcher.job.outcome import RunReport
     from launcher.job.plan import JobPlan
+    from launcher.job.reach import Reach
     from launcher.transport.local import LocalTransport
 
 _STILL_SHOWING = "waiting for standard output to be read (Ctrl-C: leave; everything is in {}/)"
@@ -46,37 +36,17 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     """
     request, here = options.request, Here.now()
     offered = offered_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_ranks(request, here))
-    chosen = choose_hosts(request, here, offered)
-    transports = _reach(options, chosen.cluster, local)
-    home = home_folder()
-    folders = (*([home] if home is not None else []), Path(here.cwd))
-    given = job_environment(request.env, request.env_files, here.environ, folders)
-    job_id = new_job_id()
-
-    def plan_for(cluster: Cluster) -> JobPlan:
-        plan = make_plan(request, here, cluster, job_id, given, transports.address_of)
-        notes = transports.notes_on([node.host for node in plan.placement.nodes])
-        return dataclasses.replace(plan, notes=(*plan.notes, *notes))
-
-    plan = plan_for(chosen.cluster)
+    job = Job(request, here, offered, options.reaching, local=local)
+    plan = job.plan()
     _check_script(plan)
     if options.dry_run:
-        render.show_plan(_with_commands(plan, transports), as_json=options.as_json)
+        render.show_plan(_with_commands(plan, job.reach), as_json=options.as_json)
         if not options.as_json:
             click.echo("nothing was started (--dry-run)")
         return 0
     if options.output.level == "debug":
-        plan = _with_commands(plan, transports)
+        plan = _with_commands(plan, job.reach)
     console = render.Console(plan, options.output, live=_live_view(options, plan))
-    config = EngineConfig(request.command.arguments)
-    policy = RestartPolicy(
-        request.max_restarts,
-        # Slurm takes the nodes of a job back after a notice: there the batch script has the job queued again.
-        request.max_restarts > 0 and not in_allocation(os.environ),
-        request.least_nodes,
-        chosen.spares,
-        config.world_sizes,
-    )
     if options.reaching.verbose:
         from launcher.cli.console.trace import show_messages
 
@@ -86,34 +56,23 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     def say_still_showing() -> None:
         streams.say_if_possible(_STILL_SHOWING.format(plan.run_folder))
 
-    def run_plan(plan: JobPlan) -> RunReport:
+    def wait_for_room() -> None:
         display.wait_for_room(signals, say_still_showing)
-        transports.prepare([node.host for node in plan.placement.nodes])
-        return Controller(plan, transports.for_host, display, signals).run(
-            lambda: config.check(plan.placement.world_size)
-        )
 
-    for note in (*chosen.notes, *plan.notes):
+    for note in (*job.choice.notes, *plan.notes):
         display.put(console.note, note)
     with signals.listening():  # once for all runs: no signal may find the defaults between two of them
         try:
             with registered(plan, display.warning) as registration:
-                report = run_with_restarts(plan, policy, run_plan, plan_for, display, signals)
+                report = job.run(plan, display, signals, wait_for_room)
                 registration.exit_code = report.exit_code
             display.put(console.finish, report)
         finally:
-            transports.close()
+            job.close()
             display.put(console.close)
             display.close(signals, say_still_showing)
     display.check()
     return report.exit_code
-
-
-def _reach(options: RunOptions, cluster: Cluster, local: LocalTransport) -> Reach:
-    request = options.request
-    if request.in_slurm:
-        return AllocationTransports(options.reaching, cluster)
-    return Transports(options.reaching, only_local=request.runs_one_node, only_ssh=request.force_multi, local=local)
 
 
 def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:
@@ -126,9 +85,9 @@ def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:
     return LiveView(plan)
 
 
-def _with_commands(plan: JobPlan, transports: Reach) -> JobPlan:
+def _with_commands(plan: JobPlan, reach: Reach) -> JobPlan:
     """Return the plan with the commands that start its agents, to be shown."""
-    commands = {node.node_rank: transports.for_host(node.host).command_for(node.host) for node in plan.placement.nodes}
+    commands = {node.node_rank: reach.for_host(node.host).command_for(node.host) for node in plan.placement.nodes}
     return dataclasses.replace(plan, agent_commands=commands)
 
 

@@ -66,3 +66,13 @@ def test_only_the_folder_of_a_job_is_taken_for_one(tmp_path: Path) -> None:
     (tmp_path / "request").write_bytes(pickle.dumps(None))
     with pytest.raises(UsageError, match="not the folder of a submitted job"):
         launcher.SlurmJob(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_that_others_can_write_to_is_not_unpickled(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "number").write_text("7")
+    tmp_path.chmod(mode)
+    with pytest.raises(UsageError, match="other users can write to this folder"):
+        launcher.SlurmJob(tmp_path)
+    tmp_path.chmod(0o700)
+    assert launcher.SlurmJob(tmp_path).job_id == 7

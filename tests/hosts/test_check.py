@@ -17,10 +17,10 @@ from harness.sshd import LoopbackSshd, StalledServer
 from launcher.base.timeouts import Timeouts
 from launcher.cli.commands.check import exit_code_of
 from launcher.cli.options.selection import HostOptions
-from launcher.cli.reach import Transports
 from launcher.cluster.cluster import Cluster, Host
 from launcher.hosts import check
 from launcher.hosts.check import Checker, CheckReport
+from launcher.job.reach import Transports
 
 
 def hosts(sshd: LoopbackSshd, folder: Path, *lines: str) -> list[str]:

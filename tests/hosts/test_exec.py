@@ -16,11 +16,11 @@ from harness.sshd import LoopbackSshd
 
 from launcher.cli.commands.exec import Display, show_results
 from launcher.cli.options.selection import HostOptions
-from launcher.cli.reach import Transports
 from launcher.cluster.cluster import Host
 from launcher.hosts import fanout, session
 from launcher.hosts.fanout import Fanout
 from launcher.hosts.session import Task
+from launcher.job.reach import Transports
 from launcher.transport.local import LocalTransport
 
 

@@ -10,10 +10,10 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, Reaching, default_hostfile
-from launcher.cli.reach import AllocationTransports, Reach, Transports
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.devices import local_slots
 from launcher.job.offered import offered_hosts
+from launcher.job.reach import AllocationTransports, Reach, Transports
 from launcher.slurm.allocation import in_allocation
 
 _F = TypeVar("_F", bound=Callable[..., Any])
