@@ -1,0 +1,345 @@
+"""Every command that the pages show runs here or in a test that a table names, and prints what the page says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from harness.checkpoints import write_checkpoint
+from harness.launching import run_launch
+from harness.pages import PAGES, ROOT, Shown, blocks_of, commands, resolved, words_of
+from harness.sshd import LoopbackSshd
+
+from launcher.cli.main import cli
+
+BASH, EXEC, FIRST = "tests/cli/test_completion.py", "tests/hosts/test_exec.py", "test_the_first_command_of_the_readme"
+COMPLETION = f"{BASH}::test_each_shell_gets_a_script"
+DEEPSPEED_COMMAND = "tests/huggingface/test_deepspeed_command.py"
+EXPORT, TO_FP32 = "tests/checkpoint/test_export.py", "tests/checkpoint/test_to_fp32.py"
+IMPORT = "tests/checkpoint/test_deepspeed.py::test_the_command_imports_a_tag_once"
+REPORT = "tests/cli/test_report.py::test_the_text_names_every_section"
+STACKS = "tests/job/test_hang.py::test_stacks_on_demand_leave_the_job_alone"
+TRAIN_GPT = "tests/e2e/test_train_gpt.py"
+TRAINER = "tests/huggingface/test_example.py::test_its_loss_falls_and_its_model_is_saved"
+BUILT = "tests/cli/test_estimate.py::test_functions_build_on_the_meta_device"
+
+# What takes long, needs torch, or changes the machine -> where the same runs.
+ELSEWHERE = {
+    "make demo": ".ci/run",
+    "make test": ".ci/run",
+    "make install": ".ci/run",
+    "make soak-short": ".ci/run",
+    ".ci/system-packages": ".ci/run",
+    "python -m pytest tests/cluster": "tests/cluster/test_hostfile.py",
+    "python -m pytest tests/job/test_hang.py -k progress -x": (
+        "tests/job/test_hang.py::test_output_counts_as_progress_for_scripts_without_heartbeats"
+    ),
+    "python -m pytest tests/job/test_run_local.py::test_stdout_and_stderr_stay_apart": (
+        "tests/job/test_run_local.py::test_stdout_and_stderr_stay_apart"
+    ),
+    "launch --num-gpus 2 examples/ddp.py": f"tests/docs/test_commands.py::{FIRST}",
+    "launch --num_gpus 2 examples/train_gpt.py --deepspeed examples/configs/zero2.json": (
+        f"{TRAIN_GPT}::test_same_losses_on_this_machine_and_over_ssh"
+    ),
+    "launch --hostfile hostfiles/loopback examples/train_gpt.py --deepspeed examples/configs/zero2.json": (
+        f"{TRAIN_GPT}::test_same_losses_on_this_machine_and_over_ssh"
+    ),
+    "launch --num_gpus 2 examples/train_gpt.py --deepspeed examples/configs/zero3_offload.json": (
+        f"{TRAIN_GPT}::test_optimizer_and_parameters_in_host_memory"
+    ),
+    "launch --num_gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"
+    " --output_dir out --max_steps 20": TRAINER,
+    "launch --num_gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"
+    " --output_dir runs/hf --max_steps 20": TRAINER,
+    "launch --num_gpus 2 examples/hf_no_trainer.py --zero-stage 3 --output model": (
+        "tests/huggingface/evaluating_cases.py::case_example"
+    ),
+    "launch --num_gpus 2 examples/hf_zero3_inference.py": (
+        "tests/huggingface/test_pretrained.py::test_the_example_answers_with_parameters_in_memory_and_on_disk"
+    ),
+    "%%launch --num_gpus 2 --hostfile hosts -- --epochs 3": (
+        "tests/notebook/test_kernel.py::test_the_cell_magic_runs_the_cell_on_ranks"
+    ),
+    "accelerate launch --config_file accelerate.yaml train.py": (
+        "tests/huggingface/test_accelerator.py::test_the_config_file_of_accelerate_is_what_counts"
+    ),
+    "accelerate launch --use_deepspeed --num_processes 8 train.py": (
+        f"{DEEPSPEED_COMMAND}::test_accelerate_launch_on_two_nodes_runs_it"
+    ),
+    "launch deepspeed-command install": f"{DEEPSPEED_COMMAND}::test_it_is_installed_and_removed",
+    "launch deepspeed-command remove": f"{DEEPSPEED_COMMAND}::test_it_is_installed_and_removed",
+    "launch stacks JOB": STACKS,
+    "launch stacks calm-otter-4f2a": STACKS,
+    "launch stacks --all calm": "tests/job/test_hang.py::test_launch_stacks_folds_ranks_that_stand_alike",
+    "launch sbatch --nodes 2 --gpus-per-node 8 --time 20:00:00 --submit train.py": (
+        "tests/slurm/test_sbatch.py::test_a_chain_runs_one_after_the_other"
+    ),
+    "cd checkpoints && python zero_to_fp32.py . out": f"{TO_FP32}::test_the_script_needs_nothing_of_the_package",
+    "launch checkpoint to-fp32 DIR OUT": f"{EXPORT}::test_to_fp32_on_the_command_line",
+    "launch checkpoint to-fp32 checkpoints out": f"{EXPORT}::test_to_fp32_on_the_command_line",
+    "launch checkpoint to-fp32 checkpoints/global_step500 weights.safetensors": (
+        f"{TO_FP32}::test_every_form_of_output_has_the_same_weights"
+    ),
+    "launch checkpoint export DIR OUT": f"{EXPORT}::test_the_weights_are_those_of_the_run",
+    "launch checkpoint export output/checkpoint-500 model": f"{EXPORT}::test_the_weights_are_those_of_the_run",
+    "launch checkpoint export checkpoints model --config gpt2/ --dtype bf16": (
+        f"{EXPORT}::test_the_config_may_be_elsewhere"
+    ),
+    "launch checkpoint export DIR OUT --format dcp": "tests/checkpoint/test_stores.py::test_the_command_exports",
+    "launch checkpoint export s3://bucket/run out --format dcp": (
+        "tests/checkpoint/test_stores.py::test_the_commands_take_urls"
+    ),
+    "launch checkpoint import SRC DST": IMPORT,
+    "launch checkpoint import deepspeed_checkpoints checkpoints": IMPORT,
+    "launch checkpoint import deepspeed_checkpoints checkpoints --tag global_step500": IMPORT,
+    "launch report": REPORT,
+    "launch exec --hostfile hosts -- launch report": REPORT,
+    "launch exec --hostfile hosts -- launch io /local_nvme": "tests/cli/test_io.py",
+    "launch exec -H hosts -- launch io /local_nvme": "tests/cli/test_io.py",
+    "launch exec --hostfile hosts nvidia-smi -L": (
+        f"{EXEC}::test_options_of_the_command_and_odd_words_reach_it_untouched"
+    ),
+    "launch estimate my_package.model:build": BUILT,
+    "launch estimate model.py:build": BUILT,
+    "launch estimate my_package.model:build --stage 3 --offload-optimizer cpu": BUILT,
+    'eval "$(launch completion bash)"': f"{BASH}::test_the_script_works_in_bash",
+    'eval "$(launch completion zsh)"': COMPLETION,
+    "launch completion fish | source": COMPLETION,
+}
+# Other programs, which nothing here stands behind.
+OTHERS = {
+    "pip install .",
+    "pip install 'launch-zero @ git+https://...'",
+    "pip install 'launch-zero[notebook]'",
+    "source .venv/bin/activate",
+    "py-spy dump --native --pid PID",
+}
+BENCHMARK = re.compile(r"benchmarks/(\w+)\.py")
+# Words that the pages use where a reader writes his own -> those of the sandbox, in this order.
+PLACEHOLDERS = {
+    r"--lint FILE": "--lint train.slurm",
+    r"--hostfile FILE": "--hostfile hosts",
+    r"\bFILE": "ds_config.json",
+    r"\bKEY": "zero_optimization.stage",
+    r"\bMODEL": "7B",
+    r"\b(DIR|PATH)": "checkpoints",
+    r"\bCOMMAND": "uname",
+    r"\bN\b": "1",
+    r"(?<= )\.\.\.": "train.py",
+    r"(?<= )/(local_nvme|data)\b": r"\1",
+}
+JOB, HOSTS = "calm-otter-4f2a", {"node-a": "127.0.0.2", "node-b": "127.0.0.3", "node[01-04]": "127.0.0.[5-8]"}
+# Not the disk is measured here.
+QUICK = ["--size", "64MiB", "--seconds", "1"]
+CONFIG = {
+    "elasticity": {"enabled": True, "max_train_batch_size": 48, "micro_batch_sizes": [1], "min_gpus": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+MODEL = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+
+
+def unique() -> list[Shown]:
+    """Return each command once: the place that shows its output, else the first."""
+    found: dict[str, Shown] = {}
+    for shown in commands():
+        if shown.text not in found or not found[shown.text].output:
+            found[shown.text] = shown
+    return list(found.values())
+
+
+SHOWN = unique()
+LEFT = [each for each in SHOWN if each.text not in {*ELSEWHERE, *OTHERS} and not BENCHMARK.search(each.text)]
+RUN = [each for each in LEFT if each.text.startswith("launch ")]
+
+
+def name_of(command: str) -> str:
+    """Return the name of a `launch` command: "run", "check", "config check"."""
+    return resolved(words_of(command))[0].command_path.removeprefix("launch ")
+
+
+def on_hosts(shown: Shown) -> bool:
+    return name_of(shown.text) in ("check", "exec") and shown.text != "launch check"
+
+
+def of_jobs(shown: Shown) -> bool:
+    return name_of(shown.text) in ("ps", "logs", "kill")
+
+
+def test_every_page_with_commands_is_read() -> None:
+    pages = {shown.page for shown in commands()}
+    assert {"README.md", "CONTRIBUTING.md", "launch.md", "tools.md", "options.md", "slurm.md", "guides.md"} < pages
+    assert len(RUN) > 90
+
+
+def test_a_command_of_another_program_is_in_a_table() -> None:
+    assert [f"{each.place}: {each.text}" for each in LEFT if each not in RUN] == [], "name the test that runs it"
+
+
+def test_no_table_names_a_command_that_no_page_shows() -> None:
+    assert (ELSEWHERE.keys() | OTHERS) - {shown.text for shown in SHOWN} == set()
+
+
+@pytest.mark.parametrize(("command", "place"), ELSEWHERE.items())
+def test_what_runs_elsewhere_runs_there(command: str, place: str) -> None:
+    path, _, test = place.partition("::")
+    text = (ROOT / path).read_text()
+    if test:
+        assert f"def {test}(" in text
+    else:
+        assert path.startswith("tests/") or re.search(rf"{re.escape(command)}(?![\w-])", text), command
+    for example in re.findall(r"examples/(\w+)\.py", command):
+        assert example in text
+
+
+@pytest.mark.parametrize("shown", [each for each in SHOWN if BENCHMARK.search(each.text)], ids=lambda each: each.place)
+def test_a_benchmark_has_the_options_that_a_page_gives_it(shown: Shown) -> None:
+    """Each runs in its short form in tests/test_benchmarks.py."""
+    (name,) = BENCHMARK.findall(shown.text)
+    assert re.search(rf'^    "{name}": \(', (ROOT / "tests/test_benchmarks.py").read_text(), re.MULTILINE)
+    sources = [(ROOT / "benchmarks" / f"{each}.py").read_text() for each in (name, "common")]
+    behind = shown.text.partition(".py")[2]
+    assert [word for word in re.findall(r" (--[\w-]+)", behind) if f'"{word}"' not in "".join(sources)] == []
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the files that the pages speak of."""
+    (tmp_path / "hosts").write_text("node-a slots=8\nnode-b slots=8\n")
+    (tmp_path / "hostfile").write_text("node-a slots=8\nnode-b slots=8\n")
+    for name in ("train.py", "gen.py", "run_translation.py", "your_program.py", "package/train.py", "train.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "train.sh").chmod(0o755)
+    for name in ("ds_config.json", "ds.json"):
+        (tmp_path / name).write_text(json.dumps(CONFIG))
+    (tmp_path / "job.yaml").write_text(next(b.text for b in blocks_of(ROOT / "docs/launch.md") if b.language == "yaml"))
+    for name in ("llama", "checkpoint"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(MODEL))
+    for name in ("examples", "hostfiles"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("local_nvme", "data"):
+        (tmp_path / name).mkdir()
+    for step in (100, 500):
+        write_checkpoint(tmp_path / "checkpoints", step)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # Formulas in place of transformers' classes, whose import takes seconds.
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    return tmp_path
+
+
+def run(command: str) -> str:
+    """Run a command of a page in this process; return what it printed. Ranks and disks are not waited for."""
+    for pattern, value in PLACEHOLDERS.items():
+        command = re.sub(pattern, value, command)
+    words, name = words_of(command), name_of(command)
+    if name == "run" and "--dry-run" not in words and "--help" not in words:
+        words.insert(words[0] == "run", "--dry-run")
+    elif name == "io":
+        words += QUICK
+    done = CliRunner().invoke(cli, words, prog_name="launch")
+    assert done.exit_code == 0, (words, done.exception, done.output)
+    return done.output
+
+
+def assert_like(output: str, printed: str) -> None:
+    """Find the lines that a page shows among those printed, in their order; numbers and sizes are not compared."""
+
+    def shapes(text: str) -> list[str]:
+        plain = re.sub(r"[\d,.]*\d( [KMGT]iB)?", "N", re.sub(r"─+", "─", text))
+        return [" ".join(line.split()) for line in plain.splitlines() if line.strip() not in ("", "...")]
+
+    rest = iter(shapes(printed))
+    assert [line for line in shapes(output) if line not in rest] == [], printed
+
+
+@pytest.mark.parametrize(
+    "shown", [each for each in RUN if not on_hosts(each) and not of_jobs(each)], ids=lambda each: each.place
+)
+def test_a_command_does_what_it_is_shown_for(sandbox: Path, shown: Shown) -> None:
+    if "--lint" in shown.text:
+        (written,) = (each.text for each in SHOWN if each.text.endswith("> train.slurm"))
+        (sandbox / "train.slurm").write_text(run(written))
+    printed = run(shown.text)
+    assert printed
+    if name_of(shown.text) == "estimate" and shown.output:  # numbers alone: nothing of this machine is in it
+        assert printed.splitlines() == shown.output.splitlines()
+    elif shown.output:
+        assert_like(shown.output.replace("/local_nvme", "local_nvme"), printed)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The id of a job of four ranks that has ended."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "train.py").write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    done = run_launch(folder, "--num-gpus", "4", "train.py")
+    assert done.code == 0, done.err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        yield done.job_id
+
+
+@pytest.mark.parametrize("shown", [each for each in RUN if of_jobs(each)], ids=lambda each: each.place)
+def test_a_command_finds_the_job_again(sandbox: Path, job: str, shown: Shown) -> None:
+    command = re.sub(rf"\bJOB\b|\b{JOB}", job, shown.text)
+    printed = run(re.sub(rf"\b{JOB.partition('-')[0]}\b", job[: job.index("-")], command))
+    if name_of(command) == "logs":
+        assert re.fullmatch(r"(\[\d\] )?rank \d\n", printed.splitlines(keepends=True)[0])
+    else:
+        assert job in printed
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("shown", [each for each in RUN if on_hosts(each)], ids=lambda each: each.place)
+def test_a_command_reaches_all_hosts(
+    sandbox: Path, sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch, shown: Shown
+) -> None:
+    (sandbox / ".ssh").mkdir()
+    shutil.copy(sshd.ssh_config, sandbox / ".ssh" / "config")
+    monkeypatch.setenv("HOME", str(sandbox))
+    command = shown.text
+    for name, address in HOSTS.items():
+        command = command.replace(name, address)
+    names = [HOSTS["node[01-04]"]] if HOSTS["node[01-04]"] in command else [HOSTS["node-a"], HOSTS["node-b"]]
+    (sandbox / "hosts").write_text("".join(f"{name} slots=8\n" for name in names))
+    printed = run(command)
+    assert printed or command.endswith("-- true")
+    if shown.output:
+        assert_shown(shown, printed)
+
+
+def assert_shown(shown: Shown, printed: str) -> None:
+    """Compare what is printed of hosts with a page: the facts of the first one and the summary, or the heading."""
+    (first, *_, last), (first_printed, *_, last_printed) = shown.output.splitlines(), printed.splitlines()
+    if shown.text.startswith("launch check"):
+        names = [re.findall(r"· ([a-z]\w+) [^\s]*\d", line) for line in (first, first_printed)]
+        assert names[0] == names[1] == ["python", "torch", "memory", "disk", "clock"]
+        summary = r"\d+ hosts: \d+ ok(, \d+ ✗)? · TCP: \d+ of \d+ connections between hosts"
+        assert re.fullmatch(summary, last)
+        assert re.fullmatch(summary, last_printed)
+    else:
+        heading = r"[\w.]+\[\d+-\d+\]:"
+        assert re.fullmatch(heading, first)
+        assert re.fullmatch(heading, first_printed)
+
+
+def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
+    words = words_of(next(each.text for each in SHOWN if each.text.startswith("launch --")))
+    assert words[-1] == "examples/ddp.py"
+    result = run_launch(tmp_path, "--log-dir", tmp_path, *words[:-1], ROOT / words[-1])
+    assert result.code == 0, result.err
+    assert re.search(r"2 ranks, loss 0\.0", result.out)
+
+
+def test_extras_that_pages_install_exist() -> None:
+    known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    named = {name for page in PAGES for name in re.findall(r"launch-zero\[(\w+)\]", page.read_text())}
+    assert {"hf", "notebook"} <= named <= set(known)
