@@ -57,7 +57,7 @@ def execute(parameters: Parameters, output: Output, job_id: str | None = None, r
     """
     request, here = parameters.request(), Here.now()
     offered = parameters.offered(request, here)
-    job = Job(request, here, offered, parameters.options, job_id=job_id, run_folder=run_folder)
+    job = Job(request, here, offered, parameters.options.ssh_options, job_id=job_id, run_folder=run_folder)
     try:
         plan = job.plan()
         for note in (*job.choice.notes, *plan.notes):

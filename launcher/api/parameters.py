@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.api.pickling import pack_call
 from launcher.base import env as variables
 from launcher.base.errors import UsageError
+from launcher.base.fields import filled
 from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
 from launcher.compat import ENGINES
@@ -20,10 +21,7 @@ from launcher.job.planning import Here, num_ranks
 from launcher.job.request import Request
 from launcher.slurm.allocation import in_allocation
 from launcher.transport.local import is_local
-from launcher.transport.ssh import WAYS
-
-if TYPE_CHECKING:
-    from launcher.transport.ssh.config import SshOptions
+from launcher.transport.ssh.options import WAYS, SshOptions
 
 StrPath = str | os.PathLike[str]
 
@@ -57,23 +55,10 @@ class Options:
                 raise UsageError(f'Options({name}=) is "{value}"', hint=f"give one of {', '.join(known)}")
 
     @property
-    def shell_setup(self) -> str:
-        """Shell text that runs on a host first."""
-        return self.setup
-
-    @property
     def ssh_options(self) -> SshOptions:
         """How hosts are reached over SSH."""
-        from launcher.transport.ssh.config import SshOptions
-
-        return SshOptions(
-            way=self.ssh,
-            port=self.ssh_port,
-            config_file=None if self.ssh_config is None else Path(self.ssh_config),
-            python=self.remote_python,
-            setup=self.setup,
-            accept_new_host_keys=self.accept_new_host_keys,
-        )
+        ssh_config = None if self.ssh_config is None else Path(self.ssh_config)
+        return filled(SshOptions, {**vars(self), "ssh_config": ssh_config})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,28 +100,18 @@ class Parameters:
 
     def request(self) -> Request:
         """Return the request of a run, in the allocation that this process is in or not. Raises: UsageError."""
-        options, num_nodes = self.options, self.options.num_nodes
+        num_nodes = self.options.num_nodes
         hostfile = _LINES if self.hosts is not None else None if self.hostfile is None else os.fspath(self.hostfile)
         log_dir = self.log_dir or os.environ.get(variables.LOG_DIR.name) or "runs"
-        return Request(
-            command=self.command,
-            hostfile=hostfile,
-            in_slurm=hostfile is None and in_allocation(os.environ),
-            include=self.include,
-            exclude=self.exclude,
-            num_nodes=None if num_nodes is None else NodeRange(num_nodes, num_nodes),
-            min_nodes=options.min_nodes,
-            num_gpus=self.ranks if self.hosts is None else None,  # else the lines have their slots
-            master_addr=options.master_addr,
-            master_port=options.master_port,
-            env=tuple(f"{name}={value}" for name, value in self.env.items()),
-            log_dir=Path(working_folder(), log_dir),
-            max_restarts=self.max_restarts,
-            grace_s=options.grace_s,
-            lease_s=options.lease_s,
-            hang_timeout_s=options.hang_timeout_s,
-            engine=options.engine,
-        )
+        changed = {
+            "hostfile": hostfile,
+            "in_slurm": hostfile is None and in_allocation(os.environ),
+            "num_nodes": None if num_nodes is None else NodeRange(num_nodes, num_nodes),
+            "num_gpus": self.ranks if self.hosts is None else None,  # else the lines have their slots
+            "env": tuple(f"{name}={value}" for name, value in self.env.items()),
+            "log_dir": Path(working_folder(), log_dir),
+        }
+        return filled(Request, {**vars(self.options), **vars(self), **changed})
 
     def offered(self, request: Request, here: Here) -> Cluster | None:
         """Return the hosts to choose from; None: this machine alone. Raises: HostfileError, UsageError."""

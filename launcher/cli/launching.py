@@ -36,7 +36,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     """
     request, here = options.request, Here.now()
     offered = offered_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_ranks(request, here))
-    job = Job(request, here, offered, options.reaching, local=local)
+    job = Job(request, here, offered, options.ssh, local=local)
     plan = job.plan()
     _check_script(plan)
     if options.dry_run:
@@ -47,7 +47,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     if options.output.level == "debug":
         plan = _with_commands(plan, job.reach)
     console = render.Console(plan, options.output, live=_live_view(options, plan))
-    if options.reaching.verbose:
+    if options.ssh.verbose:
         from launcher.cli.console.trace import show_messages
 
         show_messages()

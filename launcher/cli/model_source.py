@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import UsageError
+from launcher.base.units import counted
 from launcher.planner import architectures, weights
 from launcher.planner.architectures import ArchitectureConfig
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape, parse_count, typical_model, typical_shape
@@ -91,14 +92,12 @@ def _from_weights(files: list[Path], named: Path, config: Path | None, waiting: 
     shape = None if config is None else _shape(weights.read_json(config), str(config))
     if weights.is_torch_file(files[0]):
         target = json.dumps([str(path.resolve()) for path in files])
-        facts = _from_child("torch", target, waiting, name=str(named), source=_num_files(files, "tensors"))
+        facts = _from_child(
+            "torch", target, waiting, name=str(named), source=f"tensors of {counted(len(files), 'file')}"
+        )
         return replace(facts, shape=shape)
     params = weights.safetensors_parameters(files)
-    return _checked(ModelFacts(str(named), _num_files(files, "safetensors headers"), params, shape))
-
-
-def _num_files(files: list[Path], what: str) -> str:
-    return f"{what} of {len(files)} file{'s' if len(files) > 1 else ''}"
+    return _checked(ModelFacts(str(named), f"safetensors headers of {counted(len(files), 'file')}", params, shape))
 
 
 def _from_config(path: Path, waiting: _Waiting) -> ModelFacts:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from launcher.cluster.cluster import Cluster
     from launcher.job.outcome import RunReport
     from launcher.job.plan import JobPlan
-    from launcher.job.reach import Reach, ReachOptions
+    from launcher.job.reach import Reach
     from launcher.job.request import Request
     from launcher.transport.local import LocalTransport
+    from launcher.transport.ssh.options import SshOptions
 
 
 class Job:
@@ -37,7 +38,7 @@ class Job:
         request: Request,
         here: Here,
         offered: Cluster | None,
-        options: ReachOptions,
+        ssh: SshOptions,
         *,
         local: LocalTransport | None = None,
         job_id: str | None = None,
@@ -57,9 +58,9 @@ class Job:
         self._job_id = job_id or new_job_id()
         self._run_folder = run_folder
         self.reach: Reach = (
-            AllocationTransports(options, self.choice.cluster)
+            AllocationTransports(ssh, self.choice.cluster)
             if request.in_slurm
-            else Transports(options, only_local=request.runs_one_node, only_ssh=request.force_multi, local=local)
+            else Transports(ssh, only_local=request.runs_one_node, only_ssh=request.force_multi, local=local)
         )
 
     def plan(self, cluster: Cluster | None = None) -> JobPlan:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from launcher.base.errors import Diagnostic, TransportError, UsageError
 from launcher.transport.local import LocalChannel, watched
 from launcher.transport.ssh import library
-from launcher.transport.ssh.config import DEFAULT_CONNECT_TIMEOUT_S, SshOptions, Targets
+from launcher.transport.ssh.config import DEFAULT_CONNECT_TIMEOUT_S, Targets
+from launcher.transport.ssh.options import SshOptions
 from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class OpenSshTransport:
         self._is_closed = False
         if self._options.verbose:
             library.log_to_stderr(LOGGER)
-        config = self._options.config_file
+        config = self._options.ssh_config
         if config is not None and config.is_fifo():
             raise UsageError(f"-F {config} is a pipe, which only one `ssh` could read", hint="write it into a file")
 

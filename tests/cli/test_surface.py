@@ -18,8 +18,7 @@ from harness.launching import ROOT, run_here, run_launch
 from launcher.base.errors import UsageError
 from launcher.cli.commands.run import run
 from launcher.cli.console import streams
-from launcher.cli.console.lines import LineAssembler
-from launcher.cli.console.shown import ShownOutput
+from launcher.cli.console.lines import LineAssembler, ShownOutput
 from launcher.cli.main import COMMANDS, cli, main
 from launcher.cli.options.command import Option
 

@@ -15,6 +15,7 @@ from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
+from launcher.cli.console.streams import say_waiting
 from launcher.cli.options.command import Command
 from launcher.cli.options.selection import HostOptions, host_options
 from launcher.cli.options.types import Seconds, files
@@ -72,7 +73,7 @@ def exec_command(
     is unreachable. Hosts need a POSIX shell only. Ctrl-C and --timeout stop COMMAND and its process group; processes
     that it leaves behind at its own end continue, unless --supervise is given.
     """
-    options = HostOptions(**values)
+    options = HostOptions.of(values)
     is_bare = not (supervise or options.in_slurm)
     words = (command, *arguments) if is_bare else ("program", command, *arguments)
     if command.startswith("-"):
@@ -81,7 +82,7 @@ def exec_command(
     cwd = working_folder()
     tasks = [Task(host, words, cwd) for host in cluster.hosts]
     transports = options.reach(cluster, shell_only=is_bare)
-    run = Fanout(tasks, transports.for_host, new_job_id(), _say_waiting, has_agents=not is_bare)
+    run = Fanout(tasks, transports.for_host, new_job_id(), say_waiting, has_agents=not is_bare)
     display = Display([task.host.name for task in tasks], run.held, _hint_for(words))
     if not as_json:
         run.listener = display
@@ -196,7 +197,3 @@ def _complain(names: Sequence[str], message: str, hint: str | None) -> None:
     click.echo(click.style("✗ ", fg="red") + f"{fold(names)}: {message}", err=True)
     if hint:
         click.echo(f"  → {hint}", err=True)
-
-
-def _say_waiting(what: str) -> None:
-    click.echo(f"waiting for {what}", err=True)

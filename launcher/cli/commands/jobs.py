@@ -22,6 +22,7 @@ from launcher.base.processes import members_of_job, sweep_job
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cli.console.lines import MixedLines
+from launcher.cli.console.streams import say_waiting, show_table
 from launcher.cli.options.types import Whole
 from launcher.cluster.fold import fold
 from launcher.job.log_reader import LogReader
@@ -79,10 +80,7 @@ def ps(as_json: bool) -> None:
     if len(rows) == 1:
         click.echo("no job is running, and none ended today")
         return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
-        click.echo("  ".join([*cells, row[-1]]))
+    show_table(rows)
 
 
 def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
@@ -182,7 +180,7 @@ def _wait_until_gone(entry: JobEntry, now: bool, start_s: float) -> None:
             send_signal(entry, signal.SIGTERM)
         if now_s > tell_at_s:
             tell_at_s = float("inf")
-            click.echo(f"waiting for the end of {entry.job_id} (pid {entry.pid})", err=True)
+            say_waiting(f"the end of {entry.job_id} (pid {entry.pid})")
         time.sleep(_POLL_S)
 
 

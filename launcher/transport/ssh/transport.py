@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.cluster.cluster import Host
 from launcher.transport.ssh import library
-from launcher.transport.ssh.config import SshOptions, SshTarget, Targets
+from launcher.transport.ssh.config import SshTarget, Targets
 from launcher.transport.ssh.connect import DroppedError, connect, end_connection, open_jump
+from launcher.transport.ssh.options import SshOptions
 from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
     import paramiko
-
-__all__ = ["SshChannel", "SshOptions", "SshTransport"]
 
 _TAIL_WAIT_S = 0.5
 _RETRY_DELAYS_S = (0.3, 1.0, 2.0)
