@@ -25,6 +25,7 @@ from common import Section, argument_parser, table
 from launcher.agent import wire
 from launcher.base import env
 from launcher.base.errors import LauncherError
+from launcher.base.scheduler_rank import scheduler_rank
 from launcher.base.secrets import mask_arguments
 from launcher.cli.commands.run import run as run_command
 from launcher.cli.options.jobfile import read_job_file
@@ -36,7 +37,7 @@ from launcher.cluster.hostfile import parse_hostfile
 from launcher.cluster.hostname import parse_address
 from launcher.cluster.nodeset import expand
 from launcher.job.envfile import parse_env_file
-from launcher.slurm.environment import parse_job_detail, parse_nodelist, read_allocation, read_task
+from launcher.slurm.environment import parse_job_detail, parse_nodelist, read_allocation
 from launcher.slurm.framing import DATA, LineReader, encode_lines
 from launcher.slurm.lint import lint_script
 from launcher.transport.command import AGENT_MODULE, agent_shell_command
@@ -197,7 +198,7 @@ def _slurm(chance: random.Random) -> object:
     for name in chance.sample(names, chance.randint(0, 4)):
         del environ[name]
     task = chance.random() < 0.5
-    return read_task(environ) if task else read_allocation(environ, num_slots=chance.choice((None, 2)))
+    return scheduler_rank(environ) if task else read_allocation(environ, num_slots=chance.choice((None, 2)))
 
 
 def _nodelist(chance: random.Random) -> object:

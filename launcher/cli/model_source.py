@@ -15,7 +15,7 @@ from launcher.base.units import counted
 from launcher.planner import architectures, weights
 from launcher.planner.architectures import ArchitectureConfig
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape, parse_count, typical_model, typical_shape
-from launcher.transport.command import own_argv
+from launcher.transport.command import last_json, own_argv
 
 MODEL_FACTS_MODULE = "launcher.probes.model"
 FORMS = "a count such as 7B, a folder or file of a model, or module:function"
@@ -171,12 +171,8 @@ def _ask(kind: str, target: str, waiting: _Waiting, name: str) -> dict[str, Any]
         if child.poll() is None:  # Ctrl-C
             child.kill()
             child.wait()
-    lines = out.splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
+    found = last_json(out)
+    if found is not None:
         return found
     said = (err.strip().splitlines() or ["nothing"])[-1]
     hint = "the end of its standard error is shown; try: python -c 'import torch'"

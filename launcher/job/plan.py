@@ -15,34 +15,8 @@ DEFAULT_GRACE_S = 5.0
 # lease; it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
 DEFAULT_LEASE_S = 30.0
 
-_ADJECTIVES = (
-    "amber",
-    "bold",
-    "brisk",
-    "calm",
-    "clear",
-    "eager",
-    "fleet",
-    "keen",
-    "lucid",
-    "mellow",
-    "quiet",
-    "swift",
-)
-_ANIMALS = (
-    "badger",
-    "crane",
-    "falcon",
-    "finch",
-    "heron",
-    "ibex",
-    "lynx",
-    "marten",
-    "otter",
-    "raven",
-    "tern",
-    "wren",
-)
+_ADJECTIVES = ["amber", "bold", "brisk", "calm", "clear", "eager", "fleet", "keen", "lucid", "mellow", "quiet", "swift"]
+_ANIMALS = ["badger", "crane", "falcon", "finch", "heron", "ibex", "lynx", "marten", "otter", "raven", "tern", "wren"]
 
 
 @dataclass(frozen=True)

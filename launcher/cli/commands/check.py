@@ -30,7 +30,7 @@ exit codes: 0 a job can run · 1 something is wrong on a host · 69 a host could
 _MAX_LINE_CHARS = 110  # a longer remedy stands on a line of its own
 
 
-@click.command("check", cls=Command, epilog=_EPILOG, short_help="Check whether a job could run on the hosts.")
+@click.command("check", cls=Command, epilog=_EPILOG)
 @host_options
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.pass_context

@@ -67,7 +67,7 @@ class _Folder(click.Path):
 _folder_argument = click.argument("path", metavar="PATH", type=_Folder())
 
 
-@click.group("checkpoint", short_help="List, verify, remove or convert checkpoints.")
+@click.group("checkpoint")
 def checkpoint_group() -> None:
     """List, verify, remove or convert checkpoints. PATH and DIR are folders of checkpoints or one of them."""
 

@@ -15,7 +15,7 @@ from launcher.base.units import counted
 from launcher.cli.options.types import Whole
 
 
-@click.group("config", short_help="Check an engine config, or explain a key.")
+@click.group("config")
 def config_group() -> None:
     """Check an engine config, show its elastic batch, or explain a key."""
 

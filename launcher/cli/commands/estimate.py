@@ -186,7 +186,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )  # fmt: skip
 
 
-@click.command("estimate", epilog=_EPILOG, short_help="Show what memory a model needs, and which setting fits.")
+@click.command("estimate", epilog=_EPILOG)
 @click.argument("model", shell_complete=files)
 @declared(_OPTIONS)
 def estimate(**values: Any) -> None:

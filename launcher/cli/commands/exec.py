@@ -41,7 +41,6 @@ examples:
     cls=Command,
     context_settings={"allow_interspersed_args": False},
     epilog=_EPILOG,
-    short_help="Run a command on all hosts.",
 )
 @host_options
 @click.option(
@@ -185,7 +184,7 @@ def _plain(result: HostResult) -> dict[str, Any]:
     return {
         "host": result.host.name,
         "exit_code": result.exit_code,
-        "stdout": result.stdout.decode("utf-8", "replace"),
+        "stdout": result.printed,
         "stderr": result.stderr.decode("utf-8", "replace"),
         "is_cut": result.is_cut,
         "error": None if error is None else error.message,

@@ -60,7 +60,7 @@ def _named_job(_ctx: click.Context, _param: click.Parameter, job: str | None) ->
 job_argument = click.argument("job", required=False, metavar="JOB", callback=_named_job, shell_complete=_complete_job)
 
 
-@click.command("ps", short_help="List running jobs, and those that ended today.")
+@click.command("ps")
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
 def ps(as_json: bool) -> None:
     """Show the jobs that ended today with their exit codes, then those that run: they stay on the screen."""
@@ -99,7 +99,7 @@ def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
     return entry.job_id, what, since, str(entry.num_ranks), fold(entry.hosts), short
 
 
-@click.command("logs", epilog=_LOGS_EPILOG, short_help="Show what the ranks of a job wrote.")
+@click.command("logs", epilog=_LOGS_EPILOG)
 @job_argument
 @click.option(
     "--rank",
@@ -144,7 +144,7 @@ def _no_log(entry: JobEntry, rank: int | None, ranks: list[int]) -> LauncherErro
     return LauncherError("there are no logs", where=entry.run_folder, hint=hint)
 
 
-@click.command("kill", epilog=_KILL_EPILOG, short_help="Stop a job on all its hosts.")
+@click.command("kill", epilog=_KILL_EPILOG)
 @job_argument
 @click.option("--now", is_flag=True, help="Kill the ranks at once. Default: SIGTERM, the job's --grace, SIGKILL.")
 def kill(job: str, now: bool) -> None:

@@ -52,7 +52,6 @@ _BATCH_OPTIONS = (
 @click.command(
     "sbatch",
     context_settings={"allow_interspersed_args": False},
-    short_help="Write, check or submit a batch script for Slurm.",
 )
 @declared(_BATCH_OPTIONS)
 @click.option("--launch-args", default="", metavar="TEXT", help='Options of `launch run`, such as "--grace 30".')
