@@ -20,9 +20,9 @@ from pathlib import Path
 from common import ROOT, Section, argument_parser, median, rounds_text, table, write_page
 from harness.sshd import LoopbackSshd
 
+from launcher.base.file_limit import FILES_A_HOST
 from launcher.cluster.cluster import Host
-from launcher.fleet.turns import MAX_PARALLEL
-from launcher.transport.open_files import FILES_A_HOST
+from launcher.fleet.member import MAX_PARALLEL
 from launcher.transport.ssh.options import SshOptions
 from launcher.transport.ssh.transport import SshTransport
 

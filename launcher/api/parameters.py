@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher.api.pickling import pack_call
 from launcher.base import env as variables
-from launcher.base.errors import UsageError
+from launcher.base.errors import Diagnostic, JobError, LauncherError, UsageError
 from launcher.base.fields import filled
 from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
@@ -27,6 +30,7 @@ StrPath = str | os.PathLike[str]
 
 _RANK_MODULE = "launcher.api.rank"
 _WORDS = ("gpu", "cpu", "auto")
+_OPTION = re.compile(r"--([a-z]+(?:[-_][a-z]+)*)")
 _LINES = "hosts"  # what errors call the lines of `hosts`
 
 
@@ -134,6 +138,36 @@ def _with_slots(line: str, ranks: int | str | None, num_devices: int) -> str:
             f'"{line}" does not say how many ranks it gets', where=_LINES, hint='give ranks=8, or "node-a slots=8"'
         )
     return f"{line} slots={num_slots}"
+
+
+@contextlib.contextmanager
+def in_python_words() -> Iterator[None]:
+    """Name the parameter where an error of the block names the option of `launch` that means the same."""
+    try:
+        yield
+    except JobError:
+        raise
+    except LauncherError as error:
+        found = [
+            Diagnostic(str(_said(each.message)), _said(each.where), _said(each.hint)) for each in error.diagnostics
+        ]
+        raise type(error).from_diagnostics(found) from error.__cause__
+
+
+def _said(text: str | None) -> str | None:
+    return None if text is None else _OPTION.sub(_parameter, text)
+
+
+def _parameter(match: re.Match[str]) -> str:
+    name = match[1].replace("-", "_")
+    own = {field.name for field in dataclasses.fields(Parameters)}
+    options = {field.name for field in dataclasses.fields(Options)}
+    for spelled in ("ranks" if name == "num_gpus" else name, f"{name}_s"):  # seconds are in the names of parameters
+        if spelled in own:
+            return f"{spelled}="
+        if spelled in options:
+            return f"Options({spelled}=)"
+    return match[0]
 
 
 def command_for(

@@ -51,26 +51,20 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
         from launcher.cli.console.trace import show_messages
 
         show_messages()
-    display, signals = Display(console), SignalQueue(plan.stop_signals)
-
-    def say_still_showing() -> None:
-        streams.say_if_possible(_STILL_SHOWING.format(plan.run_folder))
-
-    def wait_for_room() -> None:
-        display.wait_for_room(signals, say_still_showing)
-
+    signals, still_showing = SignalQueue(plan.stop_signals), _STILL_SHOWING.format(plan.run_folder)
+    display = Display(console, signals, lambda: streams.say_if_possible(still_showing))
     for note in (*job.choice.notes, *plan.notes):
         display.put(console.note, note)
     with signals.listening():  # once for all runs: no signal may find the defaults between two of them
         try:
             with registered(plan, display.warning) as registration:
-                report = job.run(plan, display, signals, wait_for_room)
+                report = job.run(plan, display, signals)
                 registration.exit_code = report.exit_code
             display.put(console.finish, report)
         finally:
             job.close()
             display.put(console.close)
-            display.close(signals, say_still_showing)
+            display.close()
     display.check()
     return report.exit_code
 

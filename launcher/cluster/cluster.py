@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+# A number beyond these is a typo, and must not eat the memory.
+MAX_SLOTS = 1_024  # of one host; no machine has more devices
+MAX_EXPANSION = 65_536  # hosts of one expression or file, such as [1-99999999]
+
 
 @dataclass(frozen=True)
 class Host:

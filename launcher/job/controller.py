@@ -33,10 +33,10 @@ from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
+from launcher.fleet.agent import HEARTBEAT_INTERVAL_S
 from launcher.fleet.cleanup import sweep_lost_hosts
 from launcher.fleet.fleet import Fleet
 from launcher.fleet.member import Ended, Event
-from launcher.fleet.sender import HEARTBEAT_INTERVAL_S
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
 from launcher.job.hang import HangWatch, find_straggler
@@ -382,12 +382,7 @@ class Controller:
             left_pids=tuple((node.name, node.left_pids) for node in self._nodes if node.left_pids),
             restart=self._plan.restart,
         )
-        try:
-            self._files.make(lambda: report.save(self._plan.run_folder))
-        except OSError as error:
-            self._watcher.warning(f"report.json could not be written: {error.strerror}")
-        except LauncherError as error:
-            self._watcher.warning(f"report.json could not be written: {error.diagnostics[0].message}")
+        self._files.save(report)
         return report
 
 

@@ -15,8 +15,10 @@ _MAX_HELD_BYTES = 256 << 20  # of earlier runs, when a job starts again
 class Display(Watcher):
     """Passes every event on to a watcher, in order. Any thread may call it."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, signals: SignalQueue, on_waiting: Callable[[], object] = lambda: None) -> None:
+        """signals: a stop signal ends every wait for the watcher. on_waiting: called once in each, after 2 s."""
         self._watcher = watcher
+        self._signals, self._on_waiting = signals, on_waiting
         self._lock = threading.Lock()
         self._held_bytes = 0  # of output that is not shown yet
         self._lane = Lane("display", tick=watcher.idle)
@@ -34,20 +36,20 @@ class Display(Watcher):
         """Raise what the watcher has raised."""
         self._lane.check()
 
-    def drain(self, signals: SignalQueue, on_waiting: Callable[[], object]) -> bool:
-        """Wait until everything is shown; False when a stop signal ended that. on_waiting: called once, after 2 s."""
+    def drain(self) -> None:
+        """Wait until everything is shown."""
         done = threading.Event()
         self.put(done.set)
-        return self._lane.wait(done, signals.asks_to_leave, on_waiting)
+        self._lane.wait(done, self._signals.asks_to_leave, self._on_waiting)
 
-    def wait_for_room(self, signals: SignalQueue, on_waiting: Callable[[], object]) -> None:
-        """Wait, as `drain` does, when very much is not shown yet: the windows of agents bound what one run adds."""
+    def wait_for_room(self) -> None:
+        """Wait when very much is not shown yet: the windows of agents bound what one run adds."""
         if self._held_bytes > _MAX_HELD_BYTES:
-            self.drain(signals, on_waiting)
+            self.drain()
 
-    def close(self, signals: SignalQueue, on_waiting: Callable[[], object]) -> None:
-        """Show everything, as `drain` does, and end the thread."""
-        self.drain(signals, on_waiting)
+    def close(self) -> None:
+        """Show everything, and end the thread."""
+        self.drain()
         self._lane.close()
 
     def output(self, rank: int, stream: str, data: bytes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,21 +75,15 @@ class Job:
         notes = self.reach.notes_on([node.host for node in plan.placement.nodes])
         return dataclasses.replace(plan, notes=(*plan.notes, *notes), run_folder=self._run_folder or plan.run_folder)
 
-    def run(
-        self,
-        first: JobPlan,
-        display: Display,
-        signals: SignalQueue,
-        before_each: Callable[[], None] = lambda: None,
-    ) -> RunReport:
+    def run(self, first: JobPlan, display: Display, signals: SignalQueue) -> RunReport:
         """Run `first` to its end, and again after failures where the request says so; return the last run's report.
 
-        before_each: called before each run. Raises: LauncherError when the first run could not be started.
+        Raises: LauncherError when the first run could not be started.
         """
         config = EngineConfig(self._request.command.arguments)
 
         def run_plan(plan: JobPlan) -> RunReport:
-            before_each()
+            display.wait_for_room()
             self.reach.prepare([node.host for node in plan.placement.nodes])
             return Controller(plan, self.reach.for_host, display, signals).run(
                 lambda: config.check(plan.placement.world_size)

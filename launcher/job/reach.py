@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from launcher.base.errors import UsageError
+from launcher.base.file_limit import allow_connections
 from launcher.cluster.cluster import Cluster, Host
 from launcher.transport.local import LocalTransport, is_local
 
@@ -74,8 +75,6 @@ class Transports:
         """Allow for the files of so many agents. Raises: UsageError."""
         if len(hosts) == 1 and self._is_here(hosts[0]):
             return
-        from launcher.transport.open_files import allow_connections
-
         allow_connections(len(hosts))
 
     def for_host(self, host: Host) -> Transport:

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from launcher.agent.wire import STDERR, STDOUT
 from launcher.api.execute import execute
 from launcher.api.output import ConsoleOutput, write
-from launcher.api.parameters import Options, Parameters, command_for
-from launcher.api.words import in_python_words
+from launcher.api.parameters import Options, Parameters, command_for, in_python_words
 from launcher.base.errors import UsageError
 from launcher.job.plan import DEFAULT_GRACE_S
 

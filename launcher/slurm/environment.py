@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from launcher.base import env
 from launcher.base.errors import HostfileError, UsageError
 from launcher.base.scheduler_rank import parse_counts
-from launcher.cluster.cluster import Cluster, Host
-from launcher.cluster.limits import MAX_EXPANSION
+from launcher.cluster.cluster import MAX_EXPANSION, Cluster, Host
 from launcher.cluster.nodeset import expand
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")

@@ -41,6 +41,8 @@ def is_local(host_name: str) -> bool:
 class LocalTransport:
     """Starts agents on this machine; implements `Transport`."""
 
+    name = "local"
+
     def __init__(
         self,
         *,
@@ -55,10 +57,6 @@ class LocalTransport:
         self._lock = threading.Lock()
         self._channels: list[LocalChannel] = []
         self._ahead: subprocess.Popen[bytes] | None = None
-
-    @property
-    def name(self) -> str:
-        return "local"
 
     def command_for(self, host: Host) -> str:
         import shlex
@@ -141,10 +139,12 @@ def _is_in_background() -> bool:
 class LocalChannel:
     """Pipes to one child process; implements `Channel`."""
 
+    window_bytes = None
+
     def __init__(self, host_name: str, process: subprocess.Popen[bytes]) -> None:
         if process.stdin is None or process.stdout is None or process.stderr is None:
             raise ValueError("the process needs pipes on stdin, stdout and stderr")
-        self._host_name = host_name
+        self.host_name = host_name
         self._process = process
         self._stdin = process.stdin
         # A bare descriptor: a file object could be collected, and closed, before this one.
@@ -158,14 +158,6 @@ class LocalChannel:
         self._stdin_open = True
         self._stderr = StderrTail(process.stderr.read, host_name, process.stderr.close)
         os.set_blocking(self._stdin.fileno(), False)
-
-    @property
-    def host_name(self) -> str:
-        return self._host_name
-
-    @property
-    def window_bytes(self) -> None:
-        return None
 
     @property
     def pid(self) -> int:
@@ -239,5 +231,5 @@ class LocalChannel:
 
     def _gone(self) -> TransportError:
         return TransportError(
-            "the agent is gone: its stdin is closed", where=self._host_name, hint=self.stderr_tail() or None
+            "the agent is gone: its stdin is closed", where=self.host_name, hint=self.stderr_tail() or None
         )

@@ -46,7 +46,6 @@ _CONNECTED = (b"Authenticated to ", b"master session id")  # the latter where a 
 _CHATTER = ("debug", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 _TRY, _OR_TRY = "try: {ssh} true", "Try: {ssh} true"
 _DROPPED = "the connection was closed before the login"
-_IS_FULL = f"has the server, or a host on the way, room for one more connection (MaxStartups)? {_OR_TRY}"
 # What `ssh` may say, what it means, and what to do; the first that is found counts.
 _CAUSES = (
     ("Could not resolve hostname", "the host name cannot be resolved", f"check its spelling; then {_TRY}"),
@@ -81,6 +80,8 @@ _CAUSES = (
 class OpenSshTransport:
     """Starts agents with `ssh`; implements `Transport`."""
 
+    name = "ssh"
+
     def __init__(self, options: SshOptions | None = None, targets: Targets | None = None) -> None:
         """targets: what was read already of the configuration that `options` names. Raises: UsageError."""
         self._options = options or SshOptions()
@@ -93,10 +94,6 @@ class OpenSshTransport:
         config = self._options.ssh_config
         if config is not None and config.is_fifo():
             raise UsageError(f"-F {config} is a pipe, which only one `ssh` could read", hint="write it into a file")
-
-    @property
-    def name(self) -> str:
-        return "ssh"
 
     def command_for(self, host: Host) -> str:
         return shlex.join(self._argv(host))

@@ -14,6 +14,7 @@ import pytest
 from harness.sshd import LoopbackSshd
 
 from launcher.base.errors import TransportError
+from launcher.base.file_limit import allow_connections
 from launcher.base.processes import descendants
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
@@ -21,7 +22,6 @@ from launcher.fleet.fleet import Fleet
 from launcher.transport.api import Channel, Transport
 from launcher.transport.diagnose import start_failure
 from launcher.transport.local import LocalTransport, is_local
-from launcher.transport.open_files import allow_connections
 from launcher.transport.openssh import OpenSshTransport
 from launcher.transport.ssh import transport as ssh
 from launcher.transport.ssh.connect import connect
@@ -41,7 +41,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     if request.param == "local":
         made = LocalTransport(module=AGENT, root=TESTS)
     else:
-        options = SshOptions(ssh_config=request.getfixturevalue("sshd").ssh_config, agent_module=AGENT, root=TESTS)
+        options = SshOptions(ssh_config=request.getfixturevalue("sshd").ssh_config, module=AGENT, root=TESTS)
         made = SshTransport(options) if request.param == "ssh" else OpenSshTransport(options)
     yield made
     made.close()

@@ -14,7 +14,7 @@ from launcher.base import env
 from launcher.base.fields import filled
 from launcher.cli.options.command import under
 from launcher.cli.options.types import Nodes, Whole
-from launcher.cluster.limits import MAX_EXPANSION
+from launcher.cluster.cluster import MAX_EXPANSION
 from launcher.transport.ssh.options import WAYS, SshOptions
 
 DEFAULT_HOSTFILE = "/job/hostfile"

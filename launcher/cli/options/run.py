@@ -21,7 +21,7 @@ from launcher.cli.options.command import HEADINGS, declared, under
 from launcher.cli.options.hosts import HOST_CHOICE, REACHING, ssh_options
 from launcher.cli.options.output import OUTPUT, OutputOptions
 from launcher.cli.options.types import Ranks, Seconds, Whole, core_list, files, resume_from, signal_list
-from launcher.cluster.limits import MAX_SLOTS
+from launcher.cluster.cluster import MAX_SLOTS
 from launcher.compat import AUTO as AUTO_ENGINE
 from launcher.compat import ENGINES
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
