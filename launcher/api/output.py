@@ -120,10 +120,8 @@ class ConsoleOutput(Output):
             self._show(stream, lines.flush())
 
     def _prefix(self, rank: int) -> bytes:
-        placement = self.plan.placement if self.plan is not None else None
-        has_hosts = placement is not None and len(placement.nodes) > 1
-        host = f" {placement.node_of(rank).host.name}" if placement is not None and has_hosts else ""
-        return f"[{rank}{host}] ".encode("utf-8", "replace")
+        label = str(rank) if self.plan is None else self.plan.placement.label(rank)
+        return f"[{label}] ".encode("utf-8", "replace")
 
     def _show(self, stream: str, data: bytes) -> None:
         if data:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -71,8 +70,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
 
 def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:
     """Return a panel for a run whose stdout is a terminal that can hold one, else None."""
-    is_capable = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-    if not (options.wants_panel and is_capable and sys.stdout.isatty()):
+    if not options.wants_panel or streams.columns_of(1) is None:
         return None
     from launcher.cli.console.live import LiveView
 

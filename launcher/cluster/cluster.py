@@ -96,6 +96,10 @@ class Placement:
         here = tuple(node for node in self.nodes if node.node_rank == node_rank)
         return Placement(here, tuple(node for node in self.nodes if node.node_rank != node_rank))
 
+    def label(self, rank: int) -> str:
+        """Return `3`, with the host where there are several: `3 node-b`."""
+        return f"{rank} {self.node_of(rank).host.name}" if len(self.nodes) > 1 else str(rank)
+
     def node_of(self, rank: int) -> NodePlacement:
         """Return the node that runs `rank`. Raises: IndexError when no node does."""
         for node in self.nodes:

@@ -28,6 +28,7 @@ from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.slurm.framing import DATA, END, PIECE_BYTES, LineReader, encode_lines
 from launcher.transport.command import NEUTRAL_FOLDER, agent_argv, is_relative
+from launcher.transport.local import start_child
 from launcher.transport.stderr_buffer import StderrTail
 
 RELAY_MODULE = "launcher.agent.relay"
@@ -348,16 +349,7 @@ def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[subpro
     lifeline = io.FileIO(writer, "w")
     guard = ["/bin/sh", "-c", _GUARDED, "sh", f"/dev/fd/{reader}", str(_ORPHAN_S), str(_FORK_S)]
     try:
-        process = subprocess.Popen(
-            [*guard, program, *argv[1:]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=(reader,),
-            env=dict(environ),
-        )
+        process = start_child([*guard, program, *argv[1:]], environ, (reader,))
     except OSError as error:
         lifeline.close()
         raise TransportError(f"srun cannot be started: {error.strerror or error}", where=program) from None

@@ -20,7 +20,7 @@ from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, own_argv
 from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from launcher.cluster.cluster import Host
@@ -77,16 +77,7 @@ class LocalTransport:
                 passed = (os.dup(0),)
                 stack.callback(os.close, *passed)
                 environ = {**os.environ, env.STDIN_FD.name: str(passed[0])}
-            return subprocess.Popen(
-                self._argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-                pass_fds=passed,
-                env=environ,
-            )
+            return start_child(self._argv, environ, passed)
 
     def open(self, host: Host) -> LocalChannel:
         with self._lock:
@@ -113,6 +104,25 @@ class LocalTransport:
                 unused.kill()
         for channel in channels:
             channel.close()
+
+
+def start_child(
+    argv: Sequence[str], environ: Mapping[str, str] | None, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a program with pipes on its three streams. It has no terminal: Ctrl-C does not reach it, nor it the user.
+
+    environ: None: this process's own. Raises: OSError.
+    """
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        pass_fds=pass_fds,
+        env=environ,
+    )
 
 
 def watched(process: subprocess.Popen[bytes], host_name: str, make: Callable[[], _C]) -> _C:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import Diagnostic, TransportError, UsageError
-from launcher.transport.local import LocalChannel, watched
+from launcher.transport.local import LocalChannel, start_child, watched
 from launcher.transport.ssh import library
 from launcher.transport.ssh.config import DEFAULT_CONNECT_TIMEOUT_S, Targets
 from launcher.transport.ssh.options import SshOptions
@@ -142,15 +142,8 @@ class OpenSshTransport:
                     log = _Log(host.name, is_shown=self._options.verbose)
                     undo.callback(log.end_writing)
                     timeout = f"ConnectTimeout={max(1.0, timeout_s):.0f}"
-                    process = subprocess.Popen(
-                        self._argv(host, "-o", timeout, "-o", "LogLevel=DEBUG1", "-E", log.path),
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        bufsize=0,
-                        start_new_session=True,  # no terminal: its Ctrl-C does not reach `ssh`, nor a question the user
-                        env={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
-                    )
+                    argv = self._argv(host, "-o", timeout, "-o", "LogLevel=DEBUG1", "-E", log.path)
+                    process = start_child(argv, {**os.environ, "SSH_ASKPASS_REQUIRE": "never"})
                 except (OSError, RuntimeError) as error:
                     raise TransportError(
                         f"ssh cannot be started: {getattr(error, 'strerror', None) or error}",

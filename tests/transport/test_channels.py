@@ -41,7 +41,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     if request.param == "local":
         made = LocalTransport(module=AGENT, root=TESTS)
     else:
-        options = SshOptions(ssh_config=request.getfixturevalue("sshd").ssh_config, module=AGENT, root=TESTS)
+        options = SshOptions(ssh_config=request.getfixturevalue("sshd").ssh_config, agent_module=AGENT, root=TESTS)
         made = SshTransport(options) if request.param == "ssh" else OpenSshTransport(options)
     yield made
     made.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -120,7 +121,7 @@ class Console(Watcher):
         self._options = options
         self._level = LOG_LEVELS.index(options.level)
         # The panel moves the cursor anyway: who debugs a rank turns it off with --plain.
-        has_prompts = live is None and plan.placement.world_size == 1 and streams.has_terminal_input()
+        has_prompts = live is None and plan.placement.world_size == 1 and os.isatty(0)
         self._lines = _lines_of_streams(has_prompts=has_prompts)
         self._live = live
         self._facts: Watcher = live or Watcher()  # gets what plain lines do not show
@@ -212,11 +213,7 @@ class Console(Watcher):
 
     def _prefix(self, rank: int) -> bytes:
         """Return `[3] `, with the host where there are several: `[3 node-b] `; nothing for --no-prefix."""
-        if not self._has_prefixes:
-            return b""
-        placement = self._plan.placement
-        host = f" {placement.node_of(rank).host.name}" if len(placement.nodes) > 1 else ""
-        return f"[{rank}{host}] ".encode("utf-8", "replace")
+        return f"[{self._plan.placement.label(rank)}] ".encode("utf-8", "replace") if self._has_prefixes else b""
 
     def finish(self, report: RunReport) -> None:
         """Print the rest of the output and how the run ended."""

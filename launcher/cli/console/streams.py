@@ -31,11 +31,6 @@ def open_missing() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def has_terminal_input() -> bool:
-    """Whether somebody may type what is read from standard input."""
-    return os.isatty(0)
-
-
 def write(stream: BinaryIO, data: bytes) -> None:
     """Write bytes as they are; when it cannot be done, what follows goes nowhere."""
     try:

@@ -14,7 +14,7 @@ from launcher.base.fields import filled
 from launcher.cli.options.command import declared
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, default_hostfile, ssh_options
 from launcher.cluster.cluster import Cluster, Host, NodeRange
-from launcher.cluster.devices import local_slots
+from launcher.cluster.devices import local_device_tokens
 from launcher.job.offered import offered_hosts
 from launcher.job.reach import AllocationTransports, Reach, Transports
 from launcher.slurm.allocation import in_allocation
@@ -73,7 +73,7 @@ class HostOptions:
                 "--include, --exclude and --num-nodes choose among the hosts of a hostfile, and there is none",
                 hint="name one with --hostfile",
             )
-        return Cluster((Host("localhost", local_slots(os.environ) or (0,)),))
+        return Cluster((Host("localhost", tuple(range(len(local_device_tokens(os.environ)) or 1))),))
 
 
 host_options = declared((*HOST_CHOICE, *REACHING))  # a command gets them as keywords, for `HostOptions.of`

@@ -264,12 +264,8 @@ def _filled_in(value: str) -> str:
 def _known_hosts_files(found: dict[str, Any], options: SshOptions) -> tuple[Path, ...]:
     if options.known_hosts is not None:
         return (options.known_hosts,)
-    names: list[str] = []
-    for key, default in (
-        ("userknownhostsfile", _USER_KNOWN_HOSTS),
-        ("globalknownhostsfile", _GLOBAL_KNOWN_HOSTS),
-    ):
-        names.extend(_words(found.get(key, default)))
+    own = _words(found.get("userknownhostsfile", _USER_KNOWN_HOSTS))
+    names = own + _words(found.get("globalknownhostsfile", _GLOBAL_KNOWN_HOSTS))
     return tuple(Path(os.path.expanduser(name)) for name in names if name.lower() != "none")
 
 
