@@ -25,6 +25,7 @@ from common import Section, argument_parser, table
 from launcher.agent import wire
 from launcher.base import env
 from launcher.base.errors import LauncherError
+from launcher.base.scheduler_rank import scheduler_rank
 from launcher.base.secrets import mask_arguments
 from launcher.cli.commands.run import run as run_command
 from launcher.cli.options.jobfile import read_job_file
@@ -36,11 +37,12 @@ from launcher.cluster.hostfile import parse_hostfile
 from launcher.cluster.hostname import parse_address
 from launcher.cluster.nodeset import expand
 from launcher.job.envfile import parse_env_file
-from launcher.slurm.environment import parse_job_detail, parse_nodelist, read_allocation, read_task
+from launcher.slurm.environment import parse_job_detail, parse_nodelist, read_allocation
 from launcher.slurm.framing import DATA, LineReader, encode_lines
 from launcher.slurm.lint import lint_script
 from launcher.transport.command import AGENT_MODULE, agent_shell_command
-from launcher.transport.ssh.config import SshOptions, load_config, resolve
+from launcher.transport.ssh.config import load_config, resolve
+from launcher.transport.ssh.options import SshOptions
 
 _ECHO = "import os, sys; os.write(1, b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
 _PER_SHELL = 50  # arguments given to one `sh`
@@ -196,7 +198,7 @@ def _slurm(chance: random.Random) -> object:
     for name in chance.sample(names, chance.randint(0, 4)):
         del environ[name]
     task = chance.random() < 0.5
-    return read_task(environ) if task else read_allocation(environ, num_slots=chance.choice((None, 2)))
+    return scheduler_rank(environ) if task else read_allocation(environ, num_slots=chance.choice((None, 2)))
 
 
 def _nodelist(chance: random.Random) -> object:
@@ -266,7 +268,7 @@ def _ssh_config(chance: random.Random) -> object:
         ),
     )
     path.write_bytes("\n".join(mutated(chance, *lines) for _ in range(4)).encode("utf-8", "surrogatepass"))
-    options = SshOptions(config_file=path)
+    options = SshOptions(ssh_config=path)
     return resolve(_host(chance), load_config(options), options)
 
 

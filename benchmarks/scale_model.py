@@ -20,10 +20,11 @@ from pathlib import Path
 from common import ROOT, Section, argument_parser, median, rounds_text, table, write_page
 from harness.sshd import LoopbackSshd
 
+from launcher.base.file_limit import FILES_A_HOST
 from launcher.cluster.cluster import Host
-from launcher.fleet.turns import MAX_PARALLEL
-from launcher.transport.open_files import FILES_A_HOST
-from launcher.transport.ssh.transport import SshOptions, SshTransport
+from launcher.fleet.member import MAX_PARALLEL
+from launcher.transport.ssh.options import SshOptions
+from launcher.transport.ssh.transport import SshTransport
 
 FEW = 25
 SIZES = (8, 64, 250, 1_000, 2_500, 10_000)
@@ -86,7 +87,7 @@ class Bench:
 
     def connect_s(self) -> float:
         """Measure how long one host takes to be connected while nothing else runs."""
-        transport = SshTransport(SshOptions(config_file=self.sshd.ssh_config, shell_only=True))
+        transport = SshTransport(SshOptions(ssh_config=self.sshd.ssh_config, shell_only=True))
         samples = []
         for number in range(1, 21):
             start_s = time.perf_counter()

@@ -16,12 +16,12 @@ import socket
 import sys
 import termios
 import time
+from enum import Enum, auto
 
 from launcher.agent import scratch
 from launcher.agent.oom import OomWatch
 from launcher.agent.record import read_record, without_own_frames
 from launcher.agent.spawn import Rank, append_to_call, check_devices, check_files, spawn_failure, spawn_rank
-from launcher.agent.state import AgentState, move
 from launcher.agent.wire import (
     MAGIC,
     PROTOCOL_VERSION,
@@ -74,6 +74,15 @@ _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 _PORT_TRIES = 100
 
 
+class _State(Enum):
+    """WAITING -> RUNNING -> STOPPING -> GONE; a node without ranks goes straight to GONE."""
+
+    WAITING = auto()  # connected, no ranks yet
+    RUNNING = auto()  # ranks were started and none was asked to end
+    STOPPING = auto()  # SIGTERM was sent, or all ranks have ended; descendants are being waited for
+    GONE = auto()  # no rank and no descendant is left
+
+
 class Supervisor:
     """Owns the ranks of one node."""
 
@@ -85,7 +94,7 @@ class Supervisor:
         self._unsent = bytearray(MAGIC)
         self._unhandled_bytes = 0  # of output: sent, or to be sent, and not yet handled by the controller
         self._connected = True
-        self._state = AgentState.WAITING
+        self._state = _State.WAITING
         self._ranks: dict[int, Rank] = {}  # by pid
         self._spec: Spawn | None = None
         self._lease_s: float | None = _WAITING_LEASE_S  # None: the stream's end is enough
@@ -116,7 +125,7 @@ class Supervisor:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.monotonic(), given_devices(os.environ)))
         try:
-            while self._state is not AgentState.GONE or self._unsent:
+            while self._state is not _State.GONE or self._unsent:
                 self._turn()
         finally:
             if self._scratch is not None:
@@ -144,7 +153,7 @@ class Supervisor:
         self._check_deadlines()
 
     def _wait_s(self) -> float:
-        is_urgent = self._state is AgentState.STOPPING or self._stacks_at_s is not None
+        is_urgent = self._state is _State.STOPPING or self._stacks_at_s is not None
         is_urgent = is_urgent or self._leftovers_until_s is not None
         is_urgent = is_urgent or any(rank.status is not None for rank in self._ranks.values())
         return _STOP_POLL_S if is_urgent else _IDLE_WAIT_S
@@ -184,7 +193,7 @@ class Supervisor:
         number, self._ending_signal = self._ending_signal, None
         if number is None:
             return
-        if self._state is AgentState.WAITING:
+        if self._state is _State.WAITING:
             sys.stderr.write(f"the agent got {signal.Signals(number).name} before it had started any rank\n")
         self._stop(self._spec.grace_s if self._spec else 0.0)
 
@@ -226,7 +235,7 @@ class Supervisor:
             self._lose_controller()
 
     def _handle(self, message: Message) -> None:
-        if self._state is AgentState.GONE:
+        if self._state is _State.GONE:
             return
         if isinstance(message, PickPort):
             self._send(PortPicked(_free_port(message.port)))
@@ -252,7 +261,7 @@ class Supervisor:
         elif isinstance(message, Sweep):
             left = sweep_job(message.job_id)
             scratch.remove_left(message.job_id)
-            self._state = move(self._state, AgentState.GONE)
+            self._state = _State.GONE
             self._send(Bye(sorted(left)))
 
     # ---- ranks ----
@@ -260,7 +269,7 @@ class Supervisor:
     def _spawn(self, spec: Spawn) -> None:
         self._spec = spec
         self._lease_s = spec.lease_s
-        self._state = move(self._state, AgentState.RUNNING)
+        self._state = _State.RUNNING
         num_ranks = len(spec.rank_envs)
         try:
             check_devices(spec)
@@ -275,7 +284,7 @@ class Supervisor:
                     self._set_watched(descriptor, selectors.EVENT_READ, self._reads_ranks, rank)
                 self._send(Started(rank.number, rank.pid))
                 self._write()  # to the launcher, silence would mean that this host is lost
-                if self._state is not AgentState.RUNNING:
+                if self._state is not _State.RUNNING:
                     break
             self._last_message_s = time.monotonic()  # nobody has listened meanwhile
         except (OSError, ValueError, LauncherError) as error:  # ValueError: what no argument or variable may hold
@@ -333,7 +342,7 @@ class Supervisor:
                     rank.oom = self._oom_watch.evidence()
         for rank in list(self._ranks.values()):
             self._report_if_over(rank)
-        if not self._ranks and self._state is AgentState.RUNNING:
+        if not self._ranks and self._state is _State.RUNNING:
             self._end_leftovers()
 
     def _end_leftovers(self) -> None:
@@ -401,20 +410,20 @@ class Supervisor:
     def _stop(self, grace_s: float) -> None:
         """Send SIGTERM to every descendant, once; SIGKILL follows after the grace. A shorter grace wins."""
         kill_at_s = time.monotonic() + grace_s
-        if self._state is AgentState.WAITING:
-            self._state = move(self._state, AgentState.GONE)
-        elif self._state is AgentState.RUNNING:
-            self._state = move(self._state, AgentState.STOPPING)
+        if self._state is _State.WAITING:
+            self._state = _State.GONE
+        elif self._state is _State.RUNNING:
+            self._state = _State.STOPPING
             self._kill_at_s = kill_at_s
             send(descendants(os.getpid()), signal.SIGTERM)
-        elif self._state is AgentState.STOPPING and self._kill_at_s is not None:
+        elif self._state is _State.STOPPING and self._kill_at_s is not None:
             self._kill_at_s = min(self._kill_at_s, kill_at_s)
 
     def _check_deadlines(self) -> None:
         now_s = time.monotonic()
         if self._connected and self._lease_s is not None and now_s - self._last_message_s > self._lease_s:
             self._lose_controller()
-        if self._state is not AgentState.STOPPING:
+        if self._state is not _State.STOPPING:
             return
         left = descendants(os.getpid())
         if left and self._kill_at_s is not None and now_s >= self._kill_at_s:
@@ -422,7 +431,7 @@ class Supervisor:
             self._give_up_at_s = self._give_up_at_s or now_s + timeouts().kill_s
         gave_up = self._give_up_at_s is not None and now_s > self._give_up_at_s
         if (not left and not self._ranks) or gave_up:
-            self._state = move(self._state, AgentState.GONE)
+            self._state = _State.GONE
             self._send(Bye(sorted(left)))
 
 

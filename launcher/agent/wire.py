@@ -214,33 +214,7 @@ class Bye(Message):
     left: list[int] = []  # noqa: RUF012  # pids that SIGKILL did not end: a device or a file system holds them
 
 
-_TYPES: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        PickPort,
-        Call,
-        Spawn,
-        Stop,
-        DumpStacks,
-        Notify,
-        Sweep,
-        Handled,
-        Lease,
-        Ping,
-        Hello,
-        Pong,
-        PortPicked,
-        Started,
-        SpawnFailed,
-        Output,
-        Progress,
-        Stacks,
-        Raised,
-        Exited,
-        LeftBehind,
-        Bye,
-    )
-}
+_TYPES = {kind.__name__: kind for kind in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:

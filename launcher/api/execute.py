@@ -6,7 +6,6 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.api.outcome import Ended, JobTimeout
@@ -22,31 +21,23 @@ from launcher.job.plan import JobPlan
 from launcher.job.planning import Here
 
 
-@dataclass
-class _Deadline:
-    """Asks for the end of a job when its time is over."""
+@contextlib.contextmanager
+def _ending_after(timeout_s: float | None, signals: SignalQueue) -> Iterator[threading.Event]:
+    """Ask for the end of the job, through `signals`, once the time is over; the event says whether it is."""
+    is_over = threading.Event()
 
-    timeout_s: float | None
-    has_passed: bool = False
+    def end() -> None:
+        is_over.set()
+        signals.ask(signal.SIGTERM)
 
-    @contextlib.contextmanager
-    def watching(self, signals: SignalQueue) -> Iterator[None]:
-        """Ask, through `signals`, once the time is over and the block has not ended."""
-        if self.timeout_s is None:
-            yield
-            return
-
-        def end() -> None:
-            self.has_passed = True
-            signals.ask(signal.SIGTERM)
-
-        timer = threading.Timer(self.timeout_s, end)
-        timer.daemon = True
+    timer = threading.Timer(timeout_s or 0.0, end)
+    timer.daemon = True
+    if timeout_s is not None:
         timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    try:
+        yield is_over
+    finally:
+        timer.cancel()
 
 
 def execute(parameters: Parameters, output: Output, job_id: str | None = None, run_folder: Path | None = None) -> Ended:
@@ -57,22 +48,23 @@ def execute(parameters: Parameters, output: Output, job_id: str | None = None, r
     """
     request, here = parameters.request(), Here.now()
     offered = parameters.offered(request, here)
-    job = Job(request, here, offered, parameters.options, job_id=job_id, run_folder=run_folder)
+    job = Job(request, here, offered, parameters.options.ssh_options, job_id=job_id, run_folder=run_folder)
     try:
         plan = job.plan()
         for note in (*job.choice.notes, *plan.notes):
             output.say(note)
-        return _run(job, plan, output, _Deadline(parameters.timeout_s))
+        return _run(job, plan, output, parameters.timeout_s)
     finally:
         job.close()
 
 
-def _run(job: Job, first: JobPlan, output: Output, deadline: _Deadline) -> Ended:
+def _run(job: Job, first: JobPlan, output: Output, timeout_s: float | None) -> Ended:
     """Run a job to its end. Raises: as `execute`."""
-    display, signals = Display(output), SignalQueue(first.stop_signals)
+    signals = SignalQueue(first.stop_signals)
+    display = Display(output, signals)
     is_main = threading.current_thread() is threading.main_thread()
     report: RunReport | None = None
-    with signals.listening() if is_main else contextlib.nullcontext(), deadline.watching(signals):
+    with signals.listening() if is_main else contextlib.nullcontext(), _ending_after(timeout_s, signals) as is_over:
         try:
             report = job.run(first, display, signals)
             for text in report.warnings():
@@ -82,24 +74,24 @@ def _run(job: Job, first: JobPlan, output: Output, deadline: _Deadline) -> Ended
                 raise  # else the job was ended before any rank was started
         finally:
             display.put(output.finish)
-            display.close(signals, lambda: None)
+            display.close()
     display.check()
     plan = output.plan or first
-    _raise_if_stopped(plan, report, signals.first_stop, deadline)
+    _raise_if_stopped(plan, report, signals.first_stop, timeout_s if is_over.is_set() else None)
     if report is None:
         raise RuntimeError("a run without a report was stopped")
     return Ended(report, plan.run_folder, {rank: bytes(data) for rank, data in output.answers.items()})
 
 
-def _raise_if_stopped(plan: JobPlan, report: RunReport | None, number: int | None, deadline: _Deadline) -> None:
-    """Raise what a signal means to the caller. report: None when no rank was started."""
+def _raise_if_stopped(plan: JobPlan, report: RunReport | None, number: int | None, time_s: float | None) -> None:
+    """Raise what a signal means to the caller. report: None when no rank was started. time_s: all of it has passed."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if report is not None and (report.interrupted_by is None or report.failure is not None):
         return
-    if deadline.has_passed and deadline.timeout_s is not None:
+    if time_s is not None:
         raise JobTimeout(
-            f"the job had not ended after {format_duration(deadline.timeout_s)}, and its ranks were ended",
+            f"the job had not ended after {format_duration(time_s)}, and its ranks were ended",
             where=f"job {plan.job_id}",
             hint=f"output of the ranks: {plan.run_folder}; timeout_s is what the whole job may take",
         )

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from launcher.agent.wire import RESULT, STDERR, STDOUT
 from launcher.api.pickling import MAX_ANSWER_BYTES
 from launcher.base.errors import ProtocolError, UsageError
+from launcher.base.units import counted
 from launcher.cli.console.lines import MixedLines
+from launcher.job.events import Watcher
 from launcher.job.outcome import Failure, RunReport
 from launcher.job.plan import JobPlan
 
@@ -45,8 +47,8 @@ def write(stream: str, text: str) -> None:
         target.flush()
 
 
-class Output:
-    """Keeps the answers of ranks and shows nothing: output is in the logs. Implements the job's `Watcher`."""
+class Output(Watcher):
+    """Keeps the answers of ranks and shows nothing: output is in the logs."""
 
     def __init__(self) -> None:
         self.answers: dict[int, bytearray] = defaultdict(bytearray)  # by rank, see `pickling.unpack_answer`
@@ -64,7 +66,7 @@ class Output:
         self.answers.clear()
         num_ranks, logs = plan.placement.world_size, os.path.relpath(plan.run_folder)
         shown = plan.run_folder if logs.startswith("..") else logs
-        self.say(f"job {plan.job_id} · {num_ranks} rank{'s'[: num_ranks > 1]} · logs {shown}/")
+        self.say(f"job {plan.job_id} · {counted(num_ranks, 'rank')} · logs {shown}/")
 
     def waiting(self, what: str) -> None:
         self.say(f"waiting for {what}")
@@ -80,15 +82,6 @@ class Output:
     def show(self, rank: int, stream: str, data: bytes) -> None:
         """Show what a rank wrote."""
 
-    def started(self, rank: int) -> None:
-        """Show nothing, as for `progress` and `ended`: the ranks' own lines say it."""
-
-    def progress(self, rank: int, step: int, loss: float | None) -> None:
-        """Show nothing."""
-
-    def ended(self, rank: int, status: int) -> None:
-        """Show nothing."""
-
     def raised(self, failure: Failure) -> None:
         what = failure.traceback or failure.reason
         self.warning(f"rank {failure.rank} has failed but has not exited:\n{what.rstrip()}")
@@ -102,15 +95,6 @@ class Output:
 
     def stacks(self, text: str, path: str) -> None:
         self.warning(f"{text}\nstacks of all ranks: {path}")
-
-    def suspending(self) -> None:
-        """Show nothing, as for `continuing`."""
-
-    def continuing(self, away_s: float) -> None:
-        """Show nothing."""
-
-    def idle(self) -> None:
-        """Show nothing: there is no line that waits for its end."""
 
     def finish(self) -> None:
         """Show what had no line end."""
@@ -136,10 +120,8 @@ class ConsoleOutput(Output):
             self._show(stream, lines.flush())
 
     def _prefix(self, rank: int) -> bytes:
-        placement = self.plan.placement if self.plan is not None else None
-        has_hosts = placement is not None and len(placement.nodes) > 1
-        host = f" {placement.node_of(rank).host.name}" if placement is not None and has_hosts else ""
-        return f"[{rank}{host}] ".encode("utf-8", "replace")
+        label = str(rank) if self.plan is None else self.plan.placement.label(rank)
+        return f"[{label}] ".encode("utf-8", "replace")
 
     def _show(self, stream: str, data: bytes) -> None:
         if data:

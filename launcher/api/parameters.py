@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.api.pickling import pack_call
 from launcher.base import env as variables
-from launcher.base.errors import UsageError
+from launcher.base.errors import Diagnostic, JobError, LauncherError, UsageError
+from launcher.base.fields import filled
 from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
 from launcher.compat import ENGINES
@@ -20,15 +24,13 @@ from launcher.job.planning import Here, num_ranks
 from launcher.job.request import Request
 from launcher.slurm.allocation import in_allocation
 from launcher.transport.local import is_local
-from launcher.transport.ssh import WAYS
-
-if TYPE_CHECKING:
-    from launcher.transport.ssh.config import SshOptions
+from launcher.transport.ssh.options import WAYS, SshOptions
 
 StrPath = str | os.PathLike[str]
 
 _RANK_MODULE = "launcher.api.rank"
 _WORDS = ("gpu", "cpu", "auto")
+_OPTION = re.compile(r"--([a-z]+(?:[-_][a-z]+)*)")
 _LINES = "hosts"  # what errors call the lines of `hosts`
 
 
@@ -57,23 +59,10 @@ class Options:
                 raise UsageError(f'Options({name}=) is "{value}"', hint=f"give one of {', '.join(known)}")
 
     @property
-    def shell_setup(self) -> str:
-        """Shell text that runs on a host first."""
-        return self.setup
-
-    @property
     def ssh_options(self) -> SshOptions:
         """How hosts are reached over SSH."""
-        from launcher.transport.ssh.config import SshOptions
-
-        return SshOptions(
-            way=self.ssh,
-            port=self.ssh_port,
-            config_file=None if self.ssh_config is None else Path(self.ssh_config),
-            python=self.remote_python,
-            setup=self.setup,
-            accept_new_host_keys=self.accept_new_host_keys,
-        )
+        ssh_config = None if self.ssh_config is None else Path(self.ssh_config)
+        return filled(SshOptions, {**vars(self), "ssh_config": ssh_config})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,28 +104,18 @@ class Parameters:
 
     def request(self) -> Request:
         """Return the request of a run, in the allocation that this process is in or not. Raises: UsageError."""
-        options, num_nodes = self.options, self.options.num_nodes
+        num_nodes = self.options.num_nodes
         hostfile = _LINES if self.hosts is not None else None if self.hostfile is None else os.fspath(self.hostfile)
         log_dir = self.log_dir or os.environ.get(variables.LOG_DIR.name) or "runs"
-        return Request(
-            command=self.command,
-            hostfile=hostfile,
-            in_slurm=hostfile is None and in_allocation(os.environ),
-            include=self.include,
-            exclude=self.exclude,
-            num_nodes=None if num_nodes is None else NodeRange(num_nodes, num_nodes),
-            min_nodes=options.min_nodes,
-            num_gpus=self.ranks if self.hosts is None else None,  # else the lines have their slots
-            master_addr=options.master_addr,
-            master_port=options.master_port,
-            env=tuple(f"{name}={value}" for name, value in self.env.items()),
-            log_dir=Path(working_folder(), log_dir),
-            max_restarts=self.max_restarts,
-            grace_s=options.grace_s,
-            lease_s=options.lease_s,
-            hang_timeout_s=options.hang_timeout_s,
-            engine=options.engine,
-        )
+        changed = {
+            "hostfile": hostfile,
+            "in_slurm": hostfile is None and in_allocation(os.environ),
+            "num_nodes": None if num_nodes is None else NodeRange(num_nodes, num_nodes),
+            "num_gpus": self.ranks if self.hosts is None else None,  # else the lines have their slots
+            "env": tuple(f"{name}={value}" for name, value in self.env.items()),
+            "log_dir": Path(working_folder(), log_dir),
+        }
+        return filled(Request, {**vars(self.options), **vars(self), **changed})
 
     def offered(self, request: Request, here: Here) -> Cluster | None:
         """Return the hosts to choose from; None: this machine alone. Raises: HostfileError, UsageError."""
@@ -159,6 +138,36 @@ def _with_slots(line: str, ranks: int | str | None, num_devices: int) -> str:
             f'"{line}" does not say how many ranks it gets', where=_LINES, hint='give ranks=8, or "node-a slots=8"'
         )
     return f"{line} slots={num_slots}"
+
+
+@contextlib.contextmanager
+def in_python_words() -> Iterator[None]:
+    """Name the parameter where an error of the block names the option of `launch` that means the same."""
+    try:
+        yield
+    except JobError:
+        raise
+    except LauncherError as error:
+        found = [
+            Diagnostic(str(_said(each.message)), _said(each.where), _said(each.hint)) for each in error.diagnostics
+        ]
+        raise type(error).from_diagnostics(found) from error.__cause__
+
+
+def _said(text: str | None) -> str | None:
+    return None if text is None else _OPTION.sub(_parameter, text)
+
+
+def _parameter(match: re.Match[str]) -> str:
+    name = match[1].replace("-", "_")
+    own = {field.name for field in dataclasses.fields(Parameters)}
+    options = {field.name for field in dataclasses.fields(Options)}
+    for spelled in ("ranks" if name == "num_gpus" else name, f"{name}_s"):  # seconds are in the names of parameters
+        if spelled in own:
+            return f"{spelled}="
+        if spelled in options:
+            return f"Options({spelled}=)"
+    return match[0]
 
 
 def command_for(

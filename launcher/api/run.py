@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from launcher.api.execute import execute
 from launcher.api.outcome import Outcome
 from launcher.api.output import TakeLine, output_for
-from launcher.api.parameters import Options, Parameters, StrPath, command_for
-from launcher.api.words import in_python_words
+from launcher.api.parameters import Options, Parameters, StrPath, command_for, in_python_words
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack

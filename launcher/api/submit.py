@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.api.outcome import Ended, JobTimeout
-from launcher.api.parameters import Options, Parameters, StrPath, command_for
-from launcher.api.words import in_python_words
+from launcher.api.parameters import Options, Parameters, StrPath, command_for, in_python_words
 from launcher.base import env as variables
 from launcher.base.errors import JobError, LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode

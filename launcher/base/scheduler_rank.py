@@ -22,6 +22,7 @@ _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 # Steps above are not srun's: the batch script, the external and the interactive step.
 _MAX_STEP_ID = 0xFFFF_FFF0
 _MAX_DIGITS = 10
+_MAX_NODES = 65_536  # more are a typo
 # Who sets them; rank, world size, local rank, local world size.
 _MPI = (
     ("mpirun (Open MPI)", env.OMPI_RANK, env.OMPI_SIZE, env.OMPI_LOCAL_RANK, env.OMPI_LOCAL_SIZE),
@@ -41,6 +42,13 @@ class SchedulerRank(Record):
     local_world_size: int | None
     first_node: str | None  # name of the node of rank 0, None when it is not said
     port: int | None  # that all ranks of this job derive alike, None where nothing distinguishes the job
+    node_rank: int | None = None  # None: not said
+    num_nodes: int | None = None
+
+    @property
+    def program(self) -> str:
+        """What has started it, in one word."""
+        return self.started_by.partition(" ")[0]
 
     @property
     def is_one_host(self) -> bool:
@@ -52,9 +60,15 @@ class SchedulerRank(Record):
 
         default_port: where the job has no port of its own. Raises: UsageError naming what a user must export.
         """
+        node_rank, num_nodes = (0, 1) if self.is_one_host else (self.node_rank, self.num_nodes)
         values = {
             env.LOCAL_RANK: self.local_rank,
             env.LOCAL_WORLD_SIZE: self.local_world_size,
+            env.LOCAL_SIZE: self.local_world_size,
+            env.NODE_RANK: node_rank,
+            env.GROUP_RANK: node_rank,
+            env.CROSS_RANK: node_rank,
+            env.CROSS_SIZE: num_nodes,
             env.MASTER_ADDR: "127.0.0.1" if self.is_one_host else self.first_node,
             env.MASTER_PORT: self.port or default_port,
         }
@@ -93,12 +107,25 @@ def scheduler_rank(environ: Mapping[str, str]) -> SchedulerRank | None:
             where=env.PMIX_RANK.name,
             hint="export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or use `launch` or mpirun",
         )
-    return found if found is not None and found.world_size > 1 else None
+    if found is None or found.world_size < 2:
+        return None
+    if found is task:
+        _check_task(environ, found)
+    return found
 
 
-def port_of_step(job_id: int, step_id: int) -> int:
-    """Return a port that all tasks of a Slurm step derive alike; two steps of a job get different ones."""
-    return _FIRST_PORT + (job_id * 31 + step_id) % _NUM_PORTS
+def parse_counts(text: str, name: str) -> tuple[int, ...]:
+    """Expand Slurm's `2(x3),1` to (2, 2, 2, 1); `name` is the variable, for errors. Raises: UsageError."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, repeat = part.removesuffix(")").partition("(x")
+        is_well_formed = part in (count, f"{count}(x{repeat})") and all(map(_is_number, (count, repeat or "1")))
+        if not is_well_formed or int(repeat or 1) + len(counts) > _MAX_NODES:
+            raise UsageError(
+                f'"{text[:80]}" is not a list of counts', where=name, hint='expected for example "2(x3),1"'
+            )
+        counts += [int(count)] * int(repeat or 1)
+    return tuple(counts)
 
 
 def is_srun_step(environ: Mapping[str, str]) -> bool:
@@ -132,20 +159,33 @@ def _srun_task(environ: Mapping[str, str]) -> SchedulerRank | None:
     if not is_srun_step(environ):
         return None
     nodes = environ.get(env.SLURM_STEP_NODELIST.name) or environ.get(env.SLURM_JOB_NODELIST.name)
-    size = _number(environ, env.SLURM_STEP_NUM_TASKS)
-    has_one_node = environ.get(env.SLURM_STEP_TASKS_PER_NODE.name) == str(size)
-    return _checked(
-        SchedulerRank(
-            SRUN,
-            _number(environ, env.SLURM_PROCID),
-            size,
-            _number(environ, env.SLURM_LOCALID) if env.SLURM_LOCALID.name in environ else None,
-            size if has_one_node else None,
-            _first_node(nodes) if nodes else None,
-            _port_of_job(environ),
-        ),
-        env.SLURM_PROCID,
+    rank, size = _number(environ, env.SLURM_PROCID), _number(environ, env.SLURM_STEP_NUM_TASKS)
+    local_rank, node_rank = (
+        _number(environ, known) if known.name in environ else None for known in (env.SLURM_LOCALID, env.SLURM_NODEID)
     )
+    counts = _tasks_per_node(environ)
+    here = (counts[node_rank : node_rank + 1] or (0,))[0] if counts and node_rank is not None else None
+    first, port = _first_node(nodes) if nodes else None, _port_of_job(environ)
+    found = SchedulerRank(SRUN, rank, size, local_rank, here, first, port, node_rank, len(counts) or None)
+    return _checked(found, env.SLURM_PROCID)
+
+
+def _tasks_per_node(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the number of srun's tasks on each node, () where it is not said. Raises: UsageError."""
+    name = env.SLURM_STEP_TASKS_PER_NODE.name
+    return parse_counts(environ[name], name) if name in environ else ()
+
+
+def _check_task(environ: Mapping[str, str], task: SchedulerRank) -> None:
+    """Raises: UsageError for a task of srun that cannot be one of the step's."""
+    counts, here = _tasks_per_node(environ), task.local_world_size
+    if counts and (sum(counts) != task.world_size or (here is not None and (task.local_rank or 0) >= here)):
+        raise UsageError(
+            f"Slurm's variables contradict each other: task {task.rank} of {task.world_size} on node {task.node_rank},"
+            f" tasks per node {environ[env.SLURM_STEP_TASKS_PER_NODE.name]}",
+            where=env.SLURM_STEP_TASKS_PER_NODE.name,
+            hint="start the script or `launch` by srun itself, without changing SLURM_* variables",
+        )
 
 
 def _port_of_job(environ: Mapping[str, str]) -> int | None:
@@ -156,7 +196,7 @@ def _port_of_job(environ: Mapping[str, str]) -> int | None:
 
         return _FIRST_PORT + zlib.crc32(namespace.encode("utf-8", "surrogateescape")) % _NUM_PORTS
     if _is_number(job_id) and is_srun_step(environ):
-        return port_of_step(int(job_id), int(step_id))
+        return _FIRST_PORT + (int(job_id) * 31 + int(step_id)) % _NUM_PORTS
     return None
 
 

@@ -38,6 +38,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return `1 host` or `3 hosts`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_duration(seconds: float) -> str:
     """Return `12.4 s`, `3 min 05 s` or `2 h 07 min`."""
     if seconds < 60:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -36,7 +35,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     """
     request, here = options.request, Here.now()
     offered = offered_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_ranks(request, here))
-    job = Job(request, here, offered, options.reaching, local=local)
+    job = Job(request, here, offered, options.ssh, local=local)
     plan = job.plan()
     _check_script(plan)
     if options.dry_run:
@@ -47,38 +46,31 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     if options.output.level == "debug":
         plan = _with_commands(plan, job.reach)
     console = render.Console(plan, options.output, live=_live_view(options, plan))
-    if options.reaching.verbose:
+    if options.ssh.verbose:
         from launcher.cli.console.trace import show_messages
 
         show_messages()
-    display, signals = Display(console), SignalQueue(plan.stop_signals)
-
-    def say_still_showing() -> None:
-        streams.say_if_possible(_STILL_SHOWING.format(plan.run_folder))
-
-    def wait_for_room() -> None:
-        display.wait_for_room(signals, say_still_showing)
-
+    signals, still_showing = SignalQueue(plan.stop_signals), _STILL_SHOWING.format(plan.run_folder)
+    display = Display(console, signals, lambda: streams.say_if_possible(still_showing))
     for note in (*job.choice.notes, *plan.notes):
         display.put(console.note, note)
     with signals.listening():  # once for all runs: no signal may find the defaults between two of them
         try:
             with registered(plan, display.warning) as registration:
-                report = job.run(plan, display, signals, wait_for_room)
+                report = job.run(plan, display, signals)
                 registration.exit_code = report.exit_code
             display.put(console.finish, report)
         finally:
             job.close()
             display.put(console.close)
-            display.close(signals, say_still_showing)
+            display.close()
     display.check()
     return report.exit_code
 
 
 def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:
     """Return a panel for a run whose stdout is a terminal that can hold one, else None."""
-    is_capable = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-    if not (options.wants_panel and is_capable and sys.stdout.isatty()):
+    if not options.wants_panel or streams.columns_of(1) is None:
         return None
     from launcher.cli.console.live import LiveView
 

@@ -28,7 +28,7 @@ class _Lazy(NamedTuple):
 
     module: str
     attribute: str
-    short_help: str  # what the command itself says; here as well, so that `launch --help` loads none
+    short_help: str  # here, so that `launch --help` loads none of them
 
 
 COMMANDS = {
@@ -110,7 +110,10 @@ class LaunchGroup(click.Group):
         command: Any = getattr(importlib.import_module(known.module), known.attribute)
         if cmd_name != "run":  # that one has its own way, see `fleet.signals`
             raise_at_interrupt()
-        return command if isinstance(command, click.Command) else None
+        if not isinstance(command, click.Command):
+            return None
+        command.short_help = known.short_help
+        return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Offer commands, and what may stand behind `launch` because it may stand behind `launch run`."""

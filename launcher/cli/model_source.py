@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import UsageError
+from launcher.base.units import counted
 from launcher.planner import architectures, weights
 from launcher.planner.architectures import ArchitectureConfig
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape, parse_count, typical_model, typical_shape
-from launcher.transport.command import own_argv
+from launcher.transport.command import last_json, own_argv
 
 MODEL_FACTS_MODULE = "launcher.probes.model"
 FORMS = "a count such as 7B, a folder or file of a model, or module:function"
@@ -91,14 +92,12 @@ def _from_weights(files: list[Path], named: Path, config: Path | None, waiting: 
     shape = None if config is None else _shape(weights.read_json(config), str(config))
     if weights.is_torch_file(files[0]):
         target = json.dumps([str(path.resolve()) for path in files])
-        facts = _from_child("torch", target, waiting, name=str(named), source=_num_files(files, "tensors"))
+        facts = _from_child(
+            "torch", target, waiting, name=str(named), source=f"tensors of {counted(len(files), 'file')}"
+        )
         return replace(facts, shape=shape)
     params = weights.safetensors_parameters(files)
-    return _checked(ModelFacts(str(named), _num_files(files, "safetensors headers"), params, shape))
-
-
-def _num_files(files: list[Path], what: str) -> str:
-    return f"{what} of {len(files)} file{'s' if len(files) > 1 else ''}"
+    return _checked(ModelFacts(str(named), f"safetensors headers of {counted(len(files), 'file')}", params, shape))
 
 
 def _from_config(path: Path, waiting: _Waiting) -> ModelFacts:
@@ -172,12 +171,8 @@ def _ask(kind: str, target: str, waiting: _Waiting, name: str) -> dict[str, Any]
         if child.poll() is None:  # Ctrl-C
             child.kill()
             child.wait()
-    lines = out.splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
+    found = last_json(out)
+    if found is not None:
         return found
     said = (err.strip().splitlines() or ["nothing"])[-1]
     hint = "the end of its standard error is shown; try: python -c 'import torch'"

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -21,7 +20,7 @@ from launcher.base.signals import NOTICE_SIGNAL
 from launcher.cli.options.command import Option
 from launcher.cli.options.run import RunOptions
 from launcher.job.scheduler_node import DEFAULT_PORT
-from launcher.slurm.environment import read_task
+from launcher.slurm.environment import refuse_heterogeneous
 from launcher.transport.command import own_argv
 
 _WORKER_MODULE = "launcher.worker"
@@ -32,71 +31,36 @@ _OPTIONS_OF_A_TASK = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Task:
-    """One process of another launcher, as a rank."""
-
-    started_by: str  # "srun", "mpirun"
-    job: str  # for the start line
-    rank: int
-    local_rank: int
-    local_world_size: int | None  # None: not known
-    variables: dict[str, str]  # of the rank
-
-
-def slurm_task(options: RunOptions) -> Task | None:
-    """Return which task of `srun launch` this process is, None when it is none. Raises: HostfileError, UsageError."""
-    task = read_task(os.environ) if options.request.in_slurm else None
-    if task is None:
-        return None
-    variables = task.variables(options.request.master_addr, options.request.master_port)
-    job = f"Slurm job {task.job_id}, step {task.step_id}"
-    return Task(SRUN, job, task.rank, task.local_rank, task.local_world_size, variables)
-
-
-def mpi_task(options: RunOptions, started: SchedulerRank) -> Task | None:
-    """Return the rank that mpirun has made of this process, None when it does not say which one of its host.
-
-    Raises: UsageError naming what must be exported.
-    """
-    if started.local_world_size is None:
-        return None
-    given = {env.MASTER_ADDR.name: options.request.master_addr, env.MASTER_PORT.name: options.request.master_port}
-    chosen = {name: str(value) for name, value in given.items() if value is not None}
-    variables = started.variables(os.environ | chosen, DEFAULT_PORT)
-    variables[env.LOCAL_SIZE.name] = str(started.local_world_size)
-    if started.is_one_host:  # else MPI does not say which node this is
-        variables |= {known.name: "0" for known in (env.NODE_RANK, env.GROUP_RANK, env.CROSS_RANK)}
-        variables[env.CROSS_SIZE.name] = "1"
-    launcher = started.started_by.partition(" ")[0]
-    local_rank = int(variables[env.LOCAL_RANK.name])
-    return Task(launcher, started.started_by, started.rank, local_rank, started.local_world_size, variables)
-
-
-def run_task(ctx: click.Context, options: RunOptions, values: Mapping[str, Any], task: Task) -> None:
+def run_task(ctx: click.Context, options: RunOptions, values: Mapping[str, Any], task: SchedulerRank) -> None:
     """Become the rank that `task` is; returns only after --dry-run. values: of the options, by name.
 
-    Raises: UsageError for options that belong to a launcher which starts several ranks.
+    Raises: UsageError for options that belong to a launcher which starts several ranks, and for a missing variable.
     """
+    if task.started_by == SRUN:
+        refuse_heterogeneous(os.environ)
     _refuse_options(ctx, values, task)
     request = options.request
-    variables = task.variables | {env.ENGINE.name: request.engine}
+    given = {env.MASTER_ADDR.name: request.master_addr, env.MASTER_PORT.name: request.master_port}
+    # srun says all of it for every task; mpirun may leave something to what is exported.
+    known = {} if task.started_by == SRUN else dict(os.environ)
+    known |= {name: str(value) for name, value in given.items() if value is not None}
+    variables = task.variables(known, DEFAULT_PORT) | {env.ENGINE.name: request.engine}
     if request.resume:
         variables[env.RESUME.name] = request.resume
     if options.dry_run:
         click.echo(json.dumps(variables) if options.as_json else _summary(task, variables))
         return
     if task.rank == 0 and not options.output.quiet:
-        click.echo(f"launch · {task.job} · {_summary(task, variables)}", err=True)
+        click.echo(f"launch · {_job(task)} · {_summary(task, variables)}", err=True)
         if task.started_by == SRUN and _hides_gpus(task):
             click.echo("! one rank for each task of srun, a task here has several GPUs; see docs/slurm.md", err=True)
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, [NOTICE_SIGNAL])  # until the worker listens: it would kill the rank
-    argv = [*own_argv(_WORKER_MODULE), *request.command.for_local_rank(task.local_rank)]
+    argv = [*own_argv(_WORKER_MODULE), *request.command.for_local_rank(int(variables[env.LOCAL_RANK.name]))]
     os.execve(argv[0], argv, {**os.environ, **variables, "PYTHONUNBUFFERED": "1"})
 
 
-def _refuse_options(ctx: click.Context, values: Mapping[str, Any], task: Task) -> None:
+def _refuse_options(ctx: click.Context, values: Mapping[str, Any], task: SchedulerRank) -> None:
     for param in ctx.command.params:
         name = str(param.name)
         value = values.get(name)
@@ -107,23 +71,27 @@ def _refuse_options(ctx: click.Context, values: Mapping[str, Any], task: Task) -
         if task.rank != 0:  # all tasks have the same options, and one of them says so
             ctx.exit(ExitCode.USAGE)
         spelling = param.spelling if isinstance(param, Option) else name
-        num_tasks = task.variables[env.WORLD_SIZE.name]
-        what = "tasks" if task.started_by == SRUN else "processes"
+        what = f"{task.world_size} {'tasks' if task.started_by == SRUN else 'processes'}"
         raise UsageError(
-            f"{spelling} has no meaning here: {task.started_by} has started {num_tasks} {what}, and each is one rank",
+            f"{spelling} has no meaning here: {task.program} has started {what}, and each is one rank",
             hint="run `launch` without srun: it starts the ranks of all nodes of the allocation itself"
             if task.started_by == SRUN
-            else f"leave it out, or run `launch` without {task.started_by}",
+            else f"leave it out, or run `launch` without {task.program}",
         )
 
 
-def _summary(task: Task, variables: Mapping[str, str]) -> str:
-    rank, world_size = variables[env.RANK.name], variables[env.WORLD_SIZE.name]
+def _job(task: SchedulerRank) -> str:
+    if task.started_by != SRUN:
+        return task.started_by
+    return f"Slurm job {os.environ[env.SLURM_JOB_ID.name]}, step {os.environ[env.SLURM_STEP_ID.name]}"
+
+
+def _summary(task: SchedulerRank, variables: Mapping[str, str]) -> str:
     master = f"{variables[env.MASTER_ADDR.name]}:{variables[env.MASTER_PORT.name]}"
     what = "task" if task.started_by == SRUN else "process"
-    return f"rank {rank} of {world_size} (one for each {what} of {task.started_by}) · {master}"
+    return f"rank {task.rank} of {task.world_size} (one for each {what} of {task.program}) · {master}"
 
 
-def _hides_gpus(task: Task) -> bool:
+def _hides_gpus(task: SchedulerRank) -> bool:
     devices: Sequence[str] = [part for part in os.environ.get(env.CUDA_VISIBLE_DEVICES.name, "").split(",") if part]
     return task.local_world_size == 1 and len(devices) > 1

@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+# A number beyond these is a typo, and must not eat the memory.
+MAX_SLOTS = 1_024  # of one host; no machine has more devices
+MAX_EXPANSION = 65_536  # hosts of one expression or file, such as [1-99999999]
+
 
 @dataclass(frozen=True)
 class Host:
@@ -91,6 +95,10 @@ class Placement:
         """Return the same job as one of its nodes sees it that is started by hand."""
         here = tuple(node for node in self.nodes if node.node_rank == node_rank)
         return Placement(here, tuple(node for node in self.nodes if node.node_rank != node_rank))
+
+    def label(self, rank: int) -> str:
+        """Return `3`, with the host where there are several: `3 node-b`."""
+        return f"{rank} {self.node_of(rank).host.name}" if len(self.nodes) > 1 else str(rank)
 
     def node_of(self, rank: int) -> NodePlacement:
         """Return the node that runs `rank`. Raises: IndexError when no node does."""

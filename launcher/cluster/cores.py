@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.base.errors import UsageError
+from launcher.base.units import counted
 
 _PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
@@ -55,7 +56,7 @@ def shares(wanted: Sequence[int], num_ranks: int) -> list[list[int]]:
     each = len(cores) // num_ranks
     if each == 0:
         raise UsageError(
-            f"{num_ranks} ranks cannot be bound to {len(cores)} core{'s'[: len(cores) > 1]}: each needs one of its own",
+            f"{num_ranks} ranks cannot be bound to {counted(len(cores), 'core')}: each needs one of its own",
             hint="start fewer ranks on the host, name more cores with --bind-core-list, or do not bind",
         )
     return [cores[index * each : (index + 1) * each] for index in range(num_ranks)]

@@ -97,11 +97,6 @@ def given_devices(environ: Mapping[str, str], *, root: str = "/") -> list[str] |
     return None
 
 
-def local_slots(environ: Mapping[str, str], *, root: str = "/") -> tuple[int, ...]:
-    """Return the slots of this machine, 0..n-1, one for each GPU this process may use."""
-    return tuple(range(len(local_device_tokens(environ, root=root))))
-
-
 def visible_devices(slots: Sequence[int], tokens: Sequence[str]) -> str:
     """Return the tokens of `slots`, joined; without tokens slots are device indices. An empty token hides the device.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from launcher.base.errors import Diagnostic, HostfileError, UsageError
 from launcher.base.suggest import did_you_mean
+from launcher.base.units import counted
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.fold import fold
 from launcher.cluster.hostname import is_ipv6
@@ -85,12 +86,11 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None) -> Clu
 
 def _short(num_gpus: int, num_slots: int, names: list[str]) -> Diagnostic:
     """Say that hosts have fewer slots than are asked for."""
-    slots = "1 slot" if num_slots == 1 else f"{num_slots} slots"
     subject = "the host has" if len(names) == 1 else "each of these hosts has"
     hint = "raise slots= in the hostfile if there are more devices, or lower --num-gpus"
     if names == ["localhost"]:
         hint = "lower --num-gpus, or let this process use more devices with CUDA_VISIBLE_DEVICES"
-    return Diagnostic(f"--num-gpus is {num_gpus}, but {subject} only {slots}", fold(names), hint)
+    return Diagnostic(f"--num-gpus is {num_gpus}, but {subject} only {counted(num_slots, 'slot')}", fold(names), hint)
 
 
 def _keep(cluster: Cluster, chosen: dict[str, set[int]]) -> Cluster:

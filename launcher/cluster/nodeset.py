@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 
 from launcher.base.errors import HostfileError
-from launcher.cluster.limits import MAX_EXPANSION
+from launcher.cluster.cluster import MAX_EXPANSION
 
 _MAX_DIGITS = 9
 

@@ -3,20 +3,115 @@
 from __future__ import annotations
 
 import math
+import queue
+import threading
 import time
 from collections.abc import Collection
 
-from launcher.agent.wire import Bye, Decoder, Hello, Message, Output, Pong, PortPicked, Stop, check_version
+from launcher.agent.wire import (
+    Bye,
+    Decoder,
+    Handled,
+    Hello,
+    Message,
+    Output,
+    Ping,
+    Pong,
+    PortPicked,
+    Stop,
+    check_version,
+    encode,
+)
 from launcher.base.errors import LauncherError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.fleet.flow_control import Window
 from launcher.fleet.member import READ_BYTES, Emit, Member
 from launcher.fleet.protocol import ProtocolCheck
-from launcher.fleet.sender import Sender
 from launcher.transport.api import Channel
 from launcher.transport.diagnose import start_failure
 
+HEARTBEAT_INTERVAL_S = 1.0
 _MAX_DRIFT = 1e-4  # of clocks against each other, seconds a second; bad crystals have half of it
+
+
+class Window:
+    """How much output of a host may be on its way: the launcher's side of `wire.Handled`.
+
+    Counts what has arrived and been handled of one host's output; it is acknowledged in quarters of the window.
+
+    Output goes several ways (the logs, the display). It is handled when it has come to the end of all of them.
+    """
+
+    def __init__(self, num_bytes: int | None, num_ways: int = 1) -> None:
+        """num_bytes: the size; None: there is no limit, and nothing is acknowledged."""
+        self.num_bytes = num_bytes
+        self._lock = threading.Lock()
+        self._arrived_bytes = 0
+        self._handled_bytes = [0] * num_ways
+        self._acknowledged_bytes = 0
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether so much is held here that the ranks may have to wait."""
+        return self.num_bytes is not None and self._arrived_bytes - min(self._handled_bytes) > self.num_bytes // 2
+
+    def arrived(self, output: Output) -> None:
+        """Note that `output` is here. For the one thread that reads the node."""
+        self._arrived_bytes += output.cost_bytes
+
+    def handled(self, output: Output, way: int = 0) -> Handled | None:
+        """Note that `output` has come to the end of a way. Returns the acknowledgement that is due now, if one is."""
+        if self.num_bytes is None:
+            return None
+        with self._lock:
+            self._handled_bytes[way] += output.cost_bytes
+            due_bytes = min(self._handled_bytes) - self._acknowledged_bytes
+            if due_bytes < self.num_bytes // 4:
+                return None
+            self._acknowledged_bytes += due_bytes
+        return Handled(due_bytes)
+
+
+class Sender:
+    """Writes messages to a channel: in order, on a thread of its own, with a heartbeat every second.
+
+    A node that takes nothing out of its stream, a full pipe or SSH window, delays what is sent to that node and nothing
+    else. Terminals, logs and user code share nothing with this thread, so that they cannot delay a heartbeat.
+    """
+
+    def __init__(self) -> None:
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._ping_at_s = math.inf
+
+    def start(self, channel: Channel, *, has_lease: bool) -> None:
+        """Begin to write. has_lease: the agent ends its ranks when it hears nothing, so it gets heartbeats."""
+        if has_lease:
+            self._ping_at_s = time.monotonic() + HEARTBEAT_INTERVAL_S
+        threading.Thread(target=self._run, args=(channel,), name="send", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Send a message, later. A lost connection is noticed by whoever reads. Raises: ProtocolError."""
+        self._outbox.put(encode(message))
+
+    def end(self) -> None:
+        """End the agent's stdin once everything is sent. Idempotent."""
+        self._outbox.put(None)
+
+    def _run(self, channel: Channel) -> None:
+        try:
+            while (data := self._next()) is not None:
+                channel.write(data)
+        except TransportError:
+            return
+        channel.close_stdin()
+
+    def _next(self) -> bytes | None:
+        """Return what is to be written now; None at the end."""
+        try:
+            wait_s = max(0.0, self._ping_at_s - time.monotonic())
+            return self._outbox.get(timeout=None if wait_s == math.inf else wait_s)
+        except queue.Empty:
+            self._ping_at_s = time.monotonic() + HEARTBEAT_INTERVAL_S
+            return encode(Ping())
 
 
 class Agent(Member):

@@ -18,8 +18,7 @@ from launcher.base.errors import Diagnostic, LauncherError, ProtocolError, Trans
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.fleet.liveness import Liveness
-from launcher.fleet.member import NEVER_CONNECTED, Ended, Event, Member
-from launcher.fleet.turns import MAX_PARALLEL, Turns
+from launcher.fleet.member import MAX_PARALLEL, NEVER_CONNECTED, Ended, Event, Member, Turns
 from launcher.transport.api import Transport
 
 M = TypeVar("M", bound=Member)

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from launcher.base.errors import LauncherError
 from launcher.base.timeouts import timeouts
@@ -20,26 +20,11 @@ from launcher.hosts.checks import Finding, blame, judge, judge_error
 from launcher.hosts.fanout import Fanout
 from launcher.hosts.session import HostResult, Task
 from launcher.job.plan import new_job_id
-from launcher.transport.api import Transport
+from launcher.job.reach import Reach
+from launcher.transport.command import last_json
 
 MAX_PARTNERS = 16  # that each host connects to; in a cluster of up to so many others these are all of them
 _ANYWHERE = "/"  # a folder that every host has
-
-
-class Reach(Protocol):
-    """How the hosts are reached; the command line's transports are one."""
-
-    def prepare(self, hosts: Sequence[Host]) -> None:
-        """Learn which hosts the next round asks, before any is opened."""
-        ...
-
-    def for_host(self, host: Host) -> Transport:
-        """Return the transport that reaches `host`."""
-        ...
-
-    def address_of(self, host: Host) -> str:
-        """Return the address other hosts reach `host` by; not asked for this machine."""
-        ...
 
 
 @dataclass
@@ -130,7 +115,7 @@ class Checker:
         check.connect_s = result.connect_s
         check.is_reachable = result.started_s is not None
         check.transport = result.transport
-        facts = _last_json(result)
+        facts = last_json(result.printed)
         if facts is None:
             check.findings.append(judge_error(result))
             return
@@ -164,10 +149,10 @@ class Checker:
             Task(check.host, ("internal", "launcher.agent.ports", spec), _ANYWHERE)
             for check, spec in zip(checks, specs, strict=True)
         ]
-        results = self._run(tasks, lambda result: _last_json(result) is not None)
+        results = self._run(tasks, lambda result: last_json(result.printed) is not None)
         failed: dict[tuple[int, int], str] = {}
         for source, (check, result) in enumerate(zip(checks, results, strict=True)):
-            answer = _last_json(result)
+            answer = last_json(result.printed)
             if answer is None:
                 check.findings.append(judge_error(result))
                 continue
@@ -209,15 +194,3 @@ def choose_partners(num_hosts: int) -> list[list[int]]:
     if len(distances) > MAX_PARTNERS:
         distances = [1, *random.sample(distances[1:], MAX_PARTNERS - 1)]
     return [[(index + distance) % num_hosts for distance in distances] for index in range(num_hosts)]
-
-
-def _last_json(result: HostResult) -> dict[str, Any] | None:
-    """Return the last whole line of a host's output as JSON; login scripts may have written before it."""
-    whole, end, _ = bytes(result.stdout).rpartition(b"\n")
-    if not end:
-        return None
-    try:
-        found = json.loads(whole.rpartition(b"\n")[2])
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.agent.ports import UNRESOLVED
-from launcher.base.units import format_bytes, format_duration
+from launcher.base.units import counted, format_bytes, format_duration
 from launcher.cluster.cluster import Host
 from launcher.cluster.fold import fold
 from launcher.hosts.session import HostResult
@@ -96,8 +96,8 @@ def _devices(host: Host, facts: Mapping[str, Any], reference: tuple[str, Mapping
     if count == 0 and reference[1]["devices"] > 0:
         yield Finding(f"no GPU is visible, {reference[0]} has {reference[1]['devices']}", "see: nvidia-smi, there")
     elif 0 < count < needed:
-        devices = "1 device" if count == 1 else f"{count} devices"
-        yield Finding(f"{devices} for slots up to {needed - 1}", f"write slots={count} into the hostfile")
+        message = f"{counted(count, 'device')} for slots up to {needed - 1}"
+        yield Finding(message, f"write slots={count} into the hostfile")
 
 
 def _folder(name: str, facts: Mapping[str, Any], folder: str, is_shared: bool | None) -> Iterator[Finding]:

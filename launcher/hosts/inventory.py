@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from launcher.agent.probe import host_facts
-from launcher.transport.command import own_argv, package_root
+from launcher.transport.command import last_json, own_argv, package_root
 
 TORCH_FACTS_MODULE = "launcher.probes.environment"
 _TORCH_TIMEOUT_S = 120.0  # the first import of torch from a cold network disk
@@ -50,14 +49,8 @@ def _torch_facts() -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         return {"error": f"torch was not ready after {_TORCH_TIMEOUT_S:.0f} s"}
-    lines = done.stdout.splitlines()
-    try:
-        facts = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        facts = None
-    if isinstance(facts, dict):
-        return facts
-    return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return last_json(done.stdout) or {"error": said}
 
 
 def _program(name: str, option: str | None) -> dict[str, str | None] | None:

@@ -43,6 +43,11 @@ class HostResult:
     answered_s: float | None = None  # ... and when its first output came
     port: int | None = None  # one that was free on the host
 
+    @property
+    def printed(self) -> str:
+        """What it wrote to stdout, as text."""
+        return self.stdout.decode("utf-8", "replace")
+
 
 class Held:
     """How much output of all hosts is kept in memory. Safe from several threads."""

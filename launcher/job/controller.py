@@ -27,16 +27,16 @@ from launcher.agent.wire import (
     Stacks,
     Started,
 )
-from launcher.base.errors import LauncherError, ProtocolError
+from launcher.base.errors import LauncherError, ProtocolError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
+from launcher.fleet.agent import HEARTBEAT_INTERVAL_S
 from launcher.fleet.cleanup import sweep_lost_hosts
 from launcher.fleet.fleet import Fleet
 from launcher.fleet.member import Ended, Event
-from launcher.fleet.sender import HEARTBEAT_INTERVAL_S
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
 from launcher.job.hang import HangWatch, find_straggler
@@ -47,7 +47,6 @@ from launcher.job.plan import JobPlan
 from launcher.job.rank import Rank
 from launcher.job.root_cause import RootCause
 from launcher.job.stacks import StackCollector
-from launcher.job.starting import check_port, send_start
 from launcher.transport.api import Transport
 
 _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events come in
@@ -122,7 +121,7 @@ class Controller:
         if first.placement.node_rank == 0:  # it chooses the port, or looks whether the given one is free
             first.send(PickPort(self._plan.master_port or 0))
             fleet.wait(lambda node: node.port is not None, "a free port", [first], limit_s)
-            check_port(first.port, self._plan)
+            _check_port(first.port, self._plan)
             self._plan = dataclasses.replace(self._plan, master_port=first.port)
 
     def _spawn(self) -> None:
@@ -137,7 +136,7 @@ class Controller:
         for node in self._nodes:
             node.ranks = {number: Rank(number, logs[number], now_s) for number in node.placement.ranks}
             self._ranks += node.ranks.values()
-            send_start(plan, node)
+            node.start_ranks(plan)
         if plan.hang_timeout_s is not None:
             self._hang_watch = HangWatch(plan.hang_timeout_s, self._ranks, now_s)
 
@@ -383,13 +382,18 @@ class Controller:
             left_pids=tuple((node.name, node.left_pids) for node in self._nodes if node.left_pids),
             restart=self._plan.restart,
         )
-        try:
-            self._files.make(lambda: report.save(self._plan.run_folder))
-        except OSError as error:
-            self._watcher.warning(f"report.json could not be written: {error.strerror}")
-        except LauncherError as error:
-            self._watcher.warning(f"report.json could not be written: {error.diagnostics[0].message}")
+        self._files.save(report)
         return report
+
+
+def _check_port(port: int | None, plan: JobPlan) -> None:
+    """Raises: UsageError when node 0 has no port for the ranks to meet at. port: what its agent answered."""
+    if not port:
+        raise UsageError(
+            f"port {plan.master_port} is in use" if plan.master_port else "no TCP port is free",
+            where=plan.placement.nodes[0].host.name,
+            hint="give another --master-port, or leave it out: a free one is chosen" if plan.master_port else None,
+        )
 
 
 def _exit_code(root_cause: RootCause, interrupt: int | None) -> int:

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from launcher.fleet.signals import SignalQueue
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
-from launcher.job.outcome import Failure, RunReport
-from launcher.job.plan import JobPlan
 
 _MAX_HELD_BYTES = 256 << 20  # of earlier runs, when a job starts again
 
 
-class Display:
-    """Passes every event on to a watcher, in order; implements `Watcher`. Any thread may call it."""
+class Display(Watcher):
+    """Passes every event on to a watcher, in order. Any thread may call it."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, signals: SignalQueue, on_waiting: Callable[[], object] = lambda: None) -> None:
+        """signals: a stop signal ends every wait for the watcher. on_waiting: called once in each, after 2 s."""
         self._watcher = watcher
+        self._signals, self._on_waiting = signals, on_waiting
         self._lock = threading.Lock()
         self._held_bytes = 0  # of output that is not shown yet
         self._lane = Lane("display", tick=watcher.idle)
@@ -36,68 +36,46 @@ class Display:
         """Raise what the watcher has raised."""
         self._lane.check()
 
-    def drain(self, signals: SignalQueue, on_waiting: Callable[[], object]) -> bool:
-        """Wait until everything is shown; False when a stop signal ended that. on_waiting: called once, after 2 s."""
+    def drain(self) -> None:
+        """Wait until everything is shown."""
         done = threading.Event()
         self.put(done.set)
-        return self._lane.wait(done, signals.asks_to_leave, on_waiting)
+        self._lane.wait(done, self._signals.asks_to_leave, self._on_waiting)
 
-    def wait_for_room(self, signals: SignalQueue, on_waiting: Callable[[], object]) -> None:
-        """Wait, as `drain` does, when very much is not shown yet: the windows of agents bound what one run adds."""
+    def wait_for_room(self) -> None:
+        """Wait when very much is not shown yet: the windows of agents bound what one run adds."""
         if self._held_bytes > _MAX_HELD_BYTES:
-            self.drain(signals, on_waiting)
+            self.drain()
 
-    def close(self, signals: SignalQueue, on_waiting: Callable[[], object]) -> None:
-        """Show everything, as `drain` does, and end the thread."""
-        self.drain(signals, on_waiting)
+    def close(self) -> None:
+        """Show everything, and end the thread."""
+        self.drain()
         self._lane.close()
-
-    def planned(self, plan: JobPlan) -> None:
-        self.put(self._watcher.planned, plan)
-
-    def waiting(self, what: str) -> None:
-        self.put(self._watcher.waiting, what)
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         with self._lock:
             self._held_bytes += len(data)
         self.put(self._show, rank, stream, data)
 
-    def started(self, rank: int) -> None:
-        self.put(self._watcher.started, rank)
-
     def progress(self, rank: int, step: int, loss: float | None) -> None:
         # Prints nothing, and must not pile up while nothing can be printed.
         self._watcher.progress(rank, step, loss)
-
-    def ended(self, rank: int, status: int) -> None:
-        self.put(self._watcher.ended, rank, status)
-
-    def raised(self, failure: Failure) -> None:
-        self.put(self._watcher.raised, failure)
-
-    def stopping(self, why: str) -> None:
-        self.put(self._watcher.stopping, why)
-
-    def restarting(self, plan: JobPlan, report: RunReport) -> None:
-        self.put(self._watcher.restarting, plan, report)
-
-    def stacks(self, text: str, path: str) -> None:
-        self.put(self._watcher.stacks, text, path)
-
-    def warning(self, text: str) -> None:
-        self.put(self._watcher.warning, text)
-
-    def suspending(self) -> None:
-        self.put(self._watcher.suspending)
-
-    def continuing(self, away_s: float) -> None:
-        self.put(self._watcher.continuing, away_s)
-
-    def idle(self) -> None:
-        """Do nothing: the lane calls the watcher's own."""
 
     def _show(self, rank: int, stream: str, data: bytes) -> None:
         self._watcher.output(rank, stream, data)
         with self._lock:
             self._held_bytes -= len(data)
+
+
+def _in_turn(event: str) -> Callable[..., None]:
+    """Return the method of `Display` that passes on an event of this name."""
+
+    def put(display: Display, *values: object) -> None:
+        display.put(getattr(display._watcher, event), *values)
+
+    return put
+
+
+for _event in vars(Watcher):
+    if not _event.startswith("_") and _event not in vars(Display):
+        setattr(Display, _event, _in_turn(_event))

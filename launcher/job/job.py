@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +23,10 @@ if TYPE_CHECKING:
     from launcher.cluster.cluster import Cluster
     from launcher.job.outcome import RunReport
     from launcher.job.plan import JobPlan
-    from launcher.job.reach import Reach, ReachOptions
+    from launcher.job.reach import Reach
     from launcher.job.request import Request
     from launcher.transport.local import LocalTransport
+    from launcher.transport.ssh.options import SshOptions
 
 
 class Job:
@@ -37,7 +37,7 @@ class Job:
         request: Request,
         here: Here,
         offered: Cluster | None,
-        options: ReachOptions,
+        ssh: SshOptions,
         *,
         local: LocalTransport | None = None,
         job_id: str | None = None,
@@ -57,9 +57,9 @@ class Job:
         self._job_id = job_id or new_job_id()
         self._run_folder = run_folder
         self.reach: Reach = (
-            AllocationTransports(options, self.choice.cluster)
+            AllocationTransports(ssh, self.choice.cluster)
             if request.in_slurm
-            else Transports(options, only_local=request.runs_one_node, only_ssh=request.force_multi, local=local)
+            else Transports(ssh, only_local=request.runs_one_node, only_ssh=request.force_multi, local=local)
         )
 
     def plan(self, cluster: Cluster | None = None) -> JobPlan:
@@ -75,21 +75,15 @@ class Job:
         notes = self.reach.notes_on([node.host for node in plan.placement.nodes])
         return dataclasses.replace(plan, notes=(*plan.notes, *notes), run_folder=self._run_folder or plan.run_folder)
 
-    def run(
-        self,
-        first: JobPlan,
-        display: Display,
-        signals: SignalQueue,
-        before_each: Callable[[], None] = lambda: None,
-    ) -> RunReport:
+    def run(self, first: JobPlan, display: Display, signals: SignalQueue) -> RunReport:
         """Run `first` to its end, and again after failures where the request says so; return the last run's report.
 
-        before_each: called before each run. Raises: LauncherError when the first run could not be started.
+        Raises: LauncherError when the first run could not be started.
         """
         config = EngineConfig(self._request.command.arguments)
 
         def run_plan(plan: JobPlan) -> RunReport:
-            before_each()
+            display.wait_for_room()
             self.reach.prepare([node.host for node in plan.placement.nodes])
             return Controller(plan, self.reach.for_host, display, signals).run(
                 lambda: config.check(plan.placement.world_size)

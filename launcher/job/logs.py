@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -19,6 +19,7 @@ from launcher.base.private_files import create_private, make_private_folder, wri
 from launcher.base.timeouts import timeouts
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
+from launcher.job.outcome import RunReport
 from launcher.job.plan import JobPlan
 
 _T = TypeVar("_T")
@@ -143,6 +144,16 @@ class RunFolder:
                 "the disk does not answer", where=str(self._plan.run_folder), hint="choose another with --log-dir"
             )
         return answer.get()
+
+    def save(self, report: RunReport, earlier: Sequence[RunReport] = ()) -> None:
+        """Write the report of the run, or of the job with its `earlier` tries. What keeps it from that is a warning."""
+        folder = self._plan.run_folder
+        try:
+            self.make(lambda: report.save(folder, earlier))
+        except OSError as error:
+            self._watcher.warning(f"{folder}/report.json could not be written: {error.strerror}")
+        except LauncherError as error:
+            self._watcher.warning(f"{folder}/report.json could not be written: {error.diagnostics[0].message}")
 
     def look(self, now_s: float) -> None:
         """Warn the user of a disk that stalls, once."""

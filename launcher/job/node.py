@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
-from launcher.agent.wire import LeftBehind, Output
+from launcher.agent.wire import PIECE_BYTES, Call, LeftBehind, Output, Spawn
+from launcher.base.file_limit import original_limit
 from launcher.cluster.cluster import NodePlacement
 from launcher.fleet.agent import Agent
+from launcher.job.environment import device_tokens, job_variables, rank_variables
+from launcher.job.plan import JobPlan, Settings
 from launcher.job.rank import Candidate, Rank
 
 # Output that is here and not yet written, of one host and of all together. Then agents leave their ranks' pipes unread
@@ -38,6 +42,33 @@ class Node(Agent):
 
     def take_output(self, output: Output) -> None:
         self._take_output(self, output)
+
+    def start_ranks(self, plan: JobPlan) -> None:
+        """Tell the agent to start its ranks, after the pieces of the call that they make."""
+        call = plan.command.call
+        for start in range(0, len(call), PIECE_BYTES):
+            self.send(Call(call[start : start + PIECE_BYTES]))
+        self.send(self._spawn_message(plan))
+
+    def _spawn_message(self, plan: JobPlan) -> Spawn:
+        if plan.master_port is None:
+            raise RuntimeError("the master port is chosen before ranks are started")
+        transport = plan.transports[self.placement.node_rank]
+        tokens = device_tokens(plan, self.placement, self.hello.devices if self.hello is not None else None)
+        # A field of the message that has the name of a setting is that setting.
+        settings = {one.name: getattr(plan, one.name) for one in fields(Settings) if one.name in Spawn.field_names}
+        return Spawn(
+            **settings | {"lease_s": plan.lease_s if self.has_lease else None},
+            job_id=plan.job_id,
+            commands=plan.command.for_ranks(self.placement.num_ranks),
+            cwd=plan.cwd,
+            # srun has passed on the whole environment, and a local agent inherits it.
+            env=job_variables(plan) | (plan.forwarded_env if transport == "ssh" else {}) | plan.given_env,
+            rank_envs=rank_variables(plan.placement, self.placement, (plan.master_addr, plan.master_port), tokens),
+            window_bytes=self.window.num_bytes,
+            # Only sshd starts agents with a limit of their own: others inherit what this process has raised.
+            open_files=None if transport == "ssh" else original_limit(),
+        )
 
 
 def describe_leftovers(node: Node, message: LeftBehind) -> str:

@@ -88,17 +88,8 @@ class RunReport:
 
     def summary(self) -> dict[str, Any]:
         """Return what the report of a whole job says of each try."""
-        failure = self.failure
-        return {
-            "restart": self.restart,
-            "exit_code": self.exit_code,
-            "world_size": self.world_size,
-            "duration_s": self.duration_s,
-            "kind": None if failure is None else failure.kind,
-            "host": None if failure is None else failure.host,
-            "rank": None if failure is None else failure.rank,
-            "reason": None if failure is None else failure.reason,
-        }
+        own = {name: getattr(self, name) for name in ("restart", "exit_code", "world_size", "duration_s")}
+        return own | {name: getattr(self.failure, name, None) for name in ("kind", "host", "rank", "reason")}
 
 
 def shell_code(status: int) -> int:

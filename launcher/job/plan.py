@@ -15,34 +15,13 @@ DEFAULT_GRACE_S = 5.0
 # lease; it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
 DEFAULT_LEASE_S = 30.0
 
-_ADJECTIVES = (
-    "amber",
-    "bold",
-    "brisk",
-    "calm",
-    "clear",
-    "eager",
-    "fleet",
-    "keen",
-    "lucid",
-    "mellow",
-    "quiet",
-    "swift",
-)
-_ANIMALS = (
-    "badger",
-    "crane",
-    "falcon",
-    "finch",
-    "heron",
-    "ibex",
-    "lynx",
-    "marten",
-    "otter",
-    "raven",
-    "tern",
-    "wren",
-)
+# Fields that `--dry-run --json` shows by their names.
+_AS_THEY_ARE = (
+    "job_id", "master_addr", "master_port", "cwd", "bound_cores", "grace_s", "lease_s", "hang_timeout_s",
+    "max_restarts", "engine", "resume",
+)  # fmt: skip
+_ADJECTIVES = ["amber", "bold", "brisk", "calm", "clear", "eager", "fleet", "keen", "lucid", "mellow", "quiet", "swift"]
+_ANIMALS = ["badger", "crane", "falcon", "finch", "heron", "ibex", "lynx", "marten", "otter", "raven", "tern", "wren"]
 
 
 @dataclass(frozen=True)
@@ -107,12 +86,9 @@ class JobPlan(Settings):
     def describe(self) -> dict[str, object]:
         """Return the plan as plain data for `--dry-run --json`; no environment values."""
         return {
-            "job_id": self.job_id,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "run_id": self.run_id or self.job_id,
             "world_size": self.placement.world_size,
-            "master_addr": self.master_addr,
-            "master_port": self.master_port,
-            "cwd": self.cwd,
             "run_folder": str(self.run_folder),
             "command": {
                 "kind": self.command.kind,
@@ -121,13 +97,6 @@ class JobPlan(Settings):
             },
             "environment": sorted(self.given_env),
             "forwarded_environment": sorted(self.forwarded_env),
-            "bound_cores": self.bound_cores,
-            "grace_s": self.grace_s,
-            "lease_s": self.lease_s,
-            "hang_timeout_s": self.hang_timeout_s,
-            "max_restarts": self.max_restarts,
-            "engine": self.engine,
-            "resume": self.resume,
             "nodes": [
                 {
                     "node_rank": node.node_rank,

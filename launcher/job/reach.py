@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from launcher.base.errors import UsageError
+from launcher.base.file_limit import allow_connections
 from launcher.cluster.cluster import Cluster, Host
 from launcher.transport.local import LocalTransport, is_local
 
@@ -14,24 +17,9 @@ if TYPE_CHECKING:
     from launcher.slurm.srun import SrunTransport
     from launcher.transport.api import Transport
     from launcher.transport.openssh import OpenSshTransport
-    from launcher.transport.ssh.config import SshOptions, Targets
+    from launcher.transport.ssh.config import Targets
+    from launcher.transport.ssh.options import SshOptions
     from launcher.transport.ssh.transport import SshTransport
-
-
-class ReachOptions(Protocol):
-    """What reaching hosts depends on."""
-
-    @property
-    def ssh_options(self) -> SshOptions:
-        """How hosts are reached over SSH."""
-
-    @property
-    def shell_setup(self) -> str:
-        """Shell text that runs on a host first."""
-
-    @property
-    def remote_python(self) -> str | None:
-        """Python on the other hosts; None: this one's path."""
 
 
 class Reach(Protocol):
@@ -63,7 +51,7 @@ class Transports:
 
     def __init__(
         self,
-        options: ReachOptions,
+        options: SshOptions,
         *,
         only_local: bool = False,
         only_ssh: bool = False,
@@ -75,14 +63,11 @@ class Transports:
         only_local: every host is this machine. only_ssh: not even `localhost` is. shell_only: a plain shell is started
         on hosts instead of an agent. local: reaches this machine.
         """
-        self._options = options
+        self._options = replace(options, shell_only=shell_only)
         self._only_local = only_local
         self._only_ssh = only_ssh
-        self._shell_only = shell_only
         self._local = local or LocalTransport(shell_only=shell_only)
-        self._known_targets: Targets | None = None
-        self._opened_ssh: SshTransport | None = None
-        self._opened_openssh: OpenSshTransport | None = None
+        self._opened: list[Transport] = []  # those over SSH
         self._reasons: dict[Host, str | None] = {}
         self._lock = threading.RLock()  # hosts are opened by many threads, and one transport is to hold them all
 
@@ -90,25 +75,25 @@ class Transports:
         """Allow for the files of so many agents. Raises: UsageError."""
         if len(hosts) == 1 and self._is_here(hosts[0]):
             return
-        from launcher.transport.open_files import allow_connections
-
         allow_connections(len(hosts))
 
     def for_host(self, host: Host) -> Transport:
         """Return the transport that reaches `host`."""
         if self._is_here(host):
             return self._local
-        return self._ssh if self._reason(host) is None else self._openssh
+        with self._lock:
+            return self._paramiko if self._reason(host) is None else self._openssh
 
     def address_of(self, host: Host) -> str:
         """Return the address other nodes reach `host` by: HostName of the SSH config, else its name."""
-        return self._targets.of(host).address
+        with self._lock:
+            return self._targets.of(host).address
 
     def notes_on(self, hosts: Sequence[Host]) -> tuple[str, ...]:
         """Return which of `hosts` are reached by the system's ssh, and why, where `--ssh` left the choice to us."""
         names: dict[str, list[str]] = {}
         for host in hosts:
-            if not self._is_here(host) and self._way == "auto" and (reason := self._reason(host)):
+            if not self._is_here(host) and self._options.ssh == "auto" and (reason := self._reason(host)):
                 names.setdefault(reason, []).append(host.name)
         if not names:
             return ()
@@ -118,15 +103,13 @@ class Transports:
 
     def close(self) -> None:
         """Close every connection."""
-        for opened in (self._opened_ssh, self._opened_openssh):
-            if opened is not None:
-                opened.close()
-        self._local.close()
+        for opened in (*self._opened, self._local):
+            opened.close()
 
     def _reason(self, host: Host) -> str | None:
         """Return why the system's ssh reaches `host`, None where paramiko does."""
-        if self._way != "auto":
-            return "--ssh" if self._way == "openssh" else None
+        if self._options.ssh != "auto":
+            return "--ssh" if self._options.ssh == "openssh" else None
         from launcher.transport.ssh.choice import reason_for_openssh
 
         with self._lock:
@@ -134,41 +117,29 @@ class Transports:
                 self._reasons[host] = reason_for_openssh(host, self._targets)
             return self._reasons[host]
 
-    @property
-    def _way(self) -> str:
-        return self._options.ssh_options.way
+    # Each is imported when a host needs it: 20 ms and more that a job on this machine does not pay.
 
-    @property
+    @functools.cached_property
     def _targets(self) -> Targets:
-        with self._lock:
-            if self._known_targets is None:
-                from launcher.transport.ssh.config import Targets  # 20 ms that a job on this machine does not pay
+        from launcher.transport.ssh.config import Targets
 
-                self._known_targets = Targets(self._ssh_options())
-            return self._known_targets
+        return Targets(self._options)
 
-    @property
+    @functools.cached_property
     def _openssh(self) -> OpenSshTransport:
-        with self._lock:
-            if self._opened_openssh is None:
-                from launcher.transport.openssh import OpenSshTransport
+        from launcher.transport.openssh import OpenSshTransport
 
-                self._opened_openssh = OpenSshTransport(self._ssh_options(), self._targets)
-            return self._opened_openssh
+        transport = OpenSshTransport(self._options, self._targets)
+        self._opened.append(transport)
+        return transport
 
-    @property
-    def _ssh(self) -> SshTransport:
-        with self._lock:
-            if self._opened_ssh is None:
-                from launcher.transport.ssh.transport import SshTransport
+    @functools.cached_property
+    def _paramiko(self) -> SshTransport:
+        from launcher.transport.ssh.transport import SshTransport
 
-                self._opened_ssh = SshTransport(self._ssh_options(), self._targets)
-            return self._opened_ssh
-
-    def _ssh_options(self) -> SshOptions:
-        from dataclasses import replace
-
-        return replace(self._options.ssh_options, shell_only=self._shell_only)
+        transport = SshTransport(self._options, self._targets)
+        self._opened.append(transport)
+        return transport
 
     def _is_here(self, host: Host) -> bool:
         return self._only_local or (is_local(host.name) and not self._only_ssh)
@@ -177,8 +148,8 @@ class Transports:
 class AllocationTransports:
     """One srun step reaches every host of a run; a restart gets a new one."""
 
-    def __init__(self, options: ReachOptions, cluster: Cluster) -> None:
-        if options.shell_setup:
+    def __init__(self, options: SshOptions, cluster: Cluster) -> None:
+        if options.setup:
             raise UsageError(
                 "--setup and --venv-script are for hosts reached over SSH; srun passes this environment on",
                 hint="put the commands into the batch script, before `launch`",

@@ -169,21 +169,16 @@ def send_signal(entry: JobEntry, number: int) -> bool:
 
 
 def _why_not_written(entry: JobEntry) -> str | None:
-    """Write an entry; return why it could not be done."""
+    """Write an entry, whole or not at all; return why it could not be done."""
     try:
-        _write(entry)
+        folder = jobs_folder()
+        make_private_folder(folder)
+        write_private(folder / f"{entry.job_id}.json", json.dumps(dataclasses.asdict(entry)).encode())
     except UsageError as error:
         return str(error)
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     return None
-
-
-def _write(entry: JobEntry) -> None:
-    """Write an entry whole or not at all. Raises: OSError, UsageError."""
-    folder = jobs_folder()
-    make_private_folder(folder)
-    write_private(folder / f"{entry.job_id}.json", json.dumps(dataclasses.asdict(entry)).encode())
 
 
 def _read(path: Path) -> JobEntry | None:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from launcher.base.errors import ConfigError, LauncherError, TransportError
 from launcher.base.exit_codes import ExitCode
-from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Cluster, Host
 from launcher.fleet.signals import SignalQueue
 from launcher.job.events import Watcher
-from launcher.job.lane import Lane
+from launcher.job.logs import RunFolder
 from launcher.job.outcome import RunReport
 from launcher.job.plan import JobPlan
 
@@ -105,20 +104,10 @@ def run_with_restarts(
 
 def _saved(first: JobPlan, reports: Sequence[RunReport], watcher: Watcher, signals: SignalQueue) -> RunReport:
     """Write the report of the whole job, and return the last try's. A disk that stalls is waited for, not for ever."""
-    last, earlier = reports[-1], reports[:-1]
-    lane = Lane("report")
-    answer = lane.request(lambda: last.save(first.run_folder, earlier))
-    lane.close()
-    what, problem = f"the disk of {first.run_folder} (Ctrl-C: do not wait)", "its disk does not answer"
-    is_done = lane.wait(answer.done, signals.asks_to_leave, lambda: watcher.waiting(what), timeouts().disk_stall_s)
-    try:
-        if is_done:
-            answer.get()
-            return last
-    except OSError as error:
-        problem = str(error.strerror)
-    watcher.warning(f"{first.run_folder}/report.json could not be written: {problem}")
-    return last
+    folder = RunFolder(first, watcher, signals.asks_to_leave)
+    folder.save(reports[-1], reports[:-1])
+    folder.release()
+    return reports[-1]
 
 
 def _pause(delay_s: float, signals: SignalQueue, watcher: Watcher) -> None:

@@ -109,16 +109,13 @@ class RootCause:
     def add_hang(self, node: Node, rank: Rank, reason: str) -> None:
         """Keep a rank that makes no progress; its stack is shown in place of a traceback."""
         now_s = time.monotonic()
-        failure = Failure(
-            host=node.name,
-            rank=rank.number,
-            pid=rank.pid,
+        failure = _failure_of(
+            node,
+            rank,
             exit_code=ExitCode.HANG,
             after_s=now_s - self._start_s,
             reason=reason,
             traceback=rank.stack or "",
-            last_lines=rank.log.last_lines(LAST_LINES),
-            log=str(rank.log.path),
             kind=FailureKind.RANK_HANGS,
         )
         self._hang = Candidate(False, now_s, failure)
@@ -159,18 +156,20 @@ def rank_failure(node: Node, rank: Rank, message: Exited, after_s: float) -> Fai
     status = message.status
     if status < 0 and "exit_code" in record:  # it had failed already, and was killed while it was on its way out
         status = int(record["exit_code"])
-    return Failure(
-        host=node.name,
-        rank=rank.number,
-        pid=rank.pid,
+    return _failure_of(
+        node,
+        rank,
         exit_code=shell_code(status),
         signal_name=signal_name(status),
         after_s=after_s,
         reason=describe_status(status, record, message.oom),
         traceback=str(record.get("traceback", "")),
-        last_lines=rank.log.last_lines(LAST_LINES),
-        log=str(rank.log.path),
         max_rss_bytes=message.max_rss_bytes,
         oom=message.oom,
         hint=_HINTS.get(str(record.get("type"))),
     )
+
+
+def _failure_of(node: Node, rank: Rank, **facts: Any) -> Failure:
+    lines, log = rank.log.last_lines(LAST_LINES), str(rank.log.path)
+    return Failure(host=node.name, rank=rank.number, pid=rank.pid, last_lines=lines, log=log, **facts)

@@ -6,14 +6,24 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from launcher.agent.wire import STDERR, STDOUT
 from launcher.api.execute import execute
-from launcher.api.parameters import Options, Parameters, command_for
-from launcher.api.words import in_python_words
+from launcher.api.output import ConsoleOutput, write
+from launcher.api.parameters import Options, Parameters, command_for, in_python_words
 from launcher.base.errors import UsageError
 from launcher.job.plan import DEFAULT_GRACE_S
-from launcher.notebook.output import CellOutput
 
 _T = TypeVar("_T")
+
+
+class CellOutput(ConsoleOutput):
+    """Shows a run in a cell as `launch` shows it on a console."""
+
+    def say(self, text: str) -> None:
+        write(STDOUT, f"{text}\n")
+
+    def warning(self, text: str) -> None:
+        write(STDERR, f"! {text}\n")
 
 
 def run(

@@ -1,103 +1,24 @@
-"""What Slurm's environment variables say: the hosts and slots of an allocation, or the rank of one task of srun.
+"""What Slurm's environment variables say of an allocation: its hosts and their slots.
 
-Pure: environment mappings and text in, values out. The variables are described in the manual pages of sbatch
-("OUTPUT ENVIRONMENT VARIABLES") and srun; the forms here are those of Slurm 20.11 and newer.
+Pure: environment mappings and text in, values out. The variables are described in the manual page of sbatch
+("OUTPUT ENVIRONMENT VARIABLES"); the forms here are those of Slurm 20.11 and newer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, UsageError
-from launcher.base.scheduler_rank import is_srun_step, port_of_step
-from launcher.cluster.cluster import Cluster, Host
-from launcher.cluster.limits import MAX_EXPANSION
+from launcher.base.scheduler_rank import parse_counts
+from launcher.cluster.cluster import MAX_EXPANSION, Cluster, Host
 from launcher.cluster.nodeset import expand
-from launcher.slurm.allocation import in_allocation
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 _NUMBER = re.compile(r"\d{1,9}")
 _GRES_GPU = re.compile(r"(?:^|,)gpu(?::[A-Za-z][^:,()]*)?:(\d{1,9})")
 _JOB_DETAIL = re.compile(r"^\s*Nodes=(\S{1,65536}) .*?GRES=(\S*)", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class SlurmTask:
-    """One task of `srun launch ...`, which is one rank."""
-
-    job_id: int
-    step_id: int
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    nodes: tuple[str, ...]  # of the step
-
-    @property
-    def master_port(self) -> int:
-        """A port that all tasks of the step agree on without talking; two steps of a job get different ones."""
-        return port_of_step(self.job_id, self.step_id)
-
-    def variables(self, master_addr: str | None, master_port: int | None) -> dict[str, str]:
-        """Return the environment of the rank; None takes the first node of the step and `master_port`."""
-        return {
-            env.RANK.name: str(self.rank),
-            env.LOCAL_RANK.name: str(self.local_rank),
-            env.WORLD_SIZE.name: str(self.world_size),
-            env.LOCAL_WORLD_SIZE.name: str(self.local_world_size),
-            env.LOCAL_SIZE.name: str(self.local_world_size),
-            env.NODE_RANK.name: str(self.node_rank),
-            env.GROUP_RANK.name: str(self.node_rank),
-            env.CROSS_RANK.name: str(self.node_rank),
-            env.CROSS_SIZE.name: str(len(self.nodes)),
-            env.MASTER_ADDR.name: master_addr or self.nodes[0],
-            env.MASTER_PORT.name: str(master_port or self.master_port),
-        }
-
-
-def read_task(environ: Mapping[str, str]) -> SlurmTask | None:
-    """Return which rank this process is, None when it is not one of several tasks that srun has started.
-
-    Raises: UsageError or HostfileError when Slurm's variables contradict each other.
-    """
-    if not in_allocation(environ) or not is_srun_step(environ):
-        return None
-    refuse_heterogeneous(environ)
-    world_size = _number(environ, env.SLURM_STEP_NUM_TASKS.name)
-    if world_size < 2:
-        return None
-    nodes = parse_nodelist(environ.get(env.SLURM_STEP_NODELIST.name) or environ[env.SLURM_JOB_NODELIST.name])
-    task = SlurmTask(
-        job_id=_number(environ, env.SLURM_JOB_ID.name),
-        step_id=int(environ[env.SLURM_STEP_ID.name]),
-        rank=_number(environ, env.SLURM_PROCID.name),
-        world_size=world_size,
-        local_rank=_number(environ, env.SLURM_LOCALID.name),
-        local_world_size=0,
-        node_rank=_number(environ, env.SLURM_NODEID.name),
-        nodes=nodes,
-    )
-    counts_name = env.SLURM_STEP_TASKS_PER_NODE.name
-    counts = parse_counts(environ.get(counts_name, ""), counts_name)
-    if (
-        len(counts) != len(nodes)
-        or sum(counts) != world_size
-        or task.rank >= world_size
-        or task.node_rank >= len(nodes)
-        or task.local_rank >= counts[task.node_rank]
-    ):
-        raise UsageError(
-            f"Slurm's variables contradict each other: task {task.rank} of {world_size} on node {task.node_rank}"
-            f" of {len(nodes)}, tasks per node {environ.get(counts_name)}",
-            where=counts_name,
-            hint="start `launch` by srun itself, without changing SLURM_* variables",
-        )
-    return SlurmTask(**{**vars(task), "local_world_size": counts[task.node_rank]})
 
 
 def read_allocation(
@@ -156,20 +77,6 @@ def parse_nodelist(text: str) -> tuple[str, ...]:
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise HostfileError(f"{twice} stands twice in the list of nodes", where=env.SLURM_JOB_NODELIST.name)
     return tuple(names)
-
-
-def parse_counts(text: str, name: str) -> tuple[int, ...]:
-    """Expand `2(x3),1` to (2, 2, 2, 1); `name` is the variable, for errors. Raises: UsageError."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = _COUNT.fullmatch(part)
-        repeat = int(match[2] or 1) if match else 0
-        if match is None or repeat + len(counts) > MAX_EXPANSION:
-            raise UsageError(
-                f'"{text[:80]}" is not a list of counts', where=name, hint='expected for example "2(x3),1"'
-            )
-        counts += [int(match[1])] * repeat
-    return tuple(counts)
 
 
 def parse_gpus(text: str, name: str) -> int:

@@ -28,6 +28,7 @@ from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.slurm.framing import DATA, END, PIECE_BYTES, LineReader, encode_lines
 from launcher.transport.command import NEUTRAL_FOLDER, agent_argv, is_relative
+from launcher.transport.local import start_child
 from launcher.transport.stderr_buffer import StderrTail
 
 RELAY_MODULE = "launcher.agent.relay"
@@ -75,6 +76,8 @@ class SrunTransport:
     A host opened a second time gets a step of its own: that is how a lost host is swept.
     """
 
+    name = "srun"
+
     def __init__(self, hosts: Sequence[Host], *, python: str | None = None, root: Path | None = None) -> None:
         self._hosts = tuple(hosts)
         self._agent = agent_argv(python, RELAY_MODULE, root)
@@ -82,10 +85,6 @@ class SrunTransport:
         self._lock = threading.Lock()
         self._unclaimed: dict[str, SrunChannel] | None = None
         self._steps: list[SrunStep] = []
-
-    @property
-    def name(self) -> str:
-        return "srun"
 
     def command_for(self, host: Host) -> str:
         return shlex.join(self._argv(self._hosts))
@@ -263,7 +262,8 @@ class SrunChannel:
 
     def __init__(self, step: SrunStep, name: str) -> None:
         self._step = step
-        self._name = name
+        self.host_name = name
+        self.window_bytes = step.window_bytes
         self._changed = threading.Condition()
         self._unread = bytearray()  # no more than the window, and what is not output
         self._ended = False
@@ -271,14 +271,6 @@ class SrunChannel:
         self._status: int | None = None
         self.stdin_ended = False
         self.last_heard_s = time.monotonic()
-
-    @property
-    def host_name(self) -> str:
-        return self._name
-
-    @property
-    def window_bytes(self) -> int:
-        return self._step.window_bytes
 
     def read(self, max_bytes: int) -> bytes:
         with self._changed:
@@ -291,15 +283,15 @@ class SrunChannel:
 
     def write(self, data: bytes) -> None:
         if self._ended or self.stdin_ended:
-            raise TransportError("the agent is gone", where=self._name, hint=self.stderr_tail() or None)
-        self._step.send(self._name, encode_lines(self._name, DATA, data))
+            raise TransportError("the agent is gone", where=self.host_name, hint=self.stderr_tail() or None)
+        self._step.send(self.host_name, encode_lines(self.host_name, DATA, data))
 
     def close_stdin(self) -> None:
         if self.stdin_ended:
             return
         self.stdin_ended = True
         with contextlib.suppress(TransportError):
-            self._step.send(self._name, encode_lines(self._name, END))
+            self._step.send(self.host_name, encode_lines(self.host_name, END))
         self._step.end_stdin()
 
     def stderr_tail(self) -> str:
@@ -323,7 +315,7 @@ class SrunChannel:
             self._closed = True
             self._changed.notify_all()
         self.close_stdin()
-        self._step.release(self._name)
+        self._step.release(self.host_name)
 
     # ---- called by the step's reading thread ----
 
@@ -357,16 +349,7 @@ def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[subpro
     lifeline = io.FileIO(writer, "w")
     guard = ["/bin/sh", "-c", _GUARDED, "sh", f"/dev/fd/{reader}", str(_ORPHAN_S), str(_FORK_S)]
     try:
-        process = subprocess.Popen(
-            [*guard, program, *argv[1:]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=(reader,),
-            env=dict(environ),
-        )
+        process = start_child([*guard, program, *argv[1:]], environ, (reader,))
     except OSError as error:
         lifeline.close()
         raise TransportError(f"srun cannot be started: {error.strerror or error}", where=program) from None

@@ -18,6 +18,8 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     Root = str | os.PathLike[str]
 
 AGENT_MODULE = "launcher.agent.main"
@@ -53,6 +55,21 @@ def own_argv(module: str, root: Root | None = None) -> list[str]:
     """Return the argument list that runs `main()` of `module` on this machine, with this interpreter."""
     start = os.path.join(package_root(), "launcher", "start.py")
     return [sys.executable, "-u", start, os.fspath(root or package_root()), module]
+
+
+def last_json(output: str) -> dict[str, Any] | None:
+    """Return the last whole line of a program's output as a JSON object, None where it is none.
+
+    Own programs answer so: what libraries and login scripts print before it does not matter.
+    """
+    import json
+
+    whole, end, _ = output.rpartition("\n")
+    try:
+        found = json.loads(whole.rpartition("\n")[2]) if end else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def agent_argv(python: str | None = None, module: str = AGENT_MODULE, root: Root | None = None) -> list[str]:

@@ -20,7 +20,7 @@ from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, own_argv
 from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from launcher.cluster.cluster import Host
@@ -41,6 +41,8 @@ def is_local(host_name: str) -> bool:
 class LocalTransport:
     """Starts agents on this machine; implements `Transport`."""
 
+    name = "local"
+
     def __init__(
         self,
         *,
@@ -55,10 +57,6 @@ class LocalTransport:
         self._lock = threading.Lock()
         self._channels: list[LocalChannel] = []
         self._ahead: subprocess.Popen[bytes] | None = None
-
-    @property
-    def name(self) -> str:
-        return "local"
 
     def command_for(self, host: Host) -> str:
         import shlex
@@ -79,16 +77,7 @@ class LocalTransport:
                 passed = (os.dup(0),)
                 stack.callback(os.close, *passed)
                 environ = {**os.environ, env.STDIN_FD.name: str(passed[0])}
-            return subprocess.Popen(
-                self._argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-                pass_fds=passed,
-                env=environ,
-            )
+            return start_child(self._argv, environ, passed)
 
     def open(self, host: Host) -> LocalChannel:
         with self._lock:
@@ -117,6 +106,25 @@ class LocalTransport:
             channel.close()
 
 
+def start_child(
+    argv: Sequence[str], environ: Mapping[str, str] | None, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a program with pipes on its three streams. It has no terminal: Ctrl-C does not reach it, nor it the user.
+
+    environ: None: this process's own. Raises: OSError.
+    """
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        pass_fds=pass_fds,
+        env=environ,
+    )
+
+
 def watched(process: subprocess.Popen[bytes], host_name: str, make: Callable[[], _C]) -> _C:
     """Return the channel that `make` makes of a process, which is ended where that fails. Raises: TransportError."""
     try:
@@ -141,10 +149,12 @@ def _is_in_background() -> bool:
 class LocalChannel:
     """Pipes to one child process; implements `Channel`."""
 
+    window_bytes = None
+
     def __init__(self, host_name: str, process: subprocess.Popen[bytes]) -> None:
         if process.stdin is None or process.stdout is None or process.stderr is None:
             raise ValueError("the process needs pipes on stdin, stdout and stderr")
-        self._host_name = host_name
+        self.host_name = host_name
         self._process = process
         self._stdin = process.stdin
         # A bare descriptor: a file object could be collected, and closed, before this one.
@@ -158,14 +168,6 @@ class LocalChannel:
         self._stdin_open = True
         self._stderr = StderrTail(process.stderr.read, host_name, process.stderr.close)
         os.set_blocking(self._stdin.fileno(), False)
-
-    @property
-    def host_name(self) -> str:
-        return self._host_name
-
-    @property
-    def window_bytes(self) -> None:
-        return None
 
     @property
     def pid(self) -> int:
@@ -239,5 +241,5 @@ class LocalChannel:
 
     def _gone(self) -> TransportError:
         return TransportError(
-            "the agent is gone: its stdin is closed", where=self._host_name, hint=self.stderr_tail() or None
+            "the agent is gone: its stdin is closed", where=self.host_name, hint=self.stderr_tail() or None
         )

@@ -18,9 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import Diagnostic, TransportError, UsageError
-from launcher.transport.local import LocalChannel, watched
+from launcher.transport.local import LocalChannel, start_child, watched
 from launcher.transport.ssh import library
-from launcher.transport.ssh.config import DEFAULT_CONNECT_TIMEOUT_S, SshOptions, Targets
+from launcher.transport.ssh.config import DEFAULT_CONNECT_TIMEOUT_S, Targets
+from launcher.transport.ssh.options import SshOptions
 from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ _CONNECTED = (b"Authenticated to ", b"master session id")  # the latter where a 
 _CHATTER = ("debug", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 _TRY, _OR_TRY = "try: {ssh} true", "Try: {ssh} true"
 _DROPPED = "the connection was closed before the login"
-_IS_FULL = f"has the server, or a host on the way, room for one more connection (MaxStartups)? {_OR_TRY}"
 # What `ssh` may say, what it means, and what to do; the first that is found counts.
 _CAUSES = (
     ("Could not resolve hostname", "the host name cannot be resolved", f"check its spelling; then {_TRY}"),
@@ -80,6 +80,8 @@ _CAUSES = (
 class OpenSshTransport:
     """Starts agents with `ssh`; implements `Transport`."""
 
+    name = "ssh"
+
     def __init__(self, options: SshOptions | None = None, targets: Targets | None = None) -> None:
         """targets: what was read already of the configuration that `options` names. Raises: UsageError."""
         self._options = options or SshOptions()
@@ -89,13 +91,9 @@ class OpenSshTransport:
         self._is_closed = False
         if self._options.verbose:
             library.log_to_stderr(LOGGER)
-        config = self._options.config_file
+        config = self._options.ssh_config
         if config is not None and config.is_fifo():
             raise UsageError(f"-F {config} is a pipe, which only one `ssh` could read", hint="write it into a file")
-
-    @property
-    def name(self) -> str:
-        return "ssh"
 
     def command_for(self, host: Host) -> str:
         return shlex.join(self._argv(host))
@@ -144,15 +142,8 @@ class OpenSshTransport:
                     log = _Log(host.name, is_shown=self._options.verbose)
                     undo.callback(log.end_writing)
                     timeout = f"ConnectTimeout={max(1.0, timeout_s):.0f}"
-                    process = subprocess.Popen(
-                        self._argv(host, "-o", timeout, "-o", "LogLevel=DEBUG1", "-E", log.path),
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        bufsize=0,
-                        start_new_session=True,  # no terminal: its Ctrl-C does not reach `ssh`, nor a question the user
-                        env={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
-                    )
+                    argv = self._argv(host, "-o", timeout, "-o", "LogLevel=DEBUG1", "-E", log.path)
+                    process = start_child(argv, {**os.environ, "SSH_ASKPASS_REQUIRE": "never"})
                 except (OSError, RuntimeError) as error:
                     raise TransportError(
                         f"ssh cannot be started: {getattr(error, 'strerror', None) or error}",

@@ -16,7 +16,6 @@ from harness import scripts
 from harness.launching import ROOT, wait_until, wait_until_gone
 
 from launcher.agent import scratch
-from launcher.agent.state import TRANSITIONS, AgentState, move
 from launcher.agent.wire import (
     Bye,
     Decoder,
@@ -39,6 +38,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.processes import members_of_job
 from launcher.job.plan import new_job_id
+from launcher.transport.command import AGENT_MODULE, own_argv
 
 
 class Agent:
@@ -46,7 +46,7 @@ class Agent:
 
     def __init__(self, *, stderr: int | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launcher.agent"],
+            own_argv(AGENT_MODULE),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -260,7 +260,7 @@ def test_an_agent_leaves_when_the_controller_is_silent_before_ranks_and_after_th
 ) -> None:
     """The stream to the controller is open and nobody reads it, as after a network was cut."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif 'launcher.agent' in sys.orig_argv:\n"
+        "import sys\nif 'launcher.agent.main' in sys.orig_argv:\n"
         "    from launcher.agent import supervisor\n    supervisor._WAITING_LEASE_S = 1.0\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -363,16 +363,6 @@ def test_the_agent_imports_nothing_but_the_standard_library() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = set(eval(done.stdout))
     assert not loaded & {"torch", "click", "paramiko", "pydantic", "yaml", "rich", "numpy"}
-
-
-def test_states_only_move_forward() -> None:
-    for old in AgentState:
-        for new in AgentState:
-            if new in TRANSITIONS[old]:
-                assert move(old, new) is new
-            else:
-                with pytest.raises(RuntimeError, match=f"from {old.name} to {new.name}"):
-                    move(old, new)
 
 
 def test_a_drained_pipe_that_is_filled_as_fast_as_it_is_read_does_not_hold_the_agent(

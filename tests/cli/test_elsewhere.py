@@ -14,7 +14,7 @@ from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import scheduler_rank
 from launcher.cli.main import cli
 from launcher.cli.options.output import OutputOptions
-from launcher.cli.options.types import Streams, StreamSpec
+from launcher.cli.options.types import streams
 from launcher.job.scheduler_node import scheduler_node
 
 KUBEFLOW = {
@@ -176,18 +176,14 @@ def test_redirects_and_tee_have_torchrun_s_meaning() -> None:
         output = OutputOptions(**options)
         return [(rank, stream) for rank in (0, 1) for stream in ("stdout", "stderr") if output.shows(rank, stream)]
 
-    def parse(text: str) -> StreamSpec:
-        spec: StreamSpec = Streams().convert(text, None, None)
-        return spec
-
     every = [(0, "stdout"), (0, "stderr"), (1, "stdout"), (1, "stderr")]
     assert shown() == every
-    assert shown(redirects=parse("3")) == []
-    assert shown(redirects=parse("0:1,1:3")) == [(0, "stderr")]
-    assert shown(redirects=parse("3"), tee=parse("1:2")) == [(1, "stderr")]
-    assert shown(tee=parse("0:3")) == every
+    assert shown(redirects=streams("3")) == []
+    assert shown(redirects=streams("0:1,1:3")) == [(0, "stderr")]
+    assert shown(redirects=streams("3"), tee=streams("1:2")) == [(1, "stderr")]
+    assert shown(tee=streams("0:3")) == every
     assert shown(local_ranks_filter=(1,)) == every[2:]
-    assert shown(local_ranks_filter=(1,), redirects=parse("1")) == [(1, "stderr")]
+    assert shown(local_ranks_filter=(1,), redirects=streams("1")) == [(1, "stderr")]
 
 
 def test_what_is_redirected_is_in_the_logs_only(tmp_path: Path) -> None:

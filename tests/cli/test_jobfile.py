@@ -79,7 +79,7 @@ def test_one_value_of_a_repeatable_option_needs_no_list(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('script: s.py\noptions: {log_dir: "a\\0b"}\n', "options.log_dir: embedded null byte"),
-        ("script: s.py\nargs: &a [*a]\n", "holds more than"),
+        ("script: s.py\nargs: &a [*a]\n", "args: expected a list of words"),
         ("script: s.py\nargs: [!!bool x]\n", "is not YAML"),
         ("script: s.py\nargs: [!!timestamp x]\n", "is not YAML"),
         (f"script: s.py\nargs: [0x{'f' * 9999}]\n", "cannot be written down"),
@@ -88,7 +88,7 @@ def test_one_value_of_a_repeatable_option_needs_no_list(tmp_path: Path) -> None:
             "l0: &l0 [x, x, x, x, x, x, x, x, x, x]\n"
             + "".join(f"l{i + 1}: &l{i + 1} [{', '.join([f'*l{i}'] * 10)}]\n" for i in range(9))
             + "script: s.py\noptions: {log_dir: *l9}\n",
-            "holds more than",
+            "options.log_dir: expected a value",
         ),
     ],
 )

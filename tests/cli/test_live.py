@@ -329,7 +329,7 @@ def test_the_slowest_rank_counts_and_a_stall_is_told() -> None:
         facts.progress(0, 10 * second, 2.5, float(second))
         facts.progress(3, 4 * second, None, float(second))
     facts.ended(2, -9)
-    facts.trouble("the log is\nincomplete")
+    facts.warning("the log is\nincomplete")
     assert picture(facts, 4.0) == [
         "│ calm-otter-4f2a · 2 hosts × 2 ranks · 0:00:04 · step 16 · 4 steps/s · loss 2.5",
         "│ node-0  2 running            step 40",

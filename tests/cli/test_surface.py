@@ -18,9 +18,8 @@ from harness.launching import ROOT, run_here, run_launch
 from launcher.base.errors import UsageError
 from launcher.cli.commands.run import run
 from launcher.cli.console import streams
-from launcher.cli.console.lines import LineAssembler
-from launcher.cli.console.shown import ShownOutput
-from launcher.cli.main import COMMANDS, cli, main
+from launcher.cli.console.lines import LineAssembler, ShownOutput
+from launcher.cli.main import cli, main
 from launcher.cli.options.command import Option
 
 # Every spelling that works. The first one of two dashes is shown; `_` stands for `-` in all of them.
@@ -291,13 +290,6 @@ def test_help_names_every_option_and_example() -> None:
         assert spellings[-1] in text
     assert "exit codes" in text
     assert "launch config check" in text
-
-
-def test_the_short_help_in_the_table_is_the_commands_own() -> None:
-    own = {name: cli.get_command(click.Context(cli), name) for name in COMMANDS}
-    assert {name: command and command.short_help for name, command in own.items()} == {
-        name: known.short_help for name, known in COMMANDS.items()
-    }
 
 
 def test_a_subcommand_and_a_script_are_told_apart(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from launcher.cluster.devices import (
     given_devices,
     local_device_tokens,
     local_devices,
-    local_slots,
     rank_devices,
     visible_devices,
 )
@@ -38,15 +37,14 @@ from launcher.cluster.devices import (
 def test_visible_devices_are_slots_by_position(value: str, tokens: tuple[str, ...]) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": value}
     assert local_device_tokens(environ) == tokens
-    assert local_slots(environ) == tuple(range(len(tokens)))
 
 
 def test_device_files_are_counted(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "sda"):
         (tmp_path / "dev" / name).touch()
-    assert local_slots({}, root=str(tmp_path)) == (0, 1)
-    assert local_slots({}, root=str(tmp_path / "none")) == ()
+    assert local_device_tokens({}, root=str(tmp_path)) == ("0", "1")
+    assert local_device_tokens({}, root=str(tmp_path / "none")) == ()
 
 
 def test_a_slot_leads_back_to_its_token() -> None:

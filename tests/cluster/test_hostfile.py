@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.base.errors import HostfileError
-from launcher.cluster.cluster import Cluster, Host
+from launcher.cluster.cluster import MAX_EXPANSION, Cluster, Host
 from launcher.cluster.hostfile import parse_hostfile, read_hostfile
-from launcher.cluster.limits import MAX_EXPANSION
 from launcher.cluster.nodeset import expand
 
 ROOT = Path(__file__).resolve().parents[2]

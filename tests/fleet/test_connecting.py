@@ -16,10 +16,10 @@ from harness.sshd import MuteServer, StalledServer
 
 from launcher.base.errors import LauncherError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.fleet import turns
+from launcher.fleet import fleet, member
 from launcher.fleet.agent import Agent
 from launcher.fleet.fleet import Fleet
-from launcher.fleet.turns import Turns
+from launcher.fleet.member import Turns
 from launcher.transport.api import Channel
 
 STEPS = {
@@ -122,8 +122,8 @@ class Sleepy:
 
 
 def test_many_dead_hosts_cost_little_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "MAX_PARALLEL", 2)
-    monkeypatch.setattr(turns, "_SLOW_AFTER_S", 0.1)
+    monkeypatch.setattr(fleet, "MAX_PARALLEL", 2)
+    monkeypatch.setattr(member, "_SLOW_AFTER_S", 0.1)
     start_s = time.monotonic()
     with pytest.raises(TransportError) as caught:
         Fleet([Agent(Host(f"h{number}", (0,))) for number in range(20)], lambda _: Sleepy(1.5)).connect()

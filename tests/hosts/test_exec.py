@@ -15,13 +15,13 @@ from harness.launching import ROOT, Launch, nap, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.cli.commands.exec import Display, show_results
-from launcher.cli.options.selection import HostOptions
 from launcher.cluster.cluster import Host
 from launcher.hosts import fanout, session
 from launcher.hosts.fanout import Fanout
 from launcher.hosts.session import Task
 from launcher.job.reach import Transports
 from launcher.transport.local import LocalTransport
+from launcher.transport.ssh.options import SshOptions
 
 
 def hosts(sshd: LoopbackSshd, folder: Path, *more: str) -> list[str]:
@@ -167,7 +167,7 @@ def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_p
 @pytest.mark.cluster
 def test_a_host_that_falls_silent_is_given_up(sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fanout, "DEFAULT_LEASE_S", 2.5)
-    transports = Transports(HostOptions(ssh_config=str(sshd.ssh_config)))
+    transports = Transports(SshOptions(ssh_config=sshd.ssh_config))
     # It stops its own agent, whose ranks do not hear of it.
     commands = [("program", "sleep", "1"), ("program", "sh", "-c", f"kill -STOP $PPID; exec sleep {nap('76.25')}")]
     tasks = [Task(Host(f"127.0.0.{i + 1}", (0,)), command, "/") for i, command in enumerate(commands)]

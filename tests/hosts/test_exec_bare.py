@@ -16,7 +16,8 @@ from launcher.hosts import shell_session
 from launcher.hosts.fanout import Fanout
 from launcher.hosts.session import Task
 from launcher.transport.local import LocalTransport
-from launcher.transport.ssh.transport import SshOptions, SshTransport
+from launcher.transport.ssh.options import SshOptions
+from launcher.transport.ssh.transport import SshTransport
 
 SECRET = "hf_0123456789secret"
 
@@ -112,7 +113,7 @@ def test_what_ignores_the_first_signal_is_killed_after_the_grace(
     sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
     monkeypatch.setattr(shell_session, "GRACE_S", 1.0)
-    transport = SshTransport(SshOptions(config_file=sshd.ssh_config, shell_only=True)) if far else None
+    transport = SshTransport(SshOptions(ssh_config=sshd.ssh_config, shell_only=True)) if far else None
     transport_for = transport or LocalTransport(shell_only=True)
     words = ("sh", "-c", "trap 'echo asked' TERM; while :; do sleep 0.125; done", nap(""))
     task = Task(Host("127.0.0.1", (0,)), words, "/")

@@ -25,7 +25,7 @@ from launcher.base.processes import members_of_job
 from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.fleet.signals import SignalQueue
-from launcher.job import restart
+from launcher.job import logs
 from launcher.job.elastic_hosts import largest_fit
 from launcher.job.engine_config import EngineConfig
 from launcher.job.outcome import Failure, FailureKind, RunReport
@@ -186,12 +186,12 @@ def test_the_report_of_the_job_is_the_last_tries_and_lists_them_all(tmp_path: Pa
 def test_a_disk_that_stalls_between_two_runs_does_not_keep_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, quiet = threading.Event(), Quiet()
     monkeypatch.setattr(RunReport, "save", lambda *_: answers.wait())
-    monkeypatch.setattr(restart, "timeouts", lambda: Timeouts(disk_stall_s=0.2))
+    monkeypatch.setattr(logs, "timeouts", lambda: Timeouts(disk_stall_s=0.2))
     runs, last = hosts_of_runs(RestartPolicy(max_restarts=2), [report(1, rank=0), report(0)], quiet=quiet)
     answers.set()
     assert (len(runs), last.exit_code) == (2, 0)
     (warning,) = quiet.warnings
-    assert warning.endswith("/report.json could not be written: its disk does not answer")
+    assert warning.endswith("/report.json could not be written: the disk does not answer")
 
 
 def test_the_first_start_must_succeed() -> None:

@@ -149,7 +149,7 @@ def test_a_disk_that_never_answers_again_is_given_up(tmp_path: Path, job_id: str
     assert whole_lines(result.out.encode(), "[0] ") == 5000
     assert f"waiting for the disk of runs/{job_id}" in result.err
     assert f"! runs/{job_id}: its disk does not answer; the logs are incomplete" in result.err
-    assert "! report.json could not be written: the disk does not answer" in result.err
+    assert f"! runs/{job_id}/report.json could not be written: the disk does not answer" in result.err
     log.close()
 
 

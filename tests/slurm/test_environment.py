@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.base.errors import HostfileError, UsageError
+from launcher.base.scheduler_rank import parse_counts, scheduler_rank
 from launcher.slurm import environment as slurm
 from launcher.slurm.allocation import in_allocation
 
@@ -91,13 +92,13 @@ def test_contradictions_are_named() -> None:
     with pytest.raises(UsageError, match="has 3 nodes, SLURM_JOB_NUM_NODES says 4"):
         slurm.read_allocation({**BATCH, "SLURM_JOB_NUM_NODES": "4"})
     with pytest.raises(UsageError, match="contradict"):
-        slurm.read_task({**STEP, "SLURM_LOCALID": "2"})
+        scheduler_rank({**STEP, "SLURM_LOCALID": "2"})
 
 
 def test_one_task_of_srun_is_one_rank() -> None:
-    task = slurm.read_task(STEP)
+    task = scheduler_rank(STEP)
     assert task is not None
-    assert task.variables(None, None) == {
+    assert task.variables(STEP, 29500) == {
         "RANK": "3",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "5",
@@ -110,8 +111,6 @@ def test_one_task_of_srun_is_one_rank() -> None:
         "MASTER_ADDR": "n1",
         "MASTER_PORT": str(12_000 + 77 * 31),
     }
-    assert task.variables("head", 5)["MASTER_ADDR"] == "head"
-    assert task.variables("head", 5)["MASTER_PORT"] == "5"
 
 
 @pytest.mark.parametrize(
@@ -119,14 +118,14 @@ def test_one_task_of_srun_is_one_rank() -> None:
     [
         {},
         BATCH,
-        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
         {**STEP, "SLURM_STEP_ID": "4294967291"},  # the batch script
         {**STEP, "SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
         {**STEP, "LAUNCH_JOB_ID": "calm-otter-4f2a"},  # a rank that starts `launch`
     ],
 )
 def test_these_are_no_task_of_srun(environ: dict[str, str]) -> None:
-    assert slurm.read_task(environ) is None
+    assert scheduler_rank(environ) is None
 
 
 NAMES = sorted({*STEP, "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_JOB_GPUS"})
@@ -140,7 +139,7 @@ def test_no_environment_ends_in_a_traceback(odd: dict[str, str], by_node: dict[s
     environ = {**STEP, **odd}
     for read in (
         lambda: slurm.read_allocation(environ, gpus_by_node=by_node),
-        lambda: slurm.read_task(environ),
+        lambda: scheduler_rank(environ),
     ):
         with contextlib.suppress(HostfileError, UsageError):
             read()
@@ -154,8 +153,8 @@ def test_no_job_description_ends_in_a_traceback(text: str) -> None:
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=30))
 def test_counts_come_back_as_they_were(counts: list[int]) -> None:
-    assert slurm.parse_counts(",".join(map(str, counts)), "X") == tuple(counts)
-    assert slurm.parse_counts(f"{counts[0]}(x{len(counts)})", "X") == (counts[0],) * len(counts)
+    assert parse_counts(",".join(map(str, counts)), "X") == tuple(counts)
+    assert parse_counts(f"{counts[0]}(x{len(counts)})", "X") == (counts[0],) * len(counts)
 
 
 @pytest.mark.parametrize("environ", [{"SLURM_HET_SIZE": "2"}, {**BATCH, "SLURM_HET_SIZE": "2"}])
@@ -164,4 +163,4 @@ def test_a_job_of_several_parts_is_inside_slurm_and_refused(environ: dict[str, s
     with pytest.raises(UsageError, match="SLURM_HET_SIZE: this Slurm job is heterogeneous"):
         slurm.read_allocation(environ)
     with pytest.raises(UsageError, match="heterogeneous"):
-        slurm.read_task({**STEP, **environ})
+        slurm.refuse_heterogeneous({**STEP, **environ})

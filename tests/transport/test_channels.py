@@ -14,6 +14,7 @@ import pytest
 from harness.sshd import LoopbackSshd
 
 from launcher.base.errors import TransportError
+from launcher.base.file_limit import allow_connections
 from launcher.base.processes import descendants
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
@@ -21,11 +22,11 @@ from launcher.fleet.fleet import Fleet
 from launcher.transport.api import Channel, Transport
 from launcher.transport.diagnose import start_failure
 from launcher.transport.local import LocalTransport, is_local
-from launcher.transport.open_files import allow_connections
 from launcher.transport.openssh import OpenSshTransport
 from launcher.transport.ssh import transport as ssh
 from launcher.transport.ssh.connect import connect
-from launcher.transport.ssh.transport import SshOptions, SshTransport
+from launcher.transport.ssh.options import SshOptions
+from launcher.transport.ssh.transport import SshTransport
 
 TESTS = Path(__file__).resolve().parents[1]
 HOST = Host("127.0.0.1", (0,))
@@ -40,7 +41,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     if request.param == "local":
         made = LocalTransport(module=AGENT, root=TESTS)
     else:
-        options = SshOptions(config_file=request.getfixturevalue("sshd").ssh_config, module=AGENT, root=TESTS)
+        options = SshOptions(ssh_config=request.getfixturevalue("sshd").ssh_config, agent_module=AGENT, root=TESTS)
         made = SshTransport(options) if request.param == "ssh" else OpenSshTransport(options)
     yield made
     made.close()
@@ -123,7 +124,7 @@ def test_a_killed_local_agent_shows_its_signal() -> None:
 
 @pytest.mark.cluster
 def test_a_killed_remote_agent_has_no_status(sshd: LoopbackSshd) -> None:
-    transport = SshTransport(SshOptions(config_file=sshd.ssh_config, module=AGENT, root=TESTS))
+    transport = SshTransport(SshOptions(ssh_config=sshd.ssh_config, agent_module=AGENT, root=TESTS))
     channel = transport.open(HOST)
     channel.write(b"die\n")
     assert read_all(channel) == b""
@@ -143,7 +144,7 @@ def test_a_missing_package_is_explained() -> None:
 def test_a_connection_that_is_made_while_the_transport_closes_is_ended(
     sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transport = SshTransport(SshOptions(config_file=sshd.ssh_config, module=AGENT, root=TESTS))
+    transport = SshTransport(SshOptions(ssh_config=sshd.ssh_config, agent_module=AGENT, root=TESTS))
     made = []
 
     def connect_and_close(target: Any, via: Any) -> Any:
@@ -159,7 +160,7 @@ def test_a_connection_that_is_made_while_the_transport_closes_is_ended(
 
 @pytest.mark.cluster
 def test_a_missing_remote_python_is_explained(sshd: LoopbackSshd) -> None:
-    transport = SshTransport(SshOptions(config_file=sshd.ssh_config, python="/no such/python"))
+    transport = SshTransport(SshOptions(ssh_config=sshd.ssh_config, remote_python="/no such/python"))
     channel = transport.open(HOST)
     assert read_all(channel) == b""
     assert "python was not found" in str(start_failure(channel, None))
@@ -168,7 +169,7 @@ def test_a_missing_remote_python_is_explained(sshd: LoopbackSshd) -> None:
 
 @pytest.mark.cluster
 def test_one_connection_serves_a_host_twice_and_many_hosts_open_at_once(sshd: LoopbackSshd) -> None:
-    transport = SshTransport(SshOptions(config_file=sshd.ssh_config, module=AGENT, root=TESTS))
+    transport = SshTransport(SshOptions(ssh_config=sshd.ssh_config, agent_module=AGENT, root=TESTS))
     hosts = [Host(f"127.0.0.{number}", (0,)) for number in range(1, 9)]
     fleet = Fleet([Agent(host) for host in (*hosts, hosts[0])], lambda _: transport)
     fleet.connect()

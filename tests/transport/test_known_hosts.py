@@ -12,7 +12,8 @@ from harness.sshd import LoopbackSshd, make_key
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
 from launcher.transport.ssh.known_hosts import Verdict, check_key, find_keys, record_new_key
-from launcher.transport.ssh.transport import SshOptions, SshTransport
+from launcher.transport.ssh.options import SshOptions
+from launcher.transport.ssh.transport import SshTransport
 
 OLD, NEW, OTHER = b"old key", b"new key", b"other key"
 
@@ -56,7 +57,7 @@ def test_many_at_once_write_whole_lines_and_each_host_once(tmp_path: Path) -> No
 @pytest.mark.cluster
 def test_accepting_new_keys_accepts_no_changed_one(sshd: LoopbackSshd, tmp_path: Path) -> None:
     def refusal(known: Path) -> str | None:
-        options = SshOptions(config_file=sshd.ssh_config, known_hosts=known, shell_only=True, accept_new_host_keys=True)
+        options = SshOptions(ssh_config=sshd.ssh_config, known_hosts=known, shell_only=True, accept_new_host_keys=True)
         transport = SshTransport(options)
         try:
             transport.open(Host("127.0.0.1", (0,))).close()
@@ -82,7 +83,7 @@ def test_accepting_new_keys_accepts_no_changed_one(sshd: LoopbackSshd, tmp_path:
 def test_an_authority_is_named_and_its_key_is_no_host_key(sshd: LoopbackSshd, tmp_path: Path) -> None:
     known = tmp_path / "known"
     known.write_text(f"# all hosts\n@cert-authority * {sshd.host_key_line}\n")
-    transport = SshTransport(SshOptions(config_file=sshd.ssh_config, known_hosts=known, shell_only=True))
+    transport = SshTransport(SshOptions(ssh_config=sshd.ssh_config, known_hosts=known, shell_only=True))
     with pytest.raises(TransportError) as caught:
         transport.open(Host("127.0.0.1", (0,)))
     transport.close()

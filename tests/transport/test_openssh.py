@@ -20,7 +20,8 @@ from launcher.cluster.cluster import Host
 from launcher.transport.openssh import OpenSshTransport
 from launcher.transport.ssh import choice
 from launcher.transport.ssh.choice import reason_for_openssh
-from launcher.transport.ssh.config import SshOptions, Targets
+from launcher.transport.ssh.config import Targets
+from launcher.transport.ssh.options import SshOptions
 from launcher.transport.ssh.transport import SshTransport
 
 HOST = Host("127.0.0.1", (0,))
@@ -138,7 +139,7 @@ def test_ctrl_c_ends_the_wait_for_a_host(config: Path, hosts: Path, tmp_path: Pa
 
 
 def refusal(config: Path, host: Host = HOST, **options: object) -> str:
-    transport = OpenSshTransport(SshOptions(config_file=config, shell_only=True, **options))  # type: ignore[arg-type]
+    transport = OpenSshTransport(SshOptions(ssh_config=config, shell_only=True, **options))  # type: ignore[arg-type]
     with pytest.raises(TransportError) as caught:
         transport.open(host)
     transport.close()
@@ -151,7 +152,7 @@ def refusal(config: Path, host: Host = HOST, **options: object) -> str:
 @pytest.mark.cluster
 def test_errors_have_a_cause_and_a_remedy(config: Path, tmp_path: Path) -> None:
     port = free_port()
-    text = refusal(config, port=port)
+    text = refusal(config, ssh_port=port)
     assert "connection refused: ssh: connect to host 127.0.0.1 port" in text
     assert text.endswith(f"Try: ssh -F {config} -p {port} 127.0.0.1 true")
     assert "the host name cannot be resolved: ssh: Could not res" in refusal(config, Host("no-such-host.invalid", (0,)))
@@ -172,7 +173,7 @@ def test_errors_have_a_cause_and_a_remedy(config: Path, tmp_path: Path) -> None:
 @pytest.mark.cluster
 def test_new_keys_are_recorded_when_asked_for(config: Path, tmp_path: Path) -> None:
     known = tmp_path / "known"
-    options = SshOptions(config_file=config, known_hosts=known, shell_only=True, accept_new_host_keys=True)
+    options = SshOptions(ssh_config=config, known_hosts=known, shell_only=True, accept_new_host_keys=True)
     transport = OpenSshTransport(options)
     transport.open(HOST)
     transport.close()
@@ -182,12 +183,12 @@ def test_new_keys_are_recorded_when_asked_for(config: Path, tmp_path: Path) -> N
 @pytest.mark.cluster
 def test_a_silent_host_and_one_that_drops_connections(config: Path, sshd: LoopbackSshd, tmp_path: Path) -> None:
     with StalledServer() as server:
-        text = refusal(config, port=server.port, connect_timeout_s=1.0)
+        text = refusal(config, ssh_port=server.port, connect_timeout_s=1.0)
         assert "no answer in time: Connection to 127.0.0.1 port" in text
     known = tmp_path / "known"
     with DroppingServer(sshd.port, 1) as server:
         known.write_text(f"[127.0.0.*]:{server.port} {sshd.host_key_line}\n")
-        options = SshOptions(config_file=config, known_hosts=known, port=server.port, shell_only=True)
+        options = SshOptions(ssh_config=config, known_hosts=known, ssh_port=server.port, shell_only=True)
         transport = OpenSshTransport(options)
         channel = transport.open(HOST)
         channel.write(b"exit 5\n")
@@ -206,14 +207,14 @@ def short_folder() -> Iterator[Path]:
 def test_an_open_connection_is_shared(config: Path, short_folder: Path, sshd: LoopbackSshd) -> None:
     """As people with one-time passwords do it: they log in once, and everything else goes through that."""
     config.write_text(f"{config.read_text()}  ControlPath {short_folder}/cm-%r@%h\n")
-    targets = Targets(SshOptions(config_file=config))
+    targets = Targets(SshOptions(ssh_config=config))
     assert reason_for_openssh(HOST, targets) is None
     master = subprocess.Popen(["ssh", "-F", config, "-MN", HOST.name], stdin=subprocess.DEVNULL)
     try:
         wait_until(lambda: reason_for_openssh(HOST, targets) is not None, "the connection")
         assert reason_for_openssh(HOST, targets) == "ControlPath of the SSH config"
         config.write_text(config.read_text().replace(str(sshd.user_key), "none"))
-        transport = OpenSshTransport(SshOptions(config_file=config, shell_only=True))
+        transport = OpenSshTransport(SshOptions(ssh_config=config, shell_only=True))
         channel = transport.open(HOST)
         channel.write(b"echo hello; exit 5\n")
         assert channel.read(100) == b"hello\n"
@@ -302,7 +303,7 @@ def test_openssh_is_chosen_where_paramiko_cannot(
     choice._has_ticket.cache_clear()
     text = lines if isinstance(lines, str) else lines(tmp_path)
     (tmp_path / "config").write_text(f"Host far\n  ProxyCommand nc %h %p\nHost n1\n  {text}\n")
-    found = reason_for_openssh(Host("n1", (0,)), Targets(SshOptions(config_file=tmp_path / "config")))
+    found = reason_for_openssh(Host("n1", (0,)), Targets(SshOptions(ssh_config=tmp_path / "config")))
     assert found is None if reason is None else re.fullmatch(reason, str(found)), found
 
 
@@ -310,7 +311,7 @@ def test_openssh_is_chosen_where_paramiko_cannot(
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_jump_is_still_paramikos(config: Path, sshd: LoopbackSshd) -> None:
     config.write_text(f"Host 127.0.0.9\n  ProxyJump 127.0.0.7\n{config.read_text()}")
-    options = SshOptions(config_file=config, shell_only=True)
+    options = SshOptions(ssh_config=config, shell_only=True)
     host = Host("127.0.0.9", (0,))
     assert reason_for_openssh(host, Targets(options)) is None
     for transport in (SshTransport(options), OpenSshTransport(options)):

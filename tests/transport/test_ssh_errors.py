@@ -14,7 +14,8 @@ from harness.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port,
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport.ssh.transport import SshOptions, SshTransport
+from launcher.transport.ssh.options import SshOptions
+from launcher.transport.ssh.transport import SshTransport
 
 pytestmark = pytest.mark.cluster
 TESTS = Path(__file__).resolve().parents[1]
@@ -23,7 +24,7 @@ HOST = Host("127.0.0.1", (0,))
 
 def make_transport(config: Path, **options: object) -> SshTransport:
     return SshTransport(
-        SshOptions(config_file=config, module="harness.echo_agent", root=TESTS, **options)  # type: ignore[arg-type]
+        SshOptions(ssh_config=config, agent_module="harness.echo_agent", root=TESTS, **options)  # type: ignore[arg-type]
     )
 
 
@@ -55,14 +56,14 @@ def config(sshd: LoopbackSshd, tmp_path: Path) -> Path:
 
 def test_refused(config: Path) -> None:
     port = free_port()
-    text = failure(config, port=port)
+    text = failure(config, ssh_port=port)
     assert re.search(rf"connection refused by \w+@127\.0\.0\.1 port {port}", text)
     assert f"ssh -F {config} -p {port} 127.0.0.1 true" in text
 
 
 def test_stalled(config: Path) -> None:
     with StalledServer() as server:
-        assert "no SSH answer within 0.5 s" in failure(config, port=server.port, connect_timeout_s=0.5)
+        assert "no SSH answer within 0.5 s" in failure(config, ssh_port=server.port, connect_timeout_s=0.5)
 
 
 def test_unresolvable(config: Path) -> None:
@@ -206,7 +207,7 @@ def test_no_proxy_command_is_none(config: Path) -> None:
 
 
 def test_a_config_may_be_any_file_that_can_be_read(config: Path, tmp_path: Path) -> None:
-    assert SshTransport(SshOptions(config_file=Path("/dev/null"))).target(HOST).port == 22
+    assert SshTransport(SshOptions(ssh_config=Path("/dev/null"))).target(HOST).port == 22
     read, write = os.pipe()
     os.write(write, config.read_bytes())
     os.close(write)

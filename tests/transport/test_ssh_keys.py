@@ -16,7 +16,8 @@ from harness.sshd import LoopbackSshd, make_key
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
 from launcher.transport.ssh import connect as ssh_connect
-from launcher.transport.ssh.transport import SshOptions, SshTransport
+from launcher.transport.ssh.options import SshOptions
+from launcher.transport.ssh.transport import SshTransport
 
 pytestmark = pytest.mark.cluster
 HOST = Host("127.0.0.1", (0,))
@@ -71,7 +72,7 @@ class World:
 
     def refusal(self) -> str | None:
         """Log in with our client; return why that failed."""
-        transport = SshTransport(SshOptions(config_file=self.folder / "config", shell_only=True))
+        transport = SshTransport(SshOptions(ssh_config=self.folder / "config", shell_only=True))
         try:
             transport.open(HOST).close()
         except TransportError as error:

@@ -10,7 +10,8 @@ import click
 
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
-from launcher.base.units import format_bytes
+from launcher.base.units import counted, format_bytes
+from launcher.cli.console.streams import say_waiting
 from launcher.cli.options.command import Command
 from launcher.cli.options.selection import HostOptions, host_options
 from launcher.cluster.fold import fold
@@ -29,7 +30,7 @@ exit codes: 0 a job can run · 1 something is wrong on a host · 69 a host could
 _MAX_LINE_CHARS = 110  # a longer remedy stands on a line of its own
 
 
-@click.command("check", cls=Command, epilog=_EPILOG, short_help="Check whether a job could run on the hosts.")
+@click.command("check", cls=Command, epilog=_EPILOG)
 @host_options
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.pass_context
@@ -39,11 +40,11 @@ def check(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
     ✗ marks what prevents a job from running there, ! a warning. Nothing changes on the hosts; the check creates a
     temporary file in this folder, to test whether all hosts share it.
     """
-    options = HostOptions(**values)
+    options = HostOptions.of(values)
     cluster = options.cluster()
     transports = options.reach(cluster)
     try:
-        report = Checker(cluster, transports, _say_waiting).run(working_folder())
+        report = Checker(cluster, transports, say_waiting).run(working_folder())
     finally:
         transports.close()
     if as_json:
@@ -107,8 +108,7 @@ def _facts_text(check: HostCheck) -> str:
         "this machine" if check.transport == "local" else f"{check.transport} {1000 * (check.connect_s or 0.0):.0f} ms",
         f"python {facts['python']}",
         f"torch {facts['packages']['torch'] or 'none'}",
-        ("no GPU" if devices == 0 else "1 GPU" if devices == 1 else f"{devices} GPUs")
-        + (", 1 slot" if slots == 1 else f", {slots} slots"),
+        f"{counted(devices, 'GPU') if devices else 'no GPU'}, {counted(slots, 'slot')}",
         f"memory {format_bytes(facts['memory_available'] or 0)} free",
         f"disk {format_bytes(facts['disk_free'])} free" if facts["disk_free"] is not None else "no disk",
         f"clock {round(1000 * (check.skew_s or 0.0)):+d} ms",
@@ -118,8 +118,9 @@ def _facts_text(check: HostCheck) -> str:
 
 def _summary(report: CheckReport) -> str:
     num_ok = sum(check.is_ok for check in report.hosts)
-    hosts = "1 host" if len(report.hosts) == 1 else f"{len(report.hosts)} hosts"
-    text = f"{hosts}: {num_ok} ok" + (f", {len(report.hosts) - num_ok} ✗" if num_ok < len(report.hosts) else "")
+    text = f"{counted(len(report.hosts), 'host')}: {num_ok} ok" + (
+        f", {len(report.hosts) - num_ok} ✗" if num_ok < len(report.hosts) else ""
+    )
     if report.num_pairs:
         text += f" · TCP: {report.num_connected} of {report.num_pairs} connections between hosts"
     return text
@@ -148,7 +149,3 @@ def _plain(report: CheckReport) -> dict[str, Any]:
             for check in report.hosts
         ],
     }
-
-
-def _say_waiting(what: str) -> None:
-    click.echo(f"waiting for {what}", err=True)

@@ -12,9 +12,10 @@ import click
 
 from launcher.base.errors import CheckpointError, UsageError
 from launcher.base.exit_codes import ExitCode
-from launcher.base.units import format_bytes, format_count
+from launcher.base.units import counted, format_bytes, format_count
 from launcher.cli.commands.checkpoint_tools import COMMANDS
 from launcher.cli.console.render import printable
+from launcher.cli.console.streams import show_table
 from launcher.cli.options.command import Command
 from launcher.cli.options.types import Whole
 
@@ -66,7 +67,7 @@ class _Folder(click.Path):
 _folder_argument = click.argument("path", metavar="PATH", type=_Folder())
 
 
-@click.group("checkpoint", short_help="List, verify, remove or convert checkpoints.")
+@click.group("checkpoint")
 def checkpoint_group() -> None:
     """List, verify, remove or convert checkpoints. PATH and DIR are folders of checkpoints or one of them."""
 
@@ -230,12 +231,11 @@ def _show_all(path: Place, found: Sequence[Summary], damaged: dict[str, str], la
     header = ("TAG", "STEP", "SAVED", "SIZE", "RANKS", "STAGE", "PRECISION", "OPTIMIZER", "PARAMETERS", "")
     rows: list[tuple[str, ...]] = [header]
     rows += [_row(each, latest) for each in found]
-    _show_table(rows, right=(1, 3, 4, 5))
+    show_table(rows, right=(1, 3, 4, 5))
     for name, problem in damaged.items():
         click.echo(click.style("✗ ", fg="red") + printable(f"{name}: {problem}"))
     total = format_bytes(sum(each.num_bytes for each in found))
-    number = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
-    click.echo(f"{path}: {number}, {total}" + (f", {len(damaged)} ✗" if damaged else ""))
+    click.echo(f"{path}: {counted(len(found), 'checkpoint')}, {total}" + (f", {len(damaged)} ✗" if damaged else ""))
 
 
 def _row(each: Summary, latest: str | None) -> tuple[str, ...]:
@@ -254,23 +254,13 @@ def _row(each: Summary, latest: str | None) -> tuple[str, ...]:
     )
 
 
-def _show_table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        click.echo("  ".join(cells).rstrip())
-
-
 def _show_one(each: Summary, *, shows_params: bool) -> None:
     manifest = each.manifest
-    ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     num_trained = sum(param.is_trainable for param in each.params)
     frozen = len(each.params) - num_trained
     counters = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in each.counters.items())
     click.echo(click.style(f"{manifest.tag} · step {manifest.step}", bold=True))
+    ranks = counted(manifest.world_size, "rank")
     facts = {
         "saved": f"{_local_time(manifest.created)}, by {ranks} at ZeRO stage {each.stage}",
         "size": f"{format_bytes(each.num_bytes)} in {len(manifest.files)} files",
@@ -293,7 +283,7 @@ def _show_params(params: Sequence[ParamFacts]) -> None:
         states = ", ".join(param.states) if param.is_trainable else "frozen"
         shape = "×".join(map(str, param.shape)) or "scalar"
         rows.append((str(param.unit), printable(param.name), shape, str(param.numel), param.dtype, states))
-    _show_table(rows, right=(0, 3))
+    show_table(rows, right=(0, 3))
 
 
 def _show_findings(folder: Place, findings: Sequence[Finding], width: int) -> None:

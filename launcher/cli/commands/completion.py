@@ -13,7 +13,7 @@ put this into your shell's start-up file:
 """
 
 
-@click.command("completion", epilog=_EPILOG, short_help="Print the completion script of a shell.")
+@click.command("completion", epilog=_EPILOG)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, /, shell: str) -> None:

@@ -11,10 +11,11 @@ import click
 from launcher.base.errors import ConfigError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.suggest import did_you_mean, nearest
+from launcher.base.units import counted
 from launcher.cli.options.types import Whole
 
 
-@click.group("config", short_help="Check an engine config, or explain a key.")
+@click.group("config")
 def config_group() -> None:
     """Check an engine config, show its elastic batch, or explain a key."""
 
@@ -57,9 +58,9 @@ def _show(file: str, errors: tuple[Any, ...], notices: tuple[Any, ...], unknown:
         line = f"{item.where or '':<{places}}  {item.message:<{messages}}"
         click.echo(f"{line}  {item.hint}" if item.hint else line.rstrip(), err=bool(errors))
     if errors:
-        click.echo(f"{len(errors)} error{'s' if len(errors) > 1 else ''}", err=True)
+        click.echo(counted(len(errors), "error"), err=True)
     else:
-        notes = f", {len(notices)} note{'s' if len(notices) > 1 else ''}" if notices else ""
+        notes = f", {counted(len(notices), 'note')}" if notices else ""
         to_fill = f", {len(unknown)} for a Trainer to fill in" if unknown else ""
         click.echo(f"{file}: ok{notes}{to_fill}")
 

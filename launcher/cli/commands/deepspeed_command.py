@@ -13,7 +13,7 @@ examples:
 """
 
 
-@click.command("deepspeed-command", epilog=_EPILOG, short_help="Add a command named deepspeed to this environment.")
+@click.command("deepspeed-command", epilog=_EPILOG)
 @click.argument("action", type=click.Choice(["install", "remove"]))
 def deepspeed_command(action: str) -> None:
     """Install or remove a command named deepspeed, which is launch by another name.

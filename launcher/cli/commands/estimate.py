@@ -14,7 +14,7 @@ from launcher.base.errors import Diagnostic, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.units import parse_bytes
 from launcher.cli.console import streams
-from launcher.cli.options.command import option
+from launcher.cli.options.command import declared, option
 from launcher.cli.options.types import Whole, files
 
 if TYPE_CHECKING:
@@ -186,15 +186,9 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )  # fmt: skip
 
 
-def _with_options(function: Callable[..., None]) -> Callable[..., None]:
-    for declare in reversed(_OPTIONS):
-        function = declare(function)
-    return function
-
-
-@click.command("estimate", epilog=_EPILOG, short_help="Show what memory a model needs, and which setting fits.")
+@click.command("estimate", epilog=_EPILOG)
 @click.argument("model", shell_complete=files)
-@_with_options
+@declared(_OPTIONS)
 def estimate(**values: Any) -> None:
     """Show what memory MODEL needs on each GPU and host, for every ZeRO stage and offload.
 
@@ -226,11 +220,8 @@ def estimate(**values: Any) -> None:
 def _model(options: EstimateOptions) -> ModelFacts:
     from launcher.cli.model_source import find_model
 
-    def waiting(what: str) -> None:
-        streams.say(f"waiting for {what}")
-
     shape = options.shape
-    model = find_model(options.model, waiting, shape=shape, largest_layer_numel=options.largest)
+    model = find_model(options.model, streams.say_waiting, shape=shape, largest_layer_numel=options.largest)
     return model if shape is None else replace(model, shape=shape)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.base.errors import Diagnostic
-from launcher.base.units import format_bytes
+from launcher.base.units import counted, format_bytes
 from launcher.planner.estimate import Estimate, Row, advice, tightest
 from launcher.planner.memory import RankMemory, Setting
 from launcher.planner.settings import as_config
@@ -67,7 +67,7 @@ def _headline(found: Estimate) -> list[str]:
     beside = states.num_beside_matrices
     frozen = model.num_params - model.num_trainable
     size = f"{model.num_params:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
-    world = f"{_counted(machines.num_nodes, 'node')} × {_counted(machines.gpus_per_node, 'GPU')}"
+    world = f"{counted(machines.num_nodes, 'node')} × {counted(machines.gpus_per_node, 'GPU')}"
     bytes_each = (
         f"{setting.policy.precision.param.value}: {element.param} bytes a parameter, {element.master} master, "
         f"{element.grad} gradient, {element.state * states.num_of_element} optimizer states"
@@ -166,7 +166,3 @@ def _words(setting: Setting) -> str:
 
 def _size(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count > 1 else ''}"

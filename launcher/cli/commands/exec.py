@@ -15,6 +15,7 @@ from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes
+from launcher.cli.console.streams import say_waiting
 from launcher.cli.options.command import Command
 from launcher.cli.options.selection import HostOptions, host_options
 from launcher.cli.options.types import Seconds, files
@@ -40,7 +41,6 @@ examples:
     cls=Command,
     context_settings={"allow_interspersed_args": False},
     epilog=_EPILOG,
-    short_help="Run a command on all hosts.",
 )
 @host_options
 @click.option(
@@ -72,7 +72,7 @@ def exec_command(
     is unreachable. Hosts need a POSIX shell only. Ctrl-C and --timeout stop COMMAND and its process group; processes
     that it leaves behind at its own end continue, unless --supervise is given.
     """
-    options = HostOptions(**values)
+    options = HostOptions.of(values)
     is_bare = not (supervise or options.in_slurm)
     words = (command, *arguments) if is_bare else ("program", command, *arguments)
     if command.startswith("-"):
@@ -81,7 +81,7 @@ def exec_command(
     cwd = working_folder()
     tasks = [Task(host, words, cwd) for host in cluster.hosts]
     transports = options.reach(cluster, shell_only=is_bare)
-    run = Fanout(tasks, transports.for_host, new_job_id(), _say_waiting, has_agents=not is_bare)
+    run = Fanout(tasks, transports.for_host, new_job_id(), say_waiting, has_agents=not is_bare)
     display = Display([task.host.name for task in tasks], run.held, _hint_for(words))
     if not as_json:
         run.listener = display
@@ -184,7 +184,7 @@ def _plain(result: HostResult) -> dict[str, Any]:
     return {
         "host": result.host.name,
         "exit_code": result.exit_code,
-        "stdout": result.stdout.decode("utf-8", "replace"),
+        "stdout": result.printed,
         "stderr": result.stderr.decode("utf-8", "replace"),
         "is_cut": result.is_cut,
         "error": None if error is None else error.message,
@@ -196,7 +196,3 @@ def _complain(names: Sequence[str], message: str, hint: str | None) -> None:
     click.echo(click.style("✗ ", fg="red") + f"{fold(names)}: {message}", err=True)
     if hint:
         click.echo(f"  → {hint}", err=True)
-
-
-def _say_waiting(what: str) -> None:
-    click.echo(f"waiting for {what}", err=True)

@@ -35,7 +35,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     return found
 
 
-@click.command("io", epilog=_EPILOG, short_help="Measure a disk, and print the best aio section.")
+@click.command("io", epilog=_EPILOG)
 @click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False))
 @click.option(
     "--size", "size_bytes", metavar="SIZE", callback=_size, default="1GiB",

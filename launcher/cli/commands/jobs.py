@@ -22,6 +22,7 @@ from launcher.base.processes import members_of_job, sweep_job
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cli.console.lines import MixedLines
+from launcher.cli.console.streams import say_waiting, show_table
 from launcher.cli.options.types import Whole
 from launcher.cluster.fold import fold
 from launcher.job.log_reader import LogReader
@@ -59,7 +60,7 @@ def _named_job(_ctx: click.Context, _param: click.Parameter, job: str | None) ->
 job_argument = click.argument("job", required=False, metavar="JOB", callback=_named_job, shell_complete=_complete_job)
 
 
-@click.command("ps", short_help="List running jobs, and those that ended today.")
+@click.command("ps")
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
 def ps(as_json: bool) -> None:
     """Show the jobs that ended today with their exit codes, then those that run: they stay on the screen."""
@@ -79,10 +80,7 @@ def ps(as_json: bool) -> None:
     if len(rows) == 1:
         click.echo("no job is running, and none ended today")
         return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
-        click.echo("  ".join([*cells, row[-1]]))
+    show_table(rows)
 
 
 def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
@@ -101,7 +99,7 @@ def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
     return entry.job_id, what, since, str(entry.num_ranks), fold(entry.hosts), short
 
 
-@click.command("logs", epilog=_LOGS_EPILOG, short_help="Show what the ranks of a job wrote.")
+@click.command("logs", epilog=_LOGS_EPILOG)
 @job_argument
 @click.option(
     "--rank",
@@ -146,7 +144,7 @@ def _no_log(entry: JobEntry, rank: int | None, ranks: list[int]) -> LauncherErro
     return LauncherError("there are no logs", where=entry.run_folder, hint=hint)
 
 
-@click.command("kill", epilog=_KILL_EPILOG, short_help="Stop a job on all its hosts.")
+@click.command("kill", epilog=_KILL_EPILOG)
 @job_argument
 @click.option("--now", is_flag=True, help="Kill the ranks at once. Default: SIGTERM, the job's --grace, SIGKILL.")
 def kill(job: str, now: bool) -> None:
@@ -182,7 +180,7 @@ def _wait_until_gone(entry: JobEntry, now: bool, start_s: float) -> None:
             send_signal(entry, signal.SIGTERM)
         if now_s > tell_at_s:
             tell_at_s = float("inf")
-            click.echo(f"waiting for the end of {entry.job_id} (pid {entry.pid})", err=True)
+            say_waiting(f"the end of {entry.job_id} (pid {entry.pid})")
         time.sleep(_POLL_S)
 
 

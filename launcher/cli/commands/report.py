@@ -12,7 +12,7 @@ from launcher.base.units import format_bytes
 from launcher.hosts.inventory import gather
 
 
-@click.command("report", short_help="Show versions, devices, compilers, kernels.")
+@click.command("report")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def report(as_json: bool) -> None:
     """Show versions, devices, compilers and the kernels in use on this machine. No environment values."""

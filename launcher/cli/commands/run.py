@@ -22,9 +22,7 @@ from launcher.slurm.allocation import in_allocation
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
 
 
-@click.command(
-    "run", cls=Command, context_settings={"allow_interspersed_args": False}, short_help="Start SCRIPT as ranks."
-)
+@click.command("run", cls=Command, context_settings={"allow_interspersed_args": False})
 @run_options
 @click.pass_context
 def run(ctx: click.Context, /, **values: Any) -> None:
@@ -44,18 +42,13 @@ def run(ctx: click.Context, /, **values: Any) -> None:
     if values["hostfile"] is None and not _is_chosen(values):
         values = _with_scheduler(values, started, notes)
     options = read_options(values, os.environ, notes)
-    if values["node_rank"] is None and (started is not None or options.request.in_slurm):
-        from launcher.cli import task
-
-        if started is None or started.started_by == SRUN:
-            rank = task.slurm_task(options)
-        else:
-            rank = task.mpi_task(options, started)
-        if rank is not None:
-            task.run_task(ctx, options, values, rank)
-            return
-        if started is not None:
+    if values["node_rank"] is None and started is not None:
+        if started.local_world_size is None:  # nothing says which one of its host this is
             raise _started_several_times(started)
+        from launcher.cli.task import run_task
+
+        run_task(ctx, options, values, started)
+        return
     from launcher.transport.local import LocalTransport
 
     local = LocalTransport(passes_stdin=True)
@@ -96,7 +89,7 @@ def _with_scheduler(values: dict[str, Any], started: SchedulerRank | None, notes
 
 
 def _started_several_times(started: SchedulerRank) -> UsageError:
-    launcher = started.started_by.partition(" ")[0]
+    launcher = started.program
     return UsageError(
         f"{started.started_by} has started this `launch` as process {started.rank} of {started.world_size}, and each"
         " would be a job of its own",

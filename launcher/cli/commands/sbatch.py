@@ -13,7 +13,9 @@ import click
 
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.fields import filled
 from launcher.base.folders import working_folder
+from launcher.cli.options.command import declared
 from launcher.cli.options.types import Whole
 from launcher.slurm.lint import lint_script
 from launcher.slurm.queue import JobState, job_state, poll_intervals, submit
@@ -47,18 +49,11 @@ _BATCH_OPTIONS = (
 )
 
 
-def _batch_option_decorators(function: Any) -> Any:
-    for option in reversed(_BATCH_OPTIONS):
-        function = option(function)
-    return function
-
-
 @click.command(
     "sbatch",
     context_settings={"allow_interspersed_args": False},
-    short_help="Write, check or submit a batch script for Slurm.",
 )
-@_batch_option_decorators
+@declared(_BATCH_OPTIONS)
 @click.option("--launch-args", default="", metavar="TEXT", help='Options of `launch run`, such as "--grace 30".')
 @click.option("--template", type=click.Path(path_type=Path), metavar="FILE", help="A Jinja2 template of your own.")
 @click.option("--chain", type=Whole(1), default=1, metavar="N", help="Submit N jobs, one after the other.")
@@ -83,7 +78,8 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
         raise UsageError("--follow shows one log, and this makes several jobs", hint="use --submit, then tail the logs")
     if chain > 1 and not submits:
         raise UsageError("--chain is about submitting", hint="add --submit")
-    options = _batch_options(values)
+    job_name = values["job_name"] or job_name_of(values["script"])
+    options = filled(BatchOptions, {**values, "job_name": job_name})
     try:
         launch_args = shlex.split(values["launch_args"])
     except ValueError as error:
@@ -98,13 +94,6 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
     job_id = _submit_chain(text, chain, options)
     if follow:
         ctx.exit(_follow(job_id))
-
-
-def _batch_options(values: dict[str, Any]) -> BatchOptions:
-    names = BatchOptions.__dataclass_fields__
-    chosen = {name: value for name, value in values.items() if name in names}
-    chosen["job_name"] = values["job_name"] or job_name_of(values["script"])
-    return BatchOptions(**chosen)
 
 
 def _parsed_run(ctx: click.Context, words: list[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ examples:
 """
 
 
-@click.command("stacks", epilog=_EPILOG, short_help="Print the Python stack traces of all ranks of a job.")
+@click.command("stacks", epilog=_EPILOG)
 @job_argument
 @click.option(
     "--all", "shows_all", is_flag=True, help="Every rank's stack trace. Default: ranks with identical ones are grouped."

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from launcher.base.units import counted
+from launcher.job.events import Watcher
 from launcher.job.plan import JobPlan
 
 _RATE_SAMPLES = 10  # about as many seconds: agents tell once a second
@@ -66,7 +68,7 @@ class RunView:
     hosts: list[HostView]
 
 
-class RunFacts:
+class RunFacts(Watcher):
     """Collects the events of a run; `view` may be called from another thread."""
 
     def __init__(self, plan: JobPlan, now_s: float | None = None) -> None:
@@ -74,27 +76,24 @@ class RunFacts:
         self._lock = threading.Lock()
         self._start_s = time.monotonic() if now_s is None else now_s
         self._trouble = ""
-        self.planned(plan)
+        RunFacts.planned(self, plan)  # and not what a subclass does at the start of ranks
 
     def planned(self, plan: JobPlan) -> None:
-        """Begin a run, the first or a restarted one."""
         with self._lock:
             self._plan = plan
             self._ranks = {rank: _Rank() for rank in plan.placement.ranks}
             self._is_stopping = False
 
     def started(self, rank: int) -> None:
-        """Note that a rank's process exists."""
         with self._lock:
             self._ranks[rank].has_started = True
 
     def ended(self, rank: int, status: int) -> None:
-        """Note that a rank's process has ended. status: exit code, or minus the signal number."""
         with self._lock:
             self._ranks[rank].status = status
 
     def progress(self, rank: int, step: int, loss: float | None, now_s: float | None = None) -> None:
-        """Note how far a rank is. now_s: monotonic clock."""
+        """now_s: monotonic clock."""
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
             told = self._ranks[rank]
@@ -104,13 +103,11 @@ class RunFacts:
             if not told.steps or step > told.steps[-1][1]:
                 told.steps.append((now_s, step))
 
-    def trouble(self, text: str) -> None:
-        """Note a warning."""
+    def warning(self, text: str) -> None:
         with self._lock:
             self._trouble = text
 
     def stopping(self, why: str) -> None:
-        """Note that the ranks are being ended."""
         with self._lock:
             self._is_stopping = True
             self._trouble = why
@@ -135,9 +132,9 @@ class RunFacts:
 
 
 def _size(plan: JobPlan) -> str:
-    counts = sorted({node.num_ranks for node in plan.placement.nodes})
-    num_hosts, ranks = len(plan.placement.nodes), "–".join(map(str, counts[:1] + counts[1:][-1:]))
-    return f"{num_hosts} host{'s'[: num_hosts > 1]} × {ranks} rank{'s'[: counts != [1]]}"
+    sizes = sorted({node.num_ranks for node in plan.placement.nodes})
+    least = f"{sizes[0]}–" if len(sizes) > 1 else ""
+    return f"{counted(len(plan.placement.nodes), 'host')} × {least}{counted(sizes[-1], 'rank')}"
 
 
 def _host(name: str, ranks: list[_Rank], now_s: float) -> HostView:

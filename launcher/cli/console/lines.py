@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable
 _MAX_PENDING_BYTES = 1 << 16  # a longer line is shown in parts
 _IDLE_S = 0.3  # a line that has not grown for so long is shown as it is
 CLEAR_LINE = b"\x1b[K"
+_SCREEN_LINES = 30  # what came before so many lines may have scrolled away
+_TAIL_BYTES = 1 << 14  # kept of each rank: more than the last lines of a failure
 
 
 class LineAssembler:
@@ -121,3 +123,28 @@ class MixedLines:
             before += b"\n"
         self._unfinished = assembler if assembler is not None and assembler.is_inside else None
         return before + data
+
+
+class ShownOutput:
+    """What of the ranks' output a reader still sees, so that a failing rank's last lines are not shown twice.
+
+    Kept are the end of each rank's output, and how much of all ranks' was shown after it.
+    """
+
+    def __init__(self) -> None:
+        self._num_lines = 0
+        self._tails: dict[int, tuple[bytes, int]] = {}  # and the number of lines when it was shown
+
+    def add(self, rank: int, data: bytes) -> None:
+        """Note that a rank's bytes were shown."""
+        self._num_lines += data.count(b"\n")
+        tail, _ = self._tails.get(rank, (b"", 0))
+        self._tails[rank] = ((tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:], self._num_lines)
+
+    def has(self, rank: int | None, text: str) -> bool:
+        """Whether this rank wrote `text`, and so short a while ago that it is still on the screen."""
+        if rank not in self._tails or not text.strip():
+            return False
+        tail, num_lines = self._tails[rank]
+        is_near = self._num_lines - num_lines + text.count("\n") <= _SCREEN_LINES
+        return is_near and text.strip().encode("utf-8", "replace") in tail

@@ -12,18 +12,16 @@ from launcher.cli.console.terminal import Screen
 from launcher.job.plan import JobPlan
 
 
-class LiveView:
+class LiveView(RunFacts):
     """Shows the facts of a run below its output, from the start of its ranks until `close`."""
 
     def __init__(self, plan: JobPlan) -> None:
-        self.facts = RunFacts(plan)
+        super().__init__(plan)
         self._screen: Screen | None = None
         self._descriptors: list[int] = []  # whose output goes above the panel
-        self.is_broken = False  # the terminal has gone
 
     def planned(self, plan: JobPlan) -> None:
-        """Show the panel; ranks are being started, for the first time or again."""
-        self.facts.planned(plan)
+        super().planned(plan)
         if self._screen is None:
             stdout, stderr = sys.stdout.fileno(), sys.stderr.fileno()
             self._descriptors = [stdout, *([stderr] if is_same_terminal(stdout, stderr) else [])]
@@ -39,13 +37,11 @@ class LiveView:
         self._screen.write(CLEAR_LINE + data if is_ours else data)
         return True
 
-    def pause(self) -> None:
-        """Take the panel away until `resume`."""
+    def suspending(self) -> None:
         if self._screen is not None:
             self._screen.pause()
 
-    def resume(self) -> None:
-        """Show the panel again."""
+    def continuing(self, away_s: float) -> None:
         if self._screen is not None:
             self._screen.resume()
 
@@ -53,10 +49,9 @@ class LiveView:
         """Take the panel away; from now on `write` is declined. May be called twice."""
         if self._screen is not None:
             self._screen.close()
-            self.is_broken = self._screen.is_broken
             self._screen = None
 
     def _draw(self, columns: int, rows: int) -> list[str]:
         from launcher.cli.console.panel import draw  # rich: in the drawing thread, while the ranks start
 
-        return draw(self.facts.view(), columns, rows)
+        return draw(self.view(), columns, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -14,11 +15,11 @@ import click
 from launcher import __version__
 from launcher.base.errors import LauncherError, TransportError
 from launcher.base.secrets import MASK, mask_arguments
-from launcher.base.units import format_bytes, format_duration
+from launcher.base.units import counted, format_bytes, format_duration
 from launcher.cli.console import streams
-from launcher.cli.console.lines import MixedLines
-from launcher.cli.console.shown import ShownOutput
+from launcher.cli.console.lines import MixedLines, ShownOutput
 from launcher.cli.options.output import LOG_LEVELS, OutputOptions
+from launcher.job.events import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,14 +93,9 @@ def _restart_text(plan: JobPlan, report: RunReport) -> str:
 
 
 def _headline(plan: JobPlan) -> str:
-    counts = {node.num_ranks for node in plan.placement.nodes}
-    num_nodes = len(plan.placement.nodes)
-    hosts = f"{num_nodes} host" + ("s" if num_nodes > 1 else "")
-    if len(counts) == 1:
-        ranks = counts.pop()
-        size = f"{hosts} × {ranks} rank{'s' if ranks > 1 else ''} = world {plan.placement.world_size}"
-    else:
-        size = f"{hosts}, world {plan.placement.world_size}"
+    sizes = {node.num_ranks for node in plan.placement.nodes}
+    hosts, world = counted(len(plan.placement.nodes), "host"), f"world {plan.placement.world_size}"
+    size = f"{hosts} × {counted(sizes.pop(), 'rank')} = {world}" if len(sizes) == 1 else f"{hosts}, {world}"
     if plan.placement.elsewhere:
         size += f" (node {plan.placement.nodes[0].node_rank} of {plan.placement.num_nodes} here)"
     return f"launch {__version__} · job {plan.job_id} · {size}"
@@ -116,8 +112,8 @@ def _evidence(failure: Failure) -> list[str]:
     return [printable(line) for line in failure.traceback.rstrip().splitlines() or failure.last_lines]
 
 
-class Console:
-    """Shows a run on the terminal or as plain lines; implements the job's `Watcher`."""
+class Console(Watcher):
+    """Shows a run on the terminal or as plain lines."""
 
     def __init__(self, plan: JobPlan, options: OutputOptions, *, live: LiveView | None = None) -> None:
         """options: what to show. live: the panel, on a terminal."""
@@ -125,9 +121,10 @@ class Console:
         self._options = options
         self._level = LOG_LEVELS.index(options.level)
         # The panel moves the cursor anyway: who debugs a rank turns it off with --plain.
-        has_prompts = live is None and plan.placement.world_size == 1 and streams.has_terminal_input()
+        has_prompts = live is None and plan.placement.world_size == 1 and os.isatty(0)
         self._lines = _lines_of_streams(has_prompts=has_prompts)
         self._live = live
+        self._facts: Watcher = live or Watcher()  # gets what plain lines do not show
         self._has_prefixes = not options.no_prefix
         self._shown = ShownOutput()
         self._shown_traceback = ""  # of a rank that had failed and did not end
@@ -137,44 +134,33 @@ class Console:
         if self._level == LOG_LEVELS.index("debug"):
             self.note("\n".join(_plan_lines(plan)))
         self.note(f"{_headline(plan)} · {plan.master_addr}:{plan.master_port} · logs {plan.run_folder}/")
-        if self._live is not None:
-            self._live.planned(plan)
+        self._facts.planned(plan)
 
     def waiting(self, what: str) -> None:
         self.note(f"waiting for {what}")
 
     def started(self, rank: int) -> None:
-        """Show it in the panel."""
-        if self._live is not None:
-            self._live.facts.started(rank)
+        self._facts.started(rank)
 
     def progress(self, rank: int, step: int, loss: float | None) -> None:
-        """Show it in the panel: plain lines are the ranks' own affair."""
-        if self._live is not None:
-            self._live.facts.progress(rank, step, loss)
+        self._facts.progress(rank, step, loss)
 
     def ended(self, rank: int, status: int) -> None:
-        """Show it in the panel."""
-        if self._live is not None:
-            self._live.facts.ended(rank, status)
+        self._facts.ended(rank, status)
 
     def raised(self, failure: Failure) -> None:
         """Show what a rank has raised that has not exited: what it says must not wait for its end."""
-        what = (
-            f"rank {failure.rank} ({failure.host}, pid {failure.pid}) has failed but has not exited: {failure.reason}"
-        )
-        what = printable(what)
+        who = f"rank {failure.rank} ({failure.host}, pid {failure.pid})"
+        what = printable(f"{who} has failed but has not exited: {failure.reason}")
         lines = [click.style("! ", fg="yellow") + what, "", *(f"  {line}" for line in _evidence(failure)), ""]
         grace = format_duration(self._plan.grace_s)
         lines.append(f"  Its exit handlers and threads have {grace} (--grace) before all ranks are stopped.")
         self._say("\n".join(lines))
         self._shown_traceback = failure.traceback
-        if self._live is not None:
-            self._live.facts.trouble(what)
+        self._facts.warning(what)
 
     def stopping(self, why: str) -> None:
-        if self._live is not None:
-            self._live.facts.stopping(why)
+        self._facts.stopping(why)
         self.note(why)
 
     def restarting(self, plan: JobPlan, report: RunReport) -> None:
@@ -193,8 +179,7 @@ class Console:
     def warning(self, text: str) -> None:
         if self._level <= LOG_LEVELS.index("warning"):
             self._say(click.style("! ", fg="yellow") + printable(text))
-            if self._live is not None:
-                self._live.facts.trouble(text)
+            self._facts.warning(text)
 
     def note(self, text: str) -> None:
         """Print a line of our own; stdout is the ranks'."""
@@ -220,21 +205,15 @@ class Console:
 
     def suspending(self) -> None:
         self.note("suspended: the ranks run on, their output waits; `fg` or `bg` continues")
-        if self._live is not None:
-            self._live.pause()
+        self._facts.suspending()
 
     def continuing(self, away_s: float) -> None:
-        if self._live is not None:
-            self._live.resume()
+        self._facts.continuing(away_s)
         self.note(f"continued after {format_duration(away_s)}")
 
     def _prefix(self, rank: int) -> bytes:
         """Return `[3] `, with the host where there are several: `[3 node-b] `; nothing for --no-prefix."""
-        if not self._has_prefixes:
-            return b""
-        placement = self._plan.placement
-        host = f" {placement.node_of(rank).host.name}" if len(placement.nodes) > 1 else ""
-        return f"[{rank}{host}] ".encode("utf-8", "replace")
+        return f"[{self._plan.placement.label(rank)}] ".encode("utf-8", "replace") if self._has_prefixes else b""
 
     def finish(self, report: RunReport) -> None:
         """Print the rest of the output and how the run ended."""
@@ -280,12 +259,12 @@ class Console:
         lines += [f"  {line}" for line in shown]
         lines += [""] if shown else []
         if report.num_stopped:
-            others = "1 other rank was" if report.num_stopped == 1 else f"{report.num_stopped} other ranks were"
-            lines.append(f"  {others} stopped ({format_duration(report.stop_s)}).")
-        if report.swept_hosts and not (report.unconfirmed_hosts or report.left_pids):
-            lines.append(f"  No process with the job's id is left on {', '.join(report.swept_hosts)}.")
-        elif not (report.unconfirmed_hosts or report.left_pids):
-            lines.append("  Nothing is left running.")
+            were = "was" if report.num_stopped == 1 else "were"
+            others = counted(report.num_stopped, "other rank")
+            lines.append(f"  {others} {were} stopped ({format_duration(report.stop_s)}).")
+        if not (report.unconfirmed_hosts or report.left_pids):
+            swept = f"No process with the job's id is left on {', '.join(report.swept_hosts)}."
+            lines.append(f"  {swept if report.swept_hosts else 'Nothing is left running.'}")
         if failure.log:
             lines.append(f"  log   {failure.log}")
         if failure.oom and failure.max_rss_bytes:

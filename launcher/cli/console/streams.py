@@ -10,7 +10,7 @@ import errno
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO, TextIO
 
 import click
@@ -29,11 +29,6 @@ def open_missing() -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # as long as the process lives
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-
-
-def has_terminal_input() -> bool:
-    """Whether somebody may type what is read from standard input."""
-    return os.isatty(0)
 
 
 def write(stream: BinaryIO, data: bytes) -> None:
@@ -71,6 +66,11 @@ def say(text: str) -> None:
     write(sys.stderr.buffer, f"{shown}\n".encode("utf-8", "backslashreplace"))
 
 
+def say_waiting(what: str) -> None:
+    """Say on standard error what a command waits for."""
+    say(f"waiting for {what}")
+
+
 def say_if_possible(text: str) -> None:
     """Write a line of our own to standard error, unless one would have to wait for that."""
     poller = select.poll()
@@ -78,6 +78,17 @@ def say_if_possible(text: str) -> None:
     with contextlib.suppress(OSError):
         if poller.poll(0):
             os.write(2, f"{text}\n".encode("utf-8", "backslashreplace"))
+
+
+def show_table(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> None:
+    """Print rows of text in columns. right: the columns that are flush right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        click.echo("  ".join(cells).rstrip())
 
 
 def is_same_terminal(one: int, other: int) -> bool:

@@ -6,6 +6,7 @@ is DeepSpeed's way; other launchers' names for it are accepted, and shown nowher
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,14 +17,12 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OTHERS = "Options"
-
-
-_HEADINGS = ("Hosts", "Ranks", "Environment", "Failure", "Output", "Compatibility")  # in this order; others come last
+HEADINGS = ("Hosts", "Ranks", "Environment", "Failure", "Output", "Compatibility")  # in this order; others come last
 
 
 def place_of(heading: str) -> int:
     """Return where a heading comes among the others: for sorting."""
-    return _HEADINGS.index(heading) if heading in _HEADINGS else len(_HEADINGS)
+    return HEADINGS.index(heading) if heading in HEADINGS else len(HEADINGS)
 
 
 def spelled(name: str) -> str:
@@ -59,6 +58,22 @@ def option(
 ) -> Callable[[_F], _F]:
     """Declare an `Option` as `click.option` does."""
     return click.option(*declarations, cls=Option, heading=heading, also=also, **attributes)
+
+
+def under(heading: str) -> Callable[..., Callable[[_F], _F]]:
+    """Return what declares options that are listed under a heading."""
+    return functools.partial(option, heading=heading)
+
+
+def declared(options: Sequence[Callable[[Any], Any]]) -> Callable[[_F], _F]:
+    """Return what adds options and arguments to a click command, in this order."""
+
+    def declare(function: _F) -> _F:
+        for one in reversed(options):
+            function = one(function)
+        return function
+
+    return declare
 
 
 class Command(click.Command):

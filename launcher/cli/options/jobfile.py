@@ -28,7 +28,6 @@ from launcher.base.suggest import did_you_mean
 _SECTIONS = ("cluster", "resources", "options")
 _KEYS = (*_SECTIONS, "environment", "script", "args", "config")
 _NOT_IN_A_FILE = ("script", "script_args", "env", "dry_run", "as_json")
-_MAX_VALUES = 100_000  # a few lines of aliases can stand for more than fits into any memory
 
 
 def with_job_file(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
@@ -63,14 +62,12 @@ def read_job_file(path: Path, command: click.Command) -> dict[str, Any]:
         if isinstance(part, Mapping):
             values |= _options(part, section, path, command, problems)
         else:
-            problems.append(Diagnostic(f"{section}: expected keys, got {part!r}", str(path)))
+            problems.append(Diagnostic(f"{section}: expected keys", str(path)))
     arguments = data.get("args") or []
-    if not isinstance(arguments, list) or any(isinstance(item, list | dict | None) for item in arguments):
+    if not isinstance(arguments, list) or not all(map(_is_word, arguments)):
         problems.append(Diagnostic("args: expected a list of words", str(path), "args: [--lr, 3e-4]"))
     environment = data.get("environment") or {}
-    if not isinstance(environment, Mapping) or any(
-        isinstance(item, list | dict | None) for item in environment.values()
-    ):
+    if not isinstance(environment, Mapping) or not all(map(_is_word, environment.values())):
         problems.append(Diagnostic("environment: expected KEY: value lines", str(path)))
     if problems:
         raise UsageError.from_diagnostics(problems)
@@ -83,58 +80,29 @@ def read_job_file(path: Path, command: click.Command) -> dict[str, Any]:
 def _load(path: Path) -> Mapping[str, Any]:
     import yaml  # 15 ms that only this command pays
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that stands twice in one mapping, of which YAML takes the last."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    place = f"{path}:{key.start_mark.line + 1}:{key.start_mark.column + 1}"
+                    raise UsageError(f'"{key.value}" stands twice', where=place, hint="keep one of them")
+                seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
     try:
-        text = path.read_text(encoding="utf-8")
-        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), path)
-        data = yaml.safe_load(text)
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the job file cannot be read: {error}", where=str(path)) from None
     except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError, OverflowError) as error:
         # PyYAML lets through what its tags stumble over: `!!bool x` is a KeyError, `!!timestamp x` an AttributeError.
         raise UsageError(f"the job file is not YAML: {' '.join(str(error).split())}", where=str(path)) from None
-    if _num_values(data) > _MAX_VALUES:
-        raise UsageError(f"the job file holds more than {_MAX_VALUES} values", where=str(path))
     if not isinstance(data, Mapping):
         raise UsageError("a job file holds keys", where=str(path), hint="script: train.py")
     return data
-
-
-def _refuse_duplicates(node: Any, path: Path) -> None:
-    """Refuse a key that stands twice in one mapping: YAML takes the last one. Raises: UsageError."""
-    import yaml
-
-    waiting, seen = [node], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-            continue
-        seen.add(id(node))
-        if not isinstance(node, yaml.MappingNode):
-            waiting += node.value
-            continue
-        keys: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in keys:
-                    line, column = key.start_mark.line + 1, key.start_mark.column + 1
-                    raise UsageError(
-                        f'"{key.value}" stands twice', where=f"{path}:{line}:{column}", hint="keep one of them"
-                    )
-                keys.add(key.value)
-            waiting.append(value)
-
-
-def _num_values(data: Any) -> int:
-    """Count the values, each as often as an alias repeats it; an alias of itself never ends, so counting does."""
-    waiting, count = [data], 0
-    while waiting and count <= _MAX_VALUES:
-        value = waiting.pop()
-        count += 1
-        if isinstance(value, Mapping):
-            waiting += value.values()
-        elif isinstance(value, list | tuple | set):
-            waiting += value
-    return count
 
 
 def _options(
@@ -155,7 +123,7 @@ def _options(
         if parameter is None or parameter.name is None:
             problems.append(Diagnostic(f'{section}: unknown key "{key}"', str(path), did_you_mean(str(key), by_name)))
             continue
-        if value is None:
+        if not all(map(_is_word, value if isinstance(value, list) else [value])):
             problems.append(Diagnostic(f"{section}.{key}: expected a value", str(path)))
             continue
         try:
@@ -167,6 +135,10 @@ def _options(
             shown = error.format_message() if isinstance(error, click.ClickException) else str(error)
             problems.append(Diagnostic(f"{section}.{key}: {shown}", str(path)))
     return values
+
+
+def _is_word(value: Any) -> bool:
+    return not isinstance(value, list | dict | None)
 
 
 def _word(value: Any) -> str:

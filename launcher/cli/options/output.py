@@ -6,44 +6,40 @@ from dataclasses import dataclass
 
 import click
 
-from launcher.cli.options.command import option
+from launcher.cli.options.command import under
 from launcher.cli.options.hosts import note_debugging
-from launcher.cli.options.types import NO_STREAMS, Streams, StreamSpec, WholeList
+from launcher.cli.options.types import NO_STREAMS, StreamSpec, streams, whole_list
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-_OUTPUT = "Output"
+_output = under("Output")
 
 # All of them but --log-dir, which is the plan's.
 OUTPUT = (
-    option(
+    _output(
         "-r",
         "--redirects",
-        heading=_OUTPUT,
         metavar="SPEC",
-        type=Streams(),
-        default=NO_STREAMS,
+        type=streams,
+        default="0",
         help="Streams that go to the log files only: 1 stdout, 2 stderr, 3 both; 0:1,1:3 by local rank. Default: 0.",
     ),
-    option(
+    _output(
         "-t",
         "--tee",
-        heading=_OUTPUT,
         metavar="SPEC",
-        type=Streams(),
-        default=NO_STREAMS,
+        type=streams,
+        default="0",
         help="Streams that the console shows as well, although --redirects names them.",
     ),
-    option(
+    _output(
         "--local-ranks-filter",
-        heading=_OUTPUT,
         metavar="LIST",
-        type=WholeList(),
+        type=whole_list,
         help="Show the output of these local ranks only, such as 0,1. The log files have all.",
     ),
-    option("--no-prefix", heading=_OUTPUT, is_flag=True, help="Do not prefix lines of the ranks with [rank]."),
-    option(
+    _output("--no-prefix", is_flag=True, help="Do not prefix lines of the ranks with [rank]."),
+    _output(
         "--log-level",
-        heading=_OUTPUT,
         type=click.Choice(LOG_LEVELS),
         metavar="LEVEL",
         default="info",
@@ -51,10 +47,10 @@ OUTPUT = (
         help="Least important messages of launch to show: debug (with the plan, and what -v shows), info, warning,"
         " error, critical. Default: info.",
     ),
-    option("-q", "--quiet", heading=_OUTPUT, is_flag=True, help="The same as --log-level warning."),
-    option("--plain", heading=_OUTPUT, is_flag=True, help="Show no status view on a terminal."),
-    option("--dry-run", heading=_OUTPUT, is_flag=True, help="Print the plan and exit."),
-    option("--json", "as_json", heading=_OUTPUT, is_flag=True, help="With --dry-run: print the plan as JSON."),
+    _output("-q", "--quiet", is_flag=True, help="The same as --log-level warning."),
+    _output("--plain", is_flag=True, help="Show no status view on a terminal."),
+    _output("--dry-run", is_flag=True, help="Print the plan and exit."),
+    _output("--json", "as_json", is_flag=True, help="With --dry-run: print the plan as JSON."),
 )
 
 

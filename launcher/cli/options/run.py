@@ -1,179 +1,154 @@
 """The options of `launch run`: how they are declared, and the values they become.
 
-An option's name is that of the field it fills: of `Request` (what runs), of `Reaching` (how hosts are reached) or of
+An option's name is that of the field it fills: of `Request` (what runs), of `SshOptions` (how hosts are reached) or of
 `OutputOptions` (what is shown). So a new option is its declaration, its field, and the code that obeys it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from launcher.base import env
 from launcher.base.errors import UsageError
+from launcher.base.fields import filled
 from launcher.cli.options.accepted import ACCEPTED, with_endpoint
-from launcher.cli.options.command import option
-from launcher.cli.options.hosts import HOST_CHOICE, HOSTS, REACHING, Reaching
+from launcher.cli.options.command import HEADINGS, declared, under
+from launcher.cli.options.hosts import HOST_CHOICE, REACHING, ssh_options
 from launcher.cli.options.output import OUTPUT, OutputOptions
-from launcher.cli.options.types import CoreList, Ranks, ResumeFrom, Seconds, SignalList, Whole, files
-from launcher.cluster.limits import MAX_SLOTS
+from launcher.cli.options.types import Ranks, Seconds, Whole, core_list, files, resume_from, signal_list
+from launcher.cluster.cluster import MAX_SLOTS
 from launcher.compat import AUTO as AUTO_ENGINE
 from launcher.compat import ENGINES
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
 from launcher.job.request import Request
 from launcher.slurm.allocation import in_allocation
+from launcher.transport.ssh.options import SshOptions
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-_T = TypeVar("_T")
-
-_RANKS, _ENVIRONMENT, _FAILURE, _OUTPUT = "Ranks", "Environment", "Failure", "Output"
-_COMPATIBILITY = "Compatibility"
+_hosts, _ranks, _environment, _failure, _output, _compatibility = map(under, HEADINGS)
 _SSH = "pdsh"  # DeepSpeed's name for its way over SSH
 
 _OPTIONS = (
     *HOST_CHOICE,
     *REACHING,
-    option(
+    _hosts(
         "--node-rank",
-        heading=HOSTS,
         also=("--machine-rank",),
         type=Whole(0),
         help="Start the ranks of this node only: every node runs its own command.",
     ),
-    option(
+    _hosts(
         "--job-id",
         "run_id",
-        heading=HOSTS,
         also=("--rdzv-id",),
         metavar="NAME",
         help="Name of the job where every node runs its own command. Default: made of the master's address.",
     ),
-    option(
-        "--no-ssh",
-        heading=HOSTS,
-        is_flag=True,
-        help="Like --node-rank; the hostfile says which node this is.",
-    ),
-    option(
+    _hosts("--no-ssh", is_flag=True, help="Like --node-rank; the hostfile says which node this is."),
+    _ranks(
         "--num-gpus",
-        heading=_RANKS,
         also=("--num-accelerators", "--nproc-per-node"),
         type=Ranks(1, MAX_SLOTS),
         help="Ranks on each host: a number, gpu (all GPUs), cpu (one for each CPU core) or auto. Default: one for each"
         " slot or GPU; without GPUs 1.",
     ),
-    option(
+    _ranks(
         "--master-addr",
-        heading=_RANKS,
         also=("--main-process-ip",),
         metavar="HOST",
         help="Address of node 0. Default: its name in the hostfile.",
     ),
-    option(
+    _ranks(
         "--master-port",
-        heading=_RANKS,
         also=("--main-process-port",),
         type=Whole(1, 65535),
         help="Port on node 0. Default: a free one.",
     ),
-    option("-m", "--module", heading=_RANKS, is_flag=True, help="SCRIPT is a module, as in python -m."),
-    option("--no-python", heading=_RANKS, is_flag=True, help="SCRIPT is an executable: run it without Python."),
-    option(
+    _ranks("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m."),
+    _ranks("--no-python", is_flag=True, help="SCRIPT is an executable: run it without Python."),
+    _ranks(
         "--pass-local-rank",
-        heading=_RANKS,
         is_flag=True,
         help="Pass --local_rank=N to the script. Default: LOCAL_RANK in the environment only.",
     ),
-    option("--bind-cores-to-rank", "bind_cores", heading=_RANKS, is_flag=True, help="Bind each rank to CPU cores."),
-    option(
+    _ranks("--bind-cores-to-rank", "bind_cores", is_flag=True, help="Bind each rank to CPU cores."),
+    _ranks(
         "--bind-core-list",
-        heading=_RANKS,
         metavar="LIST",
-        type=CoreList(),
+        type=core_list,
         help="CPU cores to bind, such as 0-15,32. Default: all physical cores. Implies --bind-cores-to-rank.",
     ),
-    option(
+    _environment(
         "--env",
-        heading=_ENVIRONMENT,
         multiple=True,
         metavar="KEY[=VALUE]",
         help="Set a variable for every rank; without a value, this shell's own. Repeatable.",
     ),
-    option(
+    _environment(
         "--env-file",
         "env_files",
-        heading=_ENVIRONMENT,
         multiple=True,
         metavar="FILE",
         type=click.Path(path_type=Path),
         help="File of KEY=VALUE lines for every rank. Repeatable. .deepspeed_env and .launch_env are always read.",
     ),
-    option(
+    _failure(
         "--grace",
         "grace_s",
-        heading=_FAILURE,
         also=("--shutdown-timeout",),
         type=Seconds(0),
         metavar="S",
         default=DEFAULT_GRACE_S,
         help=f"Seconds to wait after SIGTERM before SIGKILL. Default: {DEFAULT_GRACE_S:g}.",
     ),
-    option(
+    _failure(
         "--lease",
         "lease_s",
-        heading=_FAILURE,
         also=("--heartbeat-timeout",),
         type=Seconds(2),
         metavar="S",
         default=DEFAULT_LEASE_S,
         help=f"Heartbeat timeout of remote hosts, in seconds. Default: {DEFAULT_LEASE_S:g}.",
     ),
-    option(
+    _failure(
         "--max-restarts",
-        heading=_FAILURE,
         type=Whole(0),
         default=0,
         help="Restart the job after a failure, up to N times. Default: 0.",
     ),
-    option(
+    _failure(
         "--min-nodes",
-        heading=_FAILURE,
         type=Whole(1),
         help="Restart without lost hosts if at least N are left. Default: all are needed.",
     ),
-    option(
+    _failure(
         "--resume",
-        heading=_FAILURE,
-        type=ResumeFrom(),
+        type=resume_from,
         metavar="DIR",
         help="Resume from the newest checkpoint in DIR; auto: in checkpoint.folder of the config; never: do not."
         " Default: auto, at restarts only.",
     ),
-    option(
+    _failure(
         "--hang-timeout",
         "hang_timeout_s",
-        heading=_FAILURE,
         type=Seconds(0, min_open=True),
         metavar="S",
         help="Stop the job when a rank makes no progress for S seconds. Default: never.",
     ),
-    option(
+    _failure(
         "--signals-to-handle",
         "stop_signals",
-        heading=_FAILURE,
-        type=SignalList(),
+        type=signal_list,
         default="SIGINT,SIGTERM,SIGHUP",
         metavar="LIST",
         help="Signals that stop the job in order. Default: SIGINT,SIGTERM,SIGHUP.",
     ),
-    option(
+    _output(
         "--log-dir",
-        heading=_OUTPUT,
         also=("--enable-each-rank-log",),
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
@@ -182,9 +157,8 @@ _OPTIONS = (
         help="Parent folder of the log files: DIR/JOB/rank_N.log. Default: runs.",
     ),
     *OUTPUT,
-    option(
+    _compatibility(
         "--engine",
-        heading=_COMPATIBILITY,
         type=click.Choice(ENGINES),
         metavar="NAME",
         envvar=env.ENGINE.name,
@@ -192,23 +166,20 @@ _OPTIONS = (
         help="What `import deepspeed` finds. auto: DeepSpeed if it is installed, else the built-in engine; builtin:"
         " always the built-in engine. Default: auto.",
     ),
-    option(
+    _compatibility(
         "--standalone",
-        heading=_COMPATIBILITY,
         is_flag=True,
         help="Use this machine only, also inside a job of Slurm or another scheduler.",
     ),
-    option("--no-local-rank", heading=_COMPATIBILITY, is_flag=True, help="The default; for old scripts."),
-    option(
+    _compatibility("--no-local-rank", is_flag=True, help="The default; for old scripts."),
+    _compatibility(
         "--launcher",
-        heading=_COMPATIBILITY,
         metavar=_SSH,
         help="SSH, the default with a hostfile; for old scripts and accelerate.",
     ),
-    option(
+    _compatibility(
         "--save-pid",
         "saves_pid",
-        heading=_COMPATIBILITY,
         is_flag=True,
         help="Write the process id of launch to launch.pid in the folder of the logs.",
     ),
@@ -221,7 +192,7 @@ class RunOptions:
     """The options of one `launch run` as values."""
 
     request: Request
-    reaching: Reaching
+    ssh: SshOptions
     output: OutputOptions
     dry_run: bool
     as_json: bool
@@ -229,7 +200,7 @@ class RunOptions:
     @property
     def wants_panel(self) -> bool:
         """Whether a terminal may show the panel."""
-        return self.output.wants_panel and not self.reaching.verbose
+        return self.output.wants_panel and not self.ssh.verbose
 
 
 def read_options(values: Mapping[str, Any], environ: Mapping[str, str], notes: Sequence[str] = ()) -> RunOptions:
@@ -255,18 +226,12 @@ def read_options(values: Mapping[str, Any], environ: Mapping[str, str], notes: S
     values["resume"] = values["resume"] or ""
     values["verbose"] = values["verbose"] or values["log_level"] == "debug"
     return RunOptions(
-        _fill(Request, values),
-        _fill(Reaching, values),
-        _fill(OutputOptions, values),
+        filled(Request, values),
+        ssh_options(values),
+        filled(OutputOptions, values),
         dry_run=values["dry_run"],
         as_json=values["as_json"],
     )
-
-
-def _fill(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """Return a value of a dataclass whose fields have the names of options."""
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: values[name] for name in names if name in values})
 
 
 def _kind(values: Mapping[str, Any]) -> str:
@@ -283,13 +248,10 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
         raise UsageError("--json goes with --dry-run", hint="add --dry-run")
 
 
-def run_options(function: _F) -> _F:
-    """Add all options and the arguments SCRIPT and ARGS to a click command."""
-    decorated: Any = click.argument(
-        "script_args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files
-    )(function)
-    decorated = click.argument("script", shell_complete=files)(decorated)
-    for declare in reversed(_OPTIONS):
-        decorated = declare(decorated)
-    result: _F = decorated
-    return result
+run_options = declared(
+    (
+        *_OPTIONS,
+        click.argument("script", shell_complete=files),
+        click.argument("script_args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", shell_complete=files),
+    )
+)

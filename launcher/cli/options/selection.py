@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import click
 
 from launcher.base.errors import UsageError
-from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, Reaching, default_hostfile
-from launcher.cluster.cluster import Cluster, Host
-from launcher.cluster.devices import local_slots
+from launcher.base.fields import filled
+from launcher.cli.options.command import declared
+from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, default_hostfile, ssh_options
+from launcher.cluster.cluster import Cluster, Host, NodeRange
+from launcher.cluster.devices import local_device_tokens
 from launcher.job.offered import offered_hosts
 from launcher.job.reach import AllocationTransports, Reach, Transports
 from launcher.slurm.allocation import in_allocation
+from launcher.transport.ssh.options import SshOptions
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """The values of these options, by name."""
 
-class HostOptions(Reaching):
-    """The options of one command, by name."""
+    hostfile: str | None = None
+    include: str = ""
+    exclude: str = ""
+    num_nodes: NodeRange | None = None
+    force_multi: bool = False
+    ssh: SshOptions
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> HostOptions:
+        """Return what the options of a command say, of which these are some."""
+        return filled(cls, {**values, "ssh": ssh_options(values)})
 
     @property
     def in_slurm(self) -> bool:
@@ -33,9 +48,9 @@ class HostOptions(Reaching):
         shell_only: start a plain shell there, not an agent; a Slurm step knows agents only.
         """
         if self.in_slurm:
-            return AllocationTransports(self, cluster)
-        transports = Transports(self, only_ssh=self.force_multi, shell_only=shell_only)
-        for note in transports.notes_on(cluster.hosts) if self.verbose else ():
+            return AllocationTransports(self.ssh, cluster)
+        transports = Transports(self.ssh, only_ssh=self.force_multi, shell_only=shell_only)
+        for note in transports.notes_on(cluster.hosts) if self.ssh.verbose else ():
             click.echo(note, err=True)
         return transports
 
@@ -58,13 +73,7 @@ class HostOptions(Reaching):
                 "--include, --exclude and --num-nodes choose among the hosts of a hostfile, and there is none",
                 hint="name one with --hostfile",
             )
-        return Cluster((Host("localhost", local_slots(os.environ) or (0,)),))
+        return Cluster((Host("localhost", tuple(range(len(local_device_tokens(os.environ)) or 1))),))
 
 
-def host_options(function: _F) -> _F:
-    """Add the options of `HostOptions` to a click command; it gets them as keywords of the same names."""
-    decorated: Any = function
-    for option in reversed((*HOST_CHOICE, *REACHING)):
-        decorated = option(decorated)
-    result: _F = decorated
-    return result
+host_options = declared((*HOST_CHOICE, *REACHING))  # a command gets them as keywords, for `HostOptions.of`

@@ -87,42 +87,26 @@ class Seconds(click.ParamType):  # type: ignore[type-arg]  # as above
         return seconds
 
 
-class WholeList(click.ParamType):  # type: ignore[type-arg]  # as above
-    """Whole numbers, separated by commas."""
-
-    name = "list"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(part.isascii() and part.isdigit() for part in parts):
-            self.fail(f"expected whole numbers such as 0,1, got {value!r:.80}", param, ctx)
-        return tuple(map(int, parts))
+def whole_list(text: str) -> tuple[int, ...]:
+    """Read whole numbers, separated by commas."""
+    parts = [part.strip() for part in str(text).split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise click.BadParameter(f"expected whole numbers such as 0,1, got {text!r:.80}")
+    return tuple(map(int, parts))
 
 
-class CoreList(click.ParamType):  # type: ignore[type-arg]  # as above
-    """CPUs: 0-15,32."""
+def core_list(text: str) -> tuple[int, ...]:
+    """Read CPUs: 0-15,32. Raises: UsageError."""
+    from launcher.cluster.cores import parse_core_list
 
-    name = "list"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        from launcher.cluster.cores import parse_core_list
-
-        return parse_core_list(value)
+    return parse_core_list(str(text))
 
 
-class ResumeFrom(click.ParamType):  # type: ignore[type-arg]  # as above
-    """`auto`, `never`, or a folder, whose whole path it becomes: ranks may start in another one."""
-
-    name = "auto|never|dir"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not value:
-            self.fail("names no folder; write --resume auto, --resume never or --resume DIR", param, ctx)
-        return value if value in (AUTO, NEVER) or "://" in value else os.path.abspath(value)
+def resume_from(text: str) -> str:
+    """Read `auto`, `never`, or a folder, whose whole path is returned: ranks may start in another one."""
+    if not text:
+        raise click.BadParameter("names no folder; write --resume auto, --resume never or --resume DIR")
+    return text if text in (AUTO, NEVER) or "://" in text else os.path.abspath(text)
 
 
 _RESERVED_SIGNALS = {
@@ -134,16 +118,10 @@ _RESERVED_SIGNALS = {
 }
 
 
-class SignalList(click.ParamType):  # type: ignore[type-arg]  # as above
-    """Names of signals, separated by commas; a tuple of their numbers."""
-
-    name = "list"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        names = [name for name in (part.strip().upper() for part in str(value).split(",")) if name]
-        return tuple(_signal_number(name if name.startswith("SIG") else f"SIG{name}") for name in names)
+def signal_list(text: str) -> tuple[int, ...]:
+    """Read names of signals, separated by commas. Raises: UsageError."""
+    names = [name for name in (part.strip().upper() for part in str(text).split(",")) if name]
+    return tuple(_signal_number(name if name.startswith("SIG") else f"SIG{name}") for name in names)
 
 
 def _signal_number(name: str) -> int:
@@ -176,23 +154,17 @@ class StreamSpec:
 NO_STREAMS = StreamSpec()
 
 
-class Streams(click.ParamType):  # type: ignore[type-arg]  # as above
-    """Which streams: 0 to 3 for all ranks, or LOCAL_RANK:0..3 for some."""
-
-    name = "spec"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, StreamSpec):
-            return value
-        if value in ("0", "1", "2", "3"):
-            return StreamSpec(int(value))
-        found: dict[int, int] = {}
-        for part in str(value).split(","):
-            local_rank, _, streams = part.strip().partition(":")
-            if not (local_rank.isascii() and local_rank.isdigit() and streams in ("0", "1", "2", "3")):
-                self.fail(f"expected 0 to 3, or such as 0:1,1:3 by local rank, got {str(value)!r:.80}", param, ctx)
-            found[int(local_rank)] = int(streams)
-        return StreamSpec(0, found)
+def streams(text: str) -> StreamSpec:
+    """Read which streams: 0 to 3 for all ranks, or LOCAL_RANK:0..3 for some."""
+    if text in ("0", "1", "2", "3"):
+        return StreamSpec(int(text))
+    found: dict[int, int] = {}
+    for part in str(text).split(","):
+        local_rank, _, bits = part.strip().partition(":")
+        if not (local_rank.isascii() and local_rank.isdigit() and bits in ("0", "1", "2", "3")):
+            raise click.BadParameter(f"expected 0 to 3, or such as 0:1,1:3 by local rank, got {str(text)!r:.80}")
+        found[int(local_rank)] = int(bits)
+    return StreamSpec(0, found)
 
 
 def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:

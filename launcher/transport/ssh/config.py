@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from launcher.base.errors import HostfileError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
-from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, SHELL_COMMAND, agent_shell_command, with_setup
 from launcher.transport.ssh import library
 from launcher.transport.ssh.known_hosts import DEFAULT_PORT, lookup_name
+from launcher.transport.ssh.options import SshOptions
 
 if TYPE_CHECKING:
     from paramiko import SSHConfig
@@ -57,38 +57,6 @@ _INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(?P<patterns>.+?)\s*", re.IGNOR
 
 class NotUnderstoodError(TransportError):
     """A configuration that paramiko cannot read or apply; OpenSSH may."""
-
-
-@dataclass(frozen=True)
-class SshOptions:
-    """What the command line may say about SSH; None leaves it to the OpenSSH configuration."""
-
-    way: str = "auto"  # what speaks SSH: "paramiko", "openssh", or "auto" for what the configuration needs
-    port: int | None = None
-    config_file: Path | None = None  # used instead of ~/.ssh/config and /etc/ssh/ssh_config, as `ssh -F`
-    known_hosts: Path | None = None  # used instead of every other known_hosts file
-    connect_timeout_s: float | None = None
-    python: str | None = None  # path of python on the hosts; None = this interpreter's path
-    module: str | None = None  # module started there; None = the agent
-    shell_only: bool = False  # start /bin/sh there instead of python and a module
-    root: Path | None = None  # folder of that module's package; None = this checkout or installation
-    setup: str = ""  # shell text that runs first, such as `module load cuda`
-    accept_new_host_keys: bool = False  # keys of hosts never seen before are recorded instead of refused
-    verbose: bool = False  # what SSH does is shown on stderr
-
-    @property
-    def remote_command(self) -> str:
-        """What starts the agent, or a plain shell, on a host, as its login shell gets it."""
-        if self.shell_only:
-            return with_setup(self.setup, list(SHELL_ARGV)) if self.setup else SHELL_COMMAND
-        return agent_shell_command(self.python, self.module or AGENT_MODULE, self.root, self.setup)
-
-    def openssh_words(self, host: Host) -> list[str]:
-        """Return the words behind `ssh` with which OpenSSH goes where the command line and the hostfile say."""
-        port = host.port or self.port
-        words = [] if self.config_file is None else ["-F", str(self.config_file)]
-        words += [] if self.known_hosts is None else ["-o", f"UserKnownHostsFile={self.known_hosts}"]
-        return words + ([] if port is None else ["-p", str(port)])
 
 
 @dataclass(frozen=True)
@@ -187,8 +155,8 @@ def load_config(options: SshOptions) -> SSHConfig:
     Raises: TransportError when the named file is missing or a file is malformed.
     """
     reader = library.load().config
-    if options.config_file is not None:
-        text = _named_config(options.config_file)
+    if options.ssh_config is not None:
+        text = _named_config(options.ssh_config)
     else:
         # "Host *" ends the last block of the user's file; the first value found wins, so the user's does.
         text = f"{_spliced(_user_config(), 0)}\nHost *\n{_spliced(SYSTEM_CONFIG, 0)}"
@@ -197,7 +165,7 @@ def load_config(options: SshOptions) -> SSHConfig:
     try:
         config: SSHConfig = reader.SSHConfig.from_text(text)
     except (reader.ConfigParseError, ValueError) as error:
-        place = str(options.config_file or USER_CONFIG)
+        place = str(options.ssh_config or USER_CONFIG)
         raise NotUnderstoodError(f"SSH config cannot be read: {error}", where=place) from None
     return config
 
@@ -209,7 +177,7 @@ def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
     """
     found = _lookup(host, config)
     address = found.get("hostname", host.name)
-    port = host.port or options.port or _number(found.get("port", str(DEFAULT_PORT)), "Port", host)
+    port = host.port or options.ssh_port or _number(found.get("port", str(DEFAULT_PORT)), "Port", host)
     timeout_s = options.connect_timeout_s or float(_number(found.get("connecttimeout", "0"), "ConnectTimeout", host))
     user = host.user or found.get("user") or getpass.getuser()
     key_files = [_filled_in(file) for file in found.get("identityfile", [])]
@@ -296,12 +264,8 @@ def _filled_in(value: str) -> str:
 def _known_hosts_files(found: dict[str, Any], options: SshOptions) -> tuple[Path, ...]:
     if options.known_hosts is not None:
         return (options.known_hosts,)
-    names: list[str] = []
-    for key, default in (
-        ("userknownhostsfile", _USER_KNOWN_HOSTS),
-        ("globalknownhostsfile", _GLOBAL_KNOWN_HOSTS),
-    ):
-        names.extend(_words(found.get(key, default)))
+    own = _words(found.get("userknownhostsfile", _USER_KNOWN_HOSTS))
+    names = own + _words(found.get("globalknownhostsfile", _GLOBAL_KNOWN_HOSTS))
     return tuple(Path(os.path.expanduser(name)) for name in names if name.lower() != "none")
 
 

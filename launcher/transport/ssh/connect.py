@@ -38,6 +38,10 @@ _TCP_USER_TIMEOUT_MS = 30_000  # unacknowledged data this old ends the connectio
 # sshd hangs up after some refused keys (MaxAuthTries, 6): a wrong key must not use up the tries of the right one.
 _MAX_LOGINS = 4
 _MAX_OFFERED_KEYS = 20  # on all of these connections
+_TRY, _OR_TRY = "try: {t.ssh_command} true", "Try: {t.ssh_command} true"
+_ASK_ABOUT_SERVER = (
+    "is it an sshd that listens there, and does it have room for one more connection (MaxStartups)? " + _OR_TRY
+)
 
 
 def connect(target: SshTarget, open_channel: Callable[[], paramiko.Channel] | None) -> paramiko.Transport:
@@ -99,43 +103,24 @@ def open_jump(connection: paramiko.Transport, jump: SshTarget, target: SshTarget
             "direct-tcpip", (target.address, target.port), ("127.0.0.1", 0), timeout=target.connect_timeout_s
         )
     except (SSHException, OSError, EOFError) as error:
-        reason = str(error)
-        _fail(
-            target,
-            lambda t: f"jump host {jump.login} cannot reach {t.address} port {t.port}: {reason}",
-            lambda t: f"try: {t.ssh_command} true",
-        )
+        problem = "jump host {jump} cannot reach {t.address} port {t.port}: {reason}"
+        _fail(target, problem, _TRY, jump=jump.login, reason=error)
 
 
 def _tcp(target: SshTarget) -> socket.socket:
     try:
         sock = socket.create_connection((target.address, target.port), target.connect_timeout_s)
     except (socket.gaierror, UnicodeError):
-        _fail(
-            target,
-            lambda t: f'host name "{t.address}" cannot be resolved',
-            lambda t: f"check its spelling, or give it a HostName in ~/.ssh/config; then try: {t.ssh_command} true",
-        )
+        hint = f"check its spelling, or give it a HostName in ~/.ssh/config; then {_TRY}"
+        _fail(target, 'host name "{t.address}" cannot be resolved', hint)
     except TimeoutError:
-        waited = f"{target.connect_timeout_s:g} s"
-        _fail(
-            target,
-            lambda t: f"no answer from {t.login} within {waited}",
-            lambda t: f"is the host up, and the port open? Try: {t.ssh_command} true",
-        )
+        problem = "no answer from {t.login} within {t.connect_timeout_s:g} s"
+        _fail(target, problem, f"is the host up, and the port open? {_OR_TRY}")
     except ConnectionRefusedError:
-        _fail(
-            target,
-            lambda t: f"connection refused by {t.login}",
-            lambda t: f"is sshd running there, on this port? Try: {t.ssh_command} true",
-        )
+        _fail(target, "connection refused by {t.login}", f"is sshd running there, on this port? {_OR_TRY}")
     except OSError as error:
-        reason = error.strerror or str(error)
-        _fail(
-            target,
-            lambda t: f"{t.login} cannot be reached: {reason}",
-            lambda t: f"is the network up? Try: {t.ssh_command} true",
-        )
+        problem = "{t.login} cannot be reached: {reason}"
+        _fail(target, problem, f"is the network up? {_OR_TRY}", reason=error.strerror or error)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -174,18 +159,10 @@ def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: lis
         return connection
     connection.close()
     if not finished or time.monotonic() - start_s > 0.9 * target.connect_timeout_s:
-        waited = f"{target.connect_timeout_s:g} s"
-        _fail(target, lambda t: f"{t.login}: no SSH answer within {waited}", _ask_about_server)
+        _fail(target, "{t.login}: no SSH answer within {t.connect_timeout_s:g} s", _ASK_ABOUT_SERVER)
     # An sshd with many logins under way drops some of them at random (MaxStartups): the next try may get through.
-    reason = str(error or "the connection was closed")
-    _fail(target, lambda t: f"{t.login}: SSH negotiation failed: {reason}", _ask_about_server, DroppedError)
-
-
-def _ask_about_server(target: SshTarget) -> str:
-    return (
-        "is it an sshd that listens there, and does it have room for one more connection (MaxStartups)?"
-        f" Try: {target.ssh_command} true"
-    )
+    reason = error or "the connection was closed"
+    _fail(target, "{t.login}: SSH negotiation failed: {reason}", _ASK_ABOUT_SERVER, DroppedError, reason=reason)
 
 
 class DroppedError(TransportError):
@@ -205,25 +182,23 @@ def _verify(target: SshTarget, connection: paramiko.Transport, known: list[Known
         try:
             finding = record_new_key(target.known_hosts_files, target.known_name, key.get_name(), key.asbytes())
         except OSError as error:
-            reason = error.strerror
-            _fail(
-                target,
-                lambda _: f"the host key cannot be recorded in {own}: {reason}",
-                lambda _: "make the file writable, or name another with UserKnownHostsFile of the SSH config",
-            )
+            hint = "make the file writable, or name another with UserKnownHostsFile of the SSH config"
+            _fail(target, "the host key cannot be recorded in {own}: {reason}", hint, own=own, reason=error.strerror)
     if finding.verdict is not Verdict.KNOWN:
         _refuse(target, finding, f"{key.get_name()} {key.fingerprint}")
 
 
 def _refuse(target: SshTarget, finding: Finding, shown: str) -> NoReturn:
     """Say why a host key is not accepted. shown: its type and fingerprint."""
-    known = finding.key
-    if known is None or finding.verdict is Verdict.UNKNOWN:
-        _fail(
-            target,
-            lambda t: f"host key of {t.login} is not known{_as_seen(t, shown, known)}",
-            lambda t: _how_to_accept(t, known),
-        )
+    known, problem = finding.key, "host key of {t.login} is not known"
+    record = "let launch record the keys of new hosts with --accept_new_host_keys"
+    if known is None:
+        accept = "compare the fingerprint and accept the key with: {t.ssh_command} true"
+        # Of several hosts no single key can be shown.
+        _fail(target, problem, f"{accept}; or, on a network you trust, {record}", only_here=f" ({shown})")
+    if finding.verdict is Verdict.UNKNOWN:  # OpenSSH is content with the certificate and records nothing
+        problem += ": {authority} trusts an authority, but host certificates need --ssh openssh"
+        _fail(target, problem, f"on a network you trust, {record}", authority=f"{known.file}:{known.line}")
     place = f"{known.file}:{known.line}"
     if finding.verdict is Verdict.REVOKED:
         raise TransportError(f"host key of {target.login} is revoked ({shown})", where=place)
@@ -233,21 +208,6 @@ def _refuse(target: SshTarget, finding: Finding, shown: str) -> NoReturn:
         where=target.name,
         hint=f"this may be a man-in-the-middle attack; ask who runs the host, then forget the old key with: {forget}",
     )
-
-
-def _as_seen(target: SshTarget, shown: str, authority: KnownKey | None) -> str:
-    """Return what is behind a message about an unknown host key; of several hosts no single key can be shown."""
-    if authority is not None:
-        return f": {authority.file}:{authority.line} trusts an authority, but host certificates need --ssh openssh"
-    return "" if target == target.as_any_host else f" ({shown})"
-
-
-def _how_to_accept(target: SshTarget, authority: KnownKey | None) -> str:
-    record = "let launch record the keys of new hosts with --accept_new_host_keys"
-    if authority is not None:  # OpenSSH is content with the certificate and records nothing
-        return f"on a network you trust, {record}"
-    check = f"compare the fingerprint and accept the key with: {target.ssh_command} true"
-    return f"{check}; or, on a network you trust, {record}"
 
 
 class _Tries:
@@ -302,12 +262,8 @@ class _Tries:
 
     def _no_answer(self) -> NoReturn:
         """Say that the server was silent; the next key would get no answer either. Raises: TransportError."""
-        waited = f"{self._target.connect_timeout_s:g} s"
-        _fail(
-            self._target,
-            lambda t: f"{t.login}: no answer to the login within {waited}",
-            lambda t: f"is that server overloaded? Try: {t.ssh_command} true",
-        )
+        problem = "{t.login}: no answer to the login within {t.connect_timeout_s:g} s"
+        _fail(self._target, problem, f"is that server overloaded? {_OR_TRY}")
 
     def give_up(self) -> NoReturn:
         """Say that there are too many keys. Raises: TransportError."""
@@ -318,11 +274,8 @@ class _Tries:
         """Say which keys were tried, and what to do. Raises: TransportError."""
         tried = ", ".join(self.offered) or "none found"
         notes = f" ({'; '.join(self.problems)})" if self.problems else ""
-        _fail(
-            self._target,
-            lambda t: f"{t.login} accepts none of our keys; tried: {tried}{notes}",
-            lambda t: f"install one with: ssh-copy-id {t.ssh_arguments}; then try: {t.ssh_command} true",
-        )
+        hint = f"install one with: ssh-copy-id {{t.ssh_arguments}}; then {_TRY}"
+        _fail(self._target, "{t.login} accepts none of our keys; tried: {tried}{notes}", hint, tried=tried, notes=notes)
 
     def _take(self) -> Offer | None:
         """Return the next key. Raises: paramiko.SSHException for an agent that speaks another protocol."""
@@ -346,11 +299,16 @@ class _Tries:
 
 def _fail(
     target: SshTarget,
-    message: Callable[[SshTarget], str],
-    hint: Callable[[SshTarget], str],
+    problem: str,
+    hint: str,
     kind: type[TransportError] = TransportError,
+    *,
+    only_here: str = "",
+    **values: object,
 ) -> NoReturn:
-    """Raise what `message` and `hint` say of `target`, and what they say of several hosts that share the trouble."""
-    anybody = target.as_any_host
-    shared = (message(anybody), hint(anybody))
-    raise kind.from_diagnostics([Diagnostic(message(target), target.name, hint(target), shared)]) from None
+    """Raise what `problem` and `hint` say of a target, and what they say of several hosts that share the trouble.
+
+    Both are templates: {t} is the target, other names are `values`. only_here: said of a single host behind `problem`.
+    """
+    said, shared = ((problem.format(t=t, **values), hint.format(t=t, **values)) for t in (target, target.as_any_host))
+    raise kind.from_diagnostics([Diagnostic(said[0] + only_here, target.name, said[1], shared)]) from None

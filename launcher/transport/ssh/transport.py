@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.cluster.cluster import Host
 from launcher.transport.ssh import library
-from launcher.transport.ssh.config import SshOptions, SshTarget, Targets
+from launcher.transport.ssh.config import SshTarget, Targets
 from launcher.transport.ssh.connect import DroppedError, connect, end_connection, open_jump
+from launcher.transport.ssh.options import SshOptions
 from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
     import paramiko
-
-__all__ = ["SshChannel", "SshOptions", "SshTransport"]
 
 _TAIL_WAIT_S = 0.5
 _RETRY_DELAYS_S = (0.3, 1.0, 2.0)
@@ -34,6 +33,8 @@ _WINDOW_BYTES = 8 * 1024 * 1024
 
 class SshTransport:
     """Starts agents over SSH; implements `Transport`. Connections are kept until `close`."""
+
+    name = "ssh"
 
     def __init__(self, options: SshOptions | None = None, targets: Targets | None = None) -> None:
         """targets: what was read already of the configuration that `options` names."""
@@ -47,10 +48,6 @@ class SshTransport:
         self._failures: dict[tuple[str, ...], tuple[float, TransportError]] = {}  # the last of each way, and when
         self._closed = False
         self._numbers = itertools.count(2)
-
-    @property
-    def name(self) -> str:
-        return "ssh"
 
     def command_for(self, host: Host) -> str:
         return self._options.remote_command
@@ -183,24 +180,14 @@ def _answer_expected(target: SshTarget, step: str) -> Iterator[None]:
 class SshChannel:
     """One SSH session that runs the agent or a shell; implements `Channel`."""
 
+    window_bytes = None
+
     def __init__(self, target: SshTarget, session: paramiko.Channel) -> None:
-        self._target = target
+        self.host_name = target.name
+        self.target = target  # how the host was reached, for messages
         self._session = session
         self._write_lock = threading.Lock()
         self._stderr = StderrTail(session.recv_stderr, target.name)
-
-    @property
-    def host_name(self) -> str:
-        return self._target.name
-
-    @property
-    def window_bytes(self) -> None:
-        return None
-
-    @property
-    def target(self) -> SshTarget:
-        """How the host was reached, for messages."""
-        return self._target
 
     def read(self, max_bytes: int) -> bytes:
         try:
@@ -214,9 +201,9 @@ class SshChannel:
                 self._session.sendall(data)
             except OSError:
                 raise TransportError(
-                    f"the connection to {self._target.login} is gone",
+                    f"the connection to {self.target.login} is gone",
                     where=self.host_name,
-                    hint=self.stderr_tail() or f"try: {self._target.ssh_command} true",
+                    hint=self.stderr_tail() or f"try: {self.target.ssh_command} true",
                 ) from None
 
     def close_stdin(self) -> None:

@@ -1,7 +1,0 @@
-"""Entry point of the agent."""
-
-import sys
-
-from launcher.agent.main import main
-
-sys.exit(main())
