@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import copy
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -152,6 +153,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, stacks_path:
 
     torch.set_num_threads(1)
     launcher.init_distributed()
+    gc.freeze()  # searches for garbage leave out what was imported: each would go through, and copy, what forks share
     while True:
         try:
             body, args = pipe.recv()
