@@ -93,11 +93,12 @@ def _start(preload: str) -> Connection:
 
 def _serve(jobs: Connection, preload: str) -> None:
     processes.die_with_parent(os.getppid())
+    # Searches for garbage leave out what is imported: they would copy the pages that forks share.
+    gc.disable()
     if preload:
         importlib.import_module(preload)
-    # Searches for garbage leave out what was imported: they would copy the pages that forks share.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         try:
             job = jobs.recv()

@@ -93,14 +93,15 @@ def begin_anew() -> None:
 
 def main() -> None:
     """Run the cases, on a rank."""
+    # What is imported stays: searches for garbage, of which there are many here, leave it out.
+    gc.disable()
     modules, names = sys.argv[1].split(","), sys.argv[2:]
     cases = {name: case for module in modules for name, case in vars(importlib.import_module(module)).items()}
     path = Path(f"cases_of_rank_{os.environ['RANK']}.json").resolve()
     found: dict[str, Any] = {}
-    # What was imported stays: searches for garbage, of which there are many here, leave it out.
     importlib.import_module("transformers.trainer")
-    gc.collect()
     gc.freeze()
+    gc.enable()
     for name in names:
         if name.endswith("!"):
             cases[f"case_{name[:-1]}"](Path.cwd())
