@@ -3,7 +3,7 @@
 import gc
 from importlib import import_module
 
-# Searches for garbage find none here, and later ones leave out what is here: they would copy the pages that forks share.
+# Searches for garbage leave out what is imported: they would copy the pages that forks share.
 gc.disable()
 # torch._dynamo: whoever makes a torch optimizer of their own loads it.
 for name in ("torch", "torch.distributed", "torch._dynamo", "launcher.engine.build"):
