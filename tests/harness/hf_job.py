@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.forked import Target, run_ranks
+from harness.forked_ranks import RANK_IN_FORK, served
 from harness.launching import ROOT, Result, run_launch
+from harness.scripts import write
 
 NUM_RANKS = 2
+_IMPORTS = "harness.hf_imports"
 
 
 def run_cases(
@@ -43,7 +46,7 @@ def run_with_transformers(
 ) -> Result:
     """Run a script or a module's function on forks that have imported transformers: see `run_ranks`."""
     env = {**environment(), **(env or {})}
-    return run_ranks(folder, num_ranks, target, *arguments, env=env, preload="harness.hf_imports")
+    return run_ranks(folder, num_ranks, target, *arguments, env=env, preload=_IMPORTS)
 
 
 def launch_cases(
@@ -53,8 +56,9 @@ def launch_cases(
 
     last: a case whose error ends it, uncaught.
     """
-    words = ["-m", "harness.hf_job", module, *names, *([f"{last}!"] if last else [])]
-    result = run_launch(folder, f"--num_gpus={NUM_RANKS}", *words, env=environment())
+    script = write(folder, "from harness.hf_job import main\nmain()\n", "job.py")
+    words = [RANK_IN_FORK, script, module, *names, *([f"{last}!"] if last else [])]
+    result = run_launch(folder, f"--num_gpus={NUM_RANKS}", *words, env={**environment(), **served(_IMPORTS)})
     return _noted(folder, names, NUM_RANKS, result), result
 
 
