@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from hypothesis import HealthCheck
 
 _clock = schedule.Clock()
 
+# Off until all tests are collected: what is imported is no garbage.
+gc.disable()
+
 # Threads of OpenMP that wait sleep, here and in every process of the tests. By default they spin for a while, and where
 # many processes share few cores they take most of the time from those that compute. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -31,6 +35,13 @@ hypothesis.settings.load_profile("shared cores")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         schedule.arrange(items)
+
+
+def pytest_collection_finish() -> None:
+    # Nor do later searches for garbage go through it, which would take half a second of a processor each.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist is not needed to run some of the tests

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.forked import run_ranks
+from harness.forked_ranks import RANK_IN_FORK, served
 from harness.launching import Launch, Result, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
@@ -68,7 +69,9 @@ def losses(*results: Result, world_size: int = 2) -> list[tuple[int, int, str]]:
 def job(folder: Path, config: dict[str, object], *options: str, trouble: str = "none", at_step: int = 0) -> Launch:
     (folder / "ds.json").write_text(json.dumps(config))
     script = scripts.write(folder, TRAINS)
-    return Launch(folder, *options, script, "8", trouble, str(at_step), env=QUICK)
+    if "--hostfile" in options:
+        return Launch(folder, *options, script, "8", trouble, str(at_step), env=QUICK)
+    return Launch(folder, *options, RANK_IN_FORK, script, "8", trouble, str(at_step), env={**QUICK, **served()})
 
 
 @pytest.fixture(scope="module")

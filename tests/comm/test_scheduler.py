@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
+from harness.forked import run_ranks
 from harness.launching import ROOT
 
 SUM_OF_RANKS = """
@@ -92,7 +93,6 @@ def test_a_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
         variables = environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        command = [sys.executable, scripts.write(tmp_path, SUM_OF_RANKS)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
-    assert f"MASTER_PORT={port}: the port on which rank 0 waits for the others is in use" in done.stderr
-    assert "During handling" not in done.stderr
+        result = run_ranks(tmp_path, 0, scripts.write(tmp_path, SUM_OF_RANKS), env=variables)
+    assert f"MASTER_PORT={port}: the port on which rank 0 waits for the others is in use" in result.err
+    assert "During handling" not in result.err

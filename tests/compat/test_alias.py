@@ -192,8 +192,8 @@ def test_a_script_under_torchrun_needs_one_line(tmp_path: Path) -> None:
 
 
 def test_plain_python_is_a_world_of_one_rank(tmp_path: Path) -> None:
-    result = run_python(tmp_path, TRAINING, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert result.returncode == 0, result.stderr
+    result = run_ranks(tmp_path, 0, write(tmp_path, TRAINING), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.code == 0, result.err
     assert (tmp_path / "rank_0").read_text() == "1 0 1 1 5\n"
 
 

@@ -189,9 +189,9 @@ def train_plain(world_size: int) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-# Alone nothing is reduced: the first and the last stage show it.
+# Alone nothing is reduced, and a world of three divides as one of two: the first and the last stage show both.
 WORLDS = [
-    pytest.param(stage, world_size, marks=pytest.mark.soak if world_size == 1 and stage in (1, 2) else [])
+    pytest.param(stage, world_size, marks=pytest.mark.soak if world_size != 2 and stage in (1, 2) else [])
     for stage in (0, 1, 2, 3)
     for world_size in (1, 2, 3)
 ]

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 from harness.launching import DEADLINE_S, ROOT, Result, code_of
 from harness.ports import free_port
@@ -69,10 +70,8 @@ def run_ranks(
     words = list(map(str, arguments))
     # ROOT: what a process of its own would find there.
     env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {}), "OMP_NUM_THREADS": "1"}
-    if preload not in _servers:
-        _servers[preload] = _start(preload)
     job = _Job(folder, target, words, num_ranks, env, deadline_s)
-    pipe = _servers[preload]
+    pipe = _server(preload)
     pipe.send(job)
     code = pipe.recv()
     out, err = (path.read_text(errors="replace") for path in (job.out, job.err))
@@ -80,7 +79,20 @@ def run_ranks(
     return Result(code, out, err)
 
 
+def start_fork(target: Callable[[], object], preload: str = "") -> None:
+    """Call a module's function, or a partial of one, in a fork that lives as long as the process it is a fork of."""
+    pipe = _server(preload)
+    pipe.send(target)
+    pipe.recv()
+
+
 _servers: dict[str, Connection] = {}
+
+
+def _server(preload: str) -> Connection:
+    if preload not in _servers:
+        _servers[preload] = _start(preload)
+    return _servers[preload]
 
 
 def _start(preload: str) -> Connection:
@@ -93,17 +105,28 @@ def _start(preload: str) -> Connection:
 
 def _serve(jobs: Connection, preload: str) -> None:
     processes.die_with_parent(os.getppid())
+    # Searches for garbage leave out what is imported: they would copy the pages that forks share.
+    gc.disable()
     if preload:
         importlib.import_module(preload)
-    # Searches for garbage leave out what was imported: they would copy the pages that forks share.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         try:
             job = jobs.recv()
         except EOFError:
             os._exit(0)
-        jobs.send(_run(job))
+        jobs.send(_run(job) if isinstance(job, _Job) else _fork(job))
+
+
+def _fork(target: Callable[[], object]) -> None:
+    our_pid = os.getpid()
+    if os.fork() == 0:
+        try:
+            processes.die_with_parent(our_pid)
+            target()
+        finally:
+            os._exit(1)
 
 
 def _run(job: _Job) -> int | None:
@@ -155,7 +178,11 @@ def _become(job: _Job, rank: int, port: int) -> None:
     faulthandler.enable()
     sys.argv = [str(job.target), *job.arguments]
     sys.path[:0] = [path for path in job.env["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
-    code = code_of(lambda: _call(job.target))
+    end_as_interpreter(code_of(lambda: _call(job.target)))
+
+
+def end_as_interpreter(code: int) -> NoReturn:
+    """End this process as an interpreter ends."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

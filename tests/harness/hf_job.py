@@ -6,8 +6,10 @@ returns goes to its test as JSON. One that raises on all ranks does not disturb 
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -17,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.forked import Target, run_ranks
+from harness.forked_ranks import RANK_IN_FORK, served
 from harness.launching import ROOT, Result, run_launch
+from harness.scripts import write
 
 NUM_RANKS = 2
+_IMPORTS = "harness.hf_imports"
 
 
 def run_cases(
@@ -41,7 +46,7 @@ def run_with_transformers(
 ) -> Result:
     """Run a script or a module's function on forks that have imported transformers: see `run_ranks`."""
     env = {**environment(), **(env or {})}
-    return run_ranks(folder, num_ranks, target, *arguments, env=env, preload="harness.hf_imports")
+    return run_ranks(folder, num_ranks, target, *arguments, env=env, preload=_IMPORTS)
 
 
 def launch_cases(
@@ -51,8 +56,9 @@ def launch_cases(
 
     last: a case whose error ends it, uncaught.
     """
-    words = ["-m", "harness.hf_job", module, *names, *([f"{last}!"] if last else [])]
-    result = run_launch(folder, f"--num_gpus={NUM_RANKS}", *words, env=environment())
+    script = write(folder, "from harness.hf_job import main\nmain()\n", "job.py")
+    words = [RANK_IN_FORK, script, module, *names, *([f"{last}!"] if last else [])]
+    result = run_launch(folder, f"--num_gpus={NUM_RANKS}", *words, env={**environment(), **served(_IMPORTS)})
     return _noted(folder, names, NUM_RANKS, result), result
 
 
@@ -91,16 +97,26 @@ def begin_anew() -> None:
     gc.collect()
 
 
+def _read_metadata_once() -> None:
+    """Keep what the metadata of packages says: before every run their versions are asked for, many times each."""
+    every_time: Any = importlib.metadata.Distribution.metadata
+    setattr(importlib.metadata, "distribution", functools.cache(importlib.metadata.distribution))  # noqa: B010
+    setattr(importlib.metadata.Distribution, "metadata", property(functools.cache(every_time.fget)))  # noqa: B010
+
+
 def main() -> None:
     """Run the cases, on a rank."""
+    # What is imported stays: searches for garbage, of which there are many here, leave it out.
+    gc.disable()
     modules, names = sys.argv[1].split(","), sys.argv[2:]
     cases = {name: case for module in modules for name, case in vars(importlib.import_module(module)).items()}
     path = Path(f"cases_of_rank_{os.environ['RANK']}.json").resolve()
     found: dict[str, Any] = {}
-    # What was imported stays: searches for garbage, of which there are many here, leave it out.
     importlib.import_module("transformers.trainer")
-    gc.collect()
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(20_000)  # runs end with a search
+    _read_metadata_once()
     for name in names:
         if name.endswith("!"):
             cases[f"case_{name[:-1]}"](Path.cwd())

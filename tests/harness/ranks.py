@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import copy
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from harness.launching import ROOT
 from harness.ports import free_port
 
 from launcher.base import processes
@@ -91,14 +93,13 @@ class RankPool:
 
 
 def torch_forks() -> Any:
-    """Return what starts processes from a server that has imported torch: a rank takes a moment in place of seconds.
-
-    torch._dynamo: whoever makes a torch optimizer of their own loads it.
-    """
+    """Return what starts processes from a server that has imported torch: a rank takes a moment in place of seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "launcher.engine.build"])
+    context.set_forkserver_preload(["harness.torch_imports"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # read when torch is loaded
+        # Before Python 3.13 the server searches its own path alone.
+        patch.setenv("PYTHONPATH", f"{ROOT / 'tests'}{os.pathsep}{ROOT}", prepend=os.pathsep)
         forkserver.ensure_running()
     return context
 
@@ -152,6 +153,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, stacks_path:
 
     torch.set_num_threads(1)
     launcher.init_distributed()
+    gc.freeze()  # searches for garbage leave out what was imported: each would go through, and copy, what forks share
     while True:
         try:
             body, args = pipe.recv()

@@ -57,7 +57,7 @@ def test_the_example_with_the_trainer_runs_on_two_nodes(slurm: LoopbackSlurm, tm
     command.write_text(f'#!/bin/sh\nexec {shlex.join(LAUNCH)} --master_addr 127.0.0.1 "$@"\n')
     command.chmod(0o755)
     smaller = ["--gres=gpu:1", "--cpus-per-task=1", "--time=5", f"--output={tmp_path / 'out.txt'}", f"--chdir={ROOT}"]
-    options = ["--max_steps", "4", "--logging_steps", "1", "--output_dir", str(tmp_path / "model")]
+    options = ["--max_steps", "2", "--logging_steps", "1", "--output_dir", str(tmp_path / "model")]
     variables = {"PATH": f"{tmp_path}:{slurm.env['PATH']}", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         ["sbatch", "--wait", *smaller, ROOT / "examples" / "hf_trainer.slurm", *options],

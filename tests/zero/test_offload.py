@@ -64,16 +64,21 @@ def assert_offload_changes_nothing(case: Case, offload: dict[str, Any], world_si
     return found
 
 
-# fp16, whose steps may be skipped, everywhere; the others here or with accumulation, and everything in the soak.
-PRECISIONS = [
-    pytest.param(*setting, precision, id=f"{precision}-{name}", marks=[] if is_quick else pytest.mark.soak)
-    for precision in ("fp32", "bf16", "fp16")
-    for number, (setting, name) in enumerate(zip(SETTINGS, NAMES, strict=True))
-    for is_quick in [precision == "fp16" or number % 2 == (precision == "bf16")]
-]
+def by_precision(*precisions: str, first: int) -> Any:
+    """Give a test all settings with fp16, whose steps may be skipped, and with fp32 and bf16 in turn.
+
+    In the soak it has all with all. first: 0 to begin with fp32, 1 with bf16.
+    """
+    params = [
+        pytest.param(*setting, precision, id=f"{precision}-{name}", marks=[] if is_quick else pytest.mark.soak)
+        for precision in precisions
+        for number, (setting, name) in enumerate(zip(SETTINGS, NAMES, strict=True))
+        for is_quick in [precision == "fp16" or (number + (precision == "bf16")) % 2 == first]
+    ]
+    return pytest.mark.parametrize(("stage", "offload", "precision"), params)
 
 
-@pytest.mark.parametrize(("stage", "offload", "precision"), PRECISIONS)
+@by_precision("fp32", "bf16", "fp16", first=0)
 def test_the_same_bits(stage: int, offload: dict[str, Any], precision: str) -> None:
     case = Case(stage, precision, accumulation=1, num_steps=8, fp16=RESTLESS_SCALE)
     found = assert_offload_changes_nothing(case, offload, world_size=2)
@@ -83,19 +88,19 @@ def test_the_same_bits(stage: int, offload: dict[str, Any], precision: str) -> N
         assert any(not math.isfinite(norm) for norm in found.grad_norms), "no step was skipped"
 
 
-@named
-def test_the_same_bits_with_accumulation_and_unused_parameters(stage: int, offload: dict[str, Any]) -> None:
-    for precision in ("fp32", "bf16"):
-        case = Case(stage, precision, accumulation=3, num_steps=4, unused=True)
-        assert_offload_changes_nothing(case, offload, world_size=2)
+@by_precision("fp32", "bf16", first=1)  # the other settings of each
+def test_the_same_bits_with_accumulation_and_unused_parameters(
+    stage: int, offload: dict[str, Any], precision: str
+) -> None:
+    case = Case(stage, precision, accumulation=3, num_steps=4, unused=True)
+    assert_offload_changes_nothing(case, offload, world_size=2)
 
 
-@named
-def test_the_same_bits_alone(stage: int, offload: dict[str, Any]) -> None:
-    for precision, accumulation in (("fp32", 3), ("bf16", 1)):
-        # Alone nothing is sharded without offload: other units, whose norms are summed in another order.
-        case = Case(stage, precision, accumulation, num_steps=5, clipping=0.0)
-        assert_offload_changes_nothing(case, offload, world_size=1)
+@by_precision("fp32", "bf16", first=0)
+def test_the_same_bits_alone(stage: int, offload: dict[str, Any], precision: str) -> None:
+    # Alone nothing is sharded without offload: other units, whose norms are summed in another order.
+    case = Case(stage, precision, accumulation=3 if precision == "fp32" else 1, num_steps=5, clipping=0.0)
+    assert_offload_changes_nothing(case, offload, world_size=1)
 
 
 @named

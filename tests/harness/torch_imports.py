@@ -1,0 +1,12 @@
+"""What the server of forks imports once for all ranks: see `harness.ranks.torch_forks`."""
+
+import gc
+from importlib import import_module
+
+# Searches for garbage leave out what is imported: they would copy the pages that forks share.
+gc.disable()
+# torch._dynamo: whoever makes a torch optimizer of their own loads it.
+for name in ("torch", "torch.distributed", "torch._dynamo", "launcher.engine.build"):
+    import_module(name)
+gc.freeze()
+gc.enable()
