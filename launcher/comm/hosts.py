@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 
 
-def largest_of_hosts(group: DataParallelGroup, values: Sequence[int]) -> list[int]:
+def largest_of_hosts(group: RankGroup, values: Sequence[int]) -> list[int]:
     """Return the largest of all ranks' numbers, each for itself. Every rank must call it; no device is waited for.
 
     In round k a rank sends what it knows to the rank 2^k further on. A maximum may be taken twice of the same number,
@@ -58,7 +58,7 @@ def largest_of_hosts(group: DataParallelGroup, values: Sequence[int]) -> list[in
     return largest
 
 
-def on_any_rank(group: DataParallelGroup, flags: Sequence[bool]) -> list[bool]:
+def on_any_rank(group: RankGroup, flags: Sequence[bool]) -> list[bool]:
     """Return which flags any rank has set. Every rank must call it."""
     if group.runtime.runs_behind_host:
         return [bool(value) for value in largest_of_hosts(group, [int(flag) for flag in flags])]

@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launcher.base.errors import EngineError
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 
 
 @dataclass(frozen=True)
 class ParallelMesh:
     """The groups of a rank, by role. Ranks are group ranks throughout."""
 
-    data: DataParallelGroup  # ranks with different data and the same model: the loss, the norm, what is unused
-    shard: DataParallelGroup  # of these, the ranks that hold one copy of what is sharded between them
-    replicate: DataParallelGroup | None = None  # the ranks with the same shards; None: there is one copy
-    node: DataParallelGroup | None = None  # ranks that gather parameters for backward; None: those of `shard`
+    data: RankGroup  # ranks with different data and the same model: the loss, the norm, what is unused
+    shard: RankGroup  # of these, the ranks that hold one copy of what is sharded between them
+    replicate: RankGroup | None = None  # the ranks with the same shards; None: there is one copy
+    node: RankGroup | None = None  # ranks that gather parameters for backward; None: those of `shard`
 
     @property
     def num_copies(self) -> int:
@@ -42,7 +42,7 @@ class ParallelMesh:
         return None
 
 
-def build_mesh(data: DataParallelGroup, *, shard_size: int | None = None, node_size: int | None = None) -> ParallelMesh:
+def build_mesh(data: RankGroup, *, shard_size: int | None = None, node_size: int | None = None) -> ParallelMesh:
     """Return the mesh of this rank. Every rank must call it with the same sizes.
 
     shard_size: ranks that share one copy of the shards (`mics_shard_size`); None: all. node_size: ranks that share one

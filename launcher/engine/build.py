@@ -15,7 +15,7 @@ from launcher.base.log import get_logger
 from launcher.base.malloc import keep_freed_memory
 from launcher.comm import collectives, pending
 from launcher.comm.exit import leave_in_order
-from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
+from launcher.comm.groups import RankGroup, data_parallel_group, init_distributed
 from launcher.comm.mesh import ParallelMesh, build_mesh
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import BatchPlan, solve_batch
@@ -143,7 +143,7 @@ def initialize(
     return engine, built.optimizer, loader, scheduler
 
 
-def _prepare_device(settings: Config, group: DataParallelGroup) -> None:
+def _prepare_device(settings: Config, group: RankGroup) -> None:
     """Set what holds for the whole process: the precision of multiplications on a GPU, the allocator on a CPU."""
     if group.device.type == "cuda":
         set_tf32(settings.tf32)
@@ -151,7 +151,7 @@ def _prepare_device(settings: Config, group: DataParallelGroup) -> None:
         keep_freed_memory()
 
 
-def _batch(settings: Config, group: DataParallelGroup) -> BatchPlan:
+def _batch(settings: Config, group: RankGroup) -> BatchPlan:
     return solve_batch(
         settings.train_batch_size,
         settings.train_micro_batch_size_per_gpu,
@@ -165,7 +165,7 @@ def _loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     settings: Config,
     batch: BatchPlan,
-    group: DataParallelGroup,
+    group: RankGroup,
 ) -> DistributedLoader:
     return build_loader(
         data,
@@ -220,7 +220,7 @@ def _check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, *, forces_ker
         )
 
 
-def _mark_leaves(model: nn.Module, settings: Config, group: DataParallelGroup) -> None:
+def _mark_leaves(model: nn.Module, settings: Config, group: RankGroup) -> None:
     leaves = settings.zero_optimization.leaf_module
     if group.rank == 0 and settings.zero_optimization.stage == 3:
         for sentence in leaves_not_found(model, leaves):
@@ -228,7 +228,7 @@ def _mark_leaves(model: nn.Module, settings: Config, group: DataParallelGroup) -
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
 
 
-def _place_buffers(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> None:
+def _place_buffers(model: nn.Module, settings: Config, precision: Precision, group: RankGroup) -> None:
     """Bring everything but parameters to the device, buffers in their configured type and with rank 0's values.
 
     Parameters stay where they are until their unit is built: the device may not hold them all.
@@ -247,7 +247,7 @@ def _place_buffers(model: nn.Module, settings: Config, precision: Precision, gro
     collectives.broadcast(group, [buffer.data for buffer in model.buffers()])
 
 
-def _place_others(model: nn.Module, precision: Precision, group: DataParallelGroup) -> None:
+def _place_others(model: nn.Module, precision: Precision, group: RankGroup) -> None:
     """Bring parameters that are in no unit to the device, in their type and with rank 0's values: frozen ones."""
     others = [param for param in model.parameters() if unit_params_of(param) is None]
     for param in others:
@@ -255,7 +255,7 @@ def _place_others(model: nn.Module, precision: Precision, group: DataParallelGro
     collectives.broadcast(group, [param.data for param in others])
 
 
-def _casting(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> Casting:
+def _casting(model: nn.Module, settings: Config, precision: Precision, group: RankGroup) -> Casting:
     device_type = group.device.type
     modules = settings.torch_autocast.lower_precision_safe_modules
     if modules is not None and settings.torch_autocast.enabled:
@@ -321,7 +321,7 @@ def _optimizer_plan(
     optimizer: ClientOptimizer | None,
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
-    group: DataParallelGroup,
+    group: RankGroup,
 ) -> OptimizerPlan | None:
     """Return what trains the model; None when nothing was given that could: the engine is for inference."""
     if optimizer is not None:

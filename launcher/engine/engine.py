@@ -15,7 +15,7 @@ from launcher.base.log import get_logger
 from launcher.base.progress import heartbeat, tell
 from launcher.checkpoint.formats.source import RunState
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
@@ -54,7 +54,7 @@ class EngineParts:
     casting: Casting
 
     @property
-    def group(self) -> DataParallelGroup:
+    def group(self) -> RankGroup:
         """All ranks of the run."""
         return self.mesh.data
 

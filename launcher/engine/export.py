@@ -15,7 +15,7 @@ from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.checkpoint.zero_to_fp32 import write_safetensors
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.engine.state import collect_state
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class WeightExport:
         return True
 
 
-def save_weights(weights: Mapping[str, Any] | None, folder: str, name: str, group: DataParallelGroup) -> None:
+def save_weights(weights: Mapping[str, Any] | None, folder: str, name: str, group: RankGroup) -> None:
     """Write rank 0's `weights` to one file, which appears when it is complete. Collective.
 
     Raises: EngineError, on every rank, where it cannot be written.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.config import policies
 from launcher.config.policies import DType, autocast_dtype
 from launcher.config.schema import Config
@@ -12,7 +12,7 @@ from launcher.zero.placement import Disks, open_disk
 from launcher.zero.stages import ZeroPolicy
 
 
-def zero_policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
+def zero_policy(settings: Config, group: RankGroup) -> ZeroPolicy:
     """Return the policy of a run."""
     return ZeroPolicy.of(policies.zero_policy(settings, group.world_size))
 

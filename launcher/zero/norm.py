@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import Readback
 from launcher.kernels.api import DeviceScale
 from launcher.zero.gradients import UnitGradients
@@ -47,7 +47,7 @@ class StepOutcome:
         return self.skips_overflow and not math.isfinite(self.norm)
 
 
-def sum_of_squares(gradients: list[UnitGradients], group: DataParallelGroup) -> Tensor:
+def sum_of_squares(gradients: list[UnitGradients], group: RankGroup) -> Tensor:
     """Return the sum of squares of this rank's share of all gradients, fp64 [1] on the device.
 
     On a GPU in one launch over all units; on a CPU each unit was measured as its sum arrived, while it was in the cache

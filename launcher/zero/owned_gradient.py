@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.kernels.select import kernel_for
 from launcher.zero.placement import Placement
@@ -41,7 +41,7 @@ class OwnedGradient:
         self,
         numel: int,
         dtype: torch.dtype,
-        group: DataParallelGroup,
+        group: RankGroup,
         placement: Placement,
         *,
         kept: Tensor | None,

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives, observe
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.sharding.layout import ParamSlot, UnitLayout
-from launcher.sharding.tensors import ParamInfo
+from launcher.sharding.tensors import ParamInfo, TensorSplit
 from launcher.zero.disk import Swapped
 from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.stages import ParameterState, Place, Precision
@@ -40,6 +40,7 @@ from launcher.zero.stages import ParameterState, Place, Precision
 _param_ids = itertools.count()
 _unit_numbers = itertools.count()
 _UNIT_PARAMS = "_launch_unit_params"
+_TENSOR_SPLIT = "_launch_tensor_split"
 
 
 class ZeroParamStatus(Enum):
@@ -300,7 +301,7 @@ class UnitParameters:
         if self._swap is not None:
             self._swap.drop()
 
-    def _start_all_gather(self, own: Tensor, group: DataParallelGroup | None = None) -> Pending:
+    def _start_all_gather(self, own: Tensor, group: RankGroup | None = None) -> Pending:
         """Start filling `flat` with what every rank has of it. own: what this rank has.
 
         group: None for the ranks that own a chunk each. Call it on the gathers' stream.
@@ -450,7 +451,18 @@ def param_info(name: str, param: nn.Parameter, dtype: torch.dtype, group: int | 
     dtype: in which it is kept. group: its optimizer group; None where nothing trains it.
     """
     shape = tuple(getattr(param, "ds_shape", param.shape))
-    return ParamInfo(name, shape, str(dtype).removeprefix("torch."), group is not None, group or 0)
+    return ParamInfo(name, shape, str(dtype).removeprefix("torch."), group is not None, group or 0, split_of(param))
+
+
+def split_of(param: nn.Parameter) -> TensorSplit | None:
+    """Return which part of a parameter this rank holds among tensor-parallel ranks; None for all of it."""
+    found: TensorSplit | None = getattr(param, _TENSOR_SPLIT, None)
+    return found
+
+
+def mark_split(param: nn.Parameter, split: TensorSplit) -> None:
+    """Note that a parameter is this rank's part of a larger one. Its shape must be `split.local_shape`."""
+    setattr(param, _TENSOR_SPLIT, split)
 
 
 def unit_params_of(param: nn.Parameter) -> UnitParameters | None:

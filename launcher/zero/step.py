@@ -10,7 +10,7 @@ import torch
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import Readback, largest_of_hosts, on_any_rank
 from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
@@ -83,7 +83,7 @@ def _complete_sums_behind_host(gradients: list[UnitGradients], reducer: Gradient
     return bool(is_unused)
 
 
-def _unused_anywhere(units: list[FlatUnit], group: DataParallelGroup) -> list[str]:
+def _unused_anywhere(units: list[FlatUnit], group: RankGroup) -> list[str]:
     """Return the names of parameters that had no gradient on any rank. units: trained ones. Collective."""
     names = [name for unit in units for name in unit.layout.names]
     flags = [used for unit in units if unit.grads is not None for used in unit.grads.used]
@@ -173,7 +173,7 @@ def _step_with_host(
     return StepOutcome(norm, skips_overflow=policy.skips_overflow)
 
 
-def _unused(trained: list[FlatUnit], policy: ZeroPolicy, group: DataParallelGroup) -> list[str]:
+def _unused(trained: list[FlatUnit], policy: ZeroPolicy, group: RankGroup) -> list[str]:
     """Return the parameters without a gradient on any rank. Collective. Raises: EngineError unless they may be."""
     unused = _unused_anywhere(trained, group)
     if unused and not policy.accepts_unused:
@@ -228,7 +228,7 @@ def _unused_error(names: list[str]) -> EngineError:
     )
 
 
-def first_bad_gradient(units: list[FlatUnit], group: DataParallelGroup) -> str | None:
+def first_bad_gradient(units: list[FlatUnit], group: RankGroup) -> str | None:
     """Return the name of the first parameter whose summed gradient has an element that is not finite.
 
     Every rank must call it, after `step_units` has skipped a step: the gradients still stand where they were.

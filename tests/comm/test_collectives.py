@@ -15,7 +15,7 @@ from harness.ranks import run_on_ranks
 from launcher.base.errors import EngineError
 from launcher.comm import collectives, pending
 from launcher.comm.device import DeviceRuntime
-from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
+from launcher.comm.groups import RankGroup, data_parallel_group, init_distributed
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -218,7 +218,7 @@ def _among_the_last_two(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     process_group = dist.new_group([1, 2])
     if rank == 0:
         return {}
-    group = DataParallelGroup(rank - 1, 2, process_group, DeviceRuntime(torch.device("cpu")))
+    group = RankGroup(rank - 1, 2, process_group, DeviceRuntime(torch.device("cpu")))
     found = {"reduce_scatter": torch.empty(CHUNK, dtype=torch.bfloat16), "all_gather": torch.zeros(2 * CHUNK)}
     flat = contribution(rank, 2, torch.bfloat16)
     collectives.reduce_scatter(group, flat, found["reduce_scatter"]).wait()

@@ -11,7 +11,7 @@ from harness.ranks import run_on_ranks
 from torch import Tensor
 
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup, data_parallel_group
+from launcher.comm.groups import RankGroup, data_parallel_group
 
 CHUNK = 96
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -87,7 +87,7 @@ def test_a_sum_that_fp16_cannot_hold_is_scaled_before_it_is_rounded() -> None:
 
 
 def _misuse(rank: int, world_size: int, kind: str, how: str) -> Any:
-    def group_and_flat() -> tuple[DataParallelGroup, Tensor]:
+    def group_and_flat() -> tuple[RankGroup, Tensor]:
         group = data_parallel_group()
         return group, group.buffers.borrow(world_size * CHUNK, torch.float32).fill_(1.0)
 

@@ -1,0 +1,148 @@
+"""The mesh equation: ranks = pipeline × data × sequence × tensor. Exact, or an error that prints it.
+
+Axes stand from the outermost to the innermost: neighbours along the last axis are neighbours in rank, so that the axis
+that communicates most, the tensor axis, stays within a node (Narayanan et al., "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", https://arxiv.org/abs/2104.04473, section 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from launcher.base.errors import ConfigError
+from launcher.config.fields import Auto
+from launcher.config.schema import Config
+
+AXES = ("pipeline", "data", "sequence", "tensor")
+ACROSS_NODES_KEY = "tensor_parallel.across_nodes"
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """How many ranks there are along each axis."""
+
+    data: int  # different samples
+    pipeline: int = 1  # different layers
+    sequence: int = 1  # different parts of one sequence
+    tensor: int = 1  # different parts of one layer
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes in the order of AXES."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that work on the same samples together."""
+        return self.world_size // self.data
+
+    @property
+    def equation(self) -> str:
+        """The equation, with the axes that have more than one rank."""
+        return f"{_product(self.shape, AXES)} = {self.world_size}"
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return the place of a rank along each of AXES."""
+        found = []
+        for size in reversed(self.shape):
+            rank, place = divmod(rank, size)
+            found.append(place)
+        return tuple(reversed(found))
+
+    def ranks_along(self, axis: str) -> list[list[int]]:
+        """Return the groups of ranks that differ along `axis` alone, in the order of their first ranks."""
+        position = AXES.index(axis)
+        stride, size = math.prod(self.shape[position + 1 :]), self.shape[position]
+        firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+        return [list(range(first, first + stride * size, stride)) for first in firsts]
+
+
+def mesh_sizes(config: Config, world_size: int, *, num_stages: int | None = None) -> MeshSizes:
+    """Return the mesh that a config asks for; the data axis takes the ranks that the others leave.
+
+    num_stages: of a `PipelineModule`; `pipeline.stages` must be "auto" or agree. Raises: ConfigError with the equation.
+    """
+    sizes = replace(_asked_for(config, num_stages), data=1)
+    given = config.data_parallel_size
+    if world_size % sizes.world_size or (given is not None and given * sizes.world_size != world_size):
+        wanted = sizes.shape if given is None else replace(sizes, data=given).shape
+        product = math.prod(wanted)
+        rule = "does not divide" if given is None else "is not"
+        raise ConfigError(
+            f"{_product(wanted, AXES)} = {product} {rule} the {world_size} ranks of this job",
+            where=", ".join(_keys_of(sizes, has_data=given is not None)),
+            hint=f"start {_near(product, world_size, is_exact=given is not None)} ranks, or change a size",
+        )
+    return replace(sizes, data=world_size // sizes.world_size)
+
+
+def check_nodes(config: Config, sizes: MeshSizes, ranks_by_node: Sequence[int]) -> None:
+    """Raise ConfigError where ranks of one layer would be on two nodes, unless the config allows it.
+
+    ranks_by_node: how many ranks each node has, in the order of ranks.
+    """
+    if sizes.tensor == 1 or config.tensor_parallel.across_nodes:
+        return
+    uneven = [node for node, num_ranks in enumerate(ranks_by_node) if num_ranks % sizes.tensor]
+    if uneven:
+        raise ConfigError(
+            f"{sizes.tensor} (tensor) does not divide the {ranks_by_node[uneven[0]]} ranks of node {uneven[0]}: the"
+            " ranks of one layer would be on two nodes, and every layer would wait for the network",
+            where="tensor_parallel.autotp_size",
+            hint=f'use a size that divides the ranks of every node, or force it: "{ACROSS_NODES_KEY}": true',
+        )
+
+
+def has_mesh(config: Config) -> bool:
+    """Whether a config names an axis other than data, or the size of the data axis."""
+    return config.data_parallel_size is not None or _asked_for(config, None).world_size > 1
+
+
+def _asked_for(config: Config, num_stages: int | None) -> MeshSizes:
+    tensor = config.tensor_parallel
+    tensor_size, again = tensor.autotp_size or 1, tensor.tp.tp_size
+    if again not in (1, tensor_size):
+        raise ConfigError(
+            f"tensor_parallel.tp.tp_size {again} is not tensor_parallel.autotp_size {tensor.autotp_size}",
+            where="tensor_parallel.tp.tp_size",
+            hint="give autotp_size alone",
+        )
+    stages = config.pipeline.stages
+    if isinstance(stages, Auto):
+        stages = num_stages or 1
+    elif num_stages is not None and num_stages != stages:
+        raise ConfigError(
+            f"pipeline.stages {stages} is not the {num_stages} stages of the PipelineModule",
+            where="pipeline.stages",
+            hint='leave it out, or "auto"',
+        )
+    return MeshSizes(1, int(stages), config.sequence_parallel_size, tensor_size)
+
+
+def _product(shape: Sequence[int], axes: Sequence[str]) -> str:
+    shown = [f"{size} ({axis})" for size, axis in zip(shape, axes, strict=True) if size > 1 or axis == "data"]
+    return " × ".join(shown)
+
+
+def _keys_of(sizes: MeshSizes, *, has_data: bool) -> list[str]:
+    keys = {
+        "pipeline.stages": sizes.pipeline > 1,
+        "data_parallel_size": has_data,
+        "sequence_parallel_size": sizes.sequence > 1,
+        "tensor_parallel.autotp_size": sizes.tensor > 1,
+    }
+    return [key for key, is_given in keys.items() if is_given]
+
+
+def _near(product: int, world_size: int, *, is_exact: bool) -> str:
+    if is_exact or world_size < product:
+        return str(product)
+    below = world_size // product * product
+    return f"{below} or {below + product}"
