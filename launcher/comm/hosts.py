@@ -24,12 +24,14 @@ On a CPU all facts travel together in one collective, and the host reads them at
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.base import env
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 
@@ -64,6 +66,16 @@ def on_any_rank(group: RankGroup, flags: Sequence[bool]) -> list[bool]:
         return [bool(value) for value in largest_of_hosts(group, [int(flag) for flag in flags])]
     counts = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=group.device)
     return [bool(value) for value in collectives.sum_scalars(group, counts).tolist()]
+
+
+def node_sizes(world: RankGroup) -> list[int]:
+    """Return how many ranks each node has, in the order of ranks; one node where ranks know of none. Collective."""
+    own = int(os.environ.get(env.LOCAL_WORLD_SIZE.name, world.world_size))
+    of_ranks = [int(size) for size in collectives.gather_scalars(world, float(own))]
+    sizes: list[int] = []
+    while sum(sizes) < len(of_ranks):
+        sizes.append(max(of_ranks[sum(sizes)], 1))
+    return sizes
 
 
 class Readback:

@@ -14,6 +14,7 @@ from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
 from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, section_of, shown, status_of
 from launcher.config.findings import Finding
+from launcher.config.mesh import mesh_sizes
 from launcher.config.normalise import Normalised, normalise
 from launcher.config.positions import Path
 from launcher.config.rules import one_bit_problems, precision_problems
@@ -50,7 +51,7 @@ _SCHEDULERS = _Types("scheduler", SCHEDULER_PARAMS, WORKING_SCHEDULERS, REFUSED_
 def check(data: Mapping[str, Any], world_size: int | None, *, for_planning: bool = False) -> Checked:
     """Check plain data against the schema and the rules between keys.
 
-    world_size: data-parallel ranks, where known; the batch equation is checked with it.
+    world_size: all ranks, where known; the mesh and the batch equation are checked with it.
     for_planning: what this release does not do is a notice, because nothing is going to run.
     """
     known = normalise(data)
@@ -280,9 +281,17 @@ def _between_keys(
     errors = [Finding(*problem) for problem in problems]
     if any("elasticity" in finding.path[:1] for finding in wrong):
         return errors, []
+    data_size = None
+    if world_size is not None:
+        try:
+            data_size = mesh_sizes(config, world_size).data
+        except ConfigError as error:
+            return errors + [
+                Finding(tuple((d.where or "").split(".")), d.message, d.hint) for d in error.diagnostics
+            ], []
     if config.elasticity.enabled is True:
         return errors + _elastic_findings(config, world_size), _elastic_notices(config)
-    return errors + _batch_findings(config, world_size), []
+    return errors + _batch_findings(config, data_size), []
 
 
 def _elastic_findings(config: Config, world_size: int | None) -> list[Finding]:
@@ -296,8 +305,12 @@ def _elastic_findings(config: Config, world_size: int | None) -> list[Finding]:
         if batch is not None and world_size is not None:
             batch.plan_for(world_size)
     except ConfigError as error:
-        findings += [Finding(tuple((d.where or "").split(".")), d.message, d.hint) for d in error.diagnostics]
+        findings += _findings(error)
     return findings
+
+
+def _findings(error: ConfigError) -> list[Finding]:
+    return [Finding(tuple((found.where or "").split(".")), found.message, found.hint) for found in error.diagnostics]
 
 
 def _elastic_notices(config: Config) -> list[Finding]:
@@ -320,15 +333,15 @@ def _given_sizes(config: Config) -> list[str]:
     return [name for name, size in sizes.items() if size is not None and not isinstance(size, Auto)]
 
 
-def _batch_findings(config: Config, world_size: int | None) -> list[Finding]:
+def _batch_findings(config: Config, data_size: int | None) -> list[Finding]:
     train, micro, steps = (getattr(config, name) for name in BATCH_KEYS)
     elastic: bool | Auto = config.elasticity.enabled
     if any(isinstance(value, Auto) for value in (train, micro, steps, elastic)):
         return []
     path: Path = next(((name,) for name in BATCH_KEYS if getattr(config, name) is not None), ())
-    if world_size is not None:
+    if data_size is not None:
         try:
-            solve_batch(train, micro, steps, world_size)
+            solve_batch(train, micro, steps, data_size)
         except ConfigError as error:
             problem = error.diagnostics[0]
             return [Finding(path, problem.message, problem.hint)]

@@ -1,67 +1,17 @@
-"""The mesh equation: ranks = pipeline × data × sequence × tensor. Exact, or an error that prints it.
-
-Axes stand from the outermost to the innermost: neighbours along the last axis are neighbours in rank, so that the axis
-that communicates most, the tensor axis, stays within a node (Narayanan et al., "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM", https://arxiv.org/abs/2104.04473, section 5).
-"""
+"""The mesh equation: ranks = pipeline × data × sequence × tensor. Exact, or an error that prints it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from launcher.base.errors import ConfigError
-from launcher.config.fields import Auto
+from launcher.config.fields import AUTO
 from launcher.config.schema import Config
+from launcher.sharding.mesh import MeshSizes, product_text
 
-AXES = ("pipeline", "data", "sequence", "tensor")
 ACROSS_NODES_KEY = "tensor_parallel.across_nodes"
-
-
-@dataclass(frozen=True)
-class MeshSizes:
-    """How many ranks there are along each axis."""
-
-    data: int  # different samples
-    pipeline: int = 1  # different layers
-    sequence: int = 1  # different parts of one sequence
-    tensor: int = 1  # different parts of one layer
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return math.prod(self.shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes in the order of AXES."""
-        return tuple(getattr(self, axis) for axis in AXES)
-
-    @property
-    def model_size(self) -> int:
-        """Ranks that work on the same samples together."""
-        return self.world_size // self.data
-
-    @property
-    def equation(self) -> str:
-        """The equation, with the axes that have more than one rank."""
-        return f"{_product(self.shape, AXES)} = {self.world_size}"
-
-    def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return the place of a rank along each of AXES."""
-        found = []
-        for size in reversed(self.shape):
-            rank, place = divmod(rank, size)
-            found.append(place)
-        return tuple(reversed(found))
-
-    def ranks_along(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ along `axis` alone, in the order of their first ranks."""
-        position = AXES.index(axis)
-        stride, size = math.prod(self.shape[position + 1 :]), self.shape[position]
-        firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
-        return [list(range(first, first + stride * size, stride)) for first in firsts]
 
 
 def mesh_sizes(config: Config, world_size: int, *, num_stages: int | None = None) -> MeshSizes:
@@ -76,7 +26,7 @@ def mesh_sizes(config: Config, world_size: int, *, num_stages: int | None = None
         product = math.prod(wanted)
         rule = "does not divide" if given is None else "is not"
         raise ConfigError(
-            f"{_product(wanted, AXES)} = {product} {rule} the {world_size} ranks of this job",
+            f"{product_text(wanted)} = {product} {rule} the {world_size} ranks of this job",
             where=", ".join(_keys_of(sizes, has_data=given is not None)),
             hint=f"start {_near(product, world_size, is_exact=given is not None)} ranks, or change a size",
         )
@@ -115,7 +65,7 @@ def _asked_for(config: Config, num_stages: int | None) -> MeshSizes:
             hint="give autotp_size alone",
         )
     stages = config.pipeline.stages
-    if isinstance(stages, Auto):
+    if stages in (None, AUTO):
         stages = num_stages or 1
     elif num_stages is not None and num_stages != stages:
         raise ConfigError(
@@ -124,11 +74,6 @@ def _asked_for(config: Config, num_stages: int | None) -> MeshSizes:
             hint='leave it out, or "auto"',
         )
     return MeshSizes(1, int(stages), config.sequence_parallel_size, tensor_size)
-
-
-def _product(shape: Sequence[int], axes: Sequence[str]) -> str:
-    shown = [f"{size} ({axis})" for size, axis in zip(shape, axes, strict=True) if size > 1 or axis == "data"]
-    return " × ".join(shown)
 
 
 def _keys_of(sizes: MeshSizes, *, has_data: bool) -> list[str]:

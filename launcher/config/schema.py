@@ -65,7 +65,7 @@ class Config(Section):
     log_level: OptText = key(None, "level of the log", inert('use logging.getLogger("launcher").setLevel'))
     use_data_before_expert_parallelism: Flag = key(False, "order of groups", inert("there are no experts"))
     sequence_parallel_size: PositiveInt = key(1, "ranks of one sequence", _DP_ONLY)
-    data_parallel_size: OptInt = key(None, "ranks with different data", inert("it is the world size"))
+    data_parallel_size: OptInt = key(None, "ranks with different data; null: those that the other axes leave")
     allgather_size: PositiveInt = key(500_000_000, "old bucket size", inert("it is obsolete"))
     train_steps: OptInt = key(None, "steps of the training", inert("the script decides"))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from launcher.config.fields import (
+    WORKS,
     AnyInt,
     Anything,
     Count,
@@ -301,7 +302,11 @@ class Pipeline(Section):
 
     status = inert("pipeline parallelism is not in this release")
 
-    stages: Anything = key("auto", "number of stages")
+    stages: Anything = key(
+        "auto",
+        "number of stages",
+        unsupported("pipeline parallelism is not in this release", is_off=lambda value: value in ("auto", 1, None)),
+    )
     partition: Text = key("best", "how layers are divided")
     seed_layers: Flag = key(False, "seed each layer")
     activation_checkpoint_interval: Count = key(0, "layers between checkpoints")
@@ -312,10 +317,10 @@ class Pipeline(Section):
 class TensorParallelSize(Section):
     """`tensor_parallel.tp`."""
 
-    status = inert("tensor parallelism is off")
+    status = inert("process groups are made from autotp_size")
 
-    tp_size: PositiveInt = key(1, "ranks of one layer")
-    tp_grain_size: PositiveInt = key(1, "multiple of split sizes")
+    tp_size: PositiveInt = key(1, "the same as autotp_size, or 1", WORKS)
+    tp_grain_size: PositiveInt = key(1, "multiple of split sizes", inert("heads and widths are divided evenly"))
     mpu: Anything = key(None, "groups made elsewhere")
     tp_group: Anything = key(None, "group made elsewhere")
 
@@ -323,18 +328,24 @@ class TensorParallelSize(Section):
 class TensorParallel(Section):
     """`tensor_parallel`."""
 
-    status = inert("tensor parallelism is off")
     switch = ("autotp_size", 0)
 
-    autotp_size: Count = key(0, "ranks of one layer; 0: off", _REMOVE)
-    dtype: Text = key("fp16", "precision")
-    tp_overlap_comm: Flag = key(False, "communicate while computing")
+    autotp_size: Count = key(0, "ranks that share each layer; 0: off")
+    across_nodes: Flag = key(False, "allow ranks of one layer on two nodes (not a key of DeepSpeed)")
+    dtype: Text = key("fp16", "precision", inert("it is that of the rest of the config"))
+    tp_overlap_comm: Flag = key(False, "communicate while computing", inert("backward always does"))
     tp: TensorParallelSize = key(TensorParallelSize, "sizes", alias=("tensor_parallel",))
-    injection_policy_tuple: Anything = key(None, "layers to reduce after")
+    injection_policy_tuple: Anything = key(
+        None, "layers to reduce after", inert("layers are named in partition_config")
+    )
     partition_config: OptMapping = key(None, "which layers are split, and how")
-    preset_model: OptText = key(None, "known model family")
-    keep_module_on_host: Flag = key(False, "leave the model in host memory")
-    replace_with_kernel_inject: Flag = key(False, "use inference kernels", alias=("kernel_inject",))
+    preset_model: OptText = key(
+        None, "known model family", inert("layers are known by the plan of the model, or by their names")
+    )
+    keep_module_on_host: Flag = key(False, "leave the model in host memory", inert("a layer is split at a time"))
+    replace_with_kernel_inject: Flag = key(
+        False, "use inference kernels", inert("the kernels are the model's own"), alias=("kernel_inject",)
+    )
 
 
 class ExpertParallel(Section):

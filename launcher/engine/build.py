@@ -15,11 +15,12 @@ from launcher.base.log import get_logger
 from launcher.base.malloc import keep_freed_memory
 from launcher.comm import collectives, pending
 from launcher.comm.exit import leave_in_order
-from launcher.comm.groups import RankGroup, data_parallel_group, init_distributed
+from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import ParallelMesh, build_mesh
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import load_config
+from launcher.config.mesh import mesh_sizes
 from launcher.config.policies import DType
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
@@ -38,6 +39,7 @@ from launcher.engine.engine import Engine, EngineParts
 from launcher.engine.kernels import trusted_kernel
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.parallel import check_optimizer, split_over_ranks
 from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
 from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.tiling import tile_to_fit
@@ -109,26 +111,30 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     leave_in_order()
     pending.drain()
-    group = data_parallel_group(has_reductions=True)
-    check_for_ranks(model, group.world_size)
-    if end_engine_of(model) and group.rank == 0:
+    world = world_group()
+    check_for_ranks(model, world.world_size)
+    if end_engine_of(model) and world.rank == 0:
         get_logger().warning(
             "initialize() was called again on this model: its first engine has ended, and its optimizer states with it"
         )
-    loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
-    facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))
+    loaded = load_config(_config_source(args, config, config_params), world_size=world.world_size)
+    sizes = mesh_sizes(loaded.config, world.world_size)
+    facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
-    batch = _batch(settings, group)
-    policy = zero_policy(settings, group)
+    batch = _batch(settings, sizes.data)
+    policy = zero_policy(settings, sizes)
     check_types(model, policy.precision.param_dtype)
-    mesh = build_mesh(group, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
+    mesh = build_mesh(world, sizes, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
+    group = mesh.data
     use_section(settings.activation_checkpointing)
     _prepare_device(settings, group)
+    split_notices = split_over_ranks(model, settings, mesh)
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
     _place_buffers(model, settings, policy.precision, group)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
+    check_optimizer(plan, mesh)
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
     disks = swap_space(settings)
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
@@ -136,8 +142,8 @@ def initialize(
     loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
     announce_disks(disks)
-    if group.rank == 0:
-        announce(parts, loaded.notices, choices, plan)
+    if world.rank == 0:
+        announce(parts, loaded.notices, choices, plan, split_notices)
     engine = Engine(model, parts)
     engine.begin_in_folder()
     return engine, built.optimizer, loader, scheduler
@@ -151,12 +157,12 @@ def _prepare_device(settings: Config, group: RankGroup) -> None:
         keep_freed_memory()
 
 
-def _batch(settings: Config, group: RankGroup) -> BatchPlan:
+def _batch(settings: Config, num_shares: int) -> BatchPlan:
     return solve_batch(
         settings.train_batch_size,
         settings.train_micro_batch_size_per_gpu,
         settings.gradient_accumulation_steps,
-        group.world_size,
+        num_shares,
     )
 
 

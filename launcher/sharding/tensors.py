@@ -22,6 +22,20 @@ class TensorSplit:
     blocks: tuple[int, ...]  # sizes along `dim`; each is a multiple of `count`, their sum is shape[dim]
 
     @property
+    def local_numel(self) -> int:
+        """Elements that one rank holds."""
+        return math.prod(self.local_shape)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the numbers fit together: they may come from a file."""
+        sizes = (*self.shape, self.dim, self.index, self.count, *self.blocks)
+        if not all(type(size) is int and size >= 0 for size in sizes) or not 0 <= self.dim < len(self.shape):
+            return False
+        is_divided = self.count > 0 and all(block % self.count == 0 for block in self.blocks)
+        return is_divided and sum(self.blocks) == self.shape[self.dim] and self.index < self.count
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what one rank holds."""
         return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])

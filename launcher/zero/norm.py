@@ -54,8 +54,9 @@ def sum_of_squares(gradients: list[UnitGradients], group: RankGroup) -> Tensor:
     and others were in flight. After the reductions.
     """
     together = [own.unmeasured for own in gradients]
-    squares = [own.square.to(group.device) for own, grad in zip(gradients, together, strict=True) if grad is None]
-    unmeasured = [grad for grad in together if grad is not None]
+    squares = [own.square.to(group.device) for own, grads in zip(gradients, together, strict=True) if grads is None]
+    unmeasured = [grad for grads in together for grad in grads or ()]
+    squares.append(torch.zeros((), dtype=torch.float64, device=group.device))
     if unmeasured:
         squares.append(sum_of_all_squares(unmeasured))
     return torch.stack(squares).sum().reshape(1)

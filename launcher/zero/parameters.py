@@ -32,15 +32,15 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.sharding.layout import ParamSlot, UnitLayout
-from launcher.sharding.tensors import ParamInfo, TensorSplit
+from launcher.sharding.tensors import ParamInfo
 from launcher.zero.disk import Swapped
 from launcher.zero.placement import ON_DEVICE, Placement
+from launcher.zero.splits import split_of
 from launcher.zero.stages import ParameterState, Place, Precision
 
 _param_ids = itertools.count()
 _unit_numbers = itertools.count()
 _UNIT_PARAMS = "_launch_unit_params"
-_TENSOR_SPLIT = "_launch_tensor_split"
 
 
 class ZeroParamStatus(Enum):
@@ -454,15 +454,10 @@ def param_info(name: str, param: nn.Parameter, dtype: torch.dtype, group: int | 
     return ParamInfo(name, shape, str(dtype).removeprefix("torch."), group is not None, group or 0, split_of(param))
 
 
-def split_of(param: nn.Parameter) -> TensorSplit | None:
-    """Return which part of a parameter this rank holds among tensor-parallel ranks; None for all of it."""
-    found: TensorSplit | None = getattr(param, _TENSOR_SPLIT, None)
-    return found
-
-
-def mark_split(param: nn.Parameter, split: TensorSplit) -> None:
-    """Note that a parameter is this rank's part of a larger one. Its shape must be `split.local_shape`."""
-    setattr(param, _TENSOR_SPLIT, split)
+def full_shape(param: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of one that is sharded, or of which this rank has a part."""
+    split = split_of(param)
+    return tuple(getattr(param, "ds_shape", param.shape)) if split is None else split.shape
 
 
 def unit_params_of(param: nn.Parameter) -> UnitParameters | None:

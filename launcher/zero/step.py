@@ -40,7 +40,7 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
     Raises: EngineError on all ranks when their collectives had different orders.
     """
     group = mesh.data
-    if not gradients:
+    if not gradients and mesh.model is None:
         return _StepFacts(0.0, 0, 0)
     total = sum_of_squares(gradients, group)
     counts = [sum(own.used.count(False) for own in gradients), reducer.num_late, *reducer.order.digests]
@@ -51,6 +51,10 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
     square, num_unused, num_late, is_one = torch.cat([rows[:, :3].sum(dim=0), is_one_order.reshape(1)]).tolist()
     if not is_one:
         raise reducer.order.difference(group)
+    if mesh.model is not None:
+        (square,) = collectives.sum_scalars(
+            mesh.model, torch.tensor([square], dtype=torch.float64, device=group.device)
+        ).tolist()
     return _StepFacts(math.sqrt(square / mesh.num_copies), int(num_unused), int(num_late))
 
 
@@ -141,6 +145,8 @@ def _step_behind_host(
     unused = _unused(trained, policy, mesh.data) if is_any_unused else []
     rows = collectives.gather_rows(mesh.data, sum_of_squares(gradients, mesh.data))
     square = rows.sum(dim=0) / mesh.num_copies
+    if mesh.model is not None:
+        square = collectives.sum_scalars(mesh.model, square)
     outcome = StepOutcome(Readback(square), skips_overflow=policy.skips_overflow)
     optimizer.step(device_scale(square, policy.max_grad_norm, skips_overflow=policy.skips_overflow), frozenset(unused))
     for unit in trained:

@@ -1,0 +1,79 @@
+"""Tensor parallelism in the engine: the model is split before its units are built; ranks of one layer agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from launcher.base.errors import EngineError
+from launcher.checkpoint.values.rng import restore_rng, rng_state
+from launcher.comm import collectives
+from launcher.comm.groups import RankGroup
+from launcher.comm.hosts import node_sizes
+from launcher.comm.mesh import ParallelMesh
+from launcher.config.mesh import check_nodes
+from launcher.config.schema import Config
+from launcher.optim.factory import OptimizerPlan
+from launcher.optim.rules import COLLECTIVE
+from launcher.parallel.tensor.split import split_model
+from launcher.zero.parameters import unit_params_of
+
+
+def split_over_ranks(model: nn.Module, settings: Config, mesh: ParallelMesh) -> list[str]:
+    """Split the layers of `model` over the ranks of the tensor axis; return what to say about it. Collective.
+
+    Random numbers of ranks that share layers become those of the first of them: dropout on what each of them has whole
+    must be the same. Raises: ConfigError for ranks of one layer on two nodes, EngineError for a model that cannot be
+    split.
+    """
+    group = mesh.tensor
+    if group is None:
+        return []
+    check_nodes(settings, mesh.sizes, node_sizes(mesh.world))
+    if any(unit_params_of(param) is not None for param in model.parameters()):
+        raise EngineError(
+            "a model that was built within zero.Init cannot be split over tensor-parallel ranks",
+            hint="build it outside of the block: initialize() shards it, too",
+        )
+    restore_rng(_of_first(group, rng_state(group.device)), group.device)
+    report = split_model(model, group, settings.tensor_parallel)
+    return [f"tensor parallel: {report.text}", *report.notices]
+
+
+def check_optimizer(plan: OptimizerPlan | None, mesh: ParallelMesh) -> None:
+    """Raise EngineError for an optimizer whose update of an element depends on other elements of its parameter."""
+    if mesh.tensor is not None and plan is not None and plan.kind in COLLECTIVE:
+        raise EngineError(
+            f"{plan.name} needs whole parameters, and tensor-parallel ranks have parts of them",
+            hint="use AdamW, Adagrad, Lion or SGD, or another axis",
+        )
+
+
+def check_inputs(inputs: Any, group: RankGroup) -> None:
+    """Raise EngineError on all ranks of one layer where their inputs differ. Collective.
+
+    They would train, on mixed samples, to a model of no use.
+    """
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    facts = torch.zeros(2, dtype=torch.float64, device=group.device)
+    for position, tensor in enumerate(tensors, start=1):
+        values = tensor.detach().reshape(-1).to(group.device, torch.float64)
+        places = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=group.device)
+        facts += torch.stack([values.sum() + values.numel(), (values * places.rsqrt()).sum()]) * position
+    rows = collectives.gather_rows(group, facts)
+    if not bool((rows == rows[0]).all() | rows.isnan().any()):
+        raise EngineError(
+            f"the {group.world_size} ranks that share layers got different inputs",
+            hint="ranks of one layer need the same samples: DistributedSampler(..., num_replicas=engine.dp_world_size,"
+            " rank=engine.get_data_parallel_rank()), or engine.deepspeed_io(dataset)",
+        )
+
+
+def _of_first(group: RankGroup, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of random numbers of the group's first rank."""
+    found = [state]
+    torch.distributed.broadcast_object_list(found, group=group.process_group, group_src=0)
+    return found[0]

@@ -1,0 +1,4 @@
+from typing import Any
+
+
+def split_model(*a: Any, **k: Any) -> Any: ...
