@@ -55,10 +55,18 @@ class ParallelMesh:
         return None
 
 
+_current: list[ParallelMesh] = []  # that was built last
+
+
+def current_mesh() -> ParallelMesh | None:
+    """Return the mesh of the engine that was built last, None before the first."""
+    return _current[-1] if _current else None
+
+
 def build_mesh(
     world: RankGroup, sizes: MeshSizes, *, shard_size: int | None = None, node_size: int | None = None
 ) -> ParallelMesh:
-    """Return the mesh of this rank. Every rank must call it with the same sizes.
+    """Return the mesh of this rank, `current_mesh` from now on. Every rank must call it with the same sizes.
 
     shard_size: ranks that share one copy of the shards (`mics_shard_size`); None: all with the same part of the model.
     node_size: ranks that share one set of second shards (`zero_hpz_partition_size`); None: there is no second set.
@@ -87,6 +95,11 @@ def build_mesh(
             where="zero_optimization.mics_shard_size",
             hint="use stage 0, or 2 and more",
         )
+    _current[:] = [_mesh(world, sizes, shard_size, node_size)]
+    return _current[-1]
+
+
+def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size: int | None) -> ParallelMesh:
     if world.process_group is None:
         return ParallelMesh(world, world, world, sizes=sizes)
     if sizes.model_size > 1:
@@ -145,3 +158,4 @@ def forget_meshes() -> None:
     """Drop the meshes of this process, at its end."""
     _rows.cache_clear()
     _subgroups.clear()
+    _current.clear()

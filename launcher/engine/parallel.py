@@ -18,8 +18,10 @@ from launcher.config.mesh import check_nodes
 from launcher.config.schema import Config
 from launcher.optim.factory import OptimizerPlan
 from launcher.optim.rules import COLLECTIVE
+from launcher.parallel.tensor.gradient_check import check_replicated_gradients
 from launcher.parallel.tensor.split import split_model
 from launcher.zero.parameters import unit_params_of
+from launcher.zero.unit import FlatUnit
 
 
 def split_over_ranks(model: nn.Module, settings: Config, mesh: ParallelMesh) -> list[str]:
@@ -40,7 +42,8 @@ def split_over_ranks(model: nn.Module, settings: Config, mesh: ParallelMesh) -> 
         )
     restore_rng(_of_first(group, rng_state(group.device)), group.device)
     report = split_model(model, group, settings.tensor_parallel)
-    return [f"tensor parallel: {report.text}", *report.notices]
+    counts = ", ".join(f"{count} {style.value}" for style, count in report.num_layers.items())
+    return [f"tensor parallel: layers split over {group.world_size} ranks: {counts}", *report.notices]
 
 
 def check_optimizer(plan: OptimizerPlan | None, mesh: ParallelMesh) -> None:
@@ -70,6 +73,27 @@ def check_inputs(inputs: Any, group: RankGroup) -> None:
             hint="ranks of one layer need the same samples: DistributedSampler(..., num_replicas=engine.dp_world_size,"
             " rank=engine.get_data_parallel_rank()), or engine.deepspeed_io(dataset)",
         )
+
+
+def check_gradients(units: list[FlatUnit], group: RankGroup) -> None:
+    """Raise EngineError on all ranks of one layer for parameters that each has whole, with different gradients.
+
+    Collective, when the sums of gradients are complete. units: trained ones.
+    """
+    names, gradients = [], []
+    for unit in units:
+        own = unit.grads
+        assert own is not None
+        if own.swap is not None:
+            own.swap.bring_in()
+        for slot, shared in unit.layout.slots_in(unit.owned):
+            if slot.param.split is None:
+                names.append(slot.name)
+                grad = own.owned_grad[shared.start - unit.owned.start : shared.stop - unit.owned.start]
+                gradients.append(grad.clone() if own.swap is not None else grad)
+        if own.swap is not None:
+            own.swap.drop()
+    check_replicated_gradients(names, gradients, group)
 
 
 def _of_first(group: RankGroup, state: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -103,8 +103,11 @@ def step_units(
     mesh: ParallelMesh,
     loss_scale: float | None = None,
     delayed: DelayedUpdate | None = None,
+    check: Callable[[list[FlatUnit]], None] = lambda units: None,
 ) -> StepOutcome:
     """Take one optimizer step and return how it went. Every rank must call it.
+
+    check: called when the sums of all gradients are complete, before anything is updated.
 
     loss_scale: what the gradients are too large by; the norm returned is not. None: the precision needs none. When the
     norm is not finite nothing is updated: one bad micro-batch must not destroy the weights. Parameters that had no
@@ -123,9 +126,13 @@ def step_units(
         unit.take_edits()
     is_behind = mesh.data.runtime.runs_behind_host and policy.offload.optimizer is Place.DEVICE and bool(gradients)
     if is_behind and loss_scale is None and isinstance(optimizer, DeviceScaled) and optimizer.takes_device_scale:
-        outcome = _step_behind_host(trained, gradients, reducer, optimizer, policy, mesh)
+        is_any_unused = _complete_sums_behind_host(gradients, reducer, mesh)
+        check(trained)
+        outcome = _step_behind_host(trained, gradients, optimizer, policy, mesh, is_any_unused=is_any_unused)
     else:
-        outcome = _step_with_host(trained, gradients, reducer, optimizer, policy, mesh, loss_scale or 1.0, delayed)
+        facts = complete_sums(gradients, reducer, mesh)
+        check(trained)
+        outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale or 1.0, delayed)
     for own in gradients:
         own.discard()
     reducer.order.begin_step()
@@ -135,13 +142,13 @@ def step_units(
 def _step_behind_host(
     trained: list[FlatUnit],
     gradients: list[UnitGradients],
-    reducer: GradientReducer,
     optimizer: DeviceScaled,
     policy: ZeroPolicy,
     mesh: ParallelMesh,
+    *,
+    is_any_unused: bool,
 ) -> StepOutcome:
     """Queue a step whose norm, factor of clipping and skip flag only the device knows."""
-    is_any_unused = _complete_sums_behind_host(gradients, reducer, mesh)
     unused = _unused(trained, policy, mesh.data) if is_any_unused else []
     rows = collectives.gather_rows(mesh.data, sum_of_squares(gradients, mesh.data))
     square = rows.sum(dim=0) / mesh.num_copies
@@ -156,8 +163,7 @@ def _step_behind_host(
 
 def _step_with_host(
     trained: list[FlatUnit],
-    gradients: list[UnitGradients],
-    reducer: GradientReducer,
+    facts: _StepFacts,
     optimizer: FlatOptimizer,
     policy: ZeroPolicy,
     mesh: ParallelMesh,
@@ -165,7 +171,6 @@ def _step_with_host(
     delayed: DelayedUpdate | None,
 ) -> StepOutcome:
     """Take a step that the host decides: it knows the norm first."""
-    facts = complete_sums(gradients, reducer, mesh)
     norm = facts.norm / loss_scale
     unused = _unused(trained, policy, mesh.data) if facts.num_unused else []
     if delayed is not None:

@@ -283,7 +283,7 @@ REFUSED = {
     ),
     "deepspeed.tp_model_init(model=model, tp_size=2, dtype=torch.float32, config={})": (
         "EngineError",
-        "no tensor parallelism",
+        "tp_size 2 does not divide the 1 ranks of this job",
     ),
     "deepspeed.init_inference(model)": ("EngineError", "no inference kernels"),
     "deepspeed.utils.groups._get_sequence_parallel_group()": ("EngineError", "no group of sequence parallelism"),

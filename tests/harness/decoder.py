@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 24, 16, 4, 6, 4
-LR, DECAY, CLIP = 1e-2, 0.1, 0.5
+LR, DECAY, CLIP = 2e-3, 0.1, 0.5
 
 
 class Attention(nn.Module):
@@ -18,7 +18,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q_proj = nn.Linear(WIDTH, WIDTH)
-        self.k_proj = nn.Linear(WIDTH, WIDTH)
+        self.k_proj = nn.Linear(WIDTH, WIDTH, bias=False)  # its bias would have no gradient but rounding
         self.v_proj = nn.Linear(WIDTH, WIDTH)
         self.o_proj = nn.Linear(WIDTH, WIDTH)
         self.num_heads = HEADS

@@ -1,4 +1,0 @@
-from typing import Any
-
-
-def split_model(*a: Any, **k: Any) -> Any: ...
