@@ -118,11 +118,11 @@ def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size:
 
 def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
     data_ranks, purposes = sizes.ranks_along("data"), ["data", "reductions of data"]
-    along_data, reductions = (_subgroup(data_ranks, purpose) for purpose in purposes)
-    hosts = _subgroup(data_ranks, "hosts of data", "gloo") if world.runtime.runs_behind_host else None
+    along_data, reductions = (subgroup(data_ranks, purpose) for purpose in purposes)
+    hosts = subgroup(data_ranks, "hosts of data", "gloo") if world.runtime.runs_behind_host else None
     data = world.of_ranks(along_data, reductions, hosts)
-    model = world.of_ranks(_subgroup(sizes.ranks_of_models(), "model"))
-    tensor = world.of_ranks(_subgroup(sizes.ranks_along("tensor"), "tensor")) if sizes.tensor > 1 else None
+    model = world.of_ranks(subgroup(sizes.ranks_of_models(), "model"))
+    tensor = world.of_ranks(subgroup(sizes.ranks_along("tensor"), "tensor")) if sizes.tensor > 1 else None
     return ParallelMesh(world, data, data, model=model, tensor=tensor, sizes=sizes)
 
 
@@ -130,7 +130,7 @@ def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
 _subgroups: dict[tuple[dist.ProcessGroup | None, tuple[tuple[int, ...], ...], str], dist.ProcessGroup] = {}
 
 
-def _subgroup(ranks: list[list[int]], purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+def subgroup(ranks: list[list[int]], purpose: str, backend: str | None = None) -> dist.ProcessGroup:
     """Return the process group of this rank among groups of so many ranks, the same one when asked again."""
     world = dist.group.WORLD
     key = world, tuple(map(tuple, ranks)), purpose

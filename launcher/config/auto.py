@@ -8,7 +8,7 @@ from typing import Any
 from launcher.base.errors import ConfigError, Diagnostic
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
-from launcher.config.fields import AUTO, Section, section_of
+from launcher.config.fields import AUTO, Section, is_list_of_sections, section_of
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.config.schema_schedules import SCHEDULER_PARAMS
@@ -147,6 +147,9 @@ def _resolve_section(
         value, key = getattr(section, name), f"{path}{name}"
         if isinstance(value, Section):
             result[name] = _resolve_section(value, f"{key}.", table, choices, missing)
+        elif is_list_of_sections(type(section), name):
+            items = enumerate(value)
+            result[name] = [_resolve_section(item, f"{key}[{at}].", table, choices, missing) for at, item in items]
         elif name == "params" and isinstance(value, dict):
             known = OPTIMIZER_PARAMS if path == "optimizer." else SCHEDULER_PARAMS
             kind = known[section.type]  # type: ignore[attr-defined]  # only these two sections have params

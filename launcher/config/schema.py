@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from launcher.config import schema_other as other
+from launcher.config import schema_parallel as parallel
 from launcher.config.fields import (
     Flag,
     NonNegative,
@@ -96,9 +97,9 @@ class Config(Section):
     progressive_layer_drop: other.ProgressiveLayerDrop = key(other.ProgressiveLayerDrop, "layer skipping")
     elasticity: other.Elasticity = key(other.Elasticity, "batches for many world sizes")
     autotuning: other.Autotuning = key(other.Autotuning, "search for a config")
-    pipeline: other.Pipeline = key(other.Pipeline, "pipeline parallelism")
-    tensor_parallel: other.TensorParallel = key(other.TensorParallel, "tensor parallelism")
-    expert_parallel: other.ExpertParallel = key(other.ExpertParallel, "expert parallelism")
+    pipeline: parallel.Pipeline = key(parallel.Pipeline, "pipeline parallelism")
+    tensor_parallel: parallel.TensorParallel = key(parallel.TensorParallel, "tensor parallelism")
+    expert_parallel: parallel.ExpertParallel = key(parallel.ExpertParallel, "expert parallelism")
     hybrid_engine: other.HybridEngine = key(other.HybridEngine, "training and generation in turns")
     compile: other.Compile = key(other.Compile, "DeepCompile")
     compression_training: other.CompressionTraining = key(other.CompressionTraining, "compression")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
+from launcher.parallel.tensor.slices import full_values
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.parameters import UnitParameters, unit_params_of
-from launcher.zero.splits import joined, slice_of, split_of
+from launcher.zero.splits import slice_of, split_of
 from launcher.zero.tiling import is_tiled
 
 _LOAD = "_load_from_state_dict"
@@ -66,11 +66,7 @@ def _copied(params: Iterable[nn.Parameter], tensor: RankGroup | None, *, is_want
     """Return copies of whole parameters in host memory; none where `is_wanted` is False."""
     copies = {}
     for param in params:
-        split, values = split_of(param), param.detach()
-        if split is not None and tensor is not None:
-            parts = values.new_empty(split.count * values.numel())
-            collectives.all_gather(tensor, parts, values.reshape(-1)).wait()
-            values = joined(parts, split) if is_wanted else values
+        values = param if tensor is None else full_values(param, tensor)
         if is_wanted:
             copies[param] = _host_copy(values)
     return copies

@@ -33,7 +33,7 @@ from launcher.optim.schedules import SCHEDULES
 from launcher.optim.torch_schedules import schedule_from_config
 
 ROOT = Path(__file__).resolve().parents[2]
-READERS = ("config/policies.py", "activation", "comm", "engine", "monitor", "optim", "storage", "zero")
+READERS = ("config/policies.py", "activation", "comm", "engine", "monitor", "optim", "parallel", "storage", "zero")
 COMET_NAMES = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 # Keys whose owner has no type that an annotation or an assignment shows: the file that reads each, and its words there.
 READ_ELSEWHERE = {
