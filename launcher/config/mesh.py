@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from launcher.base.errors import ConfigError
-from launcher.config.fields import AUTO
 from launcher.config.schema import Config
 from launcher.sharding.mesh import MeshSizes, product_text
 
@@ -20,7 +20,7 @@ def mesh_sizes(config: Config, world_size: int, *, num_stages: int | None = None
     num_stages: of a `PipelineModule`; `pipeline.stages` must be "auto" or agree. Raises: ConfigError with the equation.
     """
     sizes = replace(_asked_for(config, num_stages), data=1)
-    given = config.data_parallel_size
+    given = _decided(config.data_parallel_size)
     if world_size % sizes.world_size or (given is not None and given * sizes.world_size != world_size):
         wanted = sizes.shape if given is None else replace(sizes, data=given).shape
         product = math.prod(wanted)
@@ -50,22 +50,17 @@ def check_nodes(config: Config, sizes: MeshSizes, ranks_by_node: Sequence[int]) 
         )
 
 
-def has_mesh(config: Config) -> bool:
-    """Whether a config names an axis other than data, or the size of the data axis."""
-    return config.data_parallel_size is not None or _asked_for(config, None).world_size > 1
-
-
 def _asked_for(config: Config, num_stages: int | None) -> MeshSizes:
     tensor = config.tensor_parallel
-    tensor_size, again = tensor.autotp_size or 1, tensor.tp.tp_size
-    if again not in (1, tensor_size):
+    tensor_size, again = _decided(tensor.autotp_size) or 1, _decided(tensor.tp.tp_size)
+    if again not in (None, 1, tensor_size):
         raise ConfigError(
             f"tensor_parallel.tp.tp_size {again} is not tensor_parallel.autotp_size {tensor.autotp_size}",
             where="tensor_parallel.tp.tp_size",
             hint="give autotp_size alone",
         )
-    stages = config.pipeline.stages
-    if stages in (None, AUTO):
+    stages = _decided(config.pipeline.stages)
+    if stages is None:
         stages = num_stages or 1
     elif num_stages is not None and num_stages != stages:
         raise ConfigError(
@@ -73,7 +68,12 @@ def _asked_for(config: Config, num_stages: int | None) -> MeshSizes:
             where="pipeline.stages",
             hint='leave it out, or "auto"',
         )
-    return MeshSizes(1, int(stages), config.sequence_parallel_size, tensor_size)
+    return MeshSizes(1, stages, _decided(config.sequence_parallel_size) or 1, tensor_size)
+
+
+def _decided(size: Any) -> int | None:
+    """Return a size that is given; None for one that is left to others, or that is wrong and was reported."""
+    return size if type(size) is int and size > 0 else None
 
 
 def _keys_of(sizes: MeshSizes, *, has_data: bool) -> list[str]:

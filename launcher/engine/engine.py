@@ -29,7 +29,7 @@ from launcher.engine.export import WeightExport
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.parallel import check_gradients, check_inputs
+from launcher.engine.parallel import LayerRanks
 from launcher.engine.resume import Resumed
 from launcher.engine.saving import SavesCheckpoints
 from launcher.engine.sharded import ShardedModel
@@ -38,7 +38,6 @@ from launcher.monitor.loss import LossReporter
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units
-from launcher.zero.unit import FlatUnit
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         self._batch = parts.batch
         self._boundary_override: bool | None = None
         self._is_in_no_sync = False
-        self._checks_inputs = self._checks_gradients = True  # of ranks that share layers, the first time
+        self._layer_ranks = LayerRanks(parts.mesh.tensor)
         self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
         self._ended_accumulation = False  # the last `step()` was at a boundary
@@ -200,9 +199,7 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         self._begin()
         casting = self._parts.casting
         inputs, kwargs = casting.inputs(inputs), casting.inputs(kwargs)
-        if self._checks_inputs and self._parts.mesh.tensor is not None:
-            self._checks_inputs = False
-            check_inputs((inputs, kwargs), self._parts.mesh.tensor)
+        self._layer_ranks.check_inputs((inputs, kwargs))
         if not self.training:
             with casting.context():
                 return self.module(*inputs, **kwargs)
@@ -306,21 +303,15 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
     def _take_step(self) -> None:
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
         scale, delayed = None if optimizer.loss_scaler is None else optimizer.loss_scale, sharded.delayed
+        check = self._layer_ranks.check_gradients
         outcome = step_units(
-            sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed, self._check
+            sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed, check
         )
         sharded.schedule.forget_uses()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self._last_step.begin(self.global_steps, outcome, self._losses)
         self._note_path()
-
-    def _check(self, units: list[FlatUnit]) -> None:
-        """Compare what ranks that share layers must have alike. units: trained ones, with complete gradients."""
-        tensor = self._parts.mesh.tensor
-        if self._checks_gradients and tensor is not None:
-            self._checks_gradients = False
-            check_gradients(units, tensor)
 
     def _note_path(self) -> None:
         num_changes = self._sharded.schedule.num_path_changes

@@ -55,45 +55,54 @@ def check_optimizer(plan: OptimizerPlan | None, mesh: ParallelMesh) -> None:
         )
 
 
-def check_inputs(inputs: Any, group: RankGroup) -> None:
-    """Raise EngineError on all ranks of one layer where their inputs differ. Collective.
+class LayerRanks:
+    """What ranks that share layers must have alike, compared the first time: what differs would train, to no use."""
 
-    They would train, on mixed samples, to a model of no use.
-    """
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    facts = torch.zeros(2, dtype=torch.float64, device=group.device)
-    for position, tensor in enumerate(tensors, start=1):
-        values = tensor.detach().reshape(-1).to(group.device, torch.float64)
-        places = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=group.device)
-        facts += torch.stack([values.sum() + values.numel(), (values * places.rsqrt()).sum()]) * position
-    rows = collectives.gather_rows(group, facts)
-    if not bool((rows == rows[0]).all() | rows.isnan().any()):
-        raise EngineError(
-            f"the {group.world_size} ranks that share layers got different inputs",
-            hint="ranks of one layer need the same samples: DistributedSampler(..., num_replicas=engine.dp_world_size,"
-            " rank=engine.get_data_parallel_rank()), or engine.deepspeed_io(dataset)",
-        )
+    def __init__(self, group: RankGroup | None) -> None:
+        """group: None: each rank has whole layers."""
+        self._group = group
+        self._has_inputs = self._has_gradients = group is None
 
+    def check_inputs(self, inputs: Any) -> None:
+        """Raise EngineError on all ranks of a layer where their inputs differ. Collective."""
+        if self._has_inputs or self._group is None:
+            return
+        self._has_inputs, group = True, self._group
+        facts = torch.zeros(2, dtype=torch.float64, device=group.device)
+        for position, tensor in enumerate((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), start=1):
+            values = tensor.detach().reshape(-1).to(group.device, torch.float64)
+            places = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=group.device)
+            facts += torch.stack([values.sum() + values.numel(), (values * places.rsqrt()).sum()]) * position
+        rows = collectives.gather_rows(group, facts)
+        if not bool((rows == rows[0]).all() | rows.isnan().any()):
+            raise EngineError(
+                f"the {group.world_size} ranks that share layers got different inputs",
+                hint="ranks of one layer need the same samples: DistributedSampler(..., num_replicas="
+                "engine.dp_world_size, rank=engine.get_data_parallel_rank()), or engine.deepspeed_io(dataset)",
+            )
 
-def check_gradients(units: list[FlatUnit], group: RankGroup) -> None:
-    """Raise EngineError on all ranks of one layer for parameters that each has whole, with different gradients.
+    def check_gradients(self, units: list[FlatUnit]) -> None:
+        """Raise EngineError on all ranks of a layer where gradients of what each has whole differ. Collective.
 
-    Collective, when the sums of gradients are complete. units: trained ones.
-    """
-    names, gradients = [], []
-    for unit in units:
-        own = unit.grads
-        assert own is not None
-        if own.swap is not None:
-            own.swap.bring_in()
-        for slot, shared in unit.layout.slots_in(unit.owned):
-            if slot.param.split is None:
-                names.append(slot.name)
-                grad = own.owned_grad[shared.start - unit.owned.start : shared.stop - unit.owned.start]
-                gradients.append(grad.clone() if own.swap is not None else grad)
-        if own.swap is not None:
-            own.swap.drop()
-    check_replicated_gradients(names, gradients, group)
+        units: trained ones; the sums of their gradients are complete.
+        """
+        if self._has_gradients or self._group is None:
+            return
+        self._has_gradients = True
+        names, gradients = [], []
+        for unit in units:
+            own = unit.grads
+            assert own is not None
+            if own.swap is not None:
+                own.swap.bring_in()
+            for slot, shared in unit.layout.slots_in(unit.owned):
+                if slot.param.split is None:
+                    names.append(slot.name)
+                    grad = own.owned_grad[shared.start - unit.owned.start : shared.stop - unit.owned.start]
+                    gradients.append(grad.clone() if own.swap is not None else grad)
+            if own.swap is not None:
+                own.swap.drop()
+        check_replicated_gradients(names, gradients, self._group)
 
 
 def _of_first(group: RankGroup, state: dict[str, Any]) -> dict[str, Any]:
