@@ -55,7 +55,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.hidden_size
-        self.num_heads = config.num_heads
+        self.head_size = width // config.num_heads
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -65,11 +65,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, time, hidden] -> the same shape."""
-        batch, length, width = x.shape
-        heads = (batch, length, 3, self.num_heads, width // self.num_heads)
+        batch, length, _ = x.shape
+        heads = (batch, length, 3, -1, self.head_size)  # -1: under tensor parallelism a rank has a part of the heads
         query, key, value = self.qkv(self.attention_norm(x)).view(heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
 
 

@@ -28,6 +28,7 @@ _LAZY_NAMES = {
     "preempted": "launcher.base.preemption",
     "run": "launcher.api.run",
     "submit": "launcher.api.submit",
+    "tp_model_init": "launcher.parallel.tensor.init",
 }
 # Public modules that are loaded the same way: name -> where it is.
 _LAZY_MODULES = {
@@ -62,6 +63,7 @@ __all__ = [
     "preempted",
     "run",
     "submit",
+    "tp_model_init",
     "zero",
 ]
 
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from launcher.engine.arguments import add_config_arguments
     from launcher.engine.build import initialize
     from launcher.engine.engine import Engine
+    from launcher.parallel.tensor.init import tp_model_init
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from launcher.activation.settings import ActivationSettings
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class SavedInputs:
             )
         group = settings.group
         shares = settings.partition_activations and group is not None and group.world_size > 1
-        self._group: DataParallelGroup | None = group if shares else None
+        self._group: RankGroup | None = group if shares else None
         self._in_cpu = settings.checkpoint_in_cpu
         self._buffers = ContiguousBuffers(settings.num_checkpoints or 0) if settings.contiguous_checkpointing else None
 
@@ -103,7 +103,7 @@ def _in_memory_order(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return tensor.as_strided((tensor.numel(),), (1,)), stride
 
 
-def _own_part(group: DataParallelGroup, elements: Tensor) -> Tensor:
+def _own_part(group: RankGroup, elements: Tensor) -> Tensor:
     """Return a copy of this rank's equal part of 1-D `elements`; the last parts may end in zeros."""
     numel = -(-elements.numel() // group.world_size)
     part = elements[group.rank * numel : (group.rank + 1) * numel]
@@ -112,7 +112,7 @@ def _own_part(group: DataParallelGroup, elements: Tensor) -> Tensor:
     return own
 
 
-def _whole(group: DataParallelGroup, own: Tensor) -> Tensor:
+def _whole(group: RankGroup, own: Tensor) -> Tensor:
     """Return all ranks' parts, 1-D. Every rank of the group must call it, in the same order."""
     flat = own.new_empty(own.numel() * group.world_size)
     flat[group.rank * own.numel() : (group.rank + 1) * own.numel()] = own

@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.base.errors import EngineError
 from launcher.comm.device import DeviceRuntime, local_device
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
 from launcher.config.schema_other import ActivationCheckpointing
@@ -23,7 +23,7 @@ class ActivationSettings:
     checkpoint_in_cpu: bool = False
     synchronize: bool = False
     profile: bool = False
-    group: DataParallelGroup | None = None  # ranks that compute the same inputs; None: this one alone
+    group: RankGroup | None = None  # ranks that compute the same inputs; None: this one alone
 
 
 @dataclass
@@ -101,13 +101,13 @@ def settings_in_force() -> ActivationSettings:
     return replace(settings, **(_sources.said or {}))
 
 
-def _group_of(mpu: Any) -> DataParallelGroup:
+def _group_of(mpu: Any) -> RankGroup:
     for kind in ("model_parallel", "tensor_model_parallel"):
         found = [getattr(mpu, f"get_{kind}_{what}", None) for what in ("rank", "world_size", "group")]
         if all(map(callable, found)):
             rank, world_size, process_group = (get() for get in found if get is not None)
             runtime = DeviceRuntime(local_device())
-            return DataParallelGroup(rank, world_size, process_group if world_size > 1 else None, runtime)
+            return RankGroup(rank, world_size, process_group if world_size > 1 else None, runtime)
     raise EngineError(
         f"configure(): the mpu, a {type(mpu).__name__}, does not name its model-parallel group",
         hint="it needs get_model_parallel_rank(), get_model_parallel_world_size() and get_model_parallel_group()",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from launcher.base.errors import CheckpointError, LauncherError
 from launcher.base.timeouts import timeouts
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _POLL_SHARE = 0.05  # of what has been waited: polls lengthen no wait by more
@@ -28,7 +28,7 @@ class Exchange:
 
     _num_begun: ClassVar[int] = 0  # alike on every rank: saves and loads are called by all of them
 
-    def __init__(self, group: DataParallelGroup | None, purpose: str) -> None:
+    def __init__(self, group: RankGroup | None, purpose: str) -> None:
         """group: None: this process alone. purpose: for messages, such as "save_checkpoint".
 
         Every rank must build it, in the same order.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
 from launcher.optim.api import FlatOptimizer, ParamShard
-from launcher.zero.parameters import unit_params_of
+from launcher.sharding.tensors import ParamInfo
+from launcher.zero.parameters import full_shape, param_info, unit_params_of
+from launcher.zero.splits import slice_of
 from launcher.zero.unit import FlatUnit
 
 READ_TIMEOUT_S = 6 * 3600.0
@@ -90,7 +92,10 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target, *, reads_wh
                 _load_weights(source, unit, reads_whole=reads_whole)
             if target.optimizer is not None and is_trained:
                 optimizer = target.optimizer
-                states = {shard.name: _state_of(source, shard, optimizer) for shard in unit.shards if shard.owned}
+                infos = {slot.name: slot.param for slot in unit.layout.slots}
+                states = {
+                    shard.name: _state_of(source, shard, optimizer, infos) for shard in unit.shards if shard.owned
+                }
                 optimizer.load_unit(unit.index, states)
         except Exception as error:  # noqa: BLE001  # whatever it is: the other ranks gather with this one
             said = error_text(error)
@@ -116,22 +121,30 @@ def _load_weights(source: CheckpointSource, unit: FlatUnit, *, reads_whole: bool
         if slot.name not in source.params:
             continue
         place = slice(shared.start - held.start, shared.stop - held.start)
-        _read(source, WEIGHT, slot.name, shared.start - slot.offset, values[place])
+        _read(source, WEIGHT, slot.param, shared.start - slot.offset, values[place])
     unit.params.renew_copy()
 
 
-def _read(source: CheckpointSource, key: str, name: str, start: int, out: Tensor) -> None:
-    """Fill a 1-D tensor on any device."""
-    if out.device.type == "cpu":
-        source.read(key, name, start, out)
-        return
-    read = torch.empty(out.shape, dtype=out.dtype, device="cpu")
-    source.read(key, name, start, read)
-    out.copy_(read)
+def _read(source: CheckpointSource, key: str, param: ParamInfo, start: int, out: Tensor) -> None:
+    """Fill a 1-D tensor on any device with elements of what this rank has of a parameter, from `start` on."""
+    read = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype, device="cpu")
+    split, stored = param.split, source.params[param.name].split
+    if split is None:
+        source.read(key, param.name, start, read)
+    elif isinstance(source, NativeSource) and stored is not None and replace(stored, index=split.index) == split:
+        source.read_stored(key, param.name, split.index * split.local_numel + start, read)
+    else:  # saved in other parts: only the whole can be divided otherwise
+        whole = torch.empty(split.shape, dtype=out.dtype)
+        source.read(key, param.name, 0, whole.view(-1))
+        read.copy_(slice_of(whole, split).view(-1)[start : start + read.numel()])
+    if read is not out:
+        out.copy_(read)
 
 
-def _state_of(source: CheckpointSource, shard: ParamShard, optimizer: FlatOptimizer) -> dict[str, Any]:
-    """Return the state of what a rank owns of a parameter; empty where nothing is known of it.
+def _state_of(
+    source: CheckpointSource, shard: ParamShard, optimizer: FlatOptimizer, infos: Mapping[str, ParamInfo]
+) -> dict[str, Any]:
+    """Return the state of what a rank owns of a parameter; empty where nothing is known of it. infos: by name.
 
     It is read into the optimizer's own memory where that is on the host and of the type that was stored: new memory
     takes longer than reading does.
@@ -145,7 +158,7 @@ def _state_of(source: CheckpointSource, shard: ParamShard, optimizer: FlatOptimi
         kind = getattr(torch, dtype)
         if values is None or values.device.type != "cpu" or values.dtype != kind:
             values = torch.empty(len(shard.owned), dtype=kind)
-        source.read(name, shard.name, shard.owned.start, values)
+        _read(source, name, infos[shard.name], shard.owned.start, values)
         state[name] = values
     if isinstance(source, NativeSource):
         for name in source.whole_states(shard.name):
@@ -166,7 +179,7 @@ def _load_others(source: CheckpointSource, module: nn.Module) -> str | None:
         for name, param in module.named_parameters():
             if unit_params_of(param) is None and name in source.params:
                 values = torch.empty(param.numel(), dtype=param.dtype)
-                source.read(WEIGHT, name, 0, values)
+                _read(source, WEIGHT, param_info(name, param, param.dtype), 0, values)
                 with torch.no_grad():
                     param.data.copy_(values.view(param.shape))
     except Exception as error:  # noqa: BLE001  # as above
@@ -178,9 +191,7 @@ def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str
     """Return why the checkpoint is not of this model; None where it is."""
     try:
         stored = source.params
-        shapes = {
-            name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in target.module.named_parameters()
-        }
+        shapes = {name: full_shape(param) for name, param in target.module.named_parameters()}
         known = {*shapes, *(name for name, _ in _other_tensors(target.module))}
         missing = [name for name in shapes if name not in stored]
         unexpected = [name for name in stored if name not in known]

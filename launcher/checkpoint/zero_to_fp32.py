@@ -79,17 +79,17 @@ class Piece:
     start: int  # first element, in the order of the flattened tensor
     digests: bytes  # of its blocks; empty where there is nothing to compare with
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_bytes // self.dtype.itemsize
-
     def blocks(self) -> Iterator[memoryview]:
         """Read and verify block after block. Each is overwritten by the next one. Raises: UnreadableCheckpoint."""
         buffer = memoryview(bytearray(min(_BLOCK_BYTES, self.num_bytes)))
-        with open(self.path, "rb", buffering=0) as file:
+        with open(self.path, "rb") as file:
             for begin in range(0, self.num_bytes, _BLOCK_BYTES):
                 block = buffer[: self.num_bytes - begin]
-                _fill(file, self.offset + begin, block)
+                file.seek(self.offset + begin)
+                if file.readinto(block) != len(block):
+                    raise UnreadableCheckpoint(
+                        f"{self.path}: the file ends before byte {self.offset + begin + len(block)}"
+                    )
                 index = begin // _BLOCK_BYTES * 8
                 if self.digests and _xxhash.xxh3_64_digest(block) != self.digests[index : index + 8]:
                     first = self.offset + begin
@@ -105,14 +105,11 @@ class StoredTensor:
     dtype: torch.dtype  # it is read as
     stored_dtype: torch.dtype  # the model has
     pieces: tuple[Piece, ...]
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.shape.numel()
+    split: Mapping[str, Any] | None = None  # what tensor-parallel ranks had in parts is stored part after part
 
     @property
     def nbytes(self) -> int:
-        return self.numel() * self.dtype.itemsize
+        return self.shape.numel() * self.dtype.itemsize
 
     def as_dtype(self, dtype: torch.dtype) -> StoredTensor:
         """Return the same tensor, read as another type if it is one of floating-point numbers."""
@@ -120,6 +117,11 @@ class StoredTensor:
 
     def chunks(self) -> Iterator[memoryview]:
         """Read the tensor; yield its bytes in order. Each chunk is overwritten by the next one."""
+        if self.split is not None:
+            whole = bytearray(self.nbytes)
+            torch.frombuffer(whole, dtype=self.dtype).copy_(self.contiguous().view(-1))
+            yield memoryview(whole)
+            return
         for piece in self.pieces:
             converted = bytearray(0)
             for block in piece.blocks():
@@ -133,7 +135,9 @@ class StoredTensor:
 
     def contiguous(self) -> Tensor:
         """Read the tensor and return it."""
-        flat, start = torch.empty(self.numel(), dtype=self.dtype), 0
+        if self.split is not None:
+            return _joined(replace(self, split=None).contiguous(), self.split)
+        flat, start = torch.empty(self.shape.numel(), dtype=self.dtype), 0
         for chunk in self.chunks():
             values = torch.frombuffer(chunk, dtype=self.dtype)
             flat[start : start + values.numel()].copy_(values)
@@ -141,14 +145,13 @@ class StoredTensor:
         return flat.view(self.shape)
 
 
-def _fill(file: Any, offset: int, into: memoryview) -> None:
-    file.seek(offset)
-    filled = 0
-    while filled < len(into):
-        count = file.readinto(into[filled:])
-        if not count:
-            raise UnreadableCheckpoint(f"{file.name}: the file ends after {offset + filled} bytes")
-        filled += count
+def _joined(stored: Tensor, split: Mapping[str, Any]) -> Tensor:
+    """Return a tensor whose parts are stored one after another. Each has the same share of every block along `dim`."""
+    dim, count = split["dim"], split["count"]
+    shape = [size // count if axis == dim else size for axis, size in enumerate(stored.shape)]
+    shares = [block // count for block in split["blocks"]]
+    by_part = [part.split(shares, dim) for part in stored.view(count, *shape).unbind()]
+    return torch.cat([share for block in zip(*by_part, strict=True) for share in block], dim)
 
 
 class Checkpoint:
@@ -210,12 +213,11 @@ class Checkpoint:
             ranges = json.loads(header.pop("__metadata__", {}).get("ranges", "{}"))
             found = {}
             for key, entry in header.items():
-                digests = bytes.fromhex(sums["blocks"][key]) if _xxhash is not None else b""
                 (begin, end), dtype = entry["data_offsets"], _DTYPES[entry["dtype"]]
+                digests = bytes.fromhex(sums["blocks"][key]) if _xxhash is not None else b""
+                is_summed = _xxhash is None or len(digests) == 8 * -(-(end - begin) // _BLOCK_BYTES)
                 start, _ = ranges.get(key, (0, 0))
-                num_digests = -(-(end - begin) // _BLOCK_BYTES) if _xxhash is not None else 0
-                is_inside = 0 <= begin <= end <= size - data_start and len(digests) == 8 * num_digests
-                if not is_inside or (end - begin) % dtype.itemsize:
+                if not is_summed or not 0 <= begin <= end <= size - data_start or (end - begin) % dtype.itemsize:
                     raise ValueError(f"the place of {key} is not one in this file")
                 found[key] = Piece(path, data_start + begin, end - begin, dtype, start, digests)
             return found
@@ -245,15 +247,16 @@ class Checkpoint:
 
 def _stored(name: str, described: Mapping[str, Any], pieces: Sequence[Piece]) -> StoredTensor:
     """Return a tensor that is in files piece by piece. described: its shape and dtype. Raises: ValueError."""
-    shape, dtype, end = torch.Size(described["shape"]), getattr(torch, described["dtype"]), 0
+    split = described.get("split")
+    shape, dtype, end = torch.Size((split or described)["shape"]), getattr(torch, described["dtype"]), 0
     ordered = sorted((piece for piece in pieces if piece.num_bytes), key=lambda piece: piece.start)
     for piece in ordered:
         if piece.start != end:
             raise ValueError(f"the element {end} of {name} is missing")
-        end = piece.stop
+        end += piece.num_bytes // piece.dtype.itemsize
     if end != shape.numel():
         raise ValueError(f"{name} has {shape.numel()} elements, and {end} are there")
-    return StoredTensor(shape, dtype, dtype, tuple(ordered)).as_dtype(torch.float32)
+    return StoredTensor(shape, dtype, dtype, tuple(ordered), split).as_dtype(torch.float32)
 
 
 def open_checkpoint(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoint:
@@ -263,14 +266,12 @@ def open_checkpoint(checkpoint_dir: str | Path, tag: str | None = None) -> Check
     """
     folder = Path(checkpoint_dir)
     is_tag = (folder / "manifest.json").is_file()
-    if is_tag and tag in (None, folder.resolve().name):
-        return Checkpoint(folder)
-    if tag is None:
-        latest = folder / "latest"
-        if not latest.is_file():
+    if tag is None and not is_tag:
+        if not (folder / "latest").is_file():
             raise UnreadableCheckpoint(f"{folder}: there is neither a file `latest` nor a manifest.json; name a tag")
-        tag = latest.read_text().strip()
-    folder /= tag
+        tag = (folder / "latest").read_text().strip()
+    if tag is not None and not (is_tag and tag == folder.resolve().name):
+        folder /= tag
     if (folder / "manifest.json").is_file():
         return Checkpoint(folder)
     if any(folder.glob("*_model_states.pt")):
@@ -384,7 +385,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, StoredTensor):
             return NotImplemented
         name = torch.storage._dtype_to_storage_type_map().get(obj.dtype)
-        kind, numel = (torch.UntypedStorage, obj.nbytes) if name is None else (getattr(torch, name), obj.numel())
+        kind, numel = (torch.UntypedStorage, obj.nbytes) if name is None else (getattr(torch, name), obj.shape.numel())
         storage = _Storage(("storage", kind, self._keys[obj], "cpu", numel))
         stride = torch.empty(obj.shape, device="meta").stride()
         values: tuple[Any, ...] = (storage, 0, tuple(obj.shape), stride, False, OrderedDict())
@@ -486,10 +487,9 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("-t", "--tag", help="the checkpoint (default: the one that `latest` names)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="list the tensors")
-    given = parser.parse_args(arguments)
-    _log.setLevel(logging.DEBUG if given.debug else logging.INFO)
-    options = (given.max_shard_size, given.safe_serialization, given.tag, given.exclude_frozen_parameters)
-    convert_zero_checkpoint_to_fp32_state_dict(given.checkpoint_dir, given.output_dir, *options)
+    given = vars(parser.parse_args(arguments))
+    _log.setLevel(logging.DEBUG if given.pop("debug") else logging.INFO)
+    convert_zero_checkpoint_to_fp32_state_dict(**given)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,11 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     plan = job.plan()
     _check_script(plan)
     if options.dry_run:
-        render.show_plan(_with_commands(plan, job.reach), as_json=options.as_json)
+        plan = _with_commands(plan, job.reach)
+        sizes = job.mesh_of(plan)
+        if sizes is not None and sizes.model_size > 1:
+            plan = dataclasses.replace(plan, notes=(*plan.notes, f"mesh        {sizes.text()}"))
+        render.show_plan(plan, as_json=options.as_json)
         if not options.as_json:
             click.echo("nothing was started (--dry-run)")
         return 0

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from launcher.comm import observe
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
 
 
-def _begin(group: DataParallelGroup) -> float | None:
+def _begin(group: RankGroup) -> float | None:
     """Return the time at which a call begins; None when it is not measured."""
     return None if group.process_group is None else observe.begin(group.device)
 
 
-def _observed(
-    kind: str, group: DataParallelGroup, tensors: list[Tensor], begun_s: float | None, pending: Pending
-) -> Pending:
+def _observed(kind: str, group: RankGroup, tensors: list[Tensor], begun_s: float | None, pending: Pending) -> Pending:
     """Give a collective its name; when calls are measured, wait for it."""
     pending.kind = kind
     if begun_s is not None:
@@ -29,7 +27,7 @@ def _observed(
     return pending
 
 
-def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale: float = 1.0) -> Pending:
+def reduce_scatter(group: RankGroup, flat: Tensor, output: Tensor, scale: float = 1.0) -> Pending:
     """Sum `flat` over all ranks and leave this rank's chunk of the sum, times `scale`, in `output`.
 
     flat: 1-D, numel = world size * chunk. output: 1-D, numel = chunk; may be this rank's chunk of `flat` itself.
@@ -40,7 +38,7 @@ def reduce_scatter(group: DataParallelGroup, flat: Tensor, output: Tensor, scale
     return _observed("reduce_scatter", group, [flat], begun_s, group.communicator.reduce_scatter(flat, output, scale))
 
 
-def all_gather(group: DataParallelGroup, flat: Tensor, own: Tensor | None = None) -> Pending:
+def all_gather(group: RankGroup, flat: Tensor, own: Tensor | None = None) -> Pending:
     """Fill `flat` with every rank's chunk.
 
     flat: 1-D, numel = world size * chunk. own: this rank's chunk, 1-D, which must stay as it is until `wait()`; None:
@@ -53,7 +51,7 @@ def all_gather(group: DataParallelGroup, flat: Tensor, own: Tensor | None = None
     return _observed("all_gather", group, [flat], begun_s, group.communicator.all_gather(flat, own))
 
 
-def all_to_all(group: DataParallelGroup, flat: Tensor, output: Tensor) -> Pending:
+def all_to_all(group: RankGroup, flat: Tensor, output: Tensor) -> Pending:
     """Send chunk r of `flat` to rank r, and make chunk r of `output` what rank r has sent here.
 
     flat, output: 1-D, of the same dtype, numel = world size * chunk; they must not overlap. Every rank must call it, in
@@ -63,7 +61,7 @@ def all_to_all(group: DataParallelGroup, flat: Tensor, output: Tensor) -> Pendin
     return _observed("all_to_all", group, [flat], begun_s, group.communicator.all_to_all(flat, output))
 
 
-def exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tensor]) -> Pending:
+def exchange(group: RankGroup, sends: list[Tensor], receives: list[Tensor]) -> Pending:
     """Send `sends[r]` to every rank r, and fill `receives[r]` with what rank r has sent here.
 
     sends, receives: 1-D, of one dtype and any sizes, where the two sides of each transfer agree; 0 sends nothing. Every
@@ -73,7 +71,7 @@ def exchange(group: DataParallelGroup, sends: list[Tensor], receives: list[Tenso
     return _observed("all_to_all", group, sends, begun_s, group.communicator.exchange(sends, receives))
 
 
-def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0, *, sent: Tensor | None = None) -> Pending:
+def all_reduce(group: RankGroup, flat: Tensor, scale: float = 1.0, *, sent: Tensor | None = None) -> Pending:
     """Sum `flat` over all ranks in place and multiply it by `scale`.
 
     On gloo with more than two ranks a reduce-scatter, then as a second phase an all-gather. flat: 1-D,
@@ -86,12 +84,12 @@ def all_reduce(group: DataParallelGroup, flat: Tensor, scale: float = 1.0, *, se
     return _observed("all_reduce", group, [flat], begun_s, pending)
 
 
-def sum_scalars(group: DataParallelGroup, values: Tensor) -> Tensor:
+def sum_scalars(group: RankGroup, values: Tensor) -> Tensor:
     """Return the sum of a small float64 tensor over all ranks, added in rank order on each of them."""
     return gather_rows(group, values).sum(dim=0)
 
 
-def gather_rows(group: DataParallelGroup, values: Tensor) -> Tensor:
+def gather_rows(group: RankGroup, values: Tensor) -> Tensor:
     """Return every rank's small tensor, [world size, *shape] in rank order. Every rank must call it."""
     begun_s = _begin(group)
     rows = group.communicator.gather_rows(values.reshape(-1))
@@ -99,14 +97,14 @@ def gather_rows(group: DataParallelGroup, values: Tensor) -> Tensor:
     return rows.view(group.world_size, *values.shape)
 
 
-def gather_scalars(group: DataParallelGroup, value: float) -> list[float]:
+def gather_scalars(group: RankGroup, value: float) -> list[float]:
     """Return every rank's value, in rank order. Every rank must call it."""
     own = torch.tensor([value], dtype=torch.float64, device=group.device)
     found: list[float] = gather_rows(group, own).reshape(-1).tolist()
     return found
 
 
-def broadcast(group: DataParallelGroup, tensors: list[Tensor], source: int = 0) -> None:
+def broadcast(group: RankGroup, tensors: list[Tensor], source: int = 0) -> None:
     """Overwrite every rank's tensors with those of rank `source`. Every rank must call it with equal shapes."""
     begun_s = _begin(group)
     group.communicator.broadcast(tensors, source)

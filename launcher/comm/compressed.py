@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 
 BLOCK_NUMEL = 1024
 _SIGN_BYTES = BLOCK_NUMEL // 8
@@ -60,7 +60,7 @@ class CompressedMean:
     stands between runs must be zero, and stays so. Alone there is nobody to send to: the buffer is its own mean.
     """
 
-    def __init__(self, group: DataParallelGroup, numels: Sequence[int]) -> None:
+    def __init__(self, group: RankGroup, numels: Sequence[int]) -> None:
         """numels: elements of each run; the same on every rank."""
         self._group = group
         ends = list(accumulate(-(-numel // BLOCK_NUMEL) * BLOCK_NUMEL for numel in numels))

@@ -27,12 +27,12 @@ DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _DEFAULT_PORT = 29500
 
 
-_made: list[weakref.ref[DataParallelGroup]] = []  # of this process, for its end
+_made: list[weakref.ref[RankGroup]] = []  # of this process, for its end
 
 
 @dataclass(frozen=True)
-class DataParallelGroup:
-    """The ranks that hold the same model and different data. Ranks are those of the group, not of the world."""
+class RankGroup:
+    """Ranks that do something together, such as averaging gradients. Ranks are those of the group, not of the world."""
 
     rank: int
     world_size: int
@@ -70,23 +70,27 @@ class DataParallelGroup:
         return communicator_for(self.process_group, self.runtime)
 
     @functools.cached_property
-    def reductions(self) -> DataParallelGroup:
+    def reductions(self) -> RankGroup:
         """The same ranks, for reductions: collectives of the two are not ordered among each other."""
         if self.reduce_process_group is None:
             return self
-        return DataParallelGroup(self.rank, self.world_size, self.reduce_process_group, self.runtime)
+        return RankGroup(self.rank, self.world_size, self.reduce_process_group, self.runtime)
 
     def of_ranks(
-        self, process_group: dist.ProcessGroup, reduce_process_group: dist.ProcessGroup | None = None
-    ) -> DataParallelGroup:
+        self,
+        process_group: dist.ProcessGroup,
+        reduce_process_group: dist.ProcessGroup | None = None,
+        host_process_group: dist.ProcessGroup | None = None,
+    ) -> RankGroup:
         """Return other ranks on the same device: those of a process group that this one belongs to."""
         is_alone = process_group.size() == 1
-        return DataParallelGroup(
+        return RankGroup(
             process_group.rank(),
             process_group.size(),
             None if is_alone else process_group,
             self.runtime,
             None if is_alone else reduce_process_group,
+            None if is_alone else host_process_group,
         )
 
 
@@ -198,19 +202,26 @@ def _incomplete(missing: list[str]) -> EngineError:
     )
 
 
-def data_parallel_group(*, has_reductions: bool = False) -> DataParallelGroup:
+def world_group(*, has_reductions: bool = False) -> RankGroup:
     """Return the group of all ranks, or of this process alone when none was started, with a device runtime of its own.
 
-    has_reductions: with a communicator of its own for reductions; then every rank must call it.
+    has_reductions: see `with_reductions`.
     """
     runtime = DeviceRuntime(local_device())
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return DataParallelGroup(0, 1, None, runtime)
-    world = dist.group.WORLD
-    assert world is not None
-    own = _group_of_reductions(world, runtime.device) if has_reductions else None
-    hosts = _group_of_hosts(world, runtime.device) if has_reductions and runtime.runs_behind_host else None
-    return DataParallelGroup(dist.get_rank(), dist.get_world_size(), world, runtime, own, hosts)
+        return RankGroup(0, 1, None, runtime)
+    world = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, runtime)
+    return with_reductions(world) if has_reductions else world
+
+
+def with_reductions(world: RankGroup) -> RankGroup:
+    """Return all ranks with a communicator of its own for reductions, and one for hosts. Every rank must call it."""
+    group, runtime = world.process_group, world.runtime
+    if group is None:
+        return world
+    own = _group_of_reductions(group, runtime.device)
+    hosts = _group_of_hosts(group, runtime.device) if runtime.runs_behind_host else None
+    return RankGroup(world.rank, world.world_size, group, runtime, own, hosts)
 
 
 def is_first_rank() -> bool:

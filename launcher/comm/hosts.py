@@ -24,17 +24,19 @@ On a CPU all facts travel together in one collective, and the host reads them at
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.base import env
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 
 
-def largest_of_hosts(group: DataParallelGroup, values: Sequence[int]) -> list[int]:
+def largest_of_hosts(group: RankGroup, values: Sequence[int]) -> list[int]:
     """Return the largest of all ranks' numbers, each for itself. Every rank must call it; no device is waited for.
 
     In round k a rank sends what it knows to the rank 2^k further on. A maximum may be taken twice of the same number,
@@ -58,12 +60,22 @@ def largest_of_hosts(group: DataParallelGroup, values: Sequence[int]) -> list[in
     return largest
 
 
-def on_any_rank(group: DataParallelGroup, flags: Sequence[bool]) -> list[bool]:
+def on_any_rank(group: RankGroup, flags: Sequence[bool]) -> list[bool]:
     """Return which flags any rank has set. Every rank must call it."""
     if group.runtime.runs_behind_host:
         return [bool(value) for value in largest_of_hosts(group, [int(flag) for flag in flags])]
     counts = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=group.device)
     return [bool(value) for value in collectives.sum_scalars(group, counts).tolist()]
+
+
+def node_sizes(world: RankGroup) -> list[int]:
+    """Return how many ranks each node has, in the order of ranks; one node where ranks know of none. Collective."""
+    own = int(os.environ.get(env.LOCAL_WORLD_SIZE.name, world.world_size))
+    of_ranks = [int(size) for size in collectives.gather_scalars(world, float(own))]
+    sizes: list[int] = []
+    while sum(sizes) < len(of_ranks):
+        sizes.append(max(of_ranks[sum(sizes)], 1))
+    return sizes
 
 
 class Readback:

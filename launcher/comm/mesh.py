@@ -9,23 +9,34 @@ set of shards, within a node.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launcher.base.errors import EngineError
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.device import local_device
+from launcher.comm.groups import RankGroup, with_reductions
+from launcher.sharding.mesh import MeshSizes
 
 
 @dataclass(frozen=True)
 class ParallelMesh:
     """The groups of a rank, by role. Ranks are group ranks throughout."""
 
-    data: DataParallelGroup  # ranks with different data and the same model: the loss, the norm, what is unused
-    shard: DataParallelGroup  # of these, the ranks that hold one copy of what is sharded between them
-    replicate: DataParallelGroup | None = None  # the ranks with the same shards; None: there is one copy
-    node: DataParallelGroup | None = None  # ranks that gather parameters for backward; None: those of `shard`
+    world: RankGroup  # all ranks
+    data: RankGroup  # ranks with different data and the same part of the model: the loss, the norm, what is unused
+    shard: RankGroup  # of these, the ranks that hold one copy of what is sharded between them
+    replicate: RankGroup | None = None  # the ranks with the same shards; None: there is one copy
+    node: RankGroup | None = None  # ranks that gather parameters for backward; None: those of `shard`
+    model: RankGroup | None = None  # ranks with the same data and different parts of the model; None: each has all
+    tensor: RankGroup | None = None  # of these, the ranks that have the same layers, each a part of them
+    sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))  # of all axes
+
+    @property
+    def model_part(self) -> int:
+        """Which part of the model this rank has."""
+        return 0 if self.model is None else self.model.rank
 
     @property
     def num_copies(self) -> int:
@@ -34,7 +45,9 @@ class ParallelMesh:
 
     @property
     def label(self) -> str | None:
-        """Who shards with whom, for the start line; None when all ranks do."""
+        """Who works with whom, for the start line; None when all ranks have different data and shard together."""
+        if self.sizes.model_size > 1:
+            return self.sizes.text()
         if self.replicate is not None:
             return f"{self.num_copies} copies of the shards, each over {self.shard.world_size} ranks"
         if self.node is not None:
@@ -42,37 +55,91 @@ class ParallelMesh:
         return None
 
 
-def build_mesh(data: DataParallelGroup, *, shard_size: int | None = None, node_size: int | None = None) -> ParallelMesh:
-    """Return the mesh of this rank. Every rank must call it with the same sizes.
+_current: list[ParallelMesh] = []  # that was built last
 
-    shard_size: ranks that share one copy of the shards (`mics_shard_size`); None: all. node_size: ranks that share one
-    set of second shards (`zero_hpz_partition_size`); None: there is no second set. Neighbours belong together: ranks of
-    a host follow each other. Raises: EngineError for sizes that do not divide the ranks.
+
+def current_mesh() -> ParallelMesh | None:
+    """Return the mesh of the engine that was built last, None before the first."""
+    return _current[-1] if _current else None
+
+
+def build_mesh(
+    world: RankGroup, sizes: MeshSizes, *, shard_size: int | None = None, node_size: int | None = None
+) -> ParallelMesh:
+    """Return the mesh of this rank, `current_mesh` from now on. Every rank must call it with the same sizes.
+
+    shard_size: ranks that share one copy of the shards (`mics_shard_size`); None: all with the same part of the model.
+    node_size: ranks that share one set of second shards (`zero_hpz_partition_size`); None: there is no second set.
+    Neighbours belong together: ranks of a host follow each other. Raises: EngineError for sizes that do not divide the
+    ranks, and for these together with other axes than data.
     """
     for key, size in (("mics_shard_size", shard_size), ("zero_hpz_partition_size", node_size)):
-        if size is not None and (data.world_size % size or size < 1):
+        if size is None:
+            continue
+        where = f"zero_optimization.{key}"
+        if sizes.model_size > 1:
             raise EngineError(
-                f"{key} {size} does not divide the {data.world_size} ranks of this run",
-                where=f"zero_optimization.{key}",
+                f"{key} is for data parallelism alone, and this run has {sizes.equation} ranks",
+                where=where,
+                hint="remove it",
+            )
+        if sizes.data % size or size < 1:
+            raise EngineError(
+                f"{key} {size} does not divide the {sizes.data} ranks of this run",
+                where=where,
                 hint="use a size that does, such as the ranks of a host",
             )
-    if shard_size == 1 and data.world_size > 1:
+    if shard_size == 1 and sizes.data > 1:
         raise EngineError(
             "mics_shard_size 1 shards nothing",
             where="zero_optimization.mics_shard_size",
             hint="use stage 0, or 2 and more",
         )
-    if data.process_group is None:
-        return ParallelMesh(data, data)
+    _current[:] = [_mesh(world, sizes, shard_size, node_size)]
+    return _current[-1]
+
+
+def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size: int | None) -> ParallelMesh:
+    if world.process_group is None:
+        return ParallelMesh(world, world, world, sizes=sizes)
+    if sizes.model_size > 1:
+        return _with_axes(world, sizes)
+    data = with_reductions(world)
     shard, replicate = data, None
     if shard_size is not None and shard_size < data.world_size:
-        rows, second = _rows(data.process_group, data.device.type, shard_size)
+        rows, second = _rows(world.process_group, data.device.type, shard_size)
         shard = data.of_ranks(rows.get_group("within"), second)
         replicate = data.of_ranks(rows.get_group("across"))
     node = None
     if node_size is not None and 1 < node_size < data.world_size:
-        node = data.of_ranks(_rows(data.process_group, data.device.type, node_size)[0].get_group("within"))
-    return ParallelMesh(data, shard, replicate, node)
+        node = data.of_ranks(_rows(world.process_group, data.device.type, node_size)[0].get_group("within"))
+    return ParallelMesh(world, data, shard, replicate, node, sizes=sizes)
+
+
+def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
+    data_ranks, purposes = sizes.ranks_along("data"), ["data", "reductions of data"]
+    along_data, reductions = (subgroup(data_ranks, purpose) for purpose in purposes)
+    hosts = subgroup(data_ranks, "hosts of data", "gloo") if world.runtime.runs_behind_host else None
+    data = world.of_ranks(along_data, reductions, hosts)
+    model = world.of_ranks(subgroup(sizes.ranks_of_models(), "model"))
+    tensor = world.of_ranks(subgroup(sizes.ranks_along("tensor"), "tensor")) if sizes.tensor > 1 else None
+    return ParallelMesh(world, data, data, model=model, tensor=tensor, sizes=sizes)
+
+
+# By the default group, the ranks of all subgroups, and what these are for. Process groups cannot be freed one by one.
+_subgroups: dict[tuple[dist.ProcessGroup | None, tuple[tuple[int, ...], ...], str], dist.ProcessGroup] = {}
+
+
+def subgroup(ranks: list[list[int]], purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+    """Return the process group of this rank among groups of so many ranks, the same one when asked again."""
+    world = dist.group.WORLD
+    key = world, tuple(map(tuple, ranks)), purpose
+    if key not in _subgroups:
+        timeout = getattr(world._get_backend(local_device()).options, "_timeout", None) if world is not None else None
+        found, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, group_desc=purpose)
+        assert found is not None, "every rank is in one of the groups"
+        _subgroups[key] = found
+    return _subgroups[key]
 
 
 @functools.cache
@@ -90,3 +157,5 @@ def _rows(world: dist.ProcessGroup, device_type: str, row_size: int) -> tuple[De
 def forget_meshes() -> None:
     """Drop the meshes of this process, at its end."""
     _rows.cache_clear()
+    _subgroups.clear()
+    _current.clear()

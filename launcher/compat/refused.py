@@ -11,7 +11,7 @@ _NO_PIPELINE = "no pipeline parallelism: use ZeRO stage 3"
 _NO_EXPERTS = "no expert parallelism: use ZeRO stage 3 with set_z3_leaf_modules()"
 _NO_INFERENCE = "no inference kernels: call deepspeed.initialize() without an optimizer"
 _NO_SEQUENCE = "no sequence parallelism: recompute activations"
-_NO_TENSOR = "no tensor parallelism: use ZeRO stage 3"
+_NO_TENSOR = "tensor parallelism is in the config: give tensor_parallel.autotp_size"
 _NO_UNIVERSAL = "no universal checkpoints: each of its checkpoints loads at any number of ranks"
 _NO_DATA_EFFICIENCY = "no curriculum learning, random-LTD or data sampling: let the script's own loader choose the data"
 
@@ -27,7 +27,7 @@ REFUSED = {
     "io": "no disk writers for scripts: call engine.save_checkpoint()",
     "linear": "no LoRA or quantized layers: use the package peft",
     "model_implementations": _NO_INFERENCE,
-    "module_inject": f"no kernels to inject and {_NO_TENSOR}",
+    "module_inject": f"no kernels to inject; {_NO_TENSOR}",
     "moe": _NO_EXPERTS,
     "nvme": 'no disk benchmark in Python: call "launch io"',
     "ops.sparse_attention": "no block-sparse attention: use torch.nn.attention.flex_attention",

@@ -8,7 +8,7 @@ from typing import Any
 from launcher.base.errors import ConfigError, Diagnostic
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
-from launcher.config.fields import AUTO, Section, section_of
+from launcher.config.fields import AUTO, Section, is_list_of_sections, section_of
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.config.schema_schedules import SCHEDULER_PARAMS
@@ -18,7 +18,8 @@ from launcher.config.schema_schedules import SCHEDULER_PARAMS
 class AutoFacts:
     """What is known about the run; None: unknown."""
 
-    world_size: int | None = None
+    world_size: int | None = None  # all ranks
+    model_size: int = 1  # of these, that work on the same samples together
     micro_batch_size: int | None = None
     accumulation_steps: int | None = None
     hidden_size: int | None = None
@@ -81,7 +82,7 @@ def resolve_auto(config: Config, facts: AutoFacts) -> tuple[Config, tuple[AutoCh
         raise ConfigError.from_diagnostics(
             [Diagnostic(f'"auto" cannot be resolved here: {key}', None, hint) for key in missing]
         )
-    return _solve_batch(Config.model_validate(resolved), tuple(choices), facts.world_size)
+    return _solve_batch(Config.model_validate(resolved), tuple(choices), facts)
 
 
 def left_open(config: Config) -> tuple[Diagnostic, ...]:
@@ -105,13 +106,13 @@ def left_open(config: Config) -> tuple[Diagnostic, ...]:
 
 
 def _solve_batch(
-    config: Config, choices: tuple[AutoChoice, ...], world_size: int | None
+    config: Config, choices: tuple[AutoChoice, ...], facts: AutoFacts
 ) -> tuple[Config, tuple[AutoChoice, ...]]:
     """Set the sizes that `elasticity` decides; else those that were "auto", no fact known, by the batch equation.
 
     Raises: ConfigError.
     """
-    elastic = elastic_batch_of(config)
+    elastic, world_size = elastic_batch_of(config), facts.world_size
     if elastic is not None and world_size is not None:
         sizes = dict(zip(BATCH_KEYS, elastic.plan_for(world_size).sizes, strict=True))
         reason = f"elasticity: the batch fits {elastic.range_text}"
@@ -121,7 +122,10 @@ def _solve_batch(
     if not undecided or world_size is None:
         return config, choices
     plan = solve_batch(
-        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, world_size
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        world_size // facts.model_size,
     )
     sizes = dict(zip(BATCH_KEYS, plan.sizes, strict=True))
     solved = tuple(
@@ -143,6 +147,9 @@ def _resolve_section(
         value, key = getattr(section, name), f"{path}{name}"
         if isinstance(value, Section):
             result[name] = _resolve_section(value, f"{key}.", table, choices, missing)
+        elif is_list_of_sections(type(section), name):
+            items = enumerate(value)
+            result[name] = [_resolve_section(item, f"{key}[{at}].", table, choices, missing) for at, item in items]
         elif name == "params" and isinstance(value, dict):
             known = OPTIMIZER_PARAMS if path == "optimizer." else SCHEDULER_PARAMS
             kind = known[section.type]  # type: ignore[attr-defined]  # only these two sections have params

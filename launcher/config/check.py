@@ -12,8 +12,20 @@ from launcher.base.errors import ConfigError
 from launcher.base.suggest import did_you_mean, nearest
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
-from launcher.config.fields import AUTO, Auto, Section, Status, Support, aliases_of, section_of, shown, status_of
+from launcher.config.fields import (
+    AUTO,
+    Auto,
+    Section,
+    Status,
+    Support,
+    aliases_of,
+    is_list_of_sections,
+    section_of,
+    shown,
+    status_of,
+)
 from launcher.config.findings import Finding
+from launcher.config.mesh import mesh_sizes
 from launcher.config.normalise import Normalised, normalise
 from launcher.config.positions import Path
 from launcher.config.rules import one_bit_problems, precision_problems
@@ -50,7 +62,7 @@ _SCHEDULERS = _Types("scheduler", SCHEDULER_PARAMS, WORKING_SCHEDULERS, REFUSED_
 def check(data: Mapping[str, Any], world_size: int | None, *, for_planning: bool = False) -> Checked:
     """Check plain data against the schema and the rules between keys.
 
-    world_size: data-parallel ranks, where known; the batch equation is checked with it.
+    world_size: all ranks, where known; the mesh and the batch equation are checked with it.
     for_planning: what this release does not do is a notice, because nothing is going to run.
     """
     known = normalise(data)
@@ -91,17 +103,26 @@ def _validated(known: Normalised) -> tuple[Config, list[Finding]]:
 
 def _copied(data: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a section and of those inside; values may be anything and are not copied."""
-    return {name: _copied(value) if isinstance(value, dict) else value for name, value in data.items()}
+    return {name: _copied_value(value) for name, value in data.items()}
+
+
+def _copied_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copied_value(item) for item in value]
+    return _copied(value) if isinstance(value, dict) else value
 
 
 def _leave_open(data: dict[Any, Any], path: Path) -> None:
     """Make the value at `path` undecided; of a key that is not known, that of the nearest one that is."""
     section: type[Section] = Config
     for part in path[:-1]:
-        inner = section_of(section, str(part))
+        inner = section if isinstance(part, int) else section_of(section, part)
         if inner is None:
             return
-        section, data = inner, data[str(part)]
+        section, data = inner, data[part]
+    if isinstance(path[-1], int):  # an item of a list that is no section
+        data[path[-1]] = {}
+        return
     name = str(path[-1])
     data.pop(path[-1], None)
     meant: str | None = name
@@ -110,14 +131,20 @@ def _leave_open(data: dict[Any, Any], path: Path) -> None:
         near = nearest(name, [*section.model_fields, *aliases])
         meant = None if near is None else aliases.get(near, near)
     if meant is not None and meant not in data:
-        inner = section_of(section, meant)
-        data[meant] = AUTO if inner is None else _all_open(inner)
+        data[meant] = _open(section, meant)
 
 
 def _all_open(section: type[Section]) -> dict[str, Any]:
     """Return a section none of whose keys is decided."""
-    inner = {name: section_of(section, name) for name in section.model_fields}
-    return {name: AUTO if kind is None else _all_open(kind) for name, kind in inner.items()}
+    return {name: _open(section, name) for name in section.model_fields}
+
+
+def _open(section: type[Section], name: str) -> Any:
+    """Return what a key holds that is not decided."""
+    inner = section_of(section, name)
+    if inner is None:
+        return AUTO
+    return [] if is_list_of_sections(section, name) else _all_open(inner)
 
 
 def _from_pydantic(item: Any, known: Normalised) -> Finding:
@@ -126,6 +153,8 @@ def _from_pydantic(item: Any, known: Normalised) -> Finding:
         return unknown_key(path)
     if item["type"] == "missing":
         return Finding(path[:-1], f'"{path[-1]}" is missing')
+    if item["type"] == "list_type":
+        return Finding(path, f"expected a list of objects, got {shown(item['input'])}")
     if item["type"].startswith(("model_", "dict_")):
         return Finding(path, f"expected an object with keys, got {shown(item['input'])}")
     return Finding(path, f"{known.as_written(path)[-1] if path else 'config'}: {item['msg']}")
@@ -135,7 +164,7 @@ def unknown_key(path: Path) -> Finding:
     """Say that the last part of `path` is not a key of its section, with the nearest that is."""
     section: type[Section] = Config
     for part in path[:-1]:
-        inner = section_of(section, str(part))
+        inner = section if isinstance(part, int) else section_of(section, part)
         if inner is None:
             break
         section = inner
@@ -280,9 +309,17 @@ def _between_keys(
     errors = [Finding(*problem) for problem in problems]
     if any("elasticity" in finding.path[:1] for finding in wrong):
         return errors, []
+    data_size = None
+    if world_size is not None:
+        try:
+            data_size = mesh_sizes(config, world_size).data
+        except ConfigError as error:
+            return errors + [
+                Finding(tuple((d.where or "").split(".")), d.message, d.hint) for d in error.diagnostics
+            ], []
     if config.elasticity.enabled is True:
         return errors + _elastic_findings(config, world_size), _elastic_notices(config)
-    return errors + _batch_findings(config, world_size), []
+    return errors + _batch_findings(config, data_size), []
 
 
 def _elastic_findings(config: Config, world_size: int | None) -> list[Finding]:
@@ -296,8 +333,12 @@ def _elastic_findings(config: Config, world_size: int | None) -> list[Finding]:
         if batch is not None and world_size is not None:
             batch.plan_for(world_size)
     except ConfigError as error:
-        findings += [Finding(tuple((d.where or "").split(".")), d.message, d.hint) for d in error.diagnostics]
+        findings += _findings(error)
     return findings
+
+
+def _findings(error: ConfigError) -> list[Finding]:
+    return [Finding(tuple((found.where or "").split(".")), found.message, found.hint) for found in error.diagnostics]
 
 
 def _elastic_notices(config: Config) -> list[Finding]:
@@ -320,15 +361,15 @@ def _given_sizes(config: Config) -> list[str]:
     return [name for name, size in sizes.items() if size is not None and not isinstance(size, Auto)]
 
 
-def _batch_findings(config: Config, world_size: int | None) -> list[Finding]:
+def _batch_findings(config: Config, data_size: int | None) -> list[Finding]:
     train, micro, steps = (getattr(config, name) for name in BATCH_KEYS)
     elastic: bool | Auto = config.elasticity.enabled
     if any(isinstance(value, Auto) for value in (train, micro, steps, elastic)):
         return []
     path: Path = next(((name,) for name in BATCH_KEYS if getattr(config, name) is not None), ())
-    if world_size is not None:
+    if data_size is not None:
         try:
-            solve_batch(train, micro, steps, world_size)
+            solve_batch(train, micro, steps, data_size)
         except ConfigError as error:
             problem = error.diagnostics[0]
             return [Finding(path, problem.message, problem.hint)]

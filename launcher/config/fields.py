@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -106,6 +106,11 @@ def section_of(parent: type[Section], name: str) -> type[Section] | None:
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None
+
+
+def is_list_of_sections(parent: type[Section], name: str) -> bool:
+    """Whether a key holds a list of sections of the class that `section_of` returns."""
+    return get_origin(parent.model_fields[name].annotation) is list and section_of(parent, name) is not None
 
 
 def is_rounded(section: type[Section], name: str) -> bool:
@@ -247,6 +252,10 @@ CountList = Annotated[list[int], _checked("a list of integers", _list_of(_intege
 OptCountList = Annotated[list[int] | None, _checked("a list of integers or null", _or_null(_list_of(_integer(0))))]
 Mapping_ = Annotated[dict[str, Any], _checked("an object", _instance(dict))]
 OptMapping = Annotated[dict[str, Any] | None, _checked("an object or null", _or_null(_instance(dict)))]
+WeightShape = Annotated[
+    list[Any] | None,
+    _checked("a list of integers, one of which may be a list of sizes, or null", lambda value: _weight_shape(value)),
+]
 Anything = Annotated[Any, PlainValidator(lambda value: value)]
 Betas = Annotated[list[float], _checked("two numbers, each at least 0 and below 1", lambda value: _betas(value))]
 NumberOrList = Annotated[
@@ -266,3 +275,15 @@ def _number_or_list(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return _list_of(_number(-math.inf))(value)
     return _or_null(_number(-math.inf))(value)
+
+
+def _weight_shape(value: Any) -> list[Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError
+    of_layers = _list_of(_integer(1))
+    sizes = [of_layers(entry) if isinstance(entry, list | tuple) else _integer(-1)(entry) for entry in value]
+    if any(entry in (0, []) for entry in sizes) or sum(isinstance(entry, list) for entry in sizes) > 1:
+        raise ValueError
+    return sizes

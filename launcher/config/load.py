@@ -33,7 +33,7 @@ class LoadedConfig:
 def load_config(source: Source, *, world_size: int | None = None, for_planning: bool = False) -> LoadedConfig:
     """Load and check a config: a path (JSON or YAML), a dict, JSON text, or base64 of JSON text.
 
-    world_size: data-parallel ranks, where known; the batch equation is checked with it.
+    world_size: all ranks, where known; the mesh and the batch equation are checked with it.
     for_planning: what this release does not do is a notice instead of an error.
     Raises: ConfigError with every finding, each with `file:line:column` or the key's path.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from launcher.config import schema_other as other
+from launcher.config import schema_parallel as parallel
 from launcher.config.fields import (
     Flag,
     NonNegative,
@@ -65,7 +66,7 @@ class Config(Section):
     log_level: OptText = key(None, "level of the log", inert('use logging.getLogger("launcher").setLevel'))
     use_data_before_expert_parallelism: Flag = key(False, "order of groups", inert("there are no experts"))
     sequence_parallel_size: PositiveInt = key(1, "ranks of one sequence", _DP_ONLY)
-    data_parallel_size: OptInt = key(None, "ranks with different data", inert("it is the world size"))
+    data_parallel_size: OptInt = key(None, "ranks with different data; null: those that the other axes leave")
     allgather_size: PositiveInt = key(500_000_000, "old bucket size", inert("it is obsolete"))
     train_steps: OptInt = key(None, "steps of the training", inert("the script decides"))
 
@@ -96,9 +97,9 @@ class Config(Section):
     progressive_layer_drop: other.ProgressiveLayerDrop = key(other.ProgressiveLayerDrop, "layer skipping")
     elasticity: other.Elasticity = key(other.Elasticity, "batches for many world sizes")
     autotuning: other.Autotuning = key(other.Autotuning, "search for a config")
-    pipeline: other.Pipeline = key(other.Pipeline, "pipeline parallelism")
-    tensor_parallel: other.TensorParallel = key(other.TensorParallel, "tensor parallelism")
-    expert_parallel: other.ExpertParallel = key(other.ExpertParallel, "expert parallelism")
+    pipeline: parallel.Pipeline = key(parallel.Pipeline, "pipeline parallelism")
+    tensor_parallel: parallel.TensorParallel = key(parallel.TensorParallel, "tensor parallelism")
+    expert_parallel: parallel.ExpertParallel = key(parallel.ExpertParallel, "expert parallelism")
     hybrid_engine: other.HybridEngine = key(other.HybridEngine, "training and generation in turns")
     compile: other.Compile = key(other.Compile, "DeepCompile")
     compression_training: other.CompressionTraining = key(other.CompressionTraining, "compression")

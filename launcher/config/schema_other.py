@@ -1,4 +1,4 @@
-"""Sections beside training itself: checkpoints, monitors, profilers, data, parallelism, compression."""
+"""Sections beside training itself: checkpoints, monitors, profilers, data, compression."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from launcher.config.fields import (
     OptFlag,
     OptInt,
     OptMapping,
-    OptNumber,
     OptText,
     PositiveInt,
     Section,
@@ -294,83 +293,6 @@ class Autotuning(Section):
     mp_size: PositiveInt = key(1, "ranks of one model")
     model_info: Mapping_ = key({}, "facts about the model")
     model_info_path: OptText = key(None, "file with them")
-
-
-class Pipeline(Section):
-    """`pipeline`."""
-
-    status = inert("pipeline parallelism is not in this release")
-
-    stages: Anything = key("auto", "number of stages")
-    partition: Text = key("best", "how layers are divided")
-    seed_layers: Flag = key(False, "seed each layer")
-    activation_checkpoint_interval: Count = key(0, "layers between checkpoints")
-    pipe_partitioned: Flag = key(True, "split activations that are sent")
-    grad_partitioned: Flag = key(True, "split gradients that are sent")
-
-
-class TensorParallelSize(Section):
-    """`tensor_parallel.tp`."""
-
-    status = inert("tensor parallelism is off")
-
-    tp_size: PositiveInt = key(1, "ranks of one layer")
-    tp_grain_size: PositiveInt = key(1, "multiple of split sizes")
-    mpu: Anything = key(None, "groups made elsewhere")
-    tp_group: Anything = key(None, "group made elsewhere")
-
-
-class TensorParallel(Section):
-    """`tensor_parallel`."""
-
-    status = inert("tensor parallelism is off")
-    switch = ("autotp_size", 0)
-
-    autotp_size: Count = key(0, "ranks of one layer; 0: off", _REMOVE)
-    dtype: Text = key("fp16", "precision")
-    tp_overlap_comm: Flag = key(False, "communicate while computing")
-    tp: TensorParallelSize = key(TensorParallelSize, "sizes", alias=("tensor_parallel",))
-    injection_policy_tuple: Anything = key(None, "layers to reduce after")
-    partition_config: OptMapping = key(None, "which layers are split, and how")
-    preset_model: OptText = key(None, "known model family")
-    keep_module_on_host: Flag = key(False, "leave the model in host memory")
-    replace_with_kernel_inject: Flag = key(False, "use inference kernels", alias=("kernel_inject",))
-
-
-class ExpertParallel(Section):
-    """`expert_parallel`."""
-
-    status = inert("expert parallelism is off")
-    switch = ("enabled", False)
-
-    enabled: Flag = key(False, "spread experts over ranks", _REMOVE)
-    autoep_size: PositiveInt = key(1, "ranks of one set of experts")
-    expert_tensor_parallel_size: PositiveInt = key(1, "ranks of one expert")
-    preset_model: OptText = key(None, "known model family")
-    moe_layer_pattern: OptText = key(None, "names of the layers")
-    expert_pattern: OptText = key(None, "names of the experts")
-    router_pattern: OptText = key(None, "names of the routers")
-    use_grouped_mm: Flag = key(True, "one kernel for all experts")
-    disable_triton_grouped_mm: Flag = key(False, "without Triton")
-    route_norm: OptFlag = key(None, "normalise the scores")
-    route_scale: Number = key(1.0, "scale of the scores")
-    score_apply: Text = key("auto", "where scores are applied")
-    score_func: Text = key("auto", "softmax or sigmoid")
-    combine_impl: Text = key("auto", "how results are joined")
-    top_k: Anything = key("auto", "experts of a token")
-    num_expert_groups: OptInt = key(None, "groups of experts")
-    num_limited_groups: OptInt = key(None, "groups of a token")
-    routed_scaling_factor: Anything = key("auto", "scale of the results")
-    expert_w1: OptText = key(None, "name of the first weight")
-    expert_w2: OptText = key(None, "name of the second weight")
-    expert_w3: OptText = key(None, "name of the third weight")
-    num_experts_attr: OptText = key(None, "attribute with their number")
-    top_k_attr: OptText = key(None, "attribute with top_k")
-    has_shared_experts: OptFlag = key(None, "some experts see every token")
-    shared_experts_pattern: OptText = key(None, "their names")
-    shared_experts_gate_pattern: OptText = key(None, "names of their gates")
-    validate_folding_routing: Flag = key(False, "check the routing")
-    load_balance_coeff: OptNumber = key(None, "weight of the balance loss")
 
 
 class HybridEngine(Section):

@@ -28,9 +28,16 @@ def announce_disks(disks: Disks) -> None:
 
 
 def announce(
-    parts: EngineParts, notices: Sequence[Diagnostic], choices: Sequence[AutoChoice], plan: OptimizerPlan | None
+    parts: EngineParts,
+    notices: Sequence[Diagnostic],
+    choices: Sequence[AutoChoice],
+    plan: OptimizerPlan | None,
+    split_notices: Sequence[str],
 ) -> None:
-    """Say in a few lines what this run will do. notices: of the config; choices: what "auto" became."""
+    """Say in a few lines what this run will do.
+
+    notices: of the config; choices: what "auto" became; split_notices: of how the model was split over ranks.
+    """
     log = get_logger()
     policy, batch, optimizer = parts.policy, parts.batch, parts.sharded.optimizer
     log.info(
@@ -48,6 +55,8 @@ def announce(
         log.info("optimizer kernel: %s", _kernel_text(plan, parts))
     if parts.mesh.label is not None:
         log.info("mesh: %s", parts.mesh.label)
+    for text in split_notices:
+        log.info("%s", text)
     if parts.group.device.type == "cpu" and accelerator_type() is not None:
         log.warning(
             "the process group is gloo's, which sends no GPU memory: this engine trains on the CPU, and the GPUs stay"

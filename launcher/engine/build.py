@@ -15,11 +15,12 @@ from launcher.base.log import get_logger
 from launcher.base.malloc import keep_freed_memory
 from launcher.comm import collectives, pending
 from launcher.comm.exit import leave_in_order
-from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
+from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import ParallelMesh, build_mesh
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import load_config
+from launcher.config.mesh import mesh_sizes
 from launcher.config.policies import DType
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
@@ -38,6 +39,7 @@ from launcher.engine.engine import Engine, EngineParts
 from launcher.engine.kernels import trusted_kernel
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.parallel import check_optimizer, split_over_ranks
 from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
 from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.tiling import tile_to_fit
@@ -109,26 +111,30 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     leave_in_order()
     pending.drain()
-    group = data_parallel_group(has_reductions=True)
-    check_for_ranks(model, group.world_size)
-    if end_engine_of(model) and group.rank == 0:
+    world = world_group()
+    check_for_ranks(model, world.world_size)
+    if end_engine_of(model) and world.rank == 0:
         get_logger().warning(
             "initialize() was called again on this model: its first engine has ended, and its optimizer states with it"
         )
-    loaded = load_config(_config_source(args, config, config_params), world_size=group.world_size)
-    facts = AutoFacts(world_size=group.world_size, hidden_size=_hidden_size(model))
+    loaded = load_config(_config_source(args, config, config_params), world_size=world.world_size)
+    sizes = mesh_sizes(loaded.config, world.world_size)
+    facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
-    batch = _batch(settings, group)
-    policy = zero_policy(settings, group)
+    batch = _batch(settings, sizes.data)
+    policy = zero_policy(settings, sizes)
     check_types(model, policy.precision.param_dtype)
-    mesh = build_mesh(group, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
+    mesh = build_mesh(world, sizes, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
+    group = mesh.data
     use_section(settings.activation_checkpointing)
     _prepare_device(settings, group)
+    split_notices = split_over_ranks(model, settings, mesh)
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
     _place_buffers(model, settings, policy.precision, group)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
+    check_optimizer(plan, mesh)
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
     disks = swap_space(settings)
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
@@ -136,14 +142,14 @@ def initialize(
     loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
     announce_disks(disks)
-    if group.rank == 0:
-        announce(parts, loaded.notices, choices, plan)
+    if world.rank == 0:
+        announce(parts, loaded.notices, choices, plan, split_notices)
     engine = Engine(model, parts)
     engine.begin_in_folder()
     return engine, built.optimizer, loader, scheduler
 
 
-def _prepare_device(settings: Config, group: DataParallelGroup) -> None:
+def _prepare_device(settings: Config, group: RankGroup) -> None:
     """Set what holds for the whole process: the precision of multiplications on a GPU, the allocator on a CPU."""
     if group.device.type == "cuda":
         set_tf32(settings.tf32)
@@ -151,12 +157,12 @@ def _prepare_device(settings: Config, group: DataParallelGroup) -> None:
         keep_freed_memory()
 
 
-def _batch(settings: Config, group: DataParallelGroup) -> BatchPlan:
+def _batch(settings: Config, num_shares: int) -> BatchPlan:
     return solve_batch(
         settings.train_batch_size,
         settings.train_micro_batch_size_per_gpu,
         settings.gradient_accumulation_steps,
-        group.world_size,
+        num_shares,
     )
 
 
@@ -165,7 +171,7 @@ def _loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     settings: Config,
     batch: BatchPlan,
-    group: DataParallelGroup,
+    group: RankGroup,
 ) -> DistributedLoader:
     return build_loader(
         data,
@@ -220,7 +226,7 @@ def _check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, *, forces_ker
         )
 
 
-def _mark_leaves(model: nn.Module, settings: Config, group: DataParallelGroup) -> None:
+def _mark_leaves(model: nn.Module, settings: Config, group: RankGroup) -> None:
     leaves = settings.zero_optimization.leaf_module
     if group.rank == 0 and settings.zero_optimization.stage == 3:
         for sentence in leaves_not_found(model, leaves):
@@ -228,7 +234,7 @@ def _mark_leaves(model: nn.Module, settings: Config, group: DataParallelGroup) -
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
 
 
-def _place_buffers(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> None:
+def _place_buffers(model: nn.Module, settings: Config, precision: Precision, group: RankGroup) -> None:
     """Bring everything but parameters to the device, buffers in their configured type and with rank 0's values.
 
     Parameters stay where they are until their unit is built: the device may not hold them all.
@@ -247,7 +253,7 @@ def _place_buffers(model: nn.Module, settings: Config, precision: Precision, gro
     collectives.broadcast(group, [buffer.data for buffer in model.buffers()])
 
 
-def _place_others(model: nn.Module, precision: Precision, group: DataParallelGroup) -> None:
+def _place_others(model: nn.Module, precision: Precision, group: RankGroup) -> None:
     """Bring parameters that are in no unit to the device, in their type and with rank 0's values: frozen ones."""
     others = [param for param in model.parameters() if unit_params_of(param) is None]
     for param in others:
@@ -255,7 +261,7 @@ def _place_others(model: nn.Module, precision: Precision, group: DataParallelGro
     collectives.broadcast(group, [param.data for param in others])
 
 
-def _casting(model: nn.Module, settings: Config, precision: Precision, group: DataParallelGroup) -> Casting:
+def _casting(model: nn.Module, settings: Config, precision: Precision, group: RankGroup) -> Casting:
     device_type = group.device.type
     modules = settings.torch_autocast.lower_precision_safe_modules
     if modules is not None and settings.torch_autocast.enabled:
@@ -321,7 +327,7 @@ def _optimizer_plan(
     optimizer: ClientOptimizer | None,
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
-    group: DataParallelGroup,
+    group: RankGroup,
 ) -> OptimizerPlan | None:
     """Return what trains the model; None when nothing was given that could: the engine is for inference."""
     if optimizer is not None:

@@ -66,7 +66,7 @@ class Checkpoints:
     ) -> None:
         """Save. With `checkpoint.async` this returns as soon as copies are taken. Raises: CheckpointError."""
         self._saver.wait()
-        exchange = Exchange(self._parts.group, "save_checkpoint")
+        exchange = Exchange(self._parts.mesh.world, "save_checkpoint")
         if self._parts.sharded.delayed is not None:
             exchange.all_succeeded(None)  # to synchronize is collective then: a rank that saves alone would hang in it
         self._engine.synchronize_parameters()
@@ -205,7 +205,7 @@ class Checkpoints:
         Raises: CheckpointError, on every rank.
         """
         self._saver.wait()
-        exchange = Exchange(self._parts.group, "load_checkpoint")
+        exchange = Exchange(self._parts.mesh.world, "load_checkpoint")
         tag = self._agreed_tag(exchange, root, tag)
         if tag is None:
             return None, {}

@@ -136,11 +136,11 @@ class DeepSpeedNames:
         """Return the parameters of the config's schedule."""
         return _params_of(self._parts.settings.scheduler)
 
-    # ---- groups: all ranks have different data ----
+    # ---- groups ----
 
     @property
     def data_parallel_group(self) -> ProcessGroup | None:
-        """The process group of all ranks; None for a process that is alone."""
+        """The process group of ranks with different samples; None for a process that is alone."""
         return self._parts.group.process_group
 
     @property
@@ -150,21 +150,22 @@ class DeepSpeedNames:
 
     @property
     def dp_world_size(self) -> int:
-        """The number of ranks."""
-        return self.world_size
+        """The number of ranks with different samples."""
+        return self._parts.group.world_size
 
     @property
     def mp_world_size(self) -> int:
-        """The ranks that share a layer: there is no tensor parallelism."""
-        return 1
+        """The number of ranks that share a layer."""
+        return self._parts.mesh.sizes.tensor
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's number."""
-        return self.global_rank
+        """Return this rank's number among those with different samples: which share of the data it gets."""
+        return self._parts.group.rank
 
     def get_model_parallel_rank(self) -> int:
-        """Return 0: there is no tensor parallelism."""
-        return 0
+        """Return this rank's number among those that share its layers."""
+        tensor = self._parts.mesh.tensor
+        return 0 if tensor is None else tensor.rank
 
     def get_sequence_parallel_group(self) -> NoReturn:
         """Refuse. Raises: EngineError."""
@@ -190,8 +191,8 @@ class DeepSpeedNames:
         return build_loader(
             dataset,
             batch_size=batch_size or self._batch.micro_batch_size,
-            rank=self.global_rank,
-            world_size=self.world_size,
+            rank=self._parts.group.rank,
+            world_size=self._parts.group.world_size,
             collate_fn=collate_fn,
             drop_last=self._parts.settings.dataloader_drop_last,
             num_workers=num_local_io_workers,
@@ -206,7 +207,9 @@ class DeepSpeedNames:
         rank0_only = kwargs.pop("rank0_only", False)
         is_wanted = self.global_rank == 0 or not rank0_only
         frozen = {param for param in self.module.parameters() if not param.requires_grad}
-        return collect_state(self.module, (), kwargs, is_wanted=is_wanted, left_out=frozen)
+        return collect_state(
+            self.module, (), kwargs, is_wanted=is_wanted, left_out=frozen, tensor=self._parts.mesh.tensor
+        )
 
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launcher.config.batch import BATCH_KEYS, BatchPlan
-from launcher.config.fields import Section, Status, Support, section_of, shown, status_of
+from launcher.config.fields import Section, Status, Support, is_list_of_sections, section_of, shown, status_of
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.config.schema_schedules import SCHEDULER_PARAMS
@@ -59,7 +59,10 @@ def _keys(section: Section, prefix: str) -> Iterator[tuple[str, Any, Status]]:
         return
     for name in kind.model_fields:
         value, path = getattr(section, name), f"{prefix}{name}"
-        if section_of(kind, name) is not None:
+        if is_list_of_sections(kind, name):
+            for index, item in enumerate(value):
+                yield from _keys(item, f"{path}[{index}].")
+        elif section_of(kind, name) is not None:
             if value is not None:
                 yield from _keys(value, f"{path}.")
         elif path in ("optimizer.params", "scheduler.params"):

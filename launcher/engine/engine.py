@@ -15,7 +15,7 @@ from launcher.base.log import get_logger
 from launcher.base.progress import heartbeat, tell
 from launcher.checkpoint.formats.source import RunState
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
@@ -29,6 +29,7 @@ from launcher.engine.export import WeightExport
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.parallel import LayerRanks
 from launcher.engine.resume import Resumed
 from launcher.engine.saving import SavesCheckpoints
 from launcher.engine.sharded import ShardedModel
@@ -54,7 +55,7 @@ class EngineParts:
     casting: Casting
 
     @property
-    def group(self) -> DataParallelGroup:
+    def group(self) -> RankGroup:
         """All ranks of the run."""
         return self.mesh.data
 
@@ -75,14 +76,15 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         self.lr_scheduler = parts.lr_scheduler
         self.training_dataloader = parts.loader
         self.device = parts.group.device
-        self.global_rank = parts.group.rank
-        self.world_size = parts.group.world_size
+        self.global_rank = parts.mesh.world.rank
+        self.world_size = parts.mesh.world.world_size
         self.global_steps = 0  # optimizer steps taken or skipped
         self.global_samples = 0
         self.micro_steps = 0
         self._batch = parts.batch
         self._boundary_override: bool | None = None
         self._is_in_no_sync = False
+        self._layer_ranks = LayerRanks(parts.mesh.tensor)
         self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
         self._ended_accumulation = False  # the last `step()` was at a boundary
@@ -90,7 +92,7 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
         self._loss_reporter = LossReporter(is_wanted=self.global_rank == 0)
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
-        self._watch = Watch(parts.settings, parts.group, model, parts.policy.precision.compute_dtype)
+        self._watch = Watch(parts.settings, parts.mesh.world, model, parts.policy.precision.compute_dtype)
         self._model_facts = ModelFacts(model)
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
         self._autosave = Autosave(parts.settings.checkpoint)
@@ -165,13 +167,13 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
 
         Raises: ConfigError when it is not a multiple of micro-batch times ranks.
         """
-        self._set_batch(solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.world_size))
+        self._set_batch(solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.dp_world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of a micro-batch of one rank; the accumulation steps stay. Your loader must follow."""
         if micro_batch_size < 1:
             raise EngineError(f"a micro-batch needs at least 1 sample, got {micro_batch_size}")
-        self._set_batch(solve_batch(None, micro_batch_size, self._batch.accumulation_steps, self.world_size))
+        self._set_batch(solve_batch(None, micro_batch_size, self._batch.accumulation_steps, self.dp_world_size))
 
     def _set_batch(self, batch: BatchPlan) -> None:
         self._batch = batch
@@ -197,6 +199,7 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         self._begin()
         casting = self._parts.casting
         inputs, kwargs = casting.inputs(inputs), casting.inputs(kwargs)
+        self._layer_ranks.check_inputs((inputs, kwargs))
         if not self.training:
             with casting.context():
                 return self.module(*inputs, **kwargs)
@@ -300,8 +303,9 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
     def _take_step(self) -> None:
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
         scale, delayed = None if optimizer.loss_scaler is None else optimizer.loss_scale, sharded.delayed
+        check = self._layer_ranks.check_gradients
         outcome = step_units(
-            sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed
+            sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed, check
         )
         sharded.schedule.forget_uses()
         self.global_steps += 1
@@ -380,7 +384,7 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         For loops whose length differs between ranks, such as generation at stage 3 (every forward needs all ranks):
         `while engine.any_rank(not done): ...` continues, on finished ranks too, until the last one has finished.
         """
-        return any(collectives.gather_scalars(self._parts.group, float(condition)))
+        return any(collectives.gather_scalars(self._parts.mesh.world, float(condition)))
 
     def take_counters(self, state: RunState) -> None:
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""

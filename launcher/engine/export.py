@@ -15,7 +15,7 @@ from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.checkpoint.zero_to_fp32 import write_safetensors
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.engine.state import collect_state
 
 if TYPE_CHECKING:
@@ -50,8 +50,10 @@ class WeightExport:
         for unit in self._sharded.units:
             unit.params.wait()
         left_out = {param for param in self.module.parameters() if exclude_frozen and not param.requires_grad}
-        is_wanted = self._parts.group.rank == 0
-        state = collect_state(self.module, (), {}, is_wanted=is_wanted, left_out=left_out)
+        is_wanted = self._parts.mesh.world.rank == 0
+        state = collect_state(
+            self.module, (), {}, is_wanted=is_wanted, left_out=left_out, tensor=self._parts.mesh.tensor
+        )
         return state if is_wanted else None
 
     def save_16bit_model(
@@ -65,7 +67,7 @@ class WeightExport:
         not trained are neither gathered nor written. Raises: EngineError, on every rank, where the file cannot be
         written.
         """
-        group, is_stage_3 = self._parts.group, self._parts.settings.zero_optimization.stage == 3
+        group, is_stage_3 = self._parts.mesh.world, self._parts.settings.zero_optimization.stage == 3
         if is_stage_3 and not self.zero_gather_16bit_weights_on_model_save():
             if group.rank == 0:
                 key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
@@ -75,7 +77,7 @@ class WeightExport:
         return True
 
 
-def save_weights(weights: Mapping[str, Any] | None, folder: str, name: str, group: DataParallelGroup) -> None:
+def save_weights(weights: Mapping[str, Any] | None, folder: str, name: str, group: RankGroup) -> None:
     """Write rank 0's `weights` to one file, which appears when it is complete. Collective.
 
     Raises: EngineError, on every rank, where it cannot be written.

@@ -8,7 +8,7 @@ import torch
 
 from launcher.base.log import get_logger
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.kernels.api import Kernel
 from launcher.kernels.check import SpanTypes, update_problem
 from launcher.optim.api import ParamShard
@@ -21,7 +21,7 @@ def trusted_kernel(
     plan: OptimizerPlan,
     shards: Sequence[ParamShard],
     state_dtype: torch.dtype,
-    group: DataParallelGroup,
+    group: RankGroup,
 ) -> Kernel | None:
     """Return a kernel of the group's device if it takes the plan's steps as the reference does on every rank.
 

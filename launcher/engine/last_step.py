@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from launcher.base.log import get_logger
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.overflow import reason
 from launcher.optim.api import DeviceScaled
@@ -42,9 +42,7 @@ class LastStep:
     both.
     """
 
-    def __init__(
-        self, units: list[FlatUnit], optimizer: ZeroOptimizer | None, schedule: Any, group: DataParallelGroup
-    ) -> None:
+    def __init__(self, units: list[FlatUnit], optimizer: ZeroOptimizer | None, schedule: Any, group: RankGroup) -> None:
         """schedule: of learning rates, or None."""
         self._units = units
         self._optimizer = optimizer

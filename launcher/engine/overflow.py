@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.zero.step import first_bad_gradient
 from launcher.zero.unit import FlatUnit
 
 
-def reason(units: list[FlatUnit], group: DataParallelGroup, losses: list[Tensor], norm: float) -> str:
+def reason(units: list[FlatUnit], group: RankGroup, losses: list[Tensor], norm: float) -> str:
     """Name the ranks whose loss is not finite, or else the parameter whose gradient is not. Every rank must call it.
 
     losses: of this rank's micro-batches since the last step; norm: of all gradients.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from launcher.comm.groups import DataParallelGroup
 from launcher.config import policies
 from launcher.config.policies import DType, autocast_dtype
 from launcher.config.schema import Config
 from launcher.config.schema_training import Fp16
 from launcher.optim.scaling import LossScaleRules
+from launcher.sharding.mesh import MeshSizes
 from launcher.zero.placement import Disks, open_disk
 from launcher.zero.stages import ZeroPolicy
 
 
-def zero_policy(settings: Config, group: DataParallelGroup) -> ZeroPolicy:
+def zero_policy(settings: Config, sizes: MeshSizes) -> ZeroPolicy:
     """Return the policy of a run."""
-    return ZeroPolicy.of(policies.zero_policy(settings, group.world_size))
+    return ZeroPolicy.of(policies.zero_policy(settings, sizes.data))
 
 
 def swap_space(settings: Config) -> Disks:

@@ -21,7 +21,7 @@ from launcher.checkpoint_files.owners import add_owner, owners_of
 from launcher.checkpoint_files.place import Place, place_of
 from launcher.checkpoint_files.retention import by_age
 from launcher.checkpoint_files.verify import Finding, verify
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.engine.sharded import ShardedModel
 
 _in_use: WeakValueDictionary[str, ShardedModel] = WeakValueDictionary()  # folder -> of the engine that saves there
@@ -47,7 +47,7 @@ class Resumed:
 
 
 def begin_in_folder(
-    engine: LoadingEngine, sharded: ShardedModel, folder: str | None, group: DataParallelGroup
+    engine: LoadingEngine, sharded: ShardedModel, folder: str | None, group: RankGroup
 ) -> Resumed | None:
     """Load what this start continues from, at the end of `initialize`; None where it begins anew. Collective.
 
@@ -68,7 +68,7 @@ def begin_in_folder(
     return resumed
 
 
-def _check_folder(kind: StartKind, folder: str, group: DataParallelGroup) -> None:
+def _check_folder(kind: StartKind, folder: str, group: RankGroup) -> None:
     """Make sure that this run alone saves into a folder. Raises: EngineError, on every rank."""
     said = _take_folder(kind, folder) if group.rank == 0 else None
     problem, hint = Exchange(group, "initialize").broadcast(said, timeout_s=READ_TIMEOUT_S)
@@ -104,7 +104,7 @@ def _is_in_use(folder: str) -> bool:
     return other is not None and not other.has_ended
 
 
-def resume_from(engine: LoadingEngine, folder: str | None, group: DataParallelGroup) -> Resumed | None:
+def resume_from(engine: LoadingEngine, folder: str | None, group: RankGroup) -> Resumed | None:
     """Load the newest checkpoint that is good, if this start is to continue; else return None. Collective.
 
     folder: where the job saves. Raises: CheckpointError where the checkpoint does not fit the model, where all are

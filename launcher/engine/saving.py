@@ -52,7 +52,7 @@ class SavesCheckpoints:
         """
         self._wait_for_parameters()
         is_wanted = self.global_rank == 0 or not rank0_only
-        return collect_state(self.module, args, kwargs, is_wanted=is_wanted)
+        return collect_state(self.module, args, kwargs, is_wanted=is_wanted, tensor=self._parts.mesh.tensor)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights into the model, this rank's own `state_dict`, and have masters and shards follow.
@@ -135,7 +135,7 @@ class SavesCheckpoints:
         the client state; None where this start begins anew. Raises: CheckpointError, and EngineError without a folder.
         """
         if folder is not None:
-            self._resumed = resume_from(self, os.fspath(folder), self._parts.group)
+            self._resumed = resume_from(self, os.fspath(folder), self._parts.mesh.world)
         elif self._parts.settings.checkpoint.folder is None:
             raise EngineError("engine.resume() names no folder", hint="give one, or set checkpoint.folder")
         return None if self._resumed is None else self._resumed.client_state
@@ -143,4 +143,4 @@ class SavesCheckpoints:
     def begin_in_folder(self) -> None:
         """Load what this start continues from, where the config names a folder: the end of `initialize`."""
         folder = self._parts.settings.checkpoint.folder
-        self._resumed = begin_in_folder(self, self._parts.sharded, folder, self._parts.group)
+        self._resumed = begin_in_folder(self, self._parts.sharded, folder, self._parts.mesh.world)

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from launcher.comm.groups import RankGroup
+from launcher.parallel.tensor.slices import full_values
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.parameters import UnitParameters, unit_params_of
+from launcher.zero.splits import slice_of, split_of
 from launcher.zero.tiling import is_tiled
 
 _LOAD = "_load_from_state_dict"
@@ -27,18 +30,23 @@ def collect_state(
     *,
     is_wanted: bool = True,
     left_out: Collection[nn.Parameter] = (),
+    tensor: RankGroup | None = None,
 ) -> dict[str, Any]:
     """Return `model.state_dict(*arguments, **options)` in host memory. Collective.
 
     Units are gathered, copied and sharded again one after another; then the model's own `state_dict` runs, with its
     hooks, while every parameter shows its copy. Tied weights share one. is_wanted: False on a rank that only takes
     part: it copies nothing, and gets an empty dictionary. left_out: parameters that are neither gathered nor returned.
+    tensor: ranks that have parts of parameters, which are put together.
     """
     copies: dict[nn.Parameter, Tensor] = {}
-    for found, params in _by_unit(param for param in model.parameters() if param not in left_out).items():
+    wanted = [param for param in model.parameters() if param not in left_out]
+    for found, params in _by_unit(wanted).items():
         if found.is_sharded:
             with GatheredParameters(params):
-                copies.update((param, _host_copy(param)) for param in params if is_wanted)
+                copies.update(_copied(params, tensor, is_wanted=is_wanted))
+    others = [param for param in wanted if not _sharded([param]) and split_of(param) is not None]
+    copies |= _copied(others, tensor, is_wanted=is_wanted)
     if not is_wanted:
         return {}
     with _showing(copies):
@@ -52,6 +60,16 @@ def collect_state(
             if isinstance(value, Tensor):
                 state[key] = value.detach() if _address(value) in own else _copied_once(value, shared)
     return state
+
+
+def _copied(params: Iterable[nn.Parameter], tensor: RankGroup | None, *, is_wanted: bool) -> dict[nn.Parameter, Tensor]:
+    """Return copies of whole parameters in host memory; none where `is_wanted` is False."""
+    copies = {}
+    for param in params:
+        values = param if tensor is None else full_values(param, tensor)
+        if is_wanted:
+            copies[param] = _host_copy(values)
+    return copies
 
 
 def _address(tensor: Tensor) -> int | None:
@@ -91,17 +109,27 @@ def _showing(copies: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 def load_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
     """Call `model.load_state_dict(state, strict)`, and have masters and shards follow; return its result. Collective.
 
-    Each rank loads its own `state`. A unit is gathered before its first module loads, and sharded again when a module
-    of another one does. Modules with hooks of their own on loading may look at everything inside: they are loaded
-    whole, and so is a model that has a `load_state_dict` of its own. Raises: what the model's does, after everything
-    that fits has been loaded.
+    Each rank loads its own `state`; of parameters that tensor-parallel ranks share, its part. A unit is gathered before
+    its first module loads, and sharded again when a module of another one does. Modules with hooks of their own on
+    loading may look at everything inside: they are loaded whole, and so is a model that has a `load_state_dict` of its
+    own. Raises: what the model's does, after everything that fits has been loaded.
     """
     loading = _Loading(model)
     try:
         with loading.installed():
-            return model.load_state_dict(state, strict=strict)
+            return model.load_state_dict(_own_parts(model, state), strict=strict)
     finally:
         loading.end()
+
+
+def _own_parts(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `state` with this rank's part of parameters that tensor-parallel ranks share."""
+    own = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        split, value = split_of(param), state.get(name)
+        if split is not None and isinstance(value, Tensor) and tuple(value.shape) == split.shape:
+            own[name] = slice_of(value, split)
+    return {**state, **own} if own else state
 
 
 class _Loading:

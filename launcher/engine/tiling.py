@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from launcher.base.log import get_logger
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.tiling import LargeLayer, tile_large_layers
 
@@ -20,7 +20,7 @@ Tiles = Mapping[nn.Parameter, tuple[nn.Parameter, ...]]
 def tile_to_fit(
     model: nn.Module,
     policy: ZeroPolicy,
-    group: DataParallelGroup,
+    group: RankGroup,
     optimizer: Any,
     model_parameters: Iterable[Any] | None,
 ) -> Iterable[Any] | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launcher.base.log import get_logger
 from launcher.comm import observe
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.log import LogRules, start_log, stop_log
 from launcher.config.schema import Config
 from launcher.monitor.curves import open_curves
@@ -38,7 +38,7 @@ class StepFacts:
 class Watch:
     """Follows an engine through the phases forward, backward and step. Every rank must make one, rank 0 reports."""
 
-    def __init__(self, settings: Config, group: DataParallelGroup, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, settings: Config, group: RankGroup, model: nn.Module, dtype: torch.dtype) -> None:
         """Raises: EngineError when the library of an enabled monitor is missing."""
         self._settings = settings
         self._device = group.device

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from launcher.cluster.cluster import Placement
     from launcher.config.schema import Config
+    from launcher.sharding.mesh import MeshSizes
 
 
 class EngineConfig:
@@ -15,14 +17,22 @@ class EngineConfig:
     def __init__(self, script_args: Sequence[str]) -> None:
         self._source = _argument(script_args)
 
-    def check(self, world_size: int) -> None:
-        """Check the config as the ranks would. Raises: ConfigError.
+    def check(self, placement: Placement) -> MeshSizes | None:
+        """Check the config as the ranks would; return its mesh, None without a config. Raises: ConfigError.
 
-        The world size is checked against `elasticity` alone: the script may still change the batch keys.
+        The number of ranks is checked against the mesh and `elasticity`: the script may still change the batch keys.
         """
         config = self._load()
-        if config is not None and config.elasticity.enabled is True:
-            self._load(world_size)
+        if config is None:
+            return None
+        from launcher.config.mesh import check_nodes, mesh_sizes
+
+        if config.elasticity.enabled is True:
+            self._load(placement.world_size)
+        sizes = mesh_sizes(config, placement.world_size)
+        nodes = sorted((*placement.nodes, *placement.elsewhere), key=lambda node: node.node_rank)
+        check_nodes(config, sizes, [node.num_ranks for node in nodes])
+        return sizes
 
     def world_sizes(self) -> tuple[int, ...] | None:
         """Return the world sizes that the config fits, None when it fits any. Raises: ConfigError."""

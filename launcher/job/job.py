@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from launcher.job.plan import JobPlan
     from launcher.job.reach import Reach
     from launcher.job.request import Request
+    from launcher.sharding.mesh import MeshSizes
     from launcher.transport.local import LocalTransport
     from launcher.transport.ssh.options import SshOptions
 
@@ -54,6 +55,7 @@ class Job:
         home = home_folder()
         folders = (*([home] if home is not None else []), Path(here.cwd))
         self._environment = job_environment(request.env, request.env_files, here.environ, folders)
+        self._config = EngineConfig(request.command.arguments)
         self._job_id = job_id or new_job_id()
         self._run_folder = run_folder
         self.reach: Reach = (
@@ -75,19 +77,25 @@ class Job:
         notes = self.reach.notes_on([node.host for node in plan.placement.nodes])
         return dataclasses.replace(plan, notes=(*plan.notes, *notes), run_folder=self._run_folder or plan.run_folder)
 
+    def mesh_of(self, plan: JobPlan) -> MeshSizes | None:
+        """Return the mesh of a plan's ranks, None where the script names no config. Raises: ConfigError."""
+        return self._config.check(plan.placement)
+
     def run(self, first: JobPlan, display: Display, signals: SignalQueue) -> RunReport:
         """Run `first` to its end, and again after failures where the request says so; return the last run's report.
 
         Raises: LauncherError when the first run could not be started.
         """
-        config = EngineConfig(self._request.command.arguments)
+        config = self._config
 
         def run_plan(plan: JobPlan) -> RunReport:
             display.wait_for_room()
             self.reach.prepare([node.host for node in plan.placement.nodes])
-            return Controller(plan, self.reach.for_host, display, signals).run(
-                lambda: config.check(plan.placement.world_size)
-            )
+
+            def check() -> None:
+                config.check(plan.placement)
+
+            return Controller(plan, self.reach.for_host, display, signals).run(check)
 
         max_restarts = self._request.max_restarts
         policy = RestartPolicy(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from launcher.base.errors import ConfigError, EngineError
 from launcher.base.suggest import did_you_mean
 from launcher.comm.buffers import BufferPool
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.kernels.api import Kernel
 from launcher.kernels.reference import ReferenceKernel
@@ -56,7 +56,7 @@ class OptimizerBackend:
     state_dtype: torch.dtype = torch.float32
     # Sums fp64 [n, 2] over the ranks that each own a part of every parameter; None: each rank owns them whole.
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
-    ranks: DataParallelGroup | None = None  # None: this process alone
+    ranks: RankGroup | None = None  # None: this process alone
     needs_kernel: bool = False  # steps are taken unit by unit, or in a thread
 
 

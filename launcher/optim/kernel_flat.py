@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.kernels.api import DeviceScale, GradScale, Kernel, Rule, Span
 from launcher.optim.api import ParamShard, UnitOptimizer, is_same_memory
 from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
@@ -29,7 +29,7 @@ class KernelSet:
     state_dtype: torch.dtype = torch.float32
     # Sums fp64 [n, 2] over the ranks that each hold a part of every parameter; None: each holds them whole.
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
-    ranks: DataParallelGroup | None = None  # who bring whole matrices together; None: this process alone
+    ranks: RankGroup | None = None  # who bring whole matrices together; None: this process alone
 
 
 class KernelFlat(UnitOptimizer):

@@ -29,27 +29,31 @@ class Workload:
         return self.batch_size * self.length
 
 
-def layer_bytes(shape: TransformerShape, work: Workload, element_bytes: int) -> int:
-    """Return the bytes that one block keeps for its backward."""
+def layer_bytes(shape: TransformerShape, work: Workload, element_bytes: int, num_ranks: int = 1) -> int:
+    """Return the bytes that one block keeps for its backward. num_ranks: tensor-parallel ranks that share it.
+
+    These have what is inside of attention and of the feed-forward part in parts (section 4.2.1), and the rest each.
+    """
     # Inputs of two norms, of the projections to query, key and value, and of the feed-forward part.
     elements = 4 * shape.hidden_size
-    elements += 2 * shape.query_size + 2 * shape.key_size  # query, key, value, input of the output projection
+    inside = 2 * shape.query_size + 2 * shape.key_size  # query, key, value, input of the output projection
     # Around the activation function: its input and output; with a gate both factors and their product too.
-    elements += (4 if shape.is_gated else 2) * shape.ffn
-    per_token = elements * element_bytes
+    inside += (4 if shape.is_gated else 2) * shape.ffn
+    per_token = (elements + inside // num_ranks) * element_bytes
+    num_heads = -(-shape.num_heads // num_ranks)
     if work.has_dropout:
         per_token += 2 * shape.hidden_size * _MASK  # behind attention and behind the feed-forward part
     if work.is_eager:
         scores = element_bytes + (element_bytes + _MASK if work.has_dropout else 0)
-        per_token += shape.num_heads * work.length * scores
+        per_token += num_heads * work.length * scores
     else:
-        per_token += shape.num_heads * _FP32  # fused attention keeps the log of each row's sum
+        per_token += num_heads * _FP32  # fused attention keeps the log of each row's sum
     return work.num_tokens * per_token
 
 
-def activation_bytes(shape: TransformerShape, work: Workload, element_bytes: int) -> int:
+def activation_bytes(shape: TransformerShape, work: Workload, element_bytes: int, num_ranks: int = 1) -> int:
     """Return the bytes alive at the peak, which is at the end of forward or in the first block's recomputation."""
-    block = layer_bytes(shape, work, element_bytes)
+    block = layer_bytes(shape, work, element_bytes, num_ranks)
     block_input = work.num_tokens * shape.hidden_size * element_bytes
     kept = shape.num_layers * (block_input if work.is_checkpointed else block)
     # The logits, their log-softmax in fp32 and the gradient of it.

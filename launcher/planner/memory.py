@@ -7,11 +7,12 @@ The layout is that of Rajbhandari et al. 2020, "ZeRO", section 5, with gradients
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launcher.base.errors import UsageError
 from launcher.config.policies import DType, OffloadPolicy, ParameterPolicy, Place, ZeroPolicy
 from launcher.planner.model import ModelFacts
+from launcher.sharding.mesh import MeshSizes
 
 # Whole gradient buffers of stages 2 and 3 at once: those on their way to their owners, one being filled, and that of
 # the parameters beside the blocks, which backward meets first (output layer) and last (embedding).
@@ -47,6 +48,7 @@ class Setting:
     stage: int  # as it was asked for: the policy of a single rank has stage 0
     policy: ZeroPolicy
     states: States = States()
+    sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))
 
     def __post_init__(self) -> None:
         offload = self.policy.offload
@@ -111,9 +113,13 @@ class RankMemory:
 
 
 def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMemory:
-    """Return the bytes of model states and of units in flight of one rank; no activations, no context."""
+    """Return the bytes of model states and of units in flight of one rank; no activations, no context.
+
+    world_size: all ranks.
+    """
     mesh = setting.policy.mesh
-    world_size = mesh.shard_ranks(world_size)
+    model = model.part_of(setting.sizes.tensor)
+    world_size = mesh.shard_ranks(world_size // setting.sizes.model_size)
     stage, offload, element = setting.stage, setting.policy.offload, setting.element
     offloads_optimizer = offload.optimizer is not Place.DEVICE
     owned = model.num_trainable / (world_size if stage >= 1 else 1)

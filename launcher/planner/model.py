@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from launcher.base.errors import UsageError
@@ -14,6 +14,8 @@ _STEPS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _MAX_COUNT = 10**15
 # Names of what Muon leaves to AdamW: what reads or writes tokens, and what is not a matrix.
 _BESIDE_MATRICES = re.compile(r"embed|lm_head|\bw[tp]e\b|norm|\bln_|bias$", re.IGNORECASE)
+# Names of what tensor-parallel ranks have whole.
+_BESIDE_LAYERS = re.compile(r"norm|\bln_|\bwpe\b|position", re.IGNORECASE)
 _EMBEDDING = re.compile(r"embed|\bw[tp]e\b", re.IGNORECASE)
 _TYPICAL_VOCABULARY = 50_257
 # Layers, hidden size, heads of models of this many parameters; 125M to 175B from Brown et al. 2020, table 2.1.
@@ -117,6 +119,16 @@ class ModelFacts:
     def largest_embedding_numel(self) -> int:
         """The most elements of an embedding, as names tell."""
         return max((param.numel for param in self.params if _EMBEDDING.search(param.name)), default=0)
+
+    def part_of(self, num_ranks: int) -> ModelFacts:
+        """Return what each of so many tensor-parallel ranks has: its part of matrices, and the rest whole."""
+        if num_ranks == 1:
+            return self
+        params = tuple(
+            param if _BESIDE_LAYERS.search(param.name) else replace(param, numel=-(-param.numel // num_ranks))
+            for param in self.params
+        )
+        return replace(self, params=params)
 
     def numel_below(self, threshold_numel: int) -> int:
         """Return the elements of all parameters smaller than the threshold: they stay unsharded at stage 3."""

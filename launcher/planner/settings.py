@@ -10,6 +10,7 @@ from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import BATCH_KEYS
 from launcher.config.check import check
 from launcher.config.fields import AUTO, Auto
+from launcher.config.mesh import mesh_sizes
 from launcher.config.policies import DType, Place, zero_policy
 from launcher.config.schema import Config
 from launcher.planner.memory import Setting, States
@@ -74,14 +75,15 @@ def in_precision(
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
     zero: dict[str, Any] = {"stage": setting.stage}
+    axes = {"tensor_parallel": {"autotp_size": setting.sizes.tensor}} if setting.sizes.tensor > 1 else {}
     offload, precision = setting.policy.offload, setting.policy.precision.param
     for name, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.params)):
         if place is not Place.DEVICE:
             path = {"nvme_path": EXAMPLE_NVME_PATH} if place is Place.DISK else {}
             zero[name] = {"device": place.value, **path}
     if precision is DType.FP32:
-        return {"zero_optimization": zero}
-    return {precision.value: {"enabled": True}, "zero_optimization": zero}
+        return {"zero_optimization": zero, **axes}
+    return {precision.value: {"enabled": True}, "zero_optimization": zero, **axes}
 
 
 def refusals(setting: Setting) -> list[str]:
@@ -96,7 +98,8 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> Config:
     An automatic precision is the 16-bit one. Raises: ConfigError.
     """
     facts = AutoFacts(
-        world_size=world_size,
+        world_size,
+        mesh_sizes(config, world_size).model_size,
         hidden_size=hidden_size,
         bf16=config.fp16.enabled is not True,
         fp16=config.bf16.enabled not in (True, AUTO),
@@ -113,9 +116,10 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> Config:
 def setting_of(config: Config, world_size: int) -> Setting:
     """Return the setting that a resolved config asks for.
 
-    Raises: UsageError for a combination that does not exist.
+    world_size: all ranks. Raises: UsageError for a combination that does not exist, ConfigError for a wrong mesh.
     """
-    return Setting(config.zero_optimization.stage, zero_policy(config, world_size), _states(config))
+    sizes = mesh_sizes(config, world_size)
+    return Setting(config.zero_optimization.stage, zero_policy(config, sizes.data), _states(config), sizes)
 
 
 def micro_batch_of(config: Config, world_size: int) -> int | None:
@@ -124,7 +128,8 @@ def micro_batch_of(config: Config, world_size: int) -> int | None:
         return config.train_micro_batch_size_per_gpu
     if config.train_batch_size is None:
         return None
-    return max(1, config.train_batch_size // ((config.gradient_accumulation_steps or 1) * world_size))
+    num_shares = mesh_sizes(config, world_size).data
+    return max(1, config.train_batch_size // ((config.gradient_accumulation_steps or 1) * num_shares))
 
 
 def _states(config: Config) -> States:

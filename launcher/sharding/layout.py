@@ -43,6 +43,12 @@ class ParamSlot:
         return self.param.numel
 
     @property
+    def first_element(self) -> int:
+        """The first element in the order in which parts of a split parameter follow each other."""
+        split = self.param.split
+        return 0 if split is None else split.index * split.local_numel
+
+    @property
     def end(self) -> int:
         return self.offset + self.numel
 
@@ -59,6 +65,7 @@ class UnitLayout:
     slots: tuple[ParamSlot, ...]
     world_size: int
     padded_numel: int
+    first_rank: int = 0  # that has chunk 0, where other ranks have other parts of the model
 
     @property
     def numel(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.sharding.layout import ParamSlot, UnitLayout
 
@@ -23,7 +23,7 @@ class ParamRange:
     """Consecutive elements of one parameter."""
 
     name: str
-    start: int  # first element, in the parameter's own order (row-major)
+    start: int  # first element, row-major; of a parameter in parts (`TensorSplit`) part after part, each row-major
     numel: int
 
     @property
@@ -35,37 +35,57 @@ class ShardMap:
     """(name, range of elements) <-> (unit, rank, offset), for units laid out in this way.
 
     A unit that every rank holds whole is one of world size 1: its only shard is that of every rank, and is found as
-    rank 0's.
+    that of its first rank. Ranks may have other parts of the model, with units of their own (`UnitLayout.first_rank`).
+    A parameter that several of them have whole is found at the first.
     """
 
     def __init__(self, layouts: Sequence[UnitLayout]) -> None:
         """layouts: of all units, in the order of the model. Raises: ValueError where two parameters share a name."""
         self.layouts = tuple(layouts)
-        self._slots: dict[str, tuple[int, ParamSlot]] = {}
+        self._slots: dict[str, list[tuple[int, ParamSlot]]] = {}  # of each parameter its parts, in their order
         for unit, layout in enumerate(self.layouts):
             for slot in layout.slots:
-                if slot.name in self._slots:
-                    raise ValueError(f"two parameters are named {slot.name}; a map needs one name for each")
-                self._slots[slot.name] = unit, slot
+                self._add(unit, slot)
+        for name, parts in self._slots.items():
+            split = parts[0][1].param.split
+            if split is not None and [slot.param.split for _, slot in parts] != [
+                replace(split, index=index) for index in range(split.count)
+            ]:
+                raise ValueError(f"the parts of {name} are not all there")
 
-    def slot_of(self, name: str) -> ParamSlot:
-        """Return the place of a parameter in its unit. Raises: KeyError for a name that the map does not have."""
-        return self._slots[name][1]
+    def _add(self, unit: int, slot: ParamSlot) -> None:
+        parts = self._slots.setdefault(slot.name, [])
+        if not parts or slot.param.split is not None:
+            parts.append((unit, slot))
+        elif self.layouts[unit].first_rank == self.layouts[parts[0][0]].first_rank:
+            raise ValueError(f"two parameters are named {slot.name}; a map needs one name for each")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
+    def slot_of(self, name: str, unit: int | None = None) -> ParamSlot:
+        """Return the place of a parameter in its unit, of a part of it in `unit`. Raises: KeyError without one."""
+        for found, slot in self._slots[name]:
+            if unit in (None, found):
+                return slot
+        raise KeyError(name)
 
     def shards_of(self, name: str, start: int = 0, stop: int | None = None) -> list[ShardRange]:
         """Return where the elements `[start, stop)` of a parameter are, in their order; all of it by default.
 
         Raises: KeyError for a name that the map does not have.
         """
-        unit, slot = self._slots[name]
-        first, last = slot.offset + start, slot.offset + (slot.numel if stop is None else min(stop, slot.numel))
-        chunk = self.layouts[unit].chunk_numel
         found = []
-        while first < last:
-            rank, offset = divmod(first, chunk)
-            numel = min(chunk - offset, last - first)
-            found.append(ShardRange(unit, rank, offset, numel))
-            first += numel
+        for unit, slot in self._slots[name]:
+            before = slot.first_element
+            first = slot.offset + max(start - before, 0)
+            last = slot.offset + (slot.numel if stop is None else min(stop - before, slot.numel))
+            layout = self.layouts[unit]
+            while first < last:
+                rank, offset = divmod(first, layout.chunk_numel)
+                numel = min(layout.chunk_numel - offset, last - first)
+                found.append(ShardRange(unit, layout.first_rank + rank, offset, numel))
+                first += numel
         return found
 
     def params_of(self, unit: int, rank: int) -> list[tuple[ParamRange, int]]:
@@ -74,10 +94,14 @@ class ShardMap:
         Raises: IndexError for a rank outside of the unit's world.
         """
         layout = self.layouts[unit]
-        if rank >= layout.world_size > 1:
+        chunk = rank - layout.first_rank if layout.world_size > 1 else 0
+        if not 0 <= chunk < layout.world_size:
             raise IndexError(f"unit {unit} is sharded over {layout.world_size} ranks, there is no rank {rank}")
-        owned = layout.chunk_range(rank if layout.world_size > 1 else 0)
+        owned = layout.chunk_range(chunk)
         return [
-            (ParamRange(slot.name, shared.start - slot.offset, len(shared)), shared.start - owned.start)
+            (
+                ParamRange(slot.name, slot.first_element + shared.start - slot.offset, len(shared)),
+                shared.start - owned.start,
+            )
             for slot, shared in layout.slots_in(owned)
         ]

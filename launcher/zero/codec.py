@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.zero.stages import ZeroPolicy
 
 
@@ -18,7 +18,7 @@ class GradientCodec:
     only a sum of several micro-batches is sent in fp32. A policy may name the type that travels.
     """
 
-    def __init__(self, policy: ZeroPolicy, group: DataParallelGroup, num_ranks: int) -> None:
+    def __init__(self, policy: ZeroPolicy, group: RankGroup, num_ranks: int) -> None:
         """group: over which the gradients are reduced. num_ranks: over which they are averaged."""
         self._policy = policy
         self._group = group

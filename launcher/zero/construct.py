@@ -14,8 +14,8 @@ from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.base.suggest import did_you_mean
-from launcher.comm.groups import DataParallelGroup, init_distributed
-from launcher.comm.groups import data_parallel_group as all_ranks
+from launcher.comm.groups import RankGroup, init_distributed
+from launcher.comm.groups import world_group as all_ranks
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.policies import param_dtype
 from launcher.sharding.layout import layout_unit
@@ -140,7 +140,7 @@ class Init:
 
 
 def shard_parameter(
-    param: nn.Parameter, group: DataParallelGroup, dtype: torch.dtype | None = None, placement: Placement = ON_DEVICE
+    param: nn.Parameter, group: RankGroup, dtype: torch.dtype | None = None, placement: Placement = ON_DEVICE
 ) -> None:
     """Keep only this rank's chunk of a parameter, of rank 0's values, at `placement`. Every rank must call it.
 
@@ -153,7 +153,10 @@ def shard_parameter(
     layout = layout_unit([param_info("", param, converted)], group.world_size)
     owned = layout.chunk_range(group.rank)
     parts = UnitParameters(
-        [param], layout, ParallelMesh(group, group), ShardSpec(converted, owned, is_sharded=True, placement=placement)
+        [param],
+        layout,
+        ParallelMesh(group, group, group),
+        ShardSpec(converted, owned, is_sharded=True, placement=placement),
     )
     parts.register()
     parts.describe()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.optim.api import UnitOptimizer
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.threads import using_part_of_threads
@@ -23,7 +23,7 @@ class DelayedUpdate:
         units: Sequence[FlatUnit],
         optimizer: UnitOptimizer,
         policy: ZeroPolicy,
-        group: DataParallelGroup,
+        group: RankGroup,
     ) -> None:
         self._units = [unit for unit in units if unit.grads is not None]
         self._optimizer = optimizer

@@ -89,8 +89,10 @@ class UnitGradients:
         self._factor = 1.0  # what the last sum over the ranks was multiplied by
         self._is_summed_over_copies = mesh.replicate is None  # what is owned
         self._is_unreduced = False  # the last reduction left every rank its own gradient
-        own = layout.chunk_range(group.rank) if self._owns_all else range(len(owned))
-        self._counted = slice(own.start, own.stop)  # of what is owned: each element is counted by one rank
+        # Of what is owned: each element is counted by one rank.
+        own = layout.chunk_range(group.rank) if self._owns_all else owned
+        counted = [own] if mesh.tensor is None or mesh.tensor.rank == 0 else _in_parts(layout, own)
+        self._counted = [slice(part.start - owned.start, part.stop - owned.start) for part in counted]
         self._square: Tensor | None = None  # scalar fp64: the sum of squares, when it is known
         self._is_measured_early = not group.runtime.runs_behind_host or offloads_sums
 
@@ -305,21 +307,23 @@ class UnitGradients:
         """
         if self._square is None:
             self.finish()
-            square = self._sum.square(slice(None) if self._is_unreduced else self._counted)
+            square = self._sum.square([slice(None)] if self._is_unreduced else self._counted)
             self._square = square / self._group.world_size if self._is_unreduced else square
         return self._square
 
     @property
-    def unmeasured(self) -> Tensor | None:
-        """This rank's share of the gradient, 1-D on the device, where its squares are summed with those of all units.
+    def unmeasured(self) -> list[Tensor] | None:
+        """This rank's share of the gradient, 1-D each on the device, whose squares are summed with those of all units.
 
         None: `square` has them. All reductions must have been waited for.
         """
-        return None if self._is_measured_early or self._is_unreduced else self.owned_grad[self._counted]
+        if self._is_measured_early or self._is_unreduced:
+            return None
+        return [self.owned_grad[part] for part in self._counted]
 
     def _measured(self, grad: Tensor) -> Tensor:
         is_full = self._is_unreduced
-        return sum_of_squares(grad) / self._group.world_size if is_full else sum_of_squares(grad[self._counted])
+        return sum_of_squares(grad) / self._group.world_size if is_full else sum_of_squares(grad, self._counted)
 
     def finish(self) -> None:
         """Wait until `owned_grad` can be read and written, wherever it is kept."""
@@ -346,3 +350,16 @@ class UnitGradients:
         self.drop_late()
         self._is_sent = False
         self.state = check_transition(self.state, UnitState.IDLE)
+
+
+def _in_parts(layout: UnitLayout, own: range) -> list[range]:
+    """Return the elements of parameters of which tensor-parallel ranks have parts: the others are the same on each."""
+    found: list[range] = []
+    for slot, shared in layout.slots_in(own):
+        if slot.param.split is None:
+            continue
+        if found and found[-1].stop == shared.start:
+            found[-1] = range(found[-1].start, shared.stop)
+        else:
+            found.append(shared)
+    return found

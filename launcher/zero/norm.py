@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import Readback
 from launcher.kernels.api import DeviceScale
 from launcher.zero.gradients import UnitGradients
@@ -47,15 +47,16 @@ class StepOutcome:
         return self.skips_overflow and not math.isfinite(self.norm)
 
 
-def sum_of_squares(gradients: list[UnitGradients], group: DataParallelGroup) -> Tensor:
+def sum_of_squares(gradients: list[UnitGradients], group: RankGroup) -> Tensor:
     """Return the sum of squares of this rank's share of all gradients, fp64 [1] on the device.
 
     On a GPU in one launch over all units; on a CPU each unit was measured as its sum arrived, while it was in the cache
     and others were in flight. After the reductions.
     """
     together = [own.unmeasured for own in gradients]
-    squares = [own.square.to(group.device) for own, grad in zip(gradients, together, strict=True) if grad is None]
-    unmeasured = [grad for grad in together if grad is not None]
+    squares = [own.square.to(group.device) for own, grads in zip(gradients, together, strict=True) if grads is None]
+    unmeasured = [grad for grads in together for grad in grads or ()]
+    squares.append(torch.zeros((), dtype=torch.float64, device=group.device))
     if unmeasured:
         squares.append(sum_of_all_squares(unmeasured))
     return torch.stack(squares).sum().reshape(1)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from launcher.base.errors import EngineError
 from launcher.base.timeouts import timeouts
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 
 _HINT = (
     "at stage 3 every rank must run the same modules in the same order: name the module that chooses among others in"
@@ -91,7 +91,7 @@ class CollectiveOrder:
             self._num_forgotten[kind] = 0
             self._digests[kind] = 0
 
-    def rendezvous(self, group: DataParallelGroup, ended: str) -> None:
+    def rendezvous(self, group: RankGroup, ended: str) -> None:
         """Wait until all ranks are about to continue after an exception that ended the same pass at the same place.
 
         ended: the pass, "forward" or "backward". Raises: EngineError on every rank that calls it, now and at each later
@@ -119,7 +119,7 @@ class CollectiveOrder:
             self._parted = _parted("; ".join(f"rank {rank} in {end}" for rank, end in enumerate(ends)))
             raise self._parted
 
-    def difference(self, group: DataParallelGroup) -> EngineError:
+    def difference(self, group: RankGroup) -> EngineError:
         """Return an error that names the first collective in which ranks part. Collective."""
         everywhere: list[list[_Order]] = [[] for _ in range(group.world_size)]
         dist.all_gather_object(everywhere, self._orders(), group=group.process_group)
@@ -129,7 +129,7 @@ class CollectiveOrder:
             return EngineError("ranks took different paths through the model since the last step", hint=_HINT)
         return self._difference(kind, {rank: orders[kind] for rank, orders in enumerate(everywhere)})
 
-    def difference_of_waiting(self, group: DataParallelGroup) -> EngineError | None:
+    def difference_of_waiting(self, group: RankGroup) -> EngineError | None:
         """Return an error that names where this rank and another one that waits part; None where no two do.
 
         Not collective: it publishes what this rank has issued, and compares it with what others have published.
@@ -143,7 +143,7 @@ class CollectiveOrder:
                 return self._difference(Collective(kind), orders)
         return None
 
-    def warning_of_waiting(self, group: DataParallelGroup) -> str | None:
+    def warning_of_waiting(self, group: RankGroup) -> str | None:
         """Return what to say of a forward without gradients in which other ranks do not wait with this one, or None.
 
         Not collective, as `difference_of_waiting`.
@@ -162,7 +162,7 @@ class CollectiveOrder:
         """Return for each kind the number of collectives that are forgotten, and those after them."""
         return [(self._num_forgotten[kind], list(self.issued[kind])) for kind in Collective]
 
-    def _publish(self, group: DataParallelGroup) -> dict[int, list[_Order]]:
+    def _publish(self, group: RankGroup) -> dict[int, list[_Order]]:
         """Publish the orders of this rank, which waits; return, by rank, those that were published since the step."""
         if group.process_group is None:
             return {}

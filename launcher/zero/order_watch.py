@@ -21,7 +21,7 @@ from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.timeouts import timeouts
 from launcher.comm import pending
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.zero.order import CollectiveOrder
 
 _INTERVAL_S = 1.0
@@ -31,7 +31,7 @@ _EXIT_CODE = 1
 class OrderWatch(threading.Thread):
     """Watches the collectives of one engine until the engine ends or is collected."""
 
-    def __init__(self, order: CollectiveOrder, group: DataParallelGroup) -> None:
+    def __init__(self, order: CollectiveOrder, group: RankGroup) -> None:
         """group: the ranks of the engine, at least two."""
         super().__init__(name="launch-order-watch", daemon=True)
         self._order = weakref.ref(order)
@@ -63,7 +63,7 @@ class OrderWatch(threading.Thread):
                     get_logger().warning("%s", warning)
 
 
-def watch_order(order: CollectiveOrder, group: DataParallelGroup) -> OrderWatch | None:
+def watch_order(order: CollectiveOrder, group: RankGroup) -> OrderWatch | None:
     """Start to watch; None where the host waits for no other rank: it is alone, or its device works behind it."""
     if group.process_group is None or group.runtime.runs_behind_host:
         return None

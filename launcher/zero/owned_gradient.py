@@ -7,19 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.kernels.select import kernel_for
 from launcher.zero.placement import Placement
 
 
-def sum_of_squares(grad: Tensor) -> Tensor:
-    """Return the sum of squares of a gradient, scalar fp64; not finite when an element is not."""
+def sum_of_squares(grad: Tensor, parts: Sequence[slice] = (slice(None),)) -> Tensor:
+    """Return the sum of squares of parts of a gradient, scalar fp64; not finite when an element is not."""
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=grad.device)
     kernel = kernel_for(grad.device.type) if grad.device.type == "cpu" else None  # elsewhere: see `sum_of_all_squares`
     if kernel is not None:
-        return kernel.sum_of_squares([grad])
-    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)  # its sum in fp64 is 40 times slower on a CPU
-    return norm.double().square()
+        return kernel.sum_of_squares([grad[part] for part in parts])
+    # Its sum in fp64 is 40 times slower on a CPU.
+    norms = [torch.linalg.vector_norm(grad[part], dtype=torch.float32) for part in parts]
+    return torch.stack(norms).double().square().sum()
 
 
 def sum_of_all_squares(grads: Sequence[Tensor]) -> Tensor:
@@ -41,7 +44,7 @@ class OwnedGradient:
         self,
         numel: int,
         dtype: torch.dtype,
-        group: DataParallelGroup,
+        group: RankGroup,
         placement: Placement,
         *,
         kept: Tensor | None,
@@ -149,12 +152,12 @@ class OwnedGradient:
             self._copier.synchronize()
             self.swap.send_out()
 
-    def square(self, counted: slice) -> Tensor:
-        """Return the sum of squares of a part of what is kept, scalar fp64 on the device."""
+    def square(self, parts: Sequence[slice]) -> Tensor:
+        """Return the sum of squares of parts of what is kept, scalar fp64 on the device."""
         on_disk = self.swap if self._is_offloaded else None
         if on_disk is not None:
             on_disk.bring_in()
-        square = sum_of_squares(self.grad[counted]).to(self._group.device)
+        square = sum_of_squares(self.grad, parts).to(self._group.device)
         if on_disk is not None:
             on_disk.drop()
         return square

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives, observe
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import PASSED, Side, StreamEvent
@@ -35,6 +35,7 @@ from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.sharding.tensors import ParamInfo
 from launcher.zero.disk import Swapped
 from launcher.zero.placement import ON_DEVICE, Placement
+from launcher.zero.splits import split_of
 from launcher.zero.stages import ParameterState, Place, Precision
 
 _param_ids = itertools.count()
@@ -300,7 +301,7 @@ class UnitParameters:
         if self._swap is not None:
             self._swap.drop()
 
-    def _start_all_gather(self, own: Tensor, group: DataParallelGroup | None = None) -> Pending:
+    def _start_all_gather(self, own: Tensor, group: RankGroup | None = None) -> Pending:
         """Start filling `flat` with what every rank has of it. own: what this rank has.
 
         group: None for the ranks that own a chunk each. Call it on the gathers' stream.
@@ -450,7 +451,13 @@ def param_info(name: str, param: nn.Parameter, dtype: torch.dtype, group: int | 
     dtype: in which it is kept. group: its optimizer group; None where nothing trains it.
     """
     shape = tuple(getattr(param, "ds_shape", param.shape))
-    return ParamInfo(name, shape, str(dtype).removeprefix("torch."), group is not None, group or 0)
+    return ParamInfo(name, shape, str(dtype).removeprefix("torch."), group is not None, group or 0, split_of(param))
+
+
+def full_shape(param: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of one that is sharded, or of which this rank has a part."""
+    split = split_of(param)
+    return tuple(getattr(param, "ds_shape", param.shape)) if split is None else split.shape
 
 
 def unit_params_of(param: nn.Parameter) -> UnitParameters | None:

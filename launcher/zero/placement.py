@@ -11,7 +11,7 @@ from torch import Tensor
 from launcher.base.errors import EngineError
 from launcher.base.units import format_bytes
 from launcher.comm.device import local_device
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
 from launcher.config.policies import offload_policy
@@ -35,7 +35,7 @@ class Placement:
         """Whether it is not the device."""
         return self.place is not Place.DEVICE
 
-    def empty(self, numel: int, dtype: torch.dtype, group: DataParallelGroup) -> Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, group: RankGroup) -> Tensor:
         """Return memory there, 1-D; for a disk the host memory that is going to be swapped."""
         if not self.is_offloaded:
             return torch.empty(numel, dtype=dtype, device=group.device)

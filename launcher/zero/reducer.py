@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from launcher.base.errors import EngineError
 from launcher.comm import hosts
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.streams import Side
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.order import Collective, CollectiveOrder
@@ -32,9 +32,7 @@ _running_passes: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # of all 
 class GradientReducer:
     """Starts reductions as units complete and bounds how many are in flight."""
 
-    def __init__(
-        self, units: Sequence[FlatUnit], policy: ZeroPolicy, group: DataParallelGroup, order: CollectiveOrder
-    ) -> None:
+    def __init__(self, units: Sequence[FlatUnit], policy: ZeroPolicy, group: RankGroup, order: CollectiveOrder) -> None:
         """units: all, in forward order. order: notes what is issued here."""
         self._index_of = {unit.grads: unit.index for unit in units if unit.grads is not None}
         self._gradients = list(self._index_of)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import Readback, largest_of_hosts, on_any_rank
 from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
@@ -40,7 +40,7 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
     Raises: EngineError on all ranks when their collectives had different orders.
     """
     group = mesh.data
-    if not gradients:
+    if not gradients and mesh.model is None:
         return _StepFacts(0.0, 0, 0)
     total = sum_of_squares(gradients, group)
     counts = [sum(own.used.count(False) for own in gradients), reducer.num_late, *reducer.order.digests]
@@ -51,6 +51,10 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
     square, num_unused, num_late, is_one = torch.cat([rows[:, :3].sum(dim=0), is_one_order.reshape(1)]).tolist()
     if not is_one:
         raise reducer.order.difference(group)
+    if mesh.model is not None:
+        (square,) = collectives.sum_scalars(
+            mesh.model, torch.tensor([square], dtype=torch.float64, device=group.device)
+        ).tolist()
     return _StepFacts(math.sqrt(square / mesh.num_copies), int(num_unused), int(num_late))
 
 
@@ -83,7 +87,7 @@ def _complete_sums_behind_host(gradients: list[UnitGradients], reducer: Gradient
     return bool(is_unused)
 
 
-def _unused_anywhere(units: list[FlatUnit], group: DataParallelGroup) -> list[str]:
+def _unused_anywhere(units: list[FlatUnit], group: RankGroup) -> list[str]:
     """Return the names of parameters that had no gradient on any rank. units: trained ones. Collective."""
     names = [name for unit in units for name in unit.layout.names]
     flags = [used for unit in units if unit.grads is not None for used in unit.grads.used]
@@ -99,8 +103,11 @@ def step_units(
     mesh: ParallelMesh,
     loss_scale: float | None = None,
     delayed: DelayedUpdate | None = None,
+    check: Callable[[list[FlatUnit]], None] = lambda units: None,
 ) -> StepOutcome:
     """Take one optimizer step and return how it went. Every rank must call it.
+
+    check: called when the sums of all gradients are complete, before anything is updated.
 
     loss_scale: what the gradients are too large by; the norm returned is not. None: the precision needs none. When the
     norm is not finite nothing is updated: one bad micro-batch must not destroy the weights. Parameters that had no
@@ -119,9 +126,13 @@ def step_units(
         unit.take_edits()
     is_behind = mesh.data.runtime.runs_behind_host and policy.offload.optimizer is Place.DEVICE and bool(gradients)
     if is_behind and loss_scale is None and isinstance(optimizer, DeviceScaled) and optimizer.takes_device_scale:
-        outcome = _step_behind_host(trained, gradients, reducer, optimizer, policy, mesh)
+        is_any_unused = _complete_sums_behind_host(gradients, reducer, mesh)
+        check(trained)
+        outcome = _step_behind_host(trained, gradients, optimizer, policy, mesh, is_any_unused=is_any_unused)
     else:
-        outcome = _step_with_host(trained, gradients, reducer, optimizer, policy, mesh, loss_scale or 1.0, delayed)
+        facts = complete_sums(gradients, reducer, mesh)
+        check(trained)
+        outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale or 1.0, delayed)
     for own in gradients:
         own.discard()
     reducer.order.begin_step()
@@ -131,16 +142,18 @@ def step_units(
 def _step_behind_host(
     trained: list[FlatUnit],
     gradients: list[UnitGradients],
-    reducer: GradientReducer,
     optimizer: DeviceScaled,
     policy: ZeroPolicy,
     mesh: ParallelMesh,
+    *,
+    is_any_unused: bool,
 ) -> StepOutcome:
     """Queue a step whose norm, factor of clipping and skip flag only the device knows."""
-    is_any_unused = _complete_sums_behind_host(gradients, reducer, mesh)
     unused = _unused(trained, policy, mesh.data) if is_any_unused else []
     rows = collectives.gather_rows(mesh.data, sum_of_squares(gradients, mesh.data))
     square = rows.sum(dim=0) / mesh.num_copies
+    if mesh.model is not None:
+        square = collectives.sum_scalars(mesh.model, square)
     outcome = StepOutcome(Readback(square), skips_overflow=policy.skips_overflow)
     optimizer.step(device_scale(square, policy.max_grad_norm, skips_overflow=policy.skips_overflow), frozenset(unused))
     for unit in trained:
@@ -150,8 +163,7 @@ def _step_behind_host(
 
 def _step_with_host(
     trained: list[FlatUnit],
-    gradients: list[UnitGradients],
-    reducer: GradientReducer,
+    facts: _StepFacts,
     optimizer: FlatOptimizer,
     policy: ZeroPolicy,
     mesh: ParallelMesh,
@@ -159,7 +171,6 @@ def _step_with_host(
     delayed: DelayedUpdate | None,
 ) -> StepOutcome:
     """Take a step that the host decides: it knows the norm first."""
-    facts = complete_sums(gradients, reducer, mesh)
     norm = facts.norm / loss_scale
     unused = _unused(trained, policy, mesh.data) if facts.num_unused else []
     if delayed is not None:
@@ -173,7 +184,7 @@ def _step_with_host(
     return StepOutcome(norm, skips_overflow=policy.skips_overflow)
 
 
-def _unused(trained: list[FlatUnit], policy: ZeroPolicy, group: DataParallelGroup) -> list[str]:
+def _unused(trained: list[FlatUnit], policy: ZeroPolicy, group: RankGroup) -> list[str]:
     """Return the parameters without a gradient on any rank. Collective. Raises: EngineError unless they may be."""
     unused = _unused_anywhere(trained, group)
     if unused and not policy.accepts_unused:
@@ -228,7 +239,7 @@ def _unused_error(names: list[str]) -> EngineError:
     )
 
 
-def first_bad_gradient(units: list[FlatUnit], group: DataParallelGroup) -> str | None:
+def first_bad_gradient(units: list[FlatUnit], group: RankGroup) -> str | None:
     """Return the name of the first parameter whose summed gradient has an element that is not finite.
 
     Every rank must call it, after `step_units` has skipped a step: the gradients still stand where they were.

@@ -16,6 +16,7 @@ from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import StoredParam
 from launcher.checkpoint.load import _state_of
 from launcher.comm.gloo import GlooCommunicator
+from launcher.sharding.tensors import ParamInfo
 
 
 def _loaded(rank: int, world_size: int, folder: str, stage: int, kernel: str, hosts: int) -> list[str]:
@@ -72,6 +73,6 @@ def test_a_state_of_another_type_is_read_as_it_was_stored() -> None:
     source: Any = SimpleNamespace(params=params, read=lambda key, name, start, out: out.fill_(0.1))
     room = torch.empty(2)
     optimizer: Any = SimpleNamespace(room_of=lambda shard, name: room)
-    state = _state_of(source, shard, optimizer)
+    state = _state_of(source, shard, optimizer, {"weight": ParamInfo("weight", (4,), "float32")})
     assert state["wide"].tolist() == [0.1, 0.1]
     assert state["same"] is room

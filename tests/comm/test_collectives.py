@@ -15,7 +15,7 @@ from harness.ranks import run_on_ranks
 from launcher.base.errors import EngineError
 from launcher.comm import collectives, pending
 from launcher.comm.device import DeviceRuntime
-from launcher.comm.groups import DataParallelGroup, data_parallel_group, init_distributed
+from launcher.comm.groups import RankGroup, init_distributed, world_group
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +39,7 @@ def _mean_of_large_halves(rank: int, world_size: int) -> float:
     """The sum of what the ranks hold overflows fp16, its mean does not."""
     flat = torch.full((world_size * CHUNK,), 60000.0, dtype=torch.float16)
     output = torch.empty(CHUNK, dtype=torch.float16)
-    collectives.reduce_scatter(data_parallel_group(), flat, output, 1.0 / world_size).wait()
+    collectives.reduce_scatter(world_group(), flat, output, 1.0 / world_size).wait()
     return output.unique().item()
 
 
@@ -51,7 +51,7 @@ def test_a_mean_in_fp16_does_not_overflow(world_size: int) -> None:
 def _all_reduce_of_halves(rank: int, world_size: int) -> torch.Tensor:
     flat = torch.full((world_size * CHUNK,), -1.0)
     sent = contribution(rank, world_size, torch.bfloat16)
-    collectives.all_reduce(data_parallel_group(), flat, sent=sent).wait()
+    collectives.all_reduce(world_group(), flat, sent=sent).wait()
     return flat
 
 
@@ -65,7 +65,7 @@ def test_what_is_sent_in_16_bits_is_summed_in_32(world_size: int) -> None:
 def _reduce_scatter(rank: int, world_size: int, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
     flat = contribution(rank, world_size, dtype)
     output = flat.chunk(world_size)[rank] if in_place else torch.empty(CHUNK, dtype=dtype)
-    pending = collectives.reduce_scatter(data_parallel_group(), flat, output)
+    pending = collectives.reduce_scatter(world_group(), flat, output)
     pending.wait()
     pending.wait()  # idempotent
     return output.clone()
@@ -81,7 +81,7 @@ def test_reduce_scatter_sums_in_rank_order(world_size: int, dtype: torch.dtype, 
 
 def _all_reduce(rank: int, world_size: int, dtype: torch.dtype) -> torch.Tensor:
     flat = contribution(rank, world_size, dtype)
-    collectives.all_reduce(data_parallel_group(), flat).wait()
+    collectives.all_reduce(world_group(), flat).wait()
     return flat
 
 
@@ -95,7 +95,7 @@ def test_all_reduce_gives_every_rank_the_same_bits(world_size: int, dtype: torch
 def _all_gather(rank: int, world_size: int) -> torch.Tensor:
     flat = torch.full((world_size * CHUNK,), -1.0)
     flat.chunk(world_size)[rank].fill_(float(rank))
-    collectives.all_gather(data_parallel_group(), flat).wait()
+    collectives.all_gather(world_group(), flat).wait()
     return flat
 
 
@@ -107,7 +107,7 @@ def test_all_gather_fills_in_every_chunk(world_size: int) -> None:
 
 
 def _several_in_flight(rank: int, world_size: int) -> list[torch.Tensor]:
-    group = data_parallel_group()
+    group = world_group()
     flats = [contribution(rank + 10 * number, world_size, torch.float32) for number in range(4)]
     pending = [collectives.all_reduce(group, flat) for flat in flats]
     for one in pending:
@@ -132,7 +132,7 @@ def _drain_what_is_not_held(rank: int, world_size: int, key: str) -> torch.Tenso
     store = torch.distributed.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait([key])
-    collectives.all_gather(data_parallel_group(), flat)
+    collectives.all_gather(world_group(), flat)
     gc.collect()
     if rank == 0:
         store.set(key, "about to drain")
@@ -147,7 +147,7 @@ def test_what_is_not_waited_for_is_drained() -> None:
 
 
 def _held_after(rank: int, world_size: int) -> int:
-    group = data_parallel_group()
+    group = world_group()
     pending.drain()
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.zeros(world_size * CHUNK)
@@ -165,7 +165,7 @@ def test_what_has_been_waited_for_is_not_held(world_size: int) -> None:
 
 
 def _scalars(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    group = data_parallel_group()
+    group = world_group()
     summed = collectives.sum_scalars(group, torch.tensor([0.1 * rank, 1.0], dtype=torch.float64))
     return summed.tolist(), collectives.gather_scalars(group, rank / 3)
 
@@ -184,7 +184,7 @@ def test_scalars(world_size: int) -> None:
 
 def _broadcast(rank: int, world_size: int) -> list[Any]:
     tensors = [torch.full((3,), rank, dtype=torch.float32), torch.full((2, 2), rank, dtype=torch.int64)]
-    collectives.broadcast(data_parallel_group(), tensors)
+    collectives.broadcast(world_group(), tensors)
     return tensors
 
 
@@ -206,7 +206,7 @@ def test_an_incomplete_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_plain_python_process_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     init_distributed()
-    group = data_parallel_group()
+    group = world_group()
     assert (group.rank, group.world_size, group.process_group) == (0, 1, None)
 
 
@@ -218,7 +218,7 @@ def _among_the_last_two(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     process_group = dist.new_group([1, 2])
     if rank == 0:
         return {}
-    group = DataParallelGroup(rank - 1, 2, process_group, DeviceRuntime(torch.device("cpu")))
+    group = RankGroup(rank - 1, 2, process_group, DeviceRuntime(torch.device("cpu")))
     found = {"reduce_scatter": torch.empty(CHUNK, dtype=torch.bfloat16), "all_gather": torch.zeros(2 * CHUNK)}
     flat = contribution(rank, 2, torch.bfloat16)
     collectives.reduce_scatter(group, flat, found["reduce_scatter"]).wait()

@@ -11,7 +11,7 @@ from harness.ranks import run_on_ranks
 from torch import Tensor
 
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup, data_parallel_group
+from launcher.comm.groups import RankGroup, world_group
 
 CHUNK = 96
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -28,7 +28,7 @@ def _all_kinds(
     """Each collective once; `scale` is an exact one."""
     found: dict[str, Tensor] = {}
     with communicators(kind):
-        group = data_parallel_group()
+        group = world_group()
         found["reduce_scatter"] = torch.empty(CHUNK, dtype=output_dtype)
         collectives.reduce_scatter(group, values(rank, world_size, dtype), found["reduce_scatter"], scale).wait()
         flat = values(rank, world_size, dtype)
@@ -75,7 +75,7 @@ def _part_of_a_large_sum(rank: int, world_size: int) -> float:
     output = torch.empty(CHUNK, dtype=torch.float16)
     with communicators("nccl"):
         flat = torch.full((world_size * CHUNK,), 6e4)
-        collectives.reduce_scatter(data_parallel_group(), flat, output, 0.1).wait()
+        collectives.reduce_scatter(world_group(), flat, output, 0.1).wait()
     return output.unique().item()
 
 
@@ -87,8 +87,8 @@ def test_a_sum_that_fp16_cannot_hold_is_scaled_before_it_is_rounded() -> None:
 
 
 def _misuse(rank: int, world_size: int, kind: str, how: str) -> Any:
-    def group_and_flat() -> tuple[DataParallelGroup, Tensor]:
-        group = data_parallel_group()
+    def group_and_flat() -> tuple[RankGroup, Tensor]:
+        group = world_group()
         return group, group.buffers.borrow(world_size * CHUNK, torch.float32).fill_(1.0)
 
     with late_group(kind):

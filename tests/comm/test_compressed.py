@@ -10,7 +10,7 @@ from torch import Tensor
 
 from launcher.comm import observe
 from launcher.comm.compressed import CompressedMean, pack_signs, sign_table, unpack_signs
-from launcher.comm.groups import data_parallel_group
+from launcher.comm.groups import world_group
 from launcher.comm.log import LogRules, start_log, stop_log
 
 NUMELS = [5, 3000, 1, 1024, 2500]  # smaller than a block, several blocks, cut by a chunk's end
@@ -33,7 +33,7 @@ def _filled(mean: CompressedMean, runs: list[Tensor]) -> Tensor:
 
 
 def _average(rank: int, world_size: int) -> tuple[list[list[Tensor]], bool]:
-    mean = CompressedMean(data_parallel_group(), NUMELS)
+    mean = CompressedMean(world_group(), NUMELS)
     found, is_padding_zero = [], True
     for call in range(CALLS):
         flat = _filled(mean, contributions(rank, call))
@@ -63,7 +63,7 @@ def test_alone_nothing_is_rounded() -> None:
 
 def _mean_of_means(rank: int, world_size: int, num_calls: int) -> float:
     """The same vector again and again: how far is the mean of what came back?"""
-    mean = CompressedMean(data_parallel_group(), NUMELS)
+    mean = CompressedMean(world_group(), NUMELS)
     total = torch.zeros(mean.numel)
     for _ in range(num_calls):
         flat = _filled(mean, contributions(rank, 0))
@@ -83,7 +83,7 @@ def test_error_feedback_makes_the_running_mean_converge() -> None:
 
 def _one_rests(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     """The second run sits out a call between two others."""
-    mean = CompressedMean(data_parallel_group(), NUMELS)
+    mean = CompressedMean(world_group(), NUMELS)
     means = []
     for call, resting in enumerate([(), (1,), ()]):
         flat = _filled(mean, contributions(rank, call))
@@ -103,7 +103,7 @@ def test_a_run_that_rests_keeps_its_values_and_errors() -> None:
 
 
 def _bytes(rank: int, world_size: int) -> tuple[int, int, dict[tuple[str, int], int]]:
-    mean = CompressedMean(data_parallel_group(), [64 * BLOCK * world_size])
+    mean = CompressedMean(world_group(), [64 * BLOCK * world_size])
     flat = torch.randn(mean.numel)
     before = observe.sent_bytes()
     mean.average(flat)

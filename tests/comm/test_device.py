@@ -22,7 +22,7 @@ from launcher.comm.communicator import Alone
 from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.gloo import GlooCommunicator
-from launcher.comm.groups import communicator_for, data_parallel_group, init_distributed
+from launcher.comm.groups import communicator_for, init_distributed, world_group
 from launcher.comm.nccl import NcclCommunicator
 from launcher.monitor.memory import MemoryUse, memory_use
 from launcher.monitor.phases import PhaseTimer
@@ -231,7 +231,7 @@ def _num_links(rank: int, world_size: int) -> tuple[int, bool]:
         engine, *_ = launcher.initialize(model=nn.Sequential(model, sharded), config=config)
     runtimes = {id(unit.group.runtime) for unit in engine._sharded.units}
     assert type(engine.module[0][0]) is not nn.Linear  # the bound on live parameters tiles it
-    return len(made), len(runtimes) == 1 and data_parallel_group().runtime is not engine._parts.group.runtime
+    return len(made), len(runtimes) == 1 and world_group().runtime is not engine._parts.group.runtime
 
 
 def test_an_engine_makes_one_link() -> None:

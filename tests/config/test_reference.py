@@ -33,7 +33,7 @@ from launcher.optim.schedules import SCHEDULES
 from launcher.optim.torch_schedules import schedule_from_config
 
 ROOT = Path(__file__).resolve().parents[2]
-READERS = ("config/policies.py", "activation", "comm", "engine", "monitor", "optim", "storage", "zero")
+READERS = ("config/policies.py", "activation", "comm", "engine", "monitor", "optim", "parallel", "storage", "zero")
 COMET_NAMES = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 # Keys whose owner has no type that an annotation or an assignment shows: the file that reads each, and its words there.
 READ_ELSEWHERE = {
@@ -43,6 +43,10 @@ READ_ELSEWHERE = {
     "data_types.param_dtype": ("config/rules.py", "given = config.data_types.param_dtype"),
     **{f"comet.{name}": ("monitor/curves.py", f'"{name}"') for name in COMET_NAMES},
     **{f"elasticity.{name}": ("config/elastic.py", name) for name in ElasticRules.__dataclass_fields__},
+    "data_parallel_size": ("config/mesh.py", "config.data_parallel_size"),
+    "tensor_parallel.autotp_size": ("config/mesh.py", "tensor.autotp_size"),
+    "tensor_parallel.tp.tp_size": ("config/mesh.py", "tensor.tp.tp_size"),
+    "tensor_parallel.across_nodes": ("config/mesh.py", "config.tensor_parallel.across_nodes"),
     "elasticity.enabled": ("config/elastic.py", "config.elasticity.enabled is True"),
     "elasticity.ignore_non_elastic_batch_info": ("config/check.py", "config.elasticity.ignore_non_elastic_batch_info"),
 }

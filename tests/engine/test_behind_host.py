@@ -23,7 +23,7 @@ from torch import nn
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.comm.groups import data_parallel_group
+from launcher.comm.groups import world_group
 from launcher.comm.hosts import largest_of_hosts
 from launcher.kernels import triton_kernels
 from launcher.kernels.api import Kernel
@@ -267,7 +267,7 @@ def test_all_units_are_measured_and_updated_in_one_launch_each(stage: int) -> No
 
 def _largest(rank: int, world_size: int) -> list[int]:
     with runs_behind_host():
-        group = data_parallel_group(has_reductions=True)
+        group = world_group(has_reductions=True)
     return largest_of_hosts(group, [rank, -rank, 5, 2**32 - 1 if rank == 1 else 0])
 
 

@@ -13,7 +13,7 @@ from harness.spans import RULES
 from torch import Tensor, nn
 
 from launcher.comm.buffers import BufferPool
-from launcher.comm.groups import data_parallel_group
+from launcher.comm.groups import world_group
 from launcher.engine.kernels import trusted_kernel
 from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Kernel, Lamb, Lion, Rule, Sgd, Span
 from launcher.kernels.check import SpanTypes, norm_problem, update_problem
@@ -102,7 +102,7 @@ def test_wrong_kernels_do_not(kind: type[Rule], types: SpanTypes) -> None:
 def _chosen(rank: int, world_size: int) -> tuple[list[bool], list[str]]:
     """Offer good kernels, bad ones, and one that is bad on rank 1 only."""
     plan = plan_from_config("Lion", {}, nn.Linear(1, 1), None)
-    shards, group = [full_shard(torch.ones(8))], data_parallel_group()
+    shards, group = [full_shard(torch.ones(8))], world_group()
     offers: list[Kernel] = [ReferenceKernel(), DoesNotCompile(), IgnoresScale() if rank else ReferenceKernel()]
     plan_adam = plan_from_config("AdamW", {}, nn.Linear(1, 1), None)
     with logged() as lines:

@@ -11,7 +11,7 @@ from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.comm.device import DeviceRuntime
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.zero.partition import build_units
 from launcher.zero.stages import (
@@ -25,7 +25,7 @@ from launcher.zero.stages import (
     check_transition,
 )
 
-_GROUP = DataParallelGroup(0, 1, None, DeviceRuntime(torch.device("cpu")))
+_GROUP = RankGroup(0, 1, None, DeviceRuntime(torch.device("cpu")))
 ALONE = ParallelMesh(_GROUP, _GROUP)
 NUM_BLOCKS, WIDTH = 4, 600
 

@@ -24,6 +24,7 @@ from launcher.checkpoint_files.manifest import read_json, read_manifest
 from launcher.checkpoint_files.place import Place
 from launcher.sharding.layout import ParamSlot
 from launcher.sharding.shard_map import ShardMap
+from launcher.zero.splits import joined
 
 _MAX_OPEN_FILES = 32
 # Elements that are converted at a time where a file has another type than what is asked for.
@@ -47,6 +48,8 @@ class NativeSource:
             raise CheckpointError(str(error), where=where) from None
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         self._rank_facts: dict[int, dict[str, Any]] = {}
+        # What was read last of a parameter in parts, whole: key, name, type, values.
+        self._whole: tuple[str, str, torch.dtype, Tensor] | None = None
 
     @property
     def where(self) -> str:
@@ -77,16 +80,29 @@ class NativeSource:
     def params(self) -> Mapping[str, StoredParam]:
         with _refusing_nonsense(self._state_path):
             missing, params = set(self._facts.get("excluded", ())), self._facts["params"]
-            slots = [slot for layout in self._layouts for slot in layout.slots if slot.name not in missing]
-            return {slot.name: _stored(slot, params.get(slot.name, {})) for slot in slots}
+            names = {slot.name: None for layout in self._layouts for slot in layout.slots if slot.name not in missing}
+            return {name: _stored(self._map.slot_of(name), params.get(name, {})) for name in names}
 
     def read(self, key: str, name: str, start: int, out: Tensor) -> None:
+        split = self.params[name].split
+        if split is None:
+            self.read_stored(key, name, start, out)
+            return
+        if self._whole is None or self._whole[:3] != (key, name, out.dtype):
+            stored = torch.empty(self.params[name].numel, dtype=out.dtype)
+            self.read_stored(key, name, 0, stored)
+            self._whole = key, name, out.dtype, joined(stored, split).view(-1)
+        out.copy_(self._whole[3][start : start + out.numel()])
+
+    def read_stored(self, key: str, name: str, start: int, out: Tensor) -> None:
+        """As `read`, but elements count in the order in which they are stored: see `StoredParam.split`."""
         prefix = f"{WEIGHT}/" if key == WEIGHT else f"state/{key}/"
         place = 0
         for found in self._map.shards_of(name, start, start + out.numel()):
             file = self._file(found.rank)
-            owned = self._layouts[found.unit].chunk_range(found.rank)
-            first = self._map.slot_of(name).within(owned).start  # that the file has of the parameter
+            layout, slot = self._layouts[found.unit], self._map.slot_of(name, found.unit)
+            owned = layout.chunk_range(found.rank - layout.first_rank)
+            first = slot.first_element + slot.within(owned).start  # that the file has of the parameter
             part = out[place : place + found.numel]
             _read_part(file, prefix + name, start + place - first, part)
             place += found.numel
@@ -181,8 +197,9 @@ def _stored(slot: ParamSlot, facts: Mapping[str, Any]) -> StoredParam:
     if unknown:
         raise ValueError(f"{slot.name} is of no type that there is: {unknown[0]!r:.80}")
     found = {state: _scalar(value) for state, value in scalars.items()}
-    group = slot.group if slot.param.is_trainable else None
-    return StoredParam(slot.shape, slot.param.dtype, slot.param.is_trainable, group, dict(states), found)
+    group, split = slot.group if slot.param.is_trainable else None, slot.param.split
+    shape = slot.shape if split is None else split.shape
+    return StoredParam(shape, slot.param.dtype, slot.param.is_trainable, group, dict(states), found, split)
 
 
 def _scalar(plain: Any) -> Any:

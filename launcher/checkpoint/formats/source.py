@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from launcher.sharding.tensors import TensorSplit
+
 WEIGHT = "weight"
 # `RunState.optimizer` of a checkpoint that has states, but does not say of which class.
 UNKNOWN_OPTIMIZER = "an optimizer of unknown class"
@@ -23,6 +25,7 @@ class StoredParam:
     group: int | None = 0  # of the optimizer; None: it was not trained
     states: Mapping[str, str] = field(default_factory=dict)  # those with a value for every element -> type
     scalars: Mapping[str, Any] = field(default_factory=dict)  # those with one value, such as `step`
+    split: TensorSplit | None = None  # into parts that are stored one after another; None: it is stored row-major
 
     @property
     def numel(self) -> int:

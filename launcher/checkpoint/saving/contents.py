@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import FlatOptimizer
-from launcher.sharding.layout import UnitLayout, layout_unit
+from launcher.sharding.layout import ParamSlot, UnitLayout, layout_unit
 from launcher.zero.parameters import param_info, unit_params_of
 from launcher.zero.unit import FlatUnit
 
@@ -53,9 +53,9 @@ class UnitContents:
 
 
 def writer_index(mesh: ParallelMesh) -> int:
-    """Return which of the parts of a unit this rank writes."""
+    """Return the place of this rank among those that write: by part of the model, and then by chunk of the units."""
     copy = 0 if mesh.replicate is None else mesh.replicate.rank
-    return mesh.shard.rank * mesh.num_copies + copy
+    return mesh.model_part * mesh.data.world_size + mesh.shard.rank * mesh.num_copies + copy
 
 
 def contents_of(
@@ -70,11 +70,14 @@ def contents_of(
 
     is_wanted: for parameters by name; others are left out.
     """
-    writer = writer_index(mesh)
-    found = [_of_unit(unit, optimizer, mesh.data.world_size, writer) for unit in units]
-    found += _others(model, mesh.data.world_size, writer)
+    found = [_of_unit(unit, optimizer, mesh) for unit in units]
+    found += _others(model, mesh)
+    is_first = mesh.tensor is None or mesh.tensor.rank == 0
     for contents in found:
-        contents.items = [item for item in contents.items if is_wanted(_name_of(item.key))]
+        in_parts = {slot.name for slot in contents.layout.slots if slot.param.split is not None}
+        names = {name for name in contents.layout.names if is_wanted(name) and (is_first or name in in_parts)}
+        contents.items = [item for item in contents.items if _name_of(item.key) in names]
+        contents.scalars = {name: values for name, values in contents.scalars.items() if name in names}
     return found
 
 
@@ -83,24 +86,40 @@ def _name_of(key: str) -> str:
     return rest if kind == "weight" else rest.partition("/")[2]
 
 
-def _of_unit(unit: FlatUnit, optimizer: FlatOptimizer | None, num_writers: int, writer: int) -> UnitContents:
-    layout = UnitLayout(unit.layout.slots, num_writers, unit.layout.padded_numel)
+def _stored_layout(layout: UnitLayout, mesh: ParallelMesh) -> UnitLayout:
+    """Return the layout of a unit in the files: every rank with this part of the model writes a chunk."""
+    num_writers = mesh.data.world_size
+    return UnitLayout(layout.slots, num_writers, layout.padded_numel, mesh.model_part * num_writers)
+
+
+def _of_unit(unit: FlatUnit, optimizer: FlatOptimizer | None, mesh: ParallelMesh) -> UnitContents:
+    layout = _stored_layout(unit.layout, mesh)
     contents = UnitContents(layout, in_memory=unit.readable)
     is_trained = unit.grads is not None and optimizer is not None
     values = unit.params.master
     states = optimizer.states_of_unit(unit.index) if is_trained and optimizer is not None else {}
-    for slot, shared in layout.slots_in(layout.chunk_range(writer)):
-        elements = range(shared.start - slot.offset, shared.stop - slot.offset)
+    for slot, shared in _written(layout, mesh):
+        elements = _elements(slot, shared)
         place = slice(shared.start - unit.owned.start, shared.stop - unit.owned.start)
         contents.items.append(Item(f"weight/{slot.name}", values, place, elements))
         for piece in states.get(slot.name, ()):
-            _add_states(contents, slot.name, piece, elements)
+            _add_states(contents, slot, piece, elements)
     return contents
 
 
-def _add_states(contents: UnitContents, name: str, piece: dict[str, Any], elements: range) -> None:
+def _written(layout: UnitLayout, mesh: ParallelMesh) -> list[tuple[ParamSlot, range]]:
+    return layout.slots_in(layout.chunk_range(writer_index(mesh) - layout.first_rank))
+
+
+def _elements(slot: ParamSlot, shared: range) -> range:
+    """Return elements of a unit as elements of a parameter, in the order in which they are stored."""
+    before = slot.first_element - slot.offset
+    return range(shared.start + before, shared.stop + before)
+
+
+def _add_states(contents: UnitContents, slot: ParamSlot, piece: dict[str, Any], elements: range) -> None:
     """Add the states of one parameter. piece: of the elements this rank holds, of which it writes `elements`."""
-    held = range(piece["start"], piece["stop"])
+    name, held = slot.name, range(piece["start"] + slot.first_element, piece["stop"] + slot.first_element)
     for state, value in piece["state"].items():
         if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == len(held):
             part = slice(elements.start - held.start, elements.stop - held.start)
@@ -113,15 +132,18 @@ def _add_states(contents: UnitContents, name: str, piece: dict[str, Any], elemen
             scalars[state] = value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _others(model: nn.Module, num_writers: int, writer: int) -> Iterator[UnitContents]:
+def _others(model: nn.Module, mesh: ParallelMesh) -> Iterator[UnitContents]:
     """Yield the parameters that are in no unit, as one: frozen ones, which every rank has."""
     params = {name: param for name, param in model.named_parameters() if unit_params_of(param) is None}
     if not params:
         return
-    layout = layout_unit([param_info(name, param, param.dtype) for name, param in params.items()], num_writers)
+    infos = [param_info(name, param, param.dtype) for name, param in params.items()]
+    layout = _stored_layout(layout_unit(infos, mesh.data.world_size), mesh)
     contents = UnitContents(layout)
-    for slot, shared in layout.slots_in(layout.chunk_range(writer)):
-        elements = range(shared.start - slot.offset, shared.stop - slot.offset)
-        flat = params[slot.name].detach().reshape(-1)
-        contents.items.append(Item(f"weight/{slot.name}", flat, slice(elements.start, elements.stop), elements))
+    for slot, shared in _written(layout, mesh):
+        flat, part = (
+            params[slot.name].detach().reshape(-1),
+            slice(shared.start - slot.offset, shared.stop - slot.offset),
+        )
+        contents.items.append(Item(f"weight/{slot.name}", flat, part, _elements(slot, shared)))
     yield contents

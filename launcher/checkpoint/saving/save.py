@@ -101,6 +101,7 @@ class _Written:
     facts: str
     records: dict[str, FileRecord]
     params: dict[str, dict[str, Any]]
+    units: list[dict[str, Any]] | None  # of the part of the model that this rank writes first of all, else None
 
 
 class Save:
@@ -193,7 +194,7 @@ class Save:
         reports = self._exchange.gather([error, data.writer, report], timeout_s=WRITE_TIMEOUT_S)
         outcome: str | None = None
         if reports is not None:
-            outcome = self._finish(reports, data, shared)
+            outcome = self._finish(reports, shared)
         outcome = self._exchange.broadcast(outcome, timeout_s=WRITE_TIMEOUT_S)
         if self._request.is_node_local:
             failed = self._commit_on_every_host(outcome)
@@ -229,15 +230,18 @@ class Save:
             tensors_name: FileRecord(writer.num_bytes, None),
             facts_name: FileRecord(len(facts), digest_of(facts)),
         }
-        return _Written(tensors_name, facts_name, records, _params_of(data.contents))
+        layouts = [each.layout for each in data.contents]
+        is_first = all(layout.first_rank == data.writer for layout in layouts)
+        units = layouts_to_json(layouts) if is_first else None
+        return _Written(tensors_name, facts_name, records, _params_of(data.contents), units)
 
-    def _finish(self, reports: list[list[Any]], data: RankData, shared: SharedData) -> str | None:
+    def _finish(self, reports: list[list[Any]], shared: SharedData) -> str | None:
         """Write what all ranks share, and commit. Returns what became of the save where something went wrong."""
         failed = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(reports) if error]
         try:
             if not failed:
                 self._add_script()
-                manifest = self._describe(reports, data, shared)
+                manifest = self._describe(reports, shared)
                 path = commit(self.draft, manifest)
                 return self._name_latest(path) if self._request.saves_latest else None
         except Exception as error:  # noqa: BLE001  # as above
@@ -254,13 +258,13 @@ class Save:
             return f"was saved, but `latest` does not name it: rank 0: {error_text(error)}"
         return None
 
-    def _describe(self, reports: list[list[Any]], data: RankData, shared: SharedData) -> Manifest:
+    def _describe(self, reports: list[list[Any]], shared: SharedData) -> Manifest:
         """Write the files of what all ranks share; return the manifest of the whole."""
         records: dict[str, FileRecord] = {}
-        by_writer: dict[int, tuple[int, str, str]] = {}
+        by_writer: dict[int, tuple[int, dict[str, Any]]] = {}
         params: dict[str, dict[str, Any]] = {}
         for rank, (_, writer, report) in enumerate(reports):
-            by_writer[writer] = rank, report["tensors"], report["facts"]
+            by_writer[writer] = rank, report
             records |= {name: FileRecord(**record) for name, record in report["records"].items()}
             for name, facts in report["params"].items():
                 params.setdefault(name, {}).update(facts)
@@ -268,9 +272,9 @@ class Save:
         plain, tensors = shared.run.plain, shared.run.tensors
         state: dict[str, Any] = {
             "run": plain,
-            "units": layouts_to_json([each.layout for each in data.contents]),
+            "units": [unit for _, report in writers for unit in report["units"] or ()],
             "params": params,
-            "writers": [rank for rank, _, _ in writers],
+            "writers": [rank for rank, _ in writers],
             **shared.facts,
         }
         if tensors:
@@ -295,7 +299,7 @@ class Save:
             world_size=self._exchange.world_size,
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
             state=name,
-            ranks=tuple((tensors_name, facts_name) for _, tensors_name, facts_name in writers),
+            ranks=tuple((report["tensors"], report["facts"]) for _, report in writers),
             files=dict(sorted(records.items())),
             is_node_local=request.is_node_local,
         )
@@ -382,7 +386,7 @@ def _scalar(value: Any) -> Any:
 
 def _plain(written: _Written) -> dict[str, Any]:
     records = {name: vars(record) for name, record in written.records.items()}
-    return {"tensors": written.tensors, "facts": written.facts, "records": records, "params": written.params}
+    return {**vars(written), "records": records}
 
 
 def _listed(values: list[str]) -> str:

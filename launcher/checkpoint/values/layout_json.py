@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from launcher.base.errors import CheckpointError
 from launcher.sharding.layout import ParamSlot, UnitLayout
-from launcher.sharding.tensors import ParamInfo
+from launcher.sharding.tensors import ParamInfo, TensorSplit
 
 _MAX_NUMEL = 2**63
 
@@ -17,6 +18,7 @@ def layouts_to_json(layouts: Sequence[UnitLayout]) -> list[dict[str, Any]]:
     return [
         {
             "world_size": layout.world_size,
+            "first_rank": layout.first_rank,
             "padded_numel": layout.padded_numel,
             "params": [
                 {
@@ -25,6 +27,7 @@ def layouts_to_json(layouts: Sequence[UnitLayout]) -> list[dict[str, Any]]:
                     "dtype": slot.param.dtype,
                     "is_trainable": slot.param.is_trainable,
                     "group": slot.param.group,
+                    **({} if slot.param.split is None else {"split": asdict(slot.param.split)}),
                 }
                 for slot in layout.slots
             ],
@@ -49,12 +52,28 @@ def _layout(plain: Mapping[str, Any], num_writers: int) -> UnitLayout:
         if not all(type(size) is int and 0 <= size < _MAX_NUMEL for size in shape):
             raise ValueError(f"{param['name']} has no shape")
         info = ParamInfo(
-            str(param["name"]), shape, str(param["dtype"]), bool(param["is_trainable"]), int(param["group"])
+            str(param["name"]),
+            shape,
+            str(param["dtype"]),
+            bool(param["is_trainable"]),
+            int(param["group"]),
+            _split(param.get("split"), shape),
         )
         slots.append(ParamSlot(index, offset, info))
         offset += info.numel
-    world_size, padded_numel = plain["world_size"], plain["padded_numel"]
-    is_right = type(padded_numel) is int and offset <= padded_numel < _MAX_NUMEL and world_size == num_writers
-    if not slots or not is_right or padded_numel % world_size:
+    world_size, padded_numel, first_rank = plain["world_size"], plain["padded_numel"], plain.get("first_rank", 0)
+    is_right = type(padded_numel) is int and offset <= padded_numel < _MAX_NUMEL and type(first_rank) is int
+    # Ranks with other parts of the model are as many.
+    is_right = is_right and type(world_size) is int and world_size > 0 and num_writers % world_size == 0
+    if not slots or not is_right or padded_numel % world_size or first_rank not in range(0, num_writers, world_size):
         raise ValueError("a unit that no rank could have had")
-    return UnitLayout(tuple(slots), world_size, padded_numel)
+    return UnitLayout(tuple(slots), world_size, padded_numel, first_rank)
+
+
+def _split(plain: Mapping[str, Any] | None, local_shape: tuple[int, ...]) -> TensorSplit | None:
+    if plain is None:
+        return None
+    split = TensorSplit(tuple(plain["shape"]), plain["dim"], plain["index"], plain["count"], tuple(plain["blocks"]))
+    if not split.is_known or split.local_shape != local_shape:
+        raise ValueError("a part of a parameter that no rank could have had")
+    return split

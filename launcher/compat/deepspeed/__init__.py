@@ -14,6 +14,7 @@ from launcher.base.errors import EngineError
 from launcher.engine import build
 from launcher.engine.arguments import add_config_arguments
 from launcher.engine.engine import Engine as DeepSpeedEngine
+from launcher.parallel.tensor.init import tp_model_init
 
 from . import accelerator, checkpoint, comm, launcher, monitor, ops, profiling, runtime, utils
 from .accelerator import get_accelerator
@@ -67,14 +68,6 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     wanted = {name: given[name] for name in ("distributed_port", "dist_init_required") if name in given}
     init_distributed(**wanted)
     return build.initialize(*args, **kwargs)
-
-
-def tp_model_init(*_: Any, **__: Any) -> NoReturn:
-    """Refuse. Raises: EngineError."""
-    raise EngineError(
-        "tp_model_init(): the built-in engine has no tensor parallelism",
-        hint='remove "tensor_parallel" from the config and use ZeRO stage 3, or install DeepSpeed',
-    )
 
 
 def init_inference(*_: Any, **__: Any) -> NoReturn:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm import collectives
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.kernels.api import Span
 from launcher.optim.api import ParamShard
 from launcher.optim.muon.muon import as_matrix, descent, direction, iteration, uses_muon
@@ -29,7 +29,7 @@ class Matrices:
     """
 
     def __init__(
-        self, shards: Sequence[ParamShard], groups: Sequence[Mapping[str, Any]], ranks: DataParallelGroup | None
+        self, shards: Sequence[ParamShard], groups: Sequence[Mapping[str, Any]], ranks: RankGroup | None
     ) -> None:
         """shards: of the same parameters in the same order on every rank.
 
@@ -91,7 +91,7 @@ class Matrices:
     # ---- between ranks ----
 
     def _updates_over(
-        self, ranks: DataParallelGroup, batch: Sequence[ParamShard], parts: Mapping[ParamShard, Tensor]
+        self, ranks: RankGroup, batch: Sequence[ParamShard], parts: Mapping[ParamShard, Tensor]
     ) -> dict[ParamShard, Tensor]:
         """Return this rank's parts of the updates, 1-D. Collective."""
         workers = _workers(ranks, batch)
@@ -103,7 +103,7 @@ class Matrices:
         return _handed_out(ranks, batch, workers, updates, parts[batch[0]])
 
 
-def _workers(ranks: DataParallelGroup, batch: Sequence[ParamShard]) -> dict[ParamShard, int]:
+def _workers(ranks: RankGroup, batch: Sequence[ParamShard]) -> dict[ParamShard, int]:
     """Return the rank that orthogonalises each matrix: the most expensive first, each to the one with the least to do.
 
     Of ranks with as much to do the one that owns most of it.
@@ -118,7 +118,7 @@ def _workers(ranks: DataParallelGroup, batch: Sequence[ParamShard]) -> dict[Para
 
 
 def _gathered(
-    ranks: DataParallelGroup,
+    ranks: RankGroup,
     batch: Sequence[ParamShard],
     workers: Mapping[ParamShard, int],
     parts: Mapping[ParamShard, Tensor],
@@ -133,7 +133,7 @@ def _gathered(
 
 
 def _handed_out(
-    ranks: DataParallelGroup,
+    ranks: RankGroup,
     batch: Sequence[ParamShard],
     workers: Mapping[ParamShard, int],
     updates: Mapping[ParamShard, Tensor],
@@ -158,7 +158,7 @@ def _handed_out(
 
 
 def _exchange(
-    ranks: DataParallelGroup, sends: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
+    ranks: RankGroup, sends: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
 ) -> list[tuple[Tensor, ...]]:
     """Send `sends[r]` to rank r; return what rank r sent here, tensors of `sizes[r]` elements. Collective.
 

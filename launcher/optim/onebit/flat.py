@@ -13,7 +13,7 @@ from torch import Tensor
 from launcher.base.log import get_logger
 from launcher.comm import observe
 from launcher.comm.compressed import CompressedMean
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.optim.lion import BATCH_NUMEL, DEFAULT_BATCH_NUMEL
 
@@ -70,7 +70,7 @@ class OneBitFlat(FlatOptimizer):
         self,
         shards: Sequence[ParamShard],
         param_groups: list[dict[str, Any]],
-        group: DataParallelGroup,
+        group: RankGroup,
         options: Mapping[str, Any],
     ) -> None:
         """shards: whole parameters, masters fp32. options: the complete params of the config's section."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from launcher.comm.groups import DataParallelGroup
+from launcher.comm.groups import RankGroup
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.optim.factory import OptimizerBackend, OptimizerPlan, as_groups
@@ -27,7 +27,7 @@ def one_bit_plan(
     params: Mapping[str, Any],
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
-    group: DataParallelGroup,
+    group: RankGroup,
 ) -> OptimizerPlan:
     """Plan the optimizer `name` of `ONE_BIT`, whose ranks are those of `group`.
 

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.groups`: all ranks are one data-parallel group; every other kind of group has one rank."""
+"""`deepspeed.utils.groups`: the axes of the engine that was built last; before, all ranks have different samples."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ from typing import NoReturn
 from torch.distributed import ProcessGroup
 
 from launcher.base.errors import EngineError
+from launcher.comm.mesh import current_mesh
 from launcher.compat import ranks
 
 
 def _get_data_parallel_group() -> ProcessGroup | None:
-    return ranks.get_world_group()
+    mesh = current_mesh()
+    return ranks.get_world_group() if mesh is None or mesh.sizes.model_size == 1 else mesh.data.process_group
 
 
 def _get_data_parallel_world_size() -> int:
-    return ranks.get_world_size()
+    mesh = current_mesh()
+    return ranks.get_world_size() if mesh is None else mesh.sizes.data
 
 
 def _get_data_parallel_rank() -> int:
-    return ranks.get_rank()
+    mesh = current_mesh()
+    return ranks.get_rank() if mesh is None else mesh.data.rank
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    return list(range(ranks.get_world_size()))
+    mesh, rank = current_mesh(), ranks.get_rank()
+    if mesh is None:
+        return list(range(ranks.get_world_size()))
+    return next(found for found in mesh.sizes.ranks_along("data") if rank in found)
 
 
 def _get_sequence_parallel_group() -> NoReturn:
@@ -42,11 +49,13 @@ def _get_sequence_parallel_rank() -> int:
 
 
 def _get_model_parallel_world_size() -> int:
-    return 1
+    mesh = current_mesh()
+    return 1 if mesh is None else mesh.sizes.tensor
 
 
 def _get_model_parallel_rank() -> int:
-    return 0
+    mesh = current_mesh()
+    return 0 if mesh is None or mesh.tensor is None else mesh.tensor.rank
 
 
 def _get_expert_parallel_world_size(group_name: str = "") -> int:

@@ -1,0 +1,93 @@
+"""The mesh equation: ranks = pipeline × data × sequence × tensor. Exact, or an error that prints it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from launcher.base.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.sharding.mesh import MeshSizes, product_text
+
+ACROSS_NODES_KEY = "tensor_parallel.across_nodes"
+
+
+def mesh_sizes(config: Config, world_size: int, *, num_stages: int | None = None) -> MeshSizes:
+    """Return the mesh that a config asks for; the data axis takes the ranks that the others leave.
+
+    num_stages: of a `PipelineModule`; `pipeline.stages` must be "auto" or agree. Raises: ConfigError with the equation.
+    """
+    sizes = replace(_asked_for(config, num_stages), data=1)
+    given = _decided(config.data_parallel_size)
+    if world_size % sizes.world_size or (given is not None and given * sizes.world_size != world_size):
+        wanted = sizes.shape if given is None else replace(sizes, data=given).shape
+        product = math.prod(wanted)
+        rule = "does not divide" if given is None else "is not"
+        raise ConfigError(
+            f"{product_text(wanted)} = {product} {rule} the {world_size} ranks of this job",
+            where=", ".join(_keys_of(sizes, has_data=given is not None)),
+            hint=f"start {_near(product, world_size, is_exact=given is not None)} ranks, or change a size",
+        )
+    return replace(sizes, data=world_size // sizes.world_size)
+
+
+def check_nodes(config: Config, sizes: MeshSizes, ranks_by_node: Sequence[int]) -> None:
+    """Raise ConfigError where ranks of one layer would be on two nodes, unless the config allows it.
+
+    ranks_by_node: how many ranks each node has, in the order of ranks.
+    """
+    if sizes.tensor == 1 or config.tensor_parallel.across_nodes:
+        return
+    uneven = [node for node, num_ranks in enumerate(ranks_by_node) if num_ranks % sizes.tensor]
+    if uneven:
+        raise ConfigError(
+            f"{sizes.tensor} (tensor) does not divide the {ranks_by_node[uneven[0]]} ranks of node {uneven[0]}: the"
+            " ranks of one layer would be on two nodes, and every layer would wait for the network",
+            where="tensor_parallel.autotp_size",
+            hint=f'use a size that divides the ranks of every node, or force it: "{ACROSS_NODES_KEY}": true',
+        )
+
+
+def _asked_for(config: Config, num_stages: int | None) -> MeshSizes:
+    tensor = config.tensor_parallel
+    tensor_size, again = _decided(tensor.autotp_size) or 1, _decided(tensor.tp.tp_size)
+    if again not in (None, 1, tensor_size):
+        raise ConfigError(
+            f"tensor_parallel.tp.tp_size {again} is not tensor_parallel.autotp_size {tensor.autotp_size}",
+            where="tensor_parallel.tp.tp_size",
+            hint="give autotp_size alone",
+        )
+    stages = _decided(config.pipeline.stages)
+    if stages is None:
+        stages = num_stages or 1
+    elif num_stages is not None and num_stages != stages:
+        raise ConfigError(
+            f"pipeline.stages {stages} is not the {num_stages} stages of the PipelineModule",
+            where="pipeline.stages",
+            hint='leave it out, or "auto"',
+        )
+    return MeshSizes(1, stages, _decided(config.sequence_parallel_size) or 1, tensor_size)
+
+
+def _decided(size: Any) -> int | None:
+    """Return a size that is given; None for one that is left to others, or that is wrong and was reported."""
+    return size if type(size) is int and size > 0 else None
+
+
+def _keys_of(sizes: MeshSizes, *, has_data: bool) -> list[str]:
+    keys = {
+        "pipeline.stages": sizes.pipeline > 1,
+        "data_parallel_size": has_data,
+        "sequence_parallel_size": sizes.sequence > 1,
+        "tensor_parallel.autotp_size": sizes.tensor > 1,
+    }
+    return [key for key, is_given in keys.items() if is_given]
+
+
+def _near(product: int, world_size: int, *, is_exact: bool) -> str:
+    if is_exact or world_size < product:
+        return str(product)
+    below = world_size // product * product
+    return f"{below} or {below + product}"

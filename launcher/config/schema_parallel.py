@@ -1,0 +1,140 @@
+"""Sections of what the ranks of one model do together: pipeline, tensor and expert parallelism."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from launcher.config.fields import (
+    WORKS,
+    Anything,
+    Count,
+    Flag,
+    Number,
+    OptCount,
+    OptFlag,
+    OptInt,
+    OptNumber,
+    OptText,
+    OptTextList,
+    PositiveInt,
+    Section,
+    Text,
+    TextList,
+    WeightShape,
+    choice,
+    inert,
+    key,
+    unsupported,
+)
+
+_REMOVE = unsupported("not in this release; remove the section")
+
+
+class Pipeline(Section):
+    """`pipeline`."""
+
+    status = inert("pipeline parallelism is not in this release")
+
+    stages: Anything = key(
+        "auto",
+        "number of stages",
+        unsupported("pipeline parallelism is not in this release", is_off=lambda value: value in ("auto", 1, None)),
+    )
+    partition: Text = key("best", "how layers are divided")
+    seed_layers: Flag = key(False, "seed each layer")
+    activation_checkpoint_interval: Count = key(0, "layers between checkpoints")
+    pipe_partitioned: Flag = key(True, "split activations that are sent")
+    grad_partitioned: Flag = key(True, "split gradients that are sent")
+
+
+class TensorParallelSize(Section):
+    """`tensor_parallel.tp`."""
+
+    status = inert("process groups are made from autotp_size")
+
+    tp_size: PositiveInt = key(1, "the same as autotp_size, or 1", WORKS)
+    tp_grain_size: PositiveInt = key(1, "multiple of split sizes", inert("heads and widths are divided evenly"))
+    mpu: Anything = key(None, "groups made elsewhere")
+    tp_group: Anything = key(None, "group made elsewhere")
+
+
+class LayerSpec(Section):
+    """One of `tensor_parallel.partition_config.layer_specs`: how the layers of some names are split."""
+
+    patterns: TextList = key([], "regular expressions; one that fits a name of a layer or its weight from the start")
+    partition_type: Annotated[str, choice("column", "row", "skip")] = key("column", "by outputs, by inputs, or not")
+    shape: WeightShape = key(None, "of a fused weight: [2, -1] are 2 layers in one, [[q, k, v], -1] 3 of these sizes")
+    partition_dim: OptCount = key(None, "of shape, the entry with the layers; null: 0 for column, 1 for row")
+    gather_output: Flag = key(False, "of column: every rank gets all outputs")
+    grad_allreduce: Flag = key(False, "of skip: sum the gradients over the ranks, each of which uses the layer in part")
+    model_types: OptTextList = key(None, "model_type of the models it is for; null: all")
+
+
+class PartitionConfig(Section):
+    """`tensor_parallel.partition_config`."""
+
+    tp_size: PositiveInt = key(1, "ranks of one layer", inert("autotp_size says how many"))
+    use_default_specs: Flag = key(True, "split what no spec names by the model's own plan, or by the names of layers")
+    strict_mode: Flag = key(False, "refuse models with linear layers that no spec names")
+    embedding_partition_dim: Count = key(
+        1, "dimension along which embeddings are split", inert("embeddings are split along their vocabulary")
+    )
+    lm_head_patterns: TextList = key(["lm_head", "embed_out"], "names of layers whose outputs are gathered")
+    layer_specs: list[LayerSpec] = key([], "how layers are split; of several that fit a layer the first counts")
+
+
+class TensorParallel(Section):
+    """`tensor_parallel`."""
+
+    switch = ("autotp_size", 0)
+
+    autotp_size: Count = key(0, "ranks that share each layer; 0: off")
+    across_nodes: Flag = key(False, "allow ranks of one layer on two nodes (not a key of DeepSpeed)")
+    dtype: Text = key("fp16", "precision", inert("it is that of the rest of the config"))
+    tp_overlap_comm: Flag = key(False, "communicate while computing", inert("backward always does"))
+    tp: TensorParallelSize = key(TensorParallelSize, "sizes", alias=("tensor_parallel",))
+    injection_policy_tuple: Anything = key(None, "layers to reduce after", inert("partition_config names layers"))
+    partition_config: PartitionConfig | None = key(None, "which layers are split, and how")
+    preset_model: OptText = key(
+        None, "known model family", inert("layers are known by the plan of the model, or by their names")
+    )
+    keep_module_on_host: Flag = key(False, "leave the model in host memory", inert("a layer is split at a time"))
+    replace_with_kernel_inject: Flag = key(
+        False, "use inference kernels", inert("the kernels are the model's own"), alias=("kernel_inject",)
+    )
+
+
+class ExpertParallel(Section):
+    """`expert_parallel`."""
+
+    status = inert("expert parallelism is off")
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "spread experts over ranks", _REMOVE)
+    autoep_size: PositiveInt = key(1, "ranks of one set of experts")
+    expert_tensor_parallel_size: PositiveInt = key(1, "ranks of one expert")
+    preset_model: OptText = key(None, "known model family")
+    moe_layer_pattern: OptText = key(None, "names of the layers")
+    expert_pattern: OptText = key(None, "names of the experts")
+    router_pattern: OptText = key(None, "names of the routers")
+    use_grouped_mm: Flag = key(True, "one kernel for all experts")
+    disable_triton_grouped_mm: Flag = key(False, "without Triton")
+    route_norm: OptFlag = key(None, "normalise the scores")
+    route_scale: Number = key(1.0, "scale of the scores")
+    score_apply: Text = key("auto", "where scores are applied")
+    score_func: Text = key("auto", "softmax or sigmoid")
+    combine_impl: Text = key("auto", "how results are joined")
+    top_k: Anything = key("auto", "experts of a token")
+    num_expert_groups: OptInt = key(None, "groups of experts")
+    num_limited_groups: OptInt = key(None, "groups of a token")
+    routed_scaling_factor: Anything = key("auto", "scale of the results")
+    expert_w1: OptText = key(None, "name of the first weight")
+    expert_w2: OptText = key(None, "name of the second weight")
+    expert_w3: OptText = key(None, "name of the third weight")
+    num_experts_attr: OptText = key(None, "attribute with their number")
+    top_k_attr: OptText = key(None, "attribute with top_k")
+    has_shared_experts: OptFlag = key(None, "some experts see every token")
+    shared_experts_pattern: OptText = key(None, "their names")
+    shared_experts_gate_pattern: OptText = key(None, "names of their gates")
+    validate_folding_routing: Flag = key(False, "check the routing")
+    load_balance_coeff: OptNumber = key(None, "weight of the balance loss")

@@ -1,0 +1,1 @@
+"""Floor 4: models that several ranks compute together."""

@@ -1,0 +1,90 @@
+"""The axes of a mesh of ranks, and which ranks are neighbours along them.
+
+Axes stand from the outermost to the innermost: neighbours along the last axis are neighbours in rank, so that the axis
+that communicates most, the tensor axis, stays within a node (Narayanan et al., "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", https://arxiv.org/abs/2104.04473, section 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AXES = ("pipeline", "data", "sequence", "tensor")
+_MAX_GROUPS, _MAX_RANKS = 4, 4  # that are shown of an axis, and of a group
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """How many ranks there are along each axis."""
+
+    data: int  # different samples
+    pipeline: int = 1  # different layers
+    sequence: int = 1  # different parts of one sequence
+    tensor: int = 1  # different parts of one layer
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes in the order of AXES."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that work on the same samples together."""
+        return self.world_size // self.data
+
+    @property
+    def equation(self) -> str:
+        """The equation, with the axes that have more than one rank."""
+        return f"{product_text(self.shape)} = {self.world_size}"
+
+    def text(self) -> str:
+        """Return the equation, and for each axis which ranks are neighbours along it."""
+        axes = []
+        for axis, size in zip(AXES, self.shape, strict=True):
+            if size > 1:
+                groups = self.ranks_along(axis)
+                more = f" and {len(groups) - _MAX_GROUPS} more" if len(groups) > _MAX_GROUPS else ""
+                axes.append(f"{axis} {' | '.join(map(_shown, groups[:_MAX_GROUPS]))}{more}")
+        return f"{self.equation} ranks" + "".join(f"; {axis}" for axis in axes)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return the place of a rank along each of AXES."""
+        found = []
+        for size in reversed(self.shape):
+            rank, place = divmod(rank, size)
+            found.append(place)
+        return tuple(reversed(found))
+
+    def ranks_along(self, axis: str) -> list[list[int]]:
+        """Return the groups of ranks that differ along `axis` alone, in the order of their first ranks."""
+        position = AXES.index(axis)
+        stride, size = math.prod(self.shape[position + 1 :]), self.shape[position]
+        firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+        return [list(range(first, first + stride * size, stride)) for first in firsts]
+
+    def ranks_of_models(self) -> list[list[int]]:
+        """Return the groups of ranks that work on the same samples together."""
+        position = AXES.index("data")
+        found: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            found.setdefault(self.coordinates(rank)[position], []).append(rank)
+        return list(found.values())
+
+
+def product_text(shape: Sequence[int]) -> str:
+    """Return the left side of the equation, with the axes that have more than one rank. shape: in the order of AXES."""
+    return " × ".join(f"{size} ({axis})" for size, axis in zip(shape, AXES, strict=True) if size > 1 or axis == "data")
+
+
+def _shown(ranks: list[int]) -> str:
+    if len(ranks) <= _MAX_RANKS:
+        return ",".join(map(str, ranks))
+    stride = ranks[1] - ranks[0]
+    return f"{ranks[0]}-{ranks[-1]}" + (f" by {stride}" if stride > 1 else "")

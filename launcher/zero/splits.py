@@ -1,0 +1,36 @@
+"""Parameters that tensor-parallel ranks have in parts: which part a rank has, and the way from and to the whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from launcher.sharding.tensors import TensorSplit
+
+_SPLIT = "_launch_tensor_split"
+
+
+def split_of(param: nn.Parameter) -> TensorSplit | None:
+    """Return which part of a parameter this rank has; None for all of it."""
+    found: TensorSplit | None = getattr(param, _SPLIT, None)
+    return found
+
+
+def mark_split(param: nn.Parameter, split: TensorSplit) -> None:
+    """Note that a parameter is this rank's part of a larger one. Its shape must be `split.local_shape`."""
+    setattr(param, _SPLIT, split)
+
+
+def slice_of(full: Tensor, split: TensorSplit) -> Tensor:
+    """Return a copy of the part of a whole parameter that a rank has, contiguous."""
+    pieces = [full.narrow(split.dim, start, stop - start) for start, stop in split.pieces()]
+    return (
+        torch.cat(pieces, dim=split.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    )
+
+
+def joined(parts: Tensor, split: TensorSplit) -> Tensor:
+    """Return a whole parameter from all its parts: [count * local numel], or [count, *local shape]."""
+    shares = [block // split.count for block in split.blocks]
+    by_part = [part.split(shares, split.dim) for part in parts.view(split.count, *split.local_shape).unbind()]
+    return torch.cat([share for block in zip(*by_part, strict=True) for share in block], split.dim)

@@ -1,0 +1,72 @@
+"""The mesh equation between keys, ranks and nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.base.errors import ConfigError
+from launcher.config.load import load_config
+from launcher.config.mesh import check_nodes, mesh_sizes
+
+MICRO = {"train_micro_batch_size_per_gpu": 1}
+
+
+def config_of(**keys: Any) -> Any:
+    return load_config({**MICRO, **keys}).config
+
+
+def test_the_data_axis_takes_the_ranks_that_are_left() -> None:
+    assert mesh_sizes(config_of(), 6).shape == (1, 6, 1, 1)
+    assert mesh_sizes(config_of(tensor_parallel={"autotp_size": 2}), 6).shape == (1, 3, 1, 2)
+    assert mesh_sizes(config_of(tensor_parallel={"autotp_size": 2, "tp": {"tp_size": 2}}), 2).data == 1
+    assert mesh_sizes(config_of(data_parallel_size=2), 8, num_stages=4).equation == "4 (pipeline) × 2 (data) = 8"
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_ranks", "message", "hint"),
+    [
+        (
+            {"tensor_parallel": {"autotp_size": 3}},
+            8,
+            "1 \\(data\\) × 3 \\(tensor\\) = 3 does not divide the 8 ranks of this job",
+            "start 6 or 9 ranks",
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": 2}, "data_parallel_size": 2},
+            8,
+            "2 \\(data\\) × 2 \\(tensor\\) = 4 is not the 8 ranks of this job",
+            "start 4 ranks",
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}},
+            8,
+            "tp_size 4 is not tensor_parallel.autotp_size 2",
+            "give autotp_size alone",
+        ),
+    ],
+)
+def test_an_equation_that_does_not_hold_is_printed_whole(
+    keys: dict[str, Any], num_ranks: int, message: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config({**MICRO, **keys}, world_size=num_ranks)
+    assert hint in str(caught.value)
+
+
+def test_ranks_of_one_layer_stay_on_a_node_unless_it_is_forced() -> None:
+    config = config_of(tensor_parallel={"autotp_size": 2})
+    check_nodes(config, mesh_sizes(config, 8), [4, 4])
+    with pytest.raises(ConfigError, match=r"2 \(tensor\) does not divide the 3 ranks of node 0") as caught:
+        check_nodes(config, mesh_sizes(config, 6), [3, 3])
+    assert '"tensor_parallel.across_nodes": true' in str(caught.value)
+    forced = config_of(tensor_parallel={"autotp_size": 2, "across_nodes": True})
+    check_nodes(forced, mesh_sizes(forced, 6), [3, 3])
+
+
+def test_the_batch_counts_ranks_with_different_samples() -> None:
+    keys = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    load_config({**keys, "tensor_parallel": {"autotp_size": 2}}, world_size=4)
+    with pytest.raises(ConfigError, match=r"4 \(ranks\)"):
+        load_config(keys, world_size=4)
