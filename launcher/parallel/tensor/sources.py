@@ -27,14 +27,17 @@ Plan = dict[str, LayerPlan]
 # ---- a plan in Python ----
 
 
-def from_user(modules: Mapping[str, nn.Module], given: Mapping[str, Any]) -> Plan:
+def from_user(model: nn.Module, modules: Mapping[str, nn.Module], given: Mapping[str, Any]) -> Plan:
     """Return what a plan in Python says: {pattern: style}. "*" in a pattern is any part of a name.
 
-    Of several patterns for one module the first counts. Raises: EngineError for a pattern that no module has.
+    Of several patterns for one module the first counts. A parameter's name may have the style REPLICATED_SUMMED_GRAD.
+    Raises: EngineError for a pattern that nothing has.
     """
     found: Plan = {}
     for pattern, value in given.items():
         matched = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
+        if value in (Style.REPLICATED_SUMMED_GRAD, Style.REPLICATED_SUMMED_GRAD.value):
+            matched += [name for name, _ in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             raise EngineError(
                 f'no module of the model is called "{pattern}"',
@@ -42,7 +45,7 @@ def from_user(modules: Mapping[str, nn.Module], given: Mapping[str, Any]) -> Pla
                 hint=did_you_mean(pattern, list(modules)) or "give the names of named_modules()",
             )
         for name in matched:
-            found.setdefault(name, style_of(value, modules[name], f'plan["{pattern}"]'))
+            found.setdefault(name, style_of(value, modules.get(name, model), f'plan["{pattern}"]'))
     return found
 
 
