@@ -226,6 +226,19 @@ def test_fused_projections_of_phi3_and_gpt2_are_split_block_by_block() -> None:
 
 
 @NEEDS_TRANSFORMERS
+@pytest.mark.parametrize(("kind", "fused"), [("GPTBigCode", "attn.c_attn"), ("CodeGen", "attn.qkv_proj")])
+def test_fused_projections_of_another_layout_stay_whole(kind: str, fused: str) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(vocab_size=32, n_embd=16, n_layer=1, n_head=4, rotary_dim=4)
+    found = full_plan(getattr(transformers, f"{kind}ForCausalLM")(config))
+    assert not any("attn" in name for name in found.layers)
+    assert any("mlp" in name for name in found.layers)
+    name = f"transformer.h.*.{fused}"
+    assert found.notices == [f"{name} stays whole on every rank: its layout is not queries, keys, values"]
+
+
+@NEEDS_TRANSFORMERS
 def test_norms_of_single_heads_and_of_all_of_them() -> None:
     found = plan(split_models.build("qwen3"))
     assert found["model.layers.0.self_attn.q_norm"].style is Style.REPLICATED_SUMMED_GRAD

@@ -68,7 +68,7 @@ def _sourced(
     defaults: sources.Plan = {}
     if config is None or config.use_default_specs:
         endings = names.HEAD | frozenset(config.lm_head_patterns if config is not None else ())
-        defaults = sources.from_hugging_face(modules, notices) or sources.from_names(modules)
+        defaults = sources.from_hugging_face(modules, notices) or sources.from_names(modules, notices)
         if defaults or config is not None:
             defaults = sources.with_vocabulary(model, modules, defaults, lambda name: names.is_named(name, endings))
     if config is None:

@@ -160,12 +160,20 @@ def _generic(found: set[str]) -> list[str]:
 # ---- names of layers ----
 
 
-def from_names(modules: Mapping[str, nn.Module]) -> Plan:
+def from_names(modules: Mapping[str, nn.Module], notices: list[str]) -> Plan:
     """Return what the names of layers say: those of the usual transformers.
 
     A layer is split by columns where one that is split by rows follows within the same block, and the other way round.
+    notices: gets what stays whole.
     """
+    other = {
+        name for name in modules if names.is_named(name, names.FUSED_ATTENTION) and _has_other_layout(name, modules)
+    }
+    notices += [
+        f"{name} stays whole on every rank: its layout is not queries, keys, values" for name in _generic(other)
+    ]
     columns = {name: style for name, module in modules.items() if (style := _column_style(name, module)) is not None}
+    columns = {name: style for name, style in columns.items() if name not in other}
     found: Plan = {}
     for name, module in modules.items():
         if not names.is_linear(module) or not names.is_named(name, names.ROW):
@@ -180,6 +188,10 @@ def from_names(modules: Mapping[str, nn.Module]) -> Plan:
         if not is_gathered:
             found.update(_norms_of_heads(before, modules))
     return found
+
+
+def _has_other_layout(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    return type(modules[names.parent_of(name)]).__name__ in names.OTHER_LAYOUTS
 
 
 def _column_style(name: str, module: nn.Module) -> Style | None:
