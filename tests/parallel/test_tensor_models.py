@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from harness import split_models
+from harness.collective import CountingCommunicator, communicators
 from harness.ranks import run_on_ranks
 from harness.split_models import EXAMPLE, FAMILIES, TORCH
 from torch import Tensor, nn
@@ -86,3 +89,78 @@ def test_a_split_model_trains_as_one_process_does(name: str) -> None:
         assert result["split"].get("column_gathered", 0) >= 1
         assert result["notices"] == []
     assert found[0]["losses"] == found[1]["losses"]
+
+
+def _generated(rank: int, world_size: int, name: str) -> Tensor:
+    model: Any = split_models.build(name)
+    split_model(model, world_group(), TensorParallel())
+    return _generate(model)
+
+
+def _generate(model: Any) -> Tensor:
+    prompt = split_models.tokens(7)
+    found: Tensor = model.eval().generate(prompt, max_new_tokens=8, do_sample=False, attention_mask=prompt > 0)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "bloom"])
+def test_a_split_model_generates_what_one_process_does(name: str) -> None:
+    needs(name)
+    wanted = _generate(split_models.build(name))
+    assert wanted.shape[1] == split_models.LENGTH + 8
+    for found in run_on_ranks(2, _generated, name):
+        assert found.tolist() == wanted.tolist()
+
+
+def _counted(rank: int, world_size: int, num_layers: int) -> tuple[dict[str, int], dict[str, int]]:
+    """How many collectives a forward and a backward of the layers of a Llama begin."""
+    counts: Counter[str] = Counter()
+    with communicators("gloo", lambda inner: CountingCommunicator(inner, counts)):
+        group = world_group()
+        model: Any = split_models.build("llama")
+        model.model.layers = model.model.layers[:num_layers]
+        split_model(model, group, TensorParallel())
+        counts.clear()
+        loss = split_models.loss_of(model, split_models.tokens(0))
+        forward = dict(counts)
+        counts.clear()
+        loss.backward()
+    return forward, dict(counts)
+
+
+def test_a_layer_of_llama_begins_four_all_reduces() -> None:
+    needs("llama")
+    (forward, backward), (fewer, back) = run_on_ranks(2, _counted, 2)[0], run_on_ranks(2, _counted, 1)[0]
+    assert forward["all_reduce"] - fewer["all_reduce"] == 2
+    assert backward["all_reduce"] - back["all_reduce"] == 2
+    assert fewer == {"all_reduce": 1 + 2, "all_gather": 1}  # the embedding; the logits
+    assert back == {"all_reduce": 1 + 2}  # the input of the head
+
+
+def _in_eval(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    whole, model = split_models.build(TORCH).eval(), split_models.build(TORCH).eval()
+    split_model(model, world_group(), TensorParallel())
+    with torch.no_grad():
+        return whole(split_models.tokens(0)), model(split_models.tokens(0))
+
+
+def test_torch_s_own_layer_does_not_pass_its_split_weights_to_a_fused_kernel() -> None:
+    for wanted, found in run_on_ranks(2, _in_eval):
+        torch.testing.assert_close(found, wanted)
+
+
+def _recomputed(rank: int, world_size: int, reentrant: bool) -> dict[str, Tensor]:
+    model: Any = split_models.build("llama")
+    split_model(model, world_group(), TensorParallel())
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    _, grads = next(split_models.train(model.train()))
+    params = dict(model.named_parameters())
+    return {name: _whole(grad, params[name], world_group()) for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_are_recomputed(reentrant: bool) -> None:
+    needs("llama")
+    for found in run_on_ranks(2, _recomputed, reentrant):
+        assert_close(found, expected("llama")["gradients"][0], "gradient")

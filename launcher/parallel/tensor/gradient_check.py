@@ -33,8 +33,8 @@ def check_replicated_gradients(names: Sequence[str], gradients: Sequence[Tensor]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise EngineError(
-            f"the gradient of {', '.join(wrong[:3])}{more} differs between the ranks of one layer: the parameter is"
-            " used between a column- and a row-split layer",
+            f"the gradient of {', '.join(wrong[:3])}{more} differs between the ranks of one layer: it is used between a"
+            " column- and a row-split layer",
             where="tensor_parallel",
             hint='give it partition_type "skip" and grad_allreduce: true in tensor_parallel.partition_config, or the'
             " style replicated_summed_grad in a plan",

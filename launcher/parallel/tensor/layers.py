@@ -198,7 +198,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 @functools.cache
-def vocabulary_class(kind: type[Any]) -> type[nn.Module]:
+def vocabulary_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a vocabulary-split embedding. One that scales what its base class finds still does."""
     if kind is nn.Embedding:
         return VocabParallelEmbedding
@@ -206,7 +206,7 @@ def vocabulary_class(kind: type[Any]) -> type[nn.Module]:
 
 
 @functools.cache
-def conv1d_class(conv1d: type[Any], style: str) -> type[nn.Module]:
+def conv1d_class(conv1d: type[nn.Module], style: str) -> type[nn.Module]:
     """Return the class of Hugging Face's Conv1D, whose weight is [in, out], split by columns or rows.
 
     style: "Column" or "Row".

@@ -10,6 +10,8 @@ SEPARATE_ATTENTION = frozenset(
 )
 # Query, key and value in one weight, one after another.
 FUSED_ATTENTION = frozenset({"c_attn", "qkv", "qkv_proj", "Wqkv"})
+# Attentions whose fused layer has such a name and another layout: a part of it would be parts of wrong heads.
+OTHER_LAYOUTS = frozenset({"CodeGenAttention", "GPTBigCodeAttention"})
 # Query, key and value in one weight, head by head: a contiguous part is whole heads.
 HEAD_BY_HEAD_ATTENTION = frozenset({"query_key_value"})
 ATTENTION = SEPARATE_ATTENTION | FUSED_ATTENTION | HEAD_BY_HEAD_ATTENTION

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -17,9 +16,7 @@ from launcher.parallel.tensor.styles import LayerPlan, Style
 WHERE = "tensor_parallel.partition_config"
 
 
-def from_partition_config(
-    modules: Mapping[str, nn.Module], config: PartitionConfig, model_type: str | None, defaults: Plan
-) -> Plan:
+def from_partition_config(model: nn.Module, config: PartitionConfig, model_type: str | None, defaults: Plan) -> Plan:
     """Return the plan of a model. defaults: what is known without the config, for layers that no spec names.
 
     Raises: EngineError for a pattern that is not one, a shape that does not fit a weight, and in strict mode for
@@ -27,13 +24,17 @@ def from_partition_config(
     """
     found = dict(defaults) if config.use_default_specs else {}
     unnamed = []
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         spec = _spec_of(name, config.layer_specs, model_type)
         if spec is not None and hasattr(module, "weight"):
             index = config.layer_specs.index(spec)
             found[name] = _plan_of(name, module, spec, f"{WHERE}.layer_specs[{index}]")
         elif names.is_linear(module) and name not in found:
             unnamed.append(name)
+    for name, _ in model.named_parameters():
+        spec = _spec_of(name, config.layer_specs, model_type)
+        if spec is not None and spec.partition_type == "skip" and spec.grad_allreduce:
+            found.setdefault(name, LayerPlan(Style.REPLICATED_SUMMED_GRAD))
     if config.strict_mode and unnamed:
         more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
         raise EngineError(

@@ -22,7 +22,8 @@ _OF_OUTPUTS = (Style.COLUMN, Style.COLUMN_GATHERED, Style.PACKED_COLUMN, Style.V
 class ModelPlan:
     """How a model is split."""
 
-    layers: dict[str, LayerPlan]  # those that are not simply whole; blocks of split ones are known
+    # Of those that are not simply whole; blocks of split ones are known. Parameters only as REPLICATED_SUMMED_GRAD.
+    layers: dict[str, LayerPlan]
     notices: list[str] = field(default_factory=list)
 
 
@@ -62,18 +63,18 @@ def _sourced(
     notices: list[str],
 ) -> sources.Plan:
     if given is not None:
-        return sources.from_user(modules, given)
+        return sources.from_user(model, modules, given)
     config: PartitionConfig | None = settings.partition_config
     defaults: sources.Plan = {}
     if config is None or config.use_default_specs:
         endings = names.HEAD | frozenset(config.lm_head_patterns if config is not None else ())
-        defaults = sources.from_hugging_face(modules, notices) or sources.from_names(modules)
+        defaults = sources.from_hugging_face(modules, notices) or sources.from_names(modules, notices)
         if defaults or config is not None:
             defaults = sources.with_vocabulary(model, modules, defaults, lambda name: names.is_named(name, endings))
     if config is None:
         return defaults
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    return from_partition_config(modules, config, model_type, defaults)
+    return from_partition_config(model, config, model_type, defaults)
 
 
 def _nothing_found(model: nn.Module, modules: Mapping[str, nn.Module]) -> EngineError:
@@ -130,9 +131,9 @@ def _tied_to(name: str, other: str, modules: Mapping[str, nn.Module], found: sou
 
 def _check_classes(modules: Mapping[str, nn.Module], found: sources.Plan) -> None:
     for name, plan in found.items():
-        module = modules[name]
         if not plan.style.is_split:
             continue
+        module = modules[name]
         is_embedding = plan.style is Style.VOCABULARY
         if is_embedding and isinstance(module, nn.Embedding):
             _check_embedding(name, module)

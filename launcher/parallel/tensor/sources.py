@@ -27,14 +27,17 @@ Plan = dict[str, LayerPlan]
 # ---- a plan in Python ----
 
 
-def from_user(modules: Mapping[str, nn.Module], given: Mapping[str, Any]) -> Plan:
+def from_user(model: nn.Module, modules: Mapping[str, nn.Module], given: Mapping[str, Any]) -> Plan:
     """Return what a plan in Python says: {pattern: style}. "*" in a pattern is any part of a name.
 
-    Of several patterns for one module the first counts. Raises: EngineError for a pattern that no module has.
+    Of several patterns for one module the first counts. A parameter's name may have the style REPLICATED_SUMMED_GRAD.
+    Raises: EngineError for a pattern that nothing has.
     """
     found: Plan = {}
     for pattern, value in given.items():
         matched = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
+        if value in (Style.REPLICATED_SUMMED_GRAD, Style.REPLICATED_SUMMED_GRAD.value):
+            matched += [name for name, _ in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             raise EngineError(
                 f'no module of the model is called "{pattern}"',
@@ -42,7 +45,7 @@ def from_user(modules: Mapping[str, nn.Module], given: Mapping[str, Any]) -> Pla
                 hint=did_you_mean(pattern, list(modules)) or "give the names of named_modules()",
             )
         for name in matched:
-            found.setdefault(name, style_of(value, modules[name], f'plan["{pattern}"]'))
+            found.setdefault(name, style_of(value, modules.get(name, model), f'plan["{pattern}"]'))
     return found
 
 
@@ -157,12 +160,20 @@ def _generic(found: set[str]) -> list[str]:
 # ---- names of layers ----
 
 
-def from_names(modules: Mapping[str, nn.Module]) -> Plan:
+def from_names(modules: Mapping[str, nn.Module], notices: list[str]) -> Plan:
     """Return what the names of layers say: those of the usual transformers.
 
     A layer is split by columns where one that is split by rows follows within the same block, and the other way round.
+    notices: gets what stays whole.
     """
+    other = {
+        name for name in modules if names.is_named(name, names.FUSED_ATTENTION) and _has_other_layout(name, modules)
+    }
+    notices += [
+        f"{name} stays whole on every rank: its layout is not queries, keys, values" for name in _generic(other)
+    ]
     columns = {name: style for name, module in modules.items() if (style := _column_style(name, module)) is not None}
+    columns = {name: style for name, style in columns.items() if name not in other}
     found: Plan = {}
     for name, module in modules.items():
         if not names.is_linear(module) or not names.is_named(name, names.ROW):
@@ -177,6 +188,10 @@ def from_names(modules: Mapping[str, nn.Module]) -> Plan:
         if not is_gathered:
             found.update(_norms_of_heads(before, modules))
     return found
+
+
+def _has_other_layout(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    return type(modules[names.parent_of(name)]).__name__ in names.OTHER_LAYOUTS
 
 
 def _column_style(name: str, module: nn.Module) -> Style | None:

@@ -120,20 +120,24 @@ def _take_part(param: nn.Parameter, split: TensorSplit | None, group: RankGroup)
 
 
 def _turn_modules(model: nn.Module, found: ModelPlan, group: RankGroup) -> None:
-    modules = dict(model.named_modules())
+    modules, params = dict(model.named_modules()), dict(model.named_parameters())
     widths = {name: _widths(name, found) for name in attentions(found.layers)}
     shared: dict[str, layers.SharedInput] = {}
+    summed: set[nn.Parameter] = set()
     for name, plan in found.layers.items():
-        module, parent = modules[name], names.parent_of(name)
+        parent = names.parent_of(name)
         if plan.style is Style.REPLICATED_SUMMED_GRAD:
-            for param in module.parameters():
-                param.register_hook(functools.partial(_summed, group=group))
+            summed.update(modules[name].parameters() if name in modules else [params[name]])
         else:
+            module = modules[name]
             is_column = plan.style in (Style.COLUMN, Style.COLUMN_GATHERED, Style.PACKED_COLUMN)
             if is_column and parent not in shared:
                 shared[parent] = layers.SharedInput(modules[parent])
             _turn(name, module, plan, group, shared[parent] if is_column else None)
             _leave_fused_kernels(modules[parent])
+    for param in summed:
+        if param.requires_grad:
+            param.register_hook(functools.partial(_summed, group=group))
     for name, own in widths.items():
         heads.divide_heads(modules[name], group, own)
 
