@@ -29,14 +29,19 @@ def solve_batch(
     micro_batch_size: int | None,
     accumulation_steps: int | None,
     world_size: int,
+    model_size: int = 1,
 ) -> BatchPlan:
-    """Fill in what is missing of the batch equation.
+    """Fill in what is missing of the batch equation. world_size: ranks with different samples.
 
+    model_size: ranks that work on the same samples. DeepSpeed and transformers count these in `train_batch_size`, too:
+    where all three sizes are given and fit all ranks, that is taken over, and the batch is the number of samples.
     Two given: the third follows. Only one of the batch sizes given: one accumulation step. A division that
     leaves a remainder is an error: a smaller batch than asked for would change the training silently.
     Raises: ConfigError with the equation.
     """
     train, micro, steps = train_batch_size, micro_batch_size, accumulation_steps
+    if train and micro and steps and train == micro * steps * world_size * model_size:
+        train //= model_size
     if train is None and micro is None:
         raise ConfigError(
             "neither train_batch_size nor train_micro_batch_size_per_gpu is given",

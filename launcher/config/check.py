@@ -34,6 +34,7 @@ from launcher.config.rules_offload import offload_problems
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
+from launcher.sharding.mesh import MeshSizes
 
 
 @dataclass
@@ -309,17 +310,17 @@ def _between_keys(
     errors = [Finding(*problem) for problem in problems]
     if any("elasticity" in finding.path[:1] for finding in wrong):
         return errors, []
-    data_size = None
+    sizes = None
     if world_size is not None:
         try:
-            data_size = mesh_sizes(config, world_size).data
+            sizes = mesh_sizes(config, world_size)
         except ConfigError as error:
             return errors + [
                 Finding(tuple((d.where or "").split(".")), d.message, d.hint) for d in error.diagnostics
             ], []
     if config.elasticity.enabled is True:
         return errors + _elastic_findings(config, world_size), _elastic_notices(config)
-    return errors + _batch_findings(config, data_size), []
+    return errors + _batch_findings(config, sizes), []
 
 
 def _elastic_findings(config: Config, world_size: int | None) -> list[Finding]:
@@ -361,15 +362,15 @@ def _given_sizes(config: Config) -> list[str]:
     return [name for name, size in sizes.items() if size is not None and not isinstance(size, Auto)]
 
 
-def _batch_findings(config: Config, data_size: int | None) -> list[Finding]:
+def _batch_findings(config: Config, sizes: MeshSizes | None) -> list[Finding]:
     train, micro, steps = (getattr(config, name) for name in BATCH_KEYS)
     elastic: bool | Auto = config.elasticity.enabled
     if any(isinstance(value, Auto) for value in (train, micro, steps, elastic)):
         return []
     path: Path = next(((name,) for name in BATCH_KEYS if getattr(config, name) is not None), ())
-    if data_size is not None:
+    if sizes is not None:
         try:
-            solve_batch(train, micro, steps, data_size)
+            solve_batch(train, micro, steps, sizes.data, sizes.model_size)
         except ConfigError as error:
             problem = error.diagnostics[0]
             return [Finding(path, problem.message, problem.hint)]

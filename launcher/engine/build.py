@@ -60,6 +60,7 @@ from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
 from launcher.optim.rules import COLLECTIVE
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
+from launcher.sharding.mesh import MeshSizes
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
@@ -121,7 +122,7 @@ def initialize(
     sizes = mesh_sizes(loaded.config, world.world_size)
     facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
-    batch = _batch(settings, sizes.data)
+    batch = _batch(settings, sizes)
     policy = zero_policy(settings, sizes)
     check_types(model, policy.precision.param_dtype)
     mesh = build_mesh(world, sizes, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
@@ -157,12 +158,13 @@ def _prepare_device(settings: Config, group: RankGroup) -> None:
         keep_freed_memory()
 
 
-def _batch(settings: Config, num_shares: int) -> BatchPlan:
+def _batch(settings: Config, sizes: MeshSizes) -> BatchPlan:
     return solve_batch(
         settings.train_batch_size,
         settings.train_micro_batch_size_per_gpu,
         settings.gradient_accumulation_steps,
-        num_shares,
+        sizes.data,
+        sizes.model_size,
     )
 
 

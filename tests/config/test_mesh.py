@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.base.errors import ConfigError
+from launcher.config.batch import solve_batch
 from launcher.config.load import load_config
 from launcher.config.mesh import check_nodes, mesh_sizes
 
@@ -70,3 +71,12 @@ def test_the_batch_counts_ranks_with_different_samples() -> None:
     load_config({**keys, "tensor_parallel": {"autotp_size": 2}}, world_size=4)
     with pytest.raises(ConfigError, match=r"4 \(ranks\)"):
         load_config(keys, world_size=4)
+
+
+def test_a_batch_that_counts_all_ranks_as_transformers_does_is_taken_over() -> None:
+    keys = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    load_config({**keys, "tensor_parallel": {"autotp_size": 2}}, world_size=4)
+    assert solve_batch(8, 2, 1, 2, 2).sizes == (4, 2, 1)
+    assert solve_batch(8, 2, 2, 2, 2).sizes == (8, 2, 2)
+    with pytest.raises(ConfigError, match="train_batch_size 16"):
+        load_config({**keys, "train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}, world_size=4)

@@ -11,7 +11,16 @@ import pytest
 from harness.hf_job import launch_cases, returned
 from harness.launching import Result
 
-CASES = ["stages", "schedules", "a_step_late", "other_optimizers", "adafactor_stage_2", "auto", "mismatch"]
+CASES = [
+    "stages",
+    "tensor_parallel",
+    "schedules",
+    "a_step_late",
+    "other_optimizers",
+    "adafactor_stage_2",
+    "auto",
+    "mismatch",
+]
 CASES += ["hidden_size", "fp16", "bf16", "accumulation", "padding", "smoothing_and_clipping"]
 CASES += ["gradient_checkpointing", "auto_find_batch_size", "callbacks", "traced"]
 MODULES = "huggingface.trainer_cases,huggingface.trainer_loop_cases"
@@ -58,6 +67,17 @@ def test_each_stage_with_and_without_offload_trains_as_ddp_does(job: Job) -> Non
         assert len(logs) == 8
         for log in logs.values():
             assert_same(log, plain)
+
+
+def test_ranks_that_share_layers_train_as_ddp_does(job: Job) -> None:
+    found = job.of("tensor_parallel")
+    means = [sum(losses) / len(losses) for losses in zip(*(logs["plain"]["losses"] for logs in found), strict=True)]
+    for logs in found:
+        plain = logs.pop("plain")
+        assert len(logs) == 2
+        for log in logs.values():
+            assert log["losses"] == pytest.approx(means, rel=1e-5)
+            assert_same(log, plain, but=("losses",))
 
 
 def test_a_schedule_of_transformers_has_the_rates_it_has_without_deepspeed(job: Job) -> None:

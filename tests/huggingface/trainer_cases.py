@@ -159,6 +159,18 @@ def case_stages(folder: Path) -> dict[str, Log]:
     return logs(folder, configs)
 
 
+def case_tensor_parallel(folder: Path) -> dict[str, Log]:
+    """Return the logs of plain ranks, and of ranks that share layers and so have the samples of both."""
+    shared = {"tensor_parallel": {"autotp_size": 2}}
+    return {
+        "plain": log_of(train(folder, None)),
+        **{
+            f"stage {stage}": log_of(train(folder, config_of(stage, **shared), per_device_train_batch_size=4))
+            for stage in (1, 3)
+        },
+    }
+
+
 def case_schedules(folder: Path) -> dict[str, Log]:
     """Return the logs of optimizers and schedules of transformers and of DeepSpeed's config, in all combinations."""
     options = {"max_steps": 6, "warmup_steps": 2}
