@@ -117,12 +117,12 @@ def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size:
 
 
 def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
-    data_ranks, purposes = sizes.ranks_along("data"), ["data", "reductions of data"]
-    along_data, reductions = (subgroup(data_ranks, purpose) for purpose in purposes)
-    hosts = subgroup(data_ranks, "hosts of data", "gloo") if world.runtime.runs_behind_host else None
-    data = world.of_ranks(along_data, reductions, hosts)
-    model = world.of_ranks(subgroup(sizes.ranks_of_models(), "model"))
+    ranks = sizes.ranks_along("data")
+    hosts = subgroup(ranks, "hosts of data", "gloo") if world.runtime.runs_behind_host else None
+    data = world.of_ranks(subgroup(ranks, "data"), subgroup(ranks, "reductions of data"), hosts)
     tensor = world.of_ranks(subgroup(sizes.ranks_along("tensor"), "tensor")) if sizes.tensor > 1 else None
+    is_whole_model = sizes.tensor == sizes.model_size
+    model = tensor if is_whole_model else world.of_ranks(subgroup(sizes.ranks_of_models(), "model"))
     return ParallelMesh(world, data, data, model=model, tensor=tensor, sizes=sizes)
 
 

@@ -132,7 +132,7 @@ def initialize(
     split_notices = split_over_ranks(model, settings, mesh)
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
-    _place_buffers(model, settings, policy.precision, group)
+    _place_buffers(model, settings, policy.precision, mesh.world)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
     check_optimizer(plan, mesh)
