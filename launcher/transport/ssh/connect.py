@@ -12,7 +12,7 @@ import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.base.errors import Diagnostic, TransportError
@@ -75,7 +75,7 @@ def _connect_once(
             return None
         connection.set_keepalive(_KEEPALIVE_S)
         # paramiko's thread looks up from its socket ten times a second, which for 250 idle connections is a tenth of a
-        # core. Nothing it looks for is urgent; `end_connection` wakes it.
+        # core. Nothing it looks for is urgent; `end_connections` wakes it.
         connection.sock.settimeout(_IDLE_CHECK_S)
     except BaseException:  # Ctrl-C included: the connection's thread must not live on
         connection.close()
@@ -83,15 +83,18 @@ def _connect_once(
     return connection
 
 
-def end_connection(connection: paramiko.Transport) -> None:
-    """Close a connection that `connect` made. Its thread is woken first: it may wait on the descriptor.
+def end_connections(connections: Iterable[paramiko.Transport]) -> None:
+    """Close connections that `connect` made. Their threads are woken first: they may wait on the descriptors.
 
-    It still says goodbye then, which has to go through a jump host: that connection may be closed after this returns.
+    They still say goodbye then, which has to go through a jump host: that connection may be closed after this returns.
     """
-    with contextlib.suppress(OSError, EOFError):
-        connection.sock.shutdown(socket.SHUT_RDWR)
-    connection.close()
-    connection.join(_GOODBYE_S)
+    woken = list(connections)
+    for connection in woken:  # all of them before the first is waited for
+        with contextlib.suppress(OSError, EOFError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+    for connection in woken:
+        connection.close()
+        connection.join(_GOODBYE_S)
 
 
 def open_jump(connection: paramiko.Transport, jump: SshTarget, target: SshTarget) -> paramiko.Channel:

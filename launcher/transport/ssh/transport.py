@@ -19,7 +19,7 @@ from launcher.base.errors import Diagnostic, TransportError
 from launcher.cluster.cluster import Host
 from launcher.transport.ssh import library
 from launcher.transport.ssh.config import SshTarget, Targets
-from launcher.transport.ssh.connect import DroppedError, connect, end_connection, open_jump
+from launcher.transport.ssh.connect import DroppedError, connect, end_connections, open_jump
 from launcher.transport.ssh.options import SshOptions
 from launcher.transport.stderr_buffer import StderrTail
 
@@ -87,8 +87,10 @@ class SshTransport:
             self._closed = True
             connections, self._connections = self._connections, {}
         # Dictionaries keep their order: a jump host was connected before what lies behind it.
-        for connection in reversed(connections.values()):
-            end_connection(connection)
+        for key, connection in reversed(connections.items()):
+            if len(key) > 1:
+                end_connections([connection])
+        end_connections(connection for key, connection in connections.items() if len(key) == 1)
 
     def _open_session(self, route: Sequence[SshTarget]) -> paramiko.Channel:
         """Open a session on the connection that all names of a server share.
@@ -154,7 +156,7 @@ class SshTransport:
             if not self._closed:
                 self._connections[key] = connection
                 return connection
-        end_connection(connection)
+        end_connections([connection])
         raise TransportError("the transport was closed while connecting", where=target.name)
 
 
