@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from launcher.base.errors import ConfigError, TransportError
 from launcher.base.processes import members_of_job
 from launcher.base.timeouts import Timeouts
-from launcher.cluster.cluster import Cluster, Host, place
+from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.fleet.signals import SignalQueue
 from launcher.job import logs
 from launcher.job.elastic_hosts import largest_fit
@@ -348,6 +348,11 @@ def test_the_largest_fit_is_what_trying_every_choice_finds(
         assert chosen in choices
 
 
+def placed(num_ranks: int) -> Placement:
+    """Return so many ranks on one host."""
+    return place(Cluster((Host("localhost", tuple(range(num_ranks))),)))
+
+
 @pytest.mark.parametrize("kind", ["file", "base64", "text"])
 def test_a_run_asks_the_config_among_the_script_s_arguments(tmp_path: Path, kind: str) -> None:
     source = json.dumps(ELASTIC)
@@ -359,9 +364,9 @@ def test_a_run_asks_the_config_among_the_script_s_arguments(tmp_path: Path, kind
         assert len(source) > 255  # longer than a file name may be
     arguments = ["--lr", "1", "--deepspeed", source]
     assert EngineConfig(arguments).world_sizes() == (1, 2, 3, 4, 6)
-    EngineConfig(arguments).check(6)
+    EngineConfig(arguments).check(placed(6))
     with pytest.raises(ConfigError, match="world size 5 does not fit"):
-        EngineConfig(arguments).check(5)
+        EngineConfig(arguments).check(placed(5))
 
 
 def test_a_run_without_an_elastic_config_goes_on_with_any_world(tmp_path: Path) -> None:
@@ -372,7 +377,7 @@ def test_a_run_without_an_elastic_config_goes_on_with_any_world(tmp_path: Path) 
         ["--deepspeed", "on/other/hosts.json"],
     ):
         assert EngineConfig(arguments).world_sizes() is None
-        EngineConfig(arguments).check(5)
+        EngineConfig(arguments).check(placed(5))
 
 
 def test_a_world_that_does_not_fit_ends_before_any_rank_starts(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from launcher.zero.stages import (
 )
 
 _GROUP = RankGroup(0, 1, None, DeviceRuntime(torch.device("cpu")))
-ALONE = ParallelMesh(_GROUP, _GROUP)
+ALONE = ParallelMesh(_GROUP, _GROUP, _GROUP)
 NUM_BLOCKS, WIDTH = 4, 600
 
 
