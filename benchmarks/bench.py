@@ -63,6 +63,9 @@ def _shared_buffers() -> set[Path]:
 SECTIONS = (
     Section("startup", "startup.py --ranks 2 4 --rounds 4"),
     Section("fanout", "fanout.py --rounds 2"),
+    Section(
+        "fanout_250", "fanout.py --hosts 250 --only ^(launch.exec,.paramiko|OpenSSH,.curve25519|pdsh.*)$ --rounds 3"
+    ),
     Section("fault_matrix", "fault_matrix.py"),
     Section("random_kills", "random_kills.py --count 300"),
     Section("checkpoint_kills", "checkpoint_kills.py"),

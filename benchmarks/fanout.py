@@ -129,7 +129,8 @@ def main() -> None:
     parser.add_argument("--hosts", default="1,8,64,250", help="numbers of hosts; default: %(default)s")
     parser.add_argument("--only", default="", metavar="REGEX", help="measure the tools whose names this fits")
     options = parser.parse_args()
-    page = Section("Fan-out", "paramiko", "asyncssh")
+    title = f"Fan-out to {options.hosts} hosts" if options.hosts.isdigit() else "Fan-out"
+    page = Section(title, "paramiko", "asyncssh")
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     counts = [int(count) for count in options.hosts.split(",")]
     rows: dict[str, list[str]] = {}
