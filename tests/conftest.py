@@ -19,7 +19,7 @@ from hypothesis import HealthCheck
 
 _clock = schedule.Clock()
 
-# Off until all tests are collected: what is imported is no garbage.
+# Garbage collection is off until all tests are collected: imported modules are not garbage.
 gc.disable()
 
 # Threads of OpenMP that wait sleep, here and in every process of the tests. By default they spin for a while, and where

@@ -14,12 +14,12 @@ from launcher.sharding.mesh import MeshSizes, product_text
 ACROSS_NODES_KEY = "tensor_parallel.across_nodes"
 
 
-def mesh_sizes(config: Config, world_size: int, *, num_stages: int | None = None) -> MeshSizes:
+def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     """Return the mesh that a config asks for; the data axis takes the ranks that the others leave.
 
-    num_stages: of a `PipelineModule`; `pipeline.stages` must be "auto" or agree. Raises: ConfigError with the equation.
+    Raises: ConfigError with the equation.
     """
-    sizes = replace(_asked_for(config, num_stages), data=1)
+    sizes = _asked_for(config)
     given = _decided(config.data_parallel_size)
     if world_size % sizes.world_size or (given is not None and given * sizes.world_size != world_size):
         wanted = sizes.shape if given is None else replace(sizes, data=given).shape
@@ -50,7 +50,7 @@ def check_nodes(config: Config, sizes: MeshSizes, ranks_by_node: Sequence[int]) 
         )
 
 
-def _asked_for(config: Config, num_stages: int | None) -> MeshSizes:
+def _asked_for(config: Config) -> MeshSizes:
     tensor = config.tensor_parallel
     tensor_size, again = _decided(tensor.autotp_size) or 1, _decided(tensor.tp.tp_size)
     if again not in (None, 1, tensor_size):
@@ -59,16 +59,12 @@ def _asked_for(config: Config, num_stages: int | None) -> MeshSizes:
             where="tensor_parallel.tp.tp_size",
             hint="give autotp_size alone",
         )
-    stages = _decided(config.pipeline.stages)
-    if stages is None:
-        stages = num_stages or 1
-    elif num_stages is not None and num_stages != stages:
-        raise ConfigError(
-            f"pipeline.stages {stages} is not the {num_stages} stages of the PipelineModule",
-            where="pipeline.stages",
-            hint='leave it out, or "auto"',
-        )
-    return MeshSizes(1, stages, _decided(config.sequence_parallel_size) or 1, tensor_size)
+    return MeshSizes(
+        data=1,
+        pipeline=_decided(config.pipeline.stages) or 1,
+        sequence=_decided(config.sequence_parallel_size) or 1,
+        tensor=tensor_size,
+    )
 
 
 def _decided(size: Any) -> int | None:

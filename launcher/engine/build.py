@@ -107,17 +107,10 @@ def initialize(
     if model is None:
         raise EngineError("initialize() needs a model", hint="initialize(model=model, config=...)")
     if mpu is not None or mesh_param is not None:
-        raise EngineError("mpu and mesh_param are not supported by this release", hint="use data parallelism alone")
+        raise EngineError("mpu and mesh_param are not supported", hint="give the sizes of the mesh in the config")
     check_model(model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    leave_in_order()
-    pending.drain()
-    world = world_group()
-    check_for_ranks(model, world.world_size)
-    if end_engine_of(model) and world.rank == 0:
-        get_logger().warning(
-            "initialize() was called again on this model: its first engine has ended, and its optimizer states with it"
-        )
+    world = _world_for(model)
     loaded = load_config(_config_source(args, config, config_params), world_size=world.world_size)
     sizes = mesh_sizes(loaded.config, world.world_size)
     facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
@@ -148,6 +141,19 @@ def initialize(
     engine = Engine(model, parts)
     engine.begin_in_folder()
     return engine, built.optimizer, loader, scheduler
+
+
+def _world_for(model: nn.Module) -> RankGroup:
+    """Return all ranks, after the end of an engine that `model` belongs to. Raises: EngineError."""
+    leave_in_order()
+    pending.drain()
+    world = world_group()
+    check_for_ranks(model, world.world_size)
+    if end_engine_of(model) and world.rank == 0:
+        get_logger().warning(
+            "initialize() was called again on this model: its first engine has ended, and its optimizer states with it"
+        )
+    return world
 
 
 def _prepare_device(settings: Config, group: RankGroup) -> None:

@@ -47,14 +47,13 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
     facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
     rows = collectives.gather_rows(group, facts)
     digests = rows[:, 3:]
-    is_one_order = (digests == digests[0]).all().to(rows.dtype)
-    square, num_unused, num_late, is_one = torch.cat([rows[:, :3].sum(dim=0), is_one_order.reshape(1)]).tolist()
-    if not is_one:
+    has_orders = (digests != digests[0]).any().to(rows.dtype)
+    known = torch.cat([rows[:, :3].sum(dim=0), has_orders.reshape(1)])
+    if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
+        known = collectives.sum_scalars(mesh.model, known)
+    square, num_unused, num_late, num_orders = known.tolist()
+    if num_orders:
         raise reducer.order.difference(group)
-    if mesh.model is not None:
-        (square,) = collectives.sum_scalars(
-            mesh.model, torch.tensor([square], dtype=torch.float64, device=group.device)
-        ).tolist()
     return _StepFacts(math.sqrt(square / mesh.num_copies), int(num_unused), int(num_late))
 
 
@@ -107,14 +106,13 @@ def step_units(
 ) -> StepOutcome:
     """Take one optimizer step and return how it went. Every rank must call it.
 
-    check: called when the sums of all gradients are complete, before anything is updated.
-
-    loss_scale: what the gradients are too large by; the norm returned is not. None: the precision needs none. When the
-    norm is not finite nothing is updated: one bad micro-batch must not destroy the weights. Parameters that had no
-    gradient on any rank are left out of the step, weight decay included, as torch does. Raises: EngineError for these
-    where the policy does not accept them, for a sharded parameter that was written in place, and on all ranks where
-    their collectives had different orders. delayed: what takes the step beside the next one; the parameters get the
-    update of the step before.
+    check: called when the sums of all gradients are complete, before anything is updated. loss_scale: what the
+    gradients are too large by; the norm returned is not. None: the precision needs none. When the norm is not finite
+    nothing is updated: one bad micro-batch must not destroy the weights. Parameters that had no gradient on any rank
+    are left out of the step, weight decay included, as torch does. Raises: EngineError for these where the policy does
+    not accept them, for a sharded parameter that was written in place, and on all ranks where their collectives had
+    different orders. delayed: what takes the step beside the next one; the parameters get the update of the step
+    before.
 
     On a GPU the host waits for nothing here, where the optimizer can read the scale of gradients there: see the note in
     `launcher.comm.hosts`. It does wait with a loss scale, which follows every norm, with an optimizer in host memory,

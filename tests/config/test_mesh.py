@@ -22,7 +22,8 @@ def test_the_data_axis_takes_the_ranks_that_are_left() -> None:
     assert mesh_sizes(config_of(), 6).shape == (1, 6, 1, 1)
     assert mesh_sizes(config_of(tensor_parallel={"autotp_size": 2}), 6).shape == (1, 3, 1, 2)
     assert mesh_sizes(config_of(tensor_parallel={"autotp_size": 2, "tp": {"tp_size": 2}}), 2).data == 1
-    assert mesh_sizes(config_of(data_parallel_size=2), 8, num_stages=4).equation == "4 (pipeline) × 2 (data) = 8"
+    both = config_of(tensor_parallel={"autotp_size": 4}, data_parallel_size=2)
+    assert mesh_sizes(both, 8).equation == "2 (data) × 4 (tensor) = 8"
 
 
 @pytest.mark.parametrize(
