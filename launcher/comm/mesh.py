@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from launcher.base.errors import EngineError
 from launcher.comm.device import local_device
 from launcher.comm.groups import RankGroup, with_reductions
-from launcher.sharding.mesh import MeshSizes
+from launcher.sharding.mesh import AXES, MeshSizes
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,25 @@ class ParallelMesh:
     """The groups of a rank, by role. Ranks are group ranks throughout."""
 
     world: RankGroup  # all ranks
-    data: RankGroup  # ranks with different data and the same part of the model: the loss, the norm, what is unused
+    data: RankGroup  # ranks with the same part of the model, and other samples or parts of them: gradients, the norm
     shard: RankGroup  # of these, the ranks that hold one copy of what is sharded between them
     replicate: RankGroup | None = None  # the ranks with the same shards; None: there is one copy
     node: RankGroup | None = None  # ranks that gather parameters for backward; None: those of `shard`
-    model: RankGroup | None = None  # ranks with the same data and different parts of the model; None: each has all
+    model: RankGroup | None = None  # ranks that have one copy of the model together; None: each has all of it
     tensor: RankGroup | None = None  # of these, the ranks that have the same layers, each a part of them
+    pipeline: RankGroup | None = None  # of these, the ranks that have the same parts of different layers
+    sequence: RankGroup | None = None  # the ranks that have the same samples, each a part of every sequence
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))  # of all axes
 
     @property
     def model_part(self) -> int:
         """Which part of the model this rank has."""
         return 0 if self.model is None else self.model.rank
+
+    @property
+    def sample_rank(self) -> int:
+        """The place of this rank along the data axis: which share of the samples it gets."""
+        return self.sizes.coordinates(self.world.rank)[AXES.index("data")]
 
     @property
     def num_copies(self) -> int:
@@ -117,13 +124,21 @@ def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size:
 
 
 def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
-    ranks = sizes.ranks_along("data")
+    ranks = sizes.ranks_along("data", "sequence")
     hosts = subgroup(ranks, "hosts of data", "gloo") if world.runtime.runs_behind_host else None
     data = world.of_ranks(subgroup(ranks, "data"), subgroup(ranks, "reductions of data"), hosts)
-    tensor = world.of_ranks(subgroup(sizes.ranks_along("tensor"), "tensor")) if sizes.tensor > 1 else None
-    is_whole_model = sizes.tensor == sizes.model_size
-    model = tensor if is_whole_model else world.of_ranks(subgroup(sizes.ranks_of_models(), "model"))
-    return ParallelMesh(world, data, data, model=model, tensor=tensor, sizes=sizes)
+
+    def along(axis: str) -> RankGroup | None:
+        has_others = getattr(sizes, axis) > 1
+        return world.of_ranks(subgroup(sizes.ranks_along(axis), axis)) if has_others else None
+
+    tensor, pipeline, sequence = along("tensor"), along("pipeline"), along("sequence")
+    model = tensor or pipeline
+    if tensor is not None and pipeline is not None:
+        model = world.of_ranks(subgroup(sizes.ranks_along("pipeline", "tensor"), "model"))
+    return ParallelMesh(
+        world, data, data, model=model, tensor=tensor, pipeline=pipeline, sequence=sequence, sizes=sizes
+    )
 
 
 # By the default group, the ranks of all subgroups, and what these are for. Process groups cannot be freed one by one.

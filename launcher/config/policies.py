@@ -173,7 +173,7 @@ class ZeroPolicy:
 
 
 def zero_policy(config: Config, world_size: int) -> ZeroPolicy:
-    """Return what a config without `"auto"` asks for. world_size: data-parallel ranks."""
+    """Return what a config without `"auto"` asks for. world_size: ranks with the same part of the model."""
     zero = config.zero_optimization
     offload = offload_policy(config)
     # A single rank has no other to shard with; stage 0 is the same arithmetic without the copies.

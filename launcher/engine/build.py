@@ -133,7 +133,7 @@ def initialize(
     disks = swap_space(settings)
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
-    loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, group)
+    loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, mesh)
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
     announce_disks(disks)
     if world.rank == 0:
@@ -179,16 +179,16 @@ def _loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     settings: Config,
     batch: BatchPlan,
-    group: RankGroup,
+    mesh: ParallelMesh,
 ) -> DistributedLoader:
     return build_loader(
         data,
         batch_size=batch.micro_batch_size,
-        rank=group.rank,
-        world_size=group.world_size,
+        rank=mesh.sample_rank,
+        world_size=mesh.sizes.data,
         collate_fn=collate_fn,
         drop_last=settings.dataloader_drop_last,
-        pin_memory=group.device.type != "cpu",
+        pin_memory=mesh.world.device.type != "cpu",
     )
 
 

@@ -151,7 +151,7 @@ class DeepSpeedNames:
     @property
     def dp_world_size(self) -> int:
         """The number of ranks with different samples."""
-        return self._parts.group.world_size
+        return self._parts.mesh.sizes.data
 
     @property
     def mp_world_size(self) -> int:
@@ -160,7 +160,7 @@ class DeepSpeedNames:
 
     def get_data_parallel_rank(self) -> int:
         """Return this rank's number among those with different samples: which share of the data it gets."""
-        return self._parts.group.rank
+        return self._parts.mesh.sample_rank
 
     def get_model_parallel_rank(self) -> int:
         """Return this rank's number among those that share its layers."""
@@ -191,8 +191,8 @@ class DeepSpeedNames:
         return build_loader(
             dataset,
             batch_size=batch_size or self._batch.micro_batch_size,
-            rank=self._parts.group.rank,
-            world_size=self._parts.group.world_size,
+            rank=self.get_data_parallel_rank(),
+            world_size=self.dp_world_size,
             collate_fn=collate_fn,
             drop_last=self._parts.settings.dataloader_drop_last,
             num_workers=num_local_io_workers,

@@ -14,7 +14,7 @@ from launcher.zero.stages import ZeroPolicy
 
 def zero_policy(settings: Config, sizes: MeshSizes) -> ZeroPolicy:
     """Return the policy of a run."""
-    return ZeroPolicy.of(policies.zero_policy(settings, sizes.data))
+    return ZeroPolicy.of(policies.zero_policy(settings, sizes.num_replicas))
 
 
 def swap_space(settings: Config) -> Disks:

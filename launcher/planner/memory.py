@@ -119,7 +119,7 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     """
     mesh = setting.policy.mesh
     model = model.part_of(setting.sizes.tensor)
-    world_size = mesh.shard_ranks(world_size // setting.sizes.model_size)
+    world_size = mesh.shard_ranks(world_size // setting.sizes.num_model_parts)
     stage, offload, element = setting.stage, setting.policy.offload, setting.element
     offloads_optimizer = offload.optimizer is not Place.DEVICE
     owned = model.num_trainable / (world_size if stage >= 1 else 1)

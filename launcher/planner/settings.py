@@ -119,7 +119,7 @@ def setting_of(config: Config, world_size: int) -> Setting:
     world_size: all ranks. Raises: UsageError for a combination that does not exist, ConfigError for a wrong mesh.
     """
     sizes = mesh_sizes(config, world_size)
-    return Setting(config.zero_optimization.stage, zero_policy(config, sizes.data), _states(config), sizes)
+    return Setting(config.zero_optimization.stage, zero_policy(config, sizes.num_replicas), _states(config), sizes)
 
 
 def micro_batch_of(config: Config, world_size: int) -> int | None:

@@ -40,6 +40,16 @@ class MeshSizes:
         return self.world_size // self.data
 
     @property
+    def num_replicas(self) -> int:
+        """Ranks with the same part of the model: gradients are summed, and states sharded, over these."""
+        return self.data * self.sequence
+
+    @property
+    def num_model_parts(self) -> int:
+        """Ranks that have one copy of the model together."""
+        return self.pipeline * self.tensor
+
+    @property
     def equation(self) -> str:
         """The equation, with the axes that have more than one rank."""
         return f"{product_text(self.shape)} = {self.world_size}"
@@ -62,19 +72,13 @@ class MeshSizes:
             found.append(place)
         return tuple(reversed(found))
 
-    def ranks_along(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ along `axis` alone, in the order of their first ranks."""
-        position = AXES.index(axis)
-        stride, size = math.prod(self.shape[position + 1 :]), self.shape[position]
-        firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
-        return [list(range(first, first + stride * size, stride)) for first in firsts]
-
-    def ranks_of_models(self) -> list[list[int]]:
-        """Return the groups of ranks that work on the same samples together."""
-        position = AXES.index("data")
-        found: dict[int, list[int]] = {}
+    def ranks_along(self, *axes: str) -> list[list[int]]:
+        """Return the groups of ranks that differ along `axes` alone, in the order of their first ranks."""
+        fixed = [position for position, axis in enumerate(AXES) if axis not in axes]
+        found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            found.setdefault(self.coordinates(rank)[position], []).append(rank)
+            places = self.coordinates(rank)
+            found.setdefault(tuple(places[position] for position in fixed), []).append(rank)
         return list(found.values())
 
 

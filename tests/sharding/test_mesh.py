@@ -25,8 +25,9 @@ def test_every_rank_is_once_in_a_group_along_each_axis(sizes: MeshSizes) -> None
 
 @given(SIZES)
 def test_ranks_of_one_copy_of_the_model_have_the_same_samples(sizes: MeshSizes) -> None:
-    groups = sizes.ranks_of_models()
-    assert {len(ranks) for ranks in groups} == {sizes.model_size}
+    groups = sizes.ranks_along("pipeline", "tensor")
+    assert {len(ranks) for ranks in groups} == {sizes.num_model_parts}
+    assert len(groups) == sizes.num_replicas
     data = AXES.index("data")
     assert all(len({sizes.coordinates(rank)[data] for rank in ranks}) == 1 for ranks in groups)
 

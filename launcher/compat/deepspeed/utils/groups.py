@@ -23,7 +23,7 @@ def _get_data_parallel_world_size() -> int:
 
 def _get_data_parallel_rank() -> int:
     mesh = current_mesh()
-    return ranks.get_rank() if mesh is None else mesh.data.rank
+    return ranks.get_rank() if mesh is None else mesh.sample_rank
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
