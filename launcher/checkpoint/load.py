@@ -37,6 +37,7 @@ class Target:
     units: Sequence[FlatUnit]
     optimizer: FlatOptimizer | None  # None: no states are loaded
     loads_weights: bool = True
+    names_of_others: frozenset[str] = frozenset()  # of parameters and buffers that other stages of a pipeline load
 
 
 def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange, *, is_strict: bool) -> None:
@@ -192,7 +193,7 @@ def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str
     try:
         stored = source.params
         shapes = {name: full_shape(param) for name, param in target.module.named_parameters()}
-        known = {*shapes, *(name for name, _ in _other_tensors(target.module))}
+        known = {*shapes, *(name for name, _ in _other_tensors(target.module)), *target.names_of_others}
         missing = [name for name in shapes if name not in stored]
         unexpected = [name for name in stored if name not in known]
         if is_strict and (missing or unexpected):

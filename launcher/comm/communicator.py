@@ -44,6 +44,10 @@ class Communicator(Protocol):
         """Start sending `sends[r]` to rank r, and filling `receives[r]` with what rank r has sent here."""
         ...
 
+    def transfer(self, transfers: list[Transfer]) -> Pending:
+        """Start sending to, and receiving from, single ranks; the two sides of each transfer agree in size."""
+        ...
+
     def gather_rows(self, values: Tensor) -> Tensor:
         """Return every rank's `values` (1-D), [world size, numel]."""
         ...
@@ -78,6 +82,10 @@ class Alone:
     def exchange(self, sends: list[Tensor], receives: list[Tensor]) -> Pending:
         """See `Communicator`."""
         receives[0].copy_(sends[0])
+        return Pending()
+
+    def transfer(self, transfers: list[Transfer]) -> Pending:
+        """See `Communicator`. There is no peer."""
         return Pending()
 
     def gather_rows(self, values: Tensor) -> Tensor:
@@ -129,6 +137,11 @@ class Connected:
         for mine, received in zip(tensors, dense, strict=True):
             if received is not mine:
                 mine.copy_(received)
+
+    def transfer(self, transfers: list[Transfer]) -> Pending:
+        """Start transfers with single peers. Both sides must start them in the same order."""
+        observe.note_sent(sum(one.tensor.nbytes for one in transfers if one.is_sent))
+        return Pending(self._begin(transfers) if transfers else [])
 
     def send_and_receive(self, sends: list[Tensor], receives: list[Tensor]) -> list[dist.Work]:
         """Send `sends[peer]` to, and receive `receives[peer]` from, every other rank at once."""

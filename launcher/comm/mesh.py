@@ -33,6 +33,7 @@ class ParallelMesh:
     tensor: RankGroup | None = None  # of these, the ranks that have the same layers, each a part of them
     pipeline: RankGroup | None = None  # of these, the ranks that have the same parts of different layers
     sequence: RankGroup | None = None  # the ranks that have the same samples, each a part of every sequence
+    layers: RankGroup | None = None  # all ranks with the same layers, whole or in parts; None: `world`
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))  # of all axes
 
     @property
@@ -132,13 +133,22 @@ def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
         has_others = getattr(sizes, axis) > 1
         return world.of_ranks(subgroup(sizes.ranks_along(axis), axis)) if has_others else None
 
-    tensor, pipeline, sequence = along("tensor"), along("pipeline"), along("sequence")
-    model = tensor or pipeline
-    if tensor is not None and pipeline is not None:
-        model = world.of_ranks(subgroup(sizes.ranks_along("pipeline", "tensor"), "model"))
-    return ParallelMesh(
-        world, data, data, model=model, tensor=tensor, pipeline=pipeline, sequence=sequence, sizes=sizes
-    )
+    tensor, pipeline, sequence, layers = along("tensor"), None, along("sequence"), None
+    model = tensor
+    if sizes.pipeline > 1:
+        pipeline = _pipeline(world, sizes)
+        layers = world.of_ranks(subgroup(sizes.ranks_along("data", "sequence", "tensor"), "layers"))
+        model = pipeline
+        if tensor is not None:
+            model = world.of_ranks(subgroup(sizes.ranks_along("pipeline", "tensor"), "model"))
+    return ParallelMesh(world, data, data, None, None, model, tensor, pipeline, sequence, layers, sizes)
+
+
+def _pipeline(world: RankGroup, sizes: MeshSizes) -> RankGroup:
+    """Return the ranks of a pipeline. What stages must know of each other before a step travels between hosts."""
+    ranks = sizes.ranks_along("pipeline")
+    hosts = subgroup(ranks, "hosts of pipeline", "gloo") if world.runtime.runs_behind_host else None
+    return world.of_ranks(subgroup(ranks, "pipeline"), host_process_group=hosts)
 
 
 # By the default group, the ranks of all subgroups, and what these are for. Process groups cannot be freed one by one.

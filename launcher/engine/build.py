@@ -40,8 +40,10 @@ from launcher.engine.kernels import trusted_kernel
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import check_optimizer, split_over_ranks
+from launcher.engine.pipeline import PipelineEngine
 from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
 from launcher.engine.sharded import ShardedModel, end_engine_of
+from launcher.engine.stages import divide_into_stages, own_parameters
 from launcher.engine.tiling import tile_to_fit
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
@@ -122,10 +124,17 @@ def initialize(
     group = mesh.data
     use_section(settings.activation_checkpointing)
     _prepare_device(settings, group)
-    split_notices = split_over_ranks(model, settings, mesh)
+    staged = (
+        None if mesh.pipeline is None else divide_into_stages(model, settings, mesh.pipeline, batch.accumulation_steps)
+    )
+    if staged is not None:
+        model = staged.model
+        model_parameters = own_parameters(staged.model, optimizer, model_parameters)
+    split_notices = [] if staged is None else staged.notices
+    split_notices += split_over_ranks(model, settings, mesh)
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
-    _place_buffers(model, settings, policy.precision, mesh.world)
+    _place_buffers(model, settings, policy.precision, mesh.layers or mesh.world)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
     check_optimizer(plan, mesh)
@@ -138,7 +147,7 @@ def initialize(
     announce_disks(disks)
     if world.rank == 0:
         announce(parts, loaded.notices, choices, plan, split_notices)
-    engine = Engine(model, parts)
+    engine = Engine(model, parts) if staged is None else PipelineEngine(staged.model, parts, staged.plan)
     engine.begin_in_folder()
     return engine, built.optimizer, loader, scheduler
 

@@ -28,6 +28,7 @@ from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import Place
 from launcher.config.schema import Config
+from launcher.engine import across_stages
 from launcher.zero.gathered import GatheredParameters
 
 if TYPE_CHECKING:
@@ -45,6 +46,14 @@ class LoadOptions:
     loads_schedule: bool
     loads_module_only: bool  # no counters, random numbers or position in the data
     custom_load: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class _OfModules:
+    """What the modules of a model hold beside parameters, by key of the state dict."""
+
+    buffers: dict[str, Any]
+    extra_state: dict[str, Any]
 
 
 class Checkpoints:
@@ -90,13 +99,14 @@ class Checkpoints:
     def _collected(self, client_state: Mapping[str, Any], *, excludes_frozen: bool) -> tuple[RankData, SharedData]:
         """Return what this rank saves. Tensors of contents are live. Raises: CheckpointError, what modules raise."""
         engine, copies = self._engine, self._section.asynchronous
-        run = Encoded.of(vars(self._run_state(client_state)), "the run's state", copies=copies)
+        facts, of_modules = self._of_modules()
+        run = Encoded.of(vars(self._run_state(client_state, of_modules)), "the run's state", copies=copies)
         private = Encoded.of(self._private(), f"rank {engine.global_rank}", copies=copies)
         excluded = {
             name for name, param in engine.module.named_parameters() if excludes_frozen and not param.requires_grad
         }
         data = RankData(writer_index(self._parts.mesh), self._contents(excluded), private)
-        return data, SharedData(run, {**self._facts(), "excluded": sorted(excluded)})
+        return data, SharedData(run, {**facts, "excluded": sorted(excluded)})
 
     def _write(
         self,
@@ -149,7 +159,7 @@ class Checkpoints:
             is_wanted=lambda name: name not in excluded,
         )
 
-    def _run_state(self, client_state: Mapping[str, Any]) -> RunState:
+    def _run_state(self, client_state: Mapping[str, Any], of_modules: _OfModules) -> RunState:
         engine, optimizer = self._engine, self._engine.optimizer
         scaler = None if optimizer is None else optimizer.loss_scaler
         schedule = engine.lr_scheduler
@@ -163,8 +173,8 @@ class Checkpoints:
             lr_scheduler=schedule.state_dict() if hasattr(schedule, "state_dict") else None,
             loss_scaler=None if scaler is None else dict(scaler.state_dict()),
             client_state=dict(client_state),
-            buffers=_buffers_of(engine.module),
-            extra_state=_extra_state_of(engine.module),
+            buffers=of_modules.buffers,
+            extra_state=of_modules.extra_state,
             config=engine.config,
             versions={"torch": str(torch.__version__), "python": platform.python_version()},
         )
@@ -182,20 +192,28 @@ class Checkpoints:
             },
         }
 
-    def _facts(self) -> dict[str, Any]:
-        """Return plain facts for readers."""
-        engine = self._engine
-        first: dict[Tensor, str] = {}
-        tied = {}
-        for name, param in engine.module.named_parameters(remove_duplicate=False):
-            if first.setdefault(param, name) != name:
-                tied[name] = first[param]
-        return {
+    def _of_modules(self) -> tuple[dict[str, Any], _OfModules]:
+        """Return plain facts for readers, and what modules hold beside parameters, of all stages. Collective.
+
+        Raises: what modules raise; CheckpointError on all ranks of a pipeline.
+        """
+        engine, pipeline, error = self._engine, self._parts.mesh.pipeline, None
+        buffers, extra_state = {}, {}
+        try:
+            buffers, extra_state = _buffers_of(engine.module), _extra_state_of(engine.module)
+        except Exception as raised:  # noqa: BLE001  # the other stages wait for this one
+            error = raised
+        across_stages.check_all(pipeline, error)
+        tied, buffers, extra_state = across_stages.joined_mappings(
+            pipeline, _tied_names(engine.module), buffers, extra_state
+        )
+        facts = {
             "stage": engine.zero_optimization_stage(),
             "precision": str(self._parts.policy.precision.param_dtype).removeprefix("torch."),
             "tied": tied,
-            "buffers": sorted(_buffers_of(engine.module)),
+            "buffers": sorted(buffers),
         }
+        return facts, _OfModules(buffers, extra_state)
 
     # ---- load ----
 
@@ -259,7 +277,8 @@ class Checkpoints:
         optimizer = engine.optimizer if options.loads_optimizer else None
         is_custom = options.custom_load is not None
         states = None if optimizer is None else optimizer.optimizer
-        target = Target(engine.module, sharded.units, states, loads_weights=not is_custom)
+        others = across_stages.names_of_others(self._parts.mesh.pipeline, engine.module)
+        target = Target(engine.module, sharded.units, states, loads_weights=not is_custom, names_of_others=others)
         load_parameters(source, target, exchange, is_strict=options.is_strict and not is_custom)
         if options.custom_load is not None:
             self._load_custom(source, exchange, options.custom_load)
@@ -333,6 +352,16 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False) if name not in left_out
     }
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of parameters that have several, each with the first one."""
+    first: dict[Tensor, str] = {}
+    tied = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(param, name) != name:
+            tied[name] = first[param]
+    return tied
 
 
 def _extra_state_of(model: nn.Module) -> dict[str, Any]:

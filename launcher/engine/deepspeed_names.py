@@ -17,7 +17,6 @@ from launcher.config.batch import BatchPlan
 from launcher.config.policies import DType
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.state import collect_state
 from launcher.zero.stages import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -80,6 +79,7 @@ class DeepSpeedNames:
     _ended_accumulation: bool
     _parts: EngineParts
     _wait_for_parameters: Callable[[], None]
+    _whole_state: Callable[..., dict[str, Any]]
 
     # ---- facts ----
 
@@ -207,9 +207,7 @@ class DeepSpeedNames:
         rank0_only = kwargs.pop("rank0_only", False)
         is_wanted = self.global_rank == 0 or not rank0_only
         frozen = {param for param in self.module.parameters() if not param.requires_grad}
-        return collect_state(
-            self.module, (), kwargs, is_wanted=is_wanted, left_out=frozen, tensor=self._parts.mesh.tensor
-        )
+        return self._whole_state((), kwargs, is_wanted=is_wanted, left_out=frozen)
 
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None

@@ -25,7 +25,6 @@ from launcher.engine.casting import Casting
 from launcher.engine.checkpoints import Checkpoints
 from launcher.engine.data import DistributedLoader
 from launcher.engine.deepspeed_names import DeepSpeedNames
-from launcher.engine.export import WeightExport
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
@@ -60,7 +59,7 @@ class EngineParts:
         return self.mesh.data
 
 
-class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type: ignore[misc]  # torch overloads state_dict
+class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]  # torch overloads state_dict
     """A model that trains by `loss = engine(x); engine.backward(loss); engine.step()`.
 
     All three must be called by every rank, once per micro-batch; `step()` acts only at the accumulation

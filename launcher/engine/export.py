@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,10 +51,20 @@ class WeightExport:
             unit.params.wait()
         left_out = {param for param in self.module.parameters() if exclude_frozen and not param.requires_grad}
         is_wanted = self._parts.mesh.world.rank == 0
-        state = collect_state(
-            self.module, (), {}, is_wanted=is_wanted, left_out=left_out, tensor=self._parts.mesh.tensor
-        )
+        state = self._whole_state((), {}, is_wanted=is_wanted, left_out=left_out)
         return state if is_wanted else None
+
+    def _whole_state(
+        self,
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+        *,
+        is_wanted: bool,
+        left_out: Collection[nn.Parameter] = (),
+    ) -> dict[str, Any]:
+        """See `collect_state`. Collective."""
+        tensor = self._parts.mesh.tensor
+        return collect_state(self.module, arguments, options, is_wanted=is_wanted, left_out=left_out, tensor=tensor)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

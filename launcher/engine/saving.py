@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from launcher.base.errors import EngineError
 from launcher.checkpoint_files.place import place_of
 from launcher.engine.checkpoints import Checkpoints, LoadOptions
+from launcher.engine.export import WeightExport
 from launcher.engine.resume import Resumed, begin_in_folder, resume_from
-from launcher.engine.state import collect_state, load_state
-
-if TYPE_CHECKING:
-    from launcher.engine.engine import EngineParts
+from launcher.engine.state import load_state
 
 
-class SavesCheckpoints:
+class SavesCheckpoints(WeightExport):
     """The part of `Engine` that saves and loads. Every rank must call what saves or loads, with the same arguments."""
 
-    module: nn.Module
     global_rank: int
     global_steps: int
     client_state: dict[str, Any]
     _checkpoints: Checkpoints
-    _parts: EngineParts
     _resumed: Resumed | None
 
     def synchronize_parameters(self) -> None:
@@ -52,7 +46,7 @@ class SavesCheckpoints:
         """
         self._wait_for_parameters()
         is_wanted = self.global_rank == 0 or not rank0_only
-        return collect_state(self.module, args, kwargs, is_wanted=is_wanted, tensor=self._parts.mesh.tensor)
+        return self._whole_state(args, kwargs, is_wanted=is_wanted)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights into the model, this rank's own `state_dict`, and have masters and shards follow.

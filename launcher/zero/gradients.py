@@ -26,6 +26,7 @@ from launcher.zero.disk import Swapped
 from launcher.zero.local_gradients import LocalGradients
 from launcher.zero.owned_gradient import OwnedGradient, sum_of_squares
 from launcher.zero.placement import ON_DEVICE, Placement
+from launcher.zero.splits import is_copy
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 
 
@@ -91,7 +92,10 @@ class UnitGradients:
         self._is_unreduced = False  # the last reduction left every rank its own gradient
         # Of what is owned: each element is counted by one rank.
         own = layout.chunk_range(group.rank) if self._owns_all else owned
-        counted = [own] if mesh.tensor is None or mesh.tensor.rank == 0 else _in_parts(layout, own)
+        counts_whole = mesh.tensor is None or mesh.tensor.rank == 0
+        counted = [own]
+        if not counts_whole or any(map(is_copy, params)):
+            counted = _counted_ranges(params, layout, own, counts_whole=counts_whole)
         self._counted = [slice(part.start - owned.start, part.stop - owned.start) for part in counted]
         self._square: Tensor | None = None  # scalar fp64: the sum of squares, when it is known
         self._is_measured_early = not group.runtime.runs_behind_host or offloads_sums
@@ -145,6 +149,14 @@ class UnitGradients:
         if not self._is_sent:
             self.state = check_transition(self.state, UnitState.ACCUMULATING)
             self._local.take(index)
+
+    def local_gradient(self, index: int) -> Tensor:
+        """Return this rank's own gradient of parameter `index` so far, 1-D, to be written: no reduction has begun.
+
+        Zeros where there is none; from now on there is one.
+        """
+        self.state = check_transition(self.state, UnitState.ACCUMULATING)
+        return self._local.gradient_of(index)
 
     def end_backward(self) -> None:
         """Move what this backward has left into the buffer, where no reduction does."""
@@ -352,11 +364,16 @@ class UnitGradients:
         self.state = check_transition(self.state, UnitState.IDLE)
 
 
-def _in_parts(layout: UnitLayout, own: range) -> list[range]:
-    """Return the elements of parameters of which tensor-parallel ranks have parts: the others are the same on each."""
+def _counted_ranges(
+    params: list[nn.Parameter], layout: UnitLayout, own: range, *, counts_whole: bool
+) -> list[range]:
+    """Return the elements that no other rank of this copy of the model counts.
+
+    counts_whole: whether this rank counts what all tensor-parallel ranks have whole.
+    """
     found: list[range] = []
     for slot, shared in layout.slots_in(own):
-        if slot.param.split is None:
+        if is_copy(params[slot.index]) or (slot.param.split is None and not counts_whole):
             continue
         if found and found[-1].stop == shared.start:
             found[-1] = range(found[-1].start, shared.stop)

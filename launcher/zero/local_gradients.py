@@ -127,6 +127,16 @@ class LocalGradients:
         self._filled[index] = True
         return self.flat()[slot.offset : slot.end].view(grad.shape), grad
 
+    def gradient_of(self, index: int) -> Tensor:
+        """Return the place in the buffer of the gradient of parameter `index`, 1-D, with zeros where there was none."""
+        self.move_all()
+        slot = self._layout.slots[index]
+        gradient = self.flat()[slot.offset : slot.end]
+        if not self._filled[index]:
+            gradient.zero_()
+        self._filled[index] = self.used[index] = True
+        return gradient
+
     def drop(self, index: int) -> None:
         """Forget the gradient autograd left on parameter `index`."""
         self._params[index].grad = None

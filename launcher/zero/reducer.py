@@ -71,6 +71,12 @@ class GradientReducer:
             while self._unsent and (oldest := next(iter(self._unsent))).is_complete:
                 self._reduce(oldest)
 
+    def take_left(self) -> None:
+        """Take over the gradients that were written to parameters past autograd's hooks, within a backward pass."""
+        for gradients in self._gradients:
+            for index in range(len(gradients.used)):
+                self.take_gradient(gradients, index)
+
     def _drop_foreign(self, gradients: UnitGradients, index: int) -> None:
         """Drop a gradient that the backward pass of another engine has left on this one's parameter.
 

@@ -1,4 +1,4 @@
-"""Parameters that tensor-parallel ranks have in parts: which part a rank has, and the way from and to the whole."""
+"""Parameters that ranks of one model have in parts or as copies: which part it is, the way from and to the whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from launcher.sharding.tensors import TensorSplit
 
 _SPLIT = "_launch_tensor_split"
+_COPY = "_launch_copy"
 
 
 def split_of(param: nn.Parameter) -> TensorSplit | None:
@@ -19,6 +20,16 @@ def split_of(param: nn.Parameter) -> TensorSplit | None:
 def mark_split(param: nn.Parameter, split: TensorSplit) -> None:
     """Note that a parameter is this rank's part of a larger one. Its shape must be `split.local_shape`."""
     setattr(param, _SPLIT, split)
+
+
+def mark_copy(param: nn.Parameter) -> None:
+    """Note that a parameter is a copy: a rank of an earlier pipeline stage has it too, counts and saves it."""
+    setattr(param, _COPY, True)
+
+
+def is_copy(param: nn.Parameter) -> bool:
+    """Whether a rank of an earlier pipeline stage counts and saves this parameter, which both have and train."""
+    return getattr(param, _COPY, False)
 
 
 def slice_of(full: Tensor, split: TensorSplit) -> Tensor:

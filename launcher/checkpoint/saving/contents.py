@@ -14,6 +14,7 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import FlatOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout, layout_unit
 from launcher.zero.parameters import param_info, unit_params_of
+from launcher.zero.splits import is_copy
 from launcher.zero.unit import FlatUnit
 
 Memory = Callable[[], contextlib.AbstractContextManager[None]]
@@ -73,9 +74,11 @@ def contents_of(
     found = [_of_unit(unit, optimizer, mesh) for unit in units]
     found += _others(model, mesh)
     is_first = mesh.tensor is None or mesh.tensor.rank == 0
+    copies = {name for name, param in model.named_parameters() if is_copy(param)}
     for contents in found:
         in_parts = {slot.name for slot in contents.layout.slots if slot.param.split is not None}
-        names = {name for name in contents.layout.names if is_wanted(name) and (is_first or name in in_parts)}
+        own = {name for name in contents.layout.names if is_first or name in in_parts} - copies
+        names = {name for name in own if is_wanted(name)}
         contents.items = [item for item in contents.items if _name_of(item.key) in names]
         contents.scalars = {name: values for name, values in contents.scalars.items() if name in names}
     return found

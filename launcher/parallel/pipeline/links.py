@@ -1,0 +1,206 @@
+"""Tensors between stages on different ranks: what a stage returns travels on, its gradients travel back.
+
+[Note: shapes] The receiver must know the shape of what comes before it can wait for it. Micro-batches whose inputs have
+the same types and shapes have the same shapes everywhere, so all ranks of a pipeline agree, before a step, on a
+signature of each micro-batch (`agree`). The first micro-batch of a signature is announced: its shapes travel ahead of
+it, through host memory. Later ones are received at once, beside the computing. So shapes may differ from one
+micro-batch to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from launcher.base.errors import EngineError
+from launcher.comm.communicator import Transfer
+from launcher.comm.groups import RankGroup
+from launcher.comm.pending import Pending
+
+RankOf = Callable[[int], int]  # from a stage to the rank of the pipeline that has it
+_ANNOUNCEMENT_BYTES = 4096
+_MAX_SENDS = 16  # in flight at once, each of which keeps its tensors
+_READS_NONE, _ENDED = -1, -2  # in place of signatures, which are not negative
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What the receiver of a tensor must know."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool  # a gradient of it travels back
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """Tensors that are on their way to this rank."""
+
+    pending: Pending
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return the tensors when they are there."""
+        self.pending.wait()
+        return self.tensors
+
+
+class Links:
+    """The transfers of one rank of a pipeline, in the order of its actions."""
+
+    def __init__(self, group: RankGroup, rank_of: RankOf) -> None:
+        """group: the ranks of one pipeline."""
+        assert group.process_group is not None
+        self._group = group
+        self._hosts = group.host_process_group or group.process_group
+        self._rank_of = rank_of
+        self._facts: dict[tuple[int, int], tuple[TensorFacts, ...]] = {}  # by receiving stage and signature
+        self._sends: deque[tuple[Pending, list[Tensor]]] = deque()
+
+    # ---- before a step ----
+
+    def agree(self, micro_batches: Sequence[Any] | None, num_micro_batches: int, *, compares_values: bool) -> list[int]:
+        """Return the signatures of the micro-batches, the same on all ranks. Collective over the pipeline.
+
+        micro_batches: None on a rank that reads none; fewer than asked for where the data has ended. compares_values:
+        whether the values of the first one are compared, too. Raises, on all ranks: StopIteration where the data of one
+        has ended; EngineError where two have different micro-batches.
+        """
+        own = [_READS_NONE] * (num_micro_batches + 1)
+        if micro_batches is not None and len(micro_batches) < num_micro_batches:
+            own[0] = _ENDED
+        elif micro_batches is not None:
+            own = [signature_of(each) for each in micro_batches]
+            own.append(_values_of(micro_batches[0]) if compares_values else 0)
+        rows = [torch.empty(len(own), dtype=torch.int64) for _ in range(self._group.world_size)]
+        dist.all_gather(rows, torch.tensor(own, dtype=torch.int64), group=self._hosts)
+        found: list[list[int]] = [row.tolist() for row in rows]
+        if any(row[0] == _ENDED for row in found):
+            raise StopIteration("the data ended before the micro-batches of a step were complete")
+        reading = {rank: row for rank, row in enumerate(found) if row[0] != _READS_NONE}
+        first, *others = reading
+        differing = [rank for rank in others if reading[rank] != reading[first]]
+        if differing:
+            raise EngineError(
+                f"stages of one pipeline got different micro-batches: place {differing[0]} others than place {first}",
+                hint="all stages of a pipeline need the same samples in the same order: give training_data to"
+                " initialize(), or num_replicas=engine.dp_world_size, rank=engine.get_data_parallel_rank() to the"
+                " sampler, and the same seed on all ranks",
+            )
+        return reading[first][:-1]
+
+    # ---- forward ----
+
+    def send_forward(self, outputs: Sequence[Tensor], stage: int, signature: int) -> None:
+        """Start sending what `stage` has returned to the stage after it.
+
+        Raises: EngineError where the shapes are others than those of an earlier micro-batch with the same signature.
+        """
+        facts = tuple(TensorFacts(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs)
+        known = self._facts.get((stage + 1, signature))
+        if known is None:
+            self._announce(facts, stage + 1)
+            self._facts[stage + 1, signature] = facts
+        elif known != facts:
+            raise EngineError(
+                f"stage {stage} returned {_shown(facts)}, and {_shown(known)} for an earlier micro-batch with inputs of"
+                " the same shapes",
+                hint="what a stage returns must depend on the values of its inputs in values alone, not in shape",
+            )
+        self._send([each.detach() for each in outputs], stage + 1)
+
+    def receive_forward(self, stage: int, signature: int) -> Receiving:
+        """Start receiving the inputs of `stage`. Waits for their announcement the first time."""
+        if (stage, signature) not in self._facts:
+            self._facts[stage, signature] = self._announced(stage - 1)
+        return self._receive(self._facts[stage, signature], stage - 1)
+
+    def facts_of(self, stage: int, signature: int) -> tuple[TensorFacts, ...]:
+        """Return what is known of the inputs of `stage`."""
+        return self._facts[stage, signature]
+
+    # ---- backward ----
+
+    def send_backward(self, gradients: Sequence[Tensor], stage: int) -> None:
+        """Start sending the gradients of the inputs of `stage` to the stage before it."""
+        self._send(gradients, stage - 1)
+
+    def receive_backward(self, stage: int, signature: int) -> Receiving:
+        """Start receiving the gradients of what `stage` has sent, of those that need one."""
+        return self._receive([facts for facts in self._facts[stage + 1, signature] if facts.needs_grad], stage + 1)
+
+    # ---- both ----
+
+    def finish_sends(self, num_left: int = 0) -> None:
+        """Wait until at most `num_left` sends are in flight."""
+        while len(self._sends) > num_left:
+            self._sends.popleft()[0].wait()
+
+    def _send(self, tensors: Sequence[Tensor], to_stage: int) -> None:
+        dense = [each.contiguous() for each in tensors if each.numel()]
+        self.finish_sends(_MAX_SENDS - 1)  # each is received at an earlier place of the order than the next one
+        peer = self._rank_of(to_stage)
+        pending = self._group.communicator.transfer([Transfer(_bytes(each), peer, is_sent=True) for each in dense])
+        self._sends.append((pending, dense))
+
+    def _receive(self, facts: Sequence[TensorFacts], from_stage: int) -> Receiving:
+        tensors = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._group.device) for each in facts)
+        peer = self._rank_of(from_stage)
+        transfers = [Transfer(_bytes(each), peer, is_sent=False) for each in tensors if each.numel()]
+        return Receiving(self._group.communicator.transfer(transfers), tensors)
+
+    def _announce(self, facts: tuple[TensorFacts, ...], to_stage: int) -> None:
+        plain = [[each.shape, str(each.dtype).removeprefix("torch."), each.needs_grad] for each in facts]
+        text = json.dumps(plain).encode()
+        if len(text) > _ANNOUNCEMENT_BYTES:
+            raise EngineError(
+                f"stage {to_stage - 1} returns {len(facts)} tensors",
+                hint="have layers pass on fewer tensors, such as one stacked tensor in place of a list",
+            )
+        sent = torch.frombuffer(bytearray(text.ljust(_ANNOUNCEMENT_BYTES)), dtype=torch.uint8)
+        self._hosts.send([sent], self._rank_of(to_stage), 0).wait()
+
+    def _announced(self, from_stage: int) -> tuple[TensorFacts, ...]:
+        received = torch.empty(_ANNOUNCEMENT_BYTES, dtype=torch.uint8)
+        self._hosts.recv([received], self._rank_of(from_stage), 0).wait()
+        plain = json.loads(bytes(received.tolist()))
+        return tuple(TensorFacts(tuple(shape), getattr(torch, dtype), needs_grad) for shape, dtype, needs_grad in plain)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor, 1-D: backends lack types that tensors have."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _shown(facts: Sequence[TensorFacts]) -> str:
+    return ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in facts) or "no tensor"
+
+
+def signature_of(micro_batch: Any) -> int:
+    """Return a number for the structure of a micro-batch and the types and shapes in it, never negative."""
+    leaves, structure = tree_flatten(micro_batch)
+    described = [(str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves]
+    return zlib.crc32(repr((str(structure), described, torch.is_grad_enabled())).encode())
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf).__qualname__
+
+
+def _values_of(micro_batch: Any) -> int:
+    """Return a number for the values of the tensors in a micro-batch, never negative."""
+    found = 0
+    for leaf in tree_flatten(micro_batch)[0]:
+        if isinstance(leaf, Tensor):
+            dense = leaf.detach().cpu().contiguous().view(-1)
+            found = zlib.crc32(dense.view(torch.uint8).numpy(), found)
+    return found

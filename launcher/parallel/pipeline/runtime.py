@@ -1,0 +1,240 @@
+"""Runs the actions of one rank of a pipeline: computes its stages' parts of each micro-batch and exchanges tensors.
+
+Torch's own runtime of pipelines has fixed shapes, runs the model once more to learn them, and cuts a batch along the
+first dimension of every tensor. This one takes micro-batches as they are, of any structure and of differing shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from launcher.base.errors import EngineError
+from launcher.comm.groups import RankGroup
+from launcher.parallel.pipeline.actions import Action, Kind
+from launcher.parallel.pipeline.links import Links, RankOf, Receiving
+from launcher.parallel.pipeline.stages import StagedModel
+from launcher.parallel.pipeline.stopwatch import Stopwatch
+
+_Place = tuple[int, int]  # a stage and a micro-batch
+
+
+@dataclass(frozen=True)
+class EngineVerbs:
+    """What the engine does around the parts of a step."""
+
+    forward: Callable[[], contextlib.AbstractContextManager[Any]]  # around a forward
+    backward: Callable[[bool], contextlib.AbstractContextManager[Any]]  # around a backward; is it the last of the step?
+    scaled: Callable[[Tensor], Tensor]  # the loss that goes back, of that of one micro-batch
+    take_gradients: Callable[[], None]  # take over gradients that no hook of autograd has seen
+
+
+@dataclass
+class _Forward:
+    """A forward whose backward is to come."""
+
+    inputs: tuple[Tensor, ...]  # received; leaves of the graph
+    outputs: tuple[Tensor, ...]  # sent; or the loss that goes back
+
+
+class PipelineRuntime:
+    """One rank of a pipeline. All ranks of the pipeline must call each method together."""
+
+    def __init__(self, model: StagedModel, group: RankGroup, rank_of: RankOf, verbs: EngineVerbs) -> None:
+        """group: the ranks of the pipeline."""
+        self._model = model
+        self._links = Links(group, rank_of)
+        self._rank_of = rank_of
+        self._rank = group.rank
+        self._verbs = verbs
+        self._last_stage = model.num_stages - 1
+        self.stopwatch = Stopwatch(group.device)
+        self._has_compared = False
+        self._micro_batches: Sequence[Any] | None = None
+        self._signatures: list[int] = []
+        self._receiving: dict[tuple[Kind, int, int], Receiving] = {}
+        self._local: dict[tuple[Kind, int, int], tuple[Tensor, ...]] = {}  # from another stage of this rank
+        self._forwards: dict[_Place, _Forward] = {}
+        self._gradients: dict[_Place, tuple[Tensor, ...]] = {}  # of the inputs, to be sent
+        self._weight_graphs: dict[_Place, Callable[[], None]] = {}  # backwards of the weights that are to come
+        self.losses: list[Tensor] = []  # of the step, detached; on the rank of the last stage
+        self.outputs: list[Any] = []  # of the last stage, without gradients
+
+    def run(
+        self, actions: Sequence[Action], micro_batches: Sequence[Any] | None, count: int, *, wants_loss: bool
+    ) -> None:
+        """Run one step, or one evaluation within `torch.no_grad()`; then `losses` and `outputs` have what it gave.
+
+        micro_batches: `count` of them; None on a rank whose stages read none. Raises: see `Links.agree`; EngineError
+        for stages that return what cannot be sent.
+        """
+        self._forget()
+        self._signatures = self._links.agree(micro_batches, count, compares_values=not self._has_compared)
+        self._micro_batches, self._has_compared = micro_batches, True
+        self.stopwatch.begin()
+        num_backwards = sum(action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) for action in actions)
+        for action in actions:
+            place = action.stage, action.micro_batch
+            if action.kind is Kind.FORWARD:
+                self._forward(*place, wants_loss=wants_loss)
+            elif action.kind is Kind.BACKWARD:
+                num_backwards -= 1
+                self._backward(*place, is_last=not num_backwards)
+            elif action.kind is Kind.BACKWARD_INPUT:
+                self._backward_input(*place)
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                num_backwards -= 1
+                self._backward_weight(*place, is_last=not num_backwards)
+            else:
+                self._transfer(action)
+        self._links.finish_sends()
+
+    def _forget(self) -> None:
+        """Forget an earlier step, also one that an exception ended."""
+        for held in (self._receiving, self._local, self._forwards, self._gradients, self._weight_graphs):
+            held.clear()
+        self.losses, self.outputs = [], []
+
+    # ---- forward ----
+
+    def _forward(self, stage: int, index: int, *, wants_loss: bool) -> None:
+        inputs = self._inputs_of(stage, index)
+        micro_batch = None if self._micro_batches is None else self._micro_batches[index]
+        with self.stopwatch.computing(), self._verbs.forward():
+            returned = self._model.run_stage(stage, inputs, micro_batch)
+            if stage == self._last_stage:
+                outputs = self._ends_with(returned, micro_batch, wants_loss=wants_loss)
+            else:
+                outputs = _checked(returned, stage)
+        if torch.is_grad_enabled():
+            self._forwards[stage, index] = _Forward(inputs, outputs)
+        if stage == self._last_stage:
+            return
+        if self._rank_of(stage + 1) == self._rank:
+            self._local[Kind.FORWARD, stage + 1, index] = outputs
+        elif not torch.is_grad_enabled():
+            self._forwards[stage, index] = _Forward((), outputs)  # until it is sent
+
+    def _inputs_of(self, stage: int, index: int) -> tuple[Tensor, ...]:
+        """Return the inputs of a stage as leaves that get a gradient where one travels back."""
+        if stage == 0:
+            return ()
+        given = self._local.pop((Kind.FORWARD, stage, index), None)
+        if given is not None:
+            return tuple(each.detach().requires_grad_(each.requires_grad) for each in given)
+        received = self._receiving.pop((Kind.RECEIVE_FORWARD, stage, index)).wait()
+        facts = self._links.facts_of(stage, self._signatures[index])
+        return tuple(each.requires_grad_(known.needs_grad) for each, known in zip(received, facts, strict=True))
+
+    def _ends_with(self, outputs: Any, micro_batch: Any, *, wants_loss: bool) -> tuple[Tensor, ...]:
+        """Take the outputs of the last stage; return the loss that goes back."""
+        if not torch.is_grad_enabled():
+            self.outputs.append(outputs)
+        if not wants_loss:
+            return ()
+        loss = self._model.loss(outputs, micro_batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise EngineError(f"the loss of a micro-batch is not a scalar: {got}", hint="reduce it with loss.mean()")
+        self.losses.append(loss.detach().float().reshape(()))
+        return (self._verbs.scaled(loss),) if torch.is_grad_enabled() else ()
+
+    # ---- backward ----
+
+    def _backward(self, stage: int, index: int, *, is_last: bool) -> None:
+        done, given = self._forwards.pop((stage, index)), self._gradients_given(stage, index)
+        with self.stopwatch.computing(), self._verbs.backward(is_last):
+            _go_back(done.outputs, given)
+        self._keep_gradients(stage, index, done.inputs)
+
+    def _backward_input(self, stage: int, index: int) -> None:
+        """Compute the gradients of the inputs alone, and keep what those of the weights need.
+
+        The first stage has no inputs to compute gradients of: all of its backward comes later.
+        """
+        done, given = self._forwards.pop((stage, index)), self._gradients_given(stage, index)
+        outputs = [each for each in done.outputs if each.requires_grad]
+        if not any(each.requires_grad for each in done.inputs):
+            self._weight_graphs[stage, index] = lambda: _go_back(outputs, given)
+            self._keep_gradients(stage, index, done.inputs)
+            return
+        weights = [param for param in self._model.parameters() if param.requires_grad]  # others are not in this graph
+        with self.stopwatch.computing(), self._verbs.backward(False):
+            needed = [each for each in done.inputs if each.requires_grad]
+            _, groups = stage_backward_input(outputs, given, needed, iter(weights))
+        self._keep_gradients(stage, index, done.inputs)
+
+        def go_back() -> None:
+            stage_backward_weight(iter(weights), groups)
+            self._verbs.take_gradients()
+
+        self._weight_graphs[stage, index] = go_back
+
+    def _backward_weight(self, stage: int, index: int, *, is_last: bool) -> None:
+        go_back = self._weight_graphs.pop((stage, index))
+        with self.stopwatch.computing(), self._verbs.backward(is_last):
+            go_back()
+
+    def _gradients_given(self, stage: int, index: int) -> list[Tensor] | None:
+        """Return the gradients of what a stage has returned, of what needs one; None for the loss."""
+        if stage == self._last_stage:
+            return None
+        given = self._local.pop((Kind.BACKWARD, stage, index), None)
+        if given is not None:
+            return list(given)
+        return list(self._receiving.pop((Kind.RECEIVE_BACKWARD, stage, index)).wait())
+
+    def _keep_gradients(self, stage: int, index: int, inputs: tuple[Tensor, ...]) -> None:
+        if stage == 0:
+            return
+        found = []
+        for each in inputs:
+            if each.requires_grad:
+                found.append(torch.zeros_like(each) if each.grad is None else each.grad)
+                each.grad = None
+        if self._rank_of(stage - 1) == self._rank:
+            self._local[Kind.BACKWARD, stage - 1, index] = tuple(found)
+        else:
+            self._gradients[stage, index] = tuple(found)
+
+    # ---- transfers ----
+
+    def _transfer(self, action: Action) -> None:
+        stage, index = action.stage, action.micro_batch
+        if action.kind is Kind.SEND_FORWARD:
+            is_kept = torch.is_grad_enabled()
+            sent = self._forwards[stage, index] if is_kept else self._forwards.pop((stage, index))
+            self._links.send_forward(sent.outputs, stage, self._signatures[index])
+        elif action.kind is Kind.RECEIVE_FORWARD:
+            received = self._links.receive_forward(stage, self._signatures[index])
+            self._receiving[action.kind, stage, index] = received
+        elif action.kind is Kind.SEND_BACKWARD:
+            self._links.send_backward(self._gradients.pop((stage, index)), stage)
+        else:
+            received = self._links.receive_backward(stage, self._signatures[index])
+            self._receiving[action.kind, stage, index] = received
+
+
+def _checked(returned: Any, stage: int) -> tuple[Tensor, ...]:
+    """Return what a stage passes on. Raises: EngineError for anything but tensors."""
+    found = returned if isinstance(returned, tuple) else (returned,)
+    for each in found:
+        if not isinstance(each, Tensor):
+            raise EngineError(
+                f"stage {stage} passes on a {type(each).__name__}: only tensors travel between stages",
+                hint="have layers take and return tensors or tuples of them",
+            )
+    return found
+
+
+def _go_back(outputs: Sequence[Tensor], given: list[Tensor] | None) -> None:
+    """Compute gradients. given: those of the outputs that need one; None for the loss."""
+    needing = [each for each in outputs if each.requires_grad]
+    if needing:
+        torch.autograd.backward(needing, given)
