@@ -26,6 +26,7 @@ from launcher.config.fields import (
     key,
     unsupported,
 )
+from launcher.sharding.pipeline import DEFAULT_SCHEDULE, SCHEDULES
 
 _REMOVE = unsupported("not in this release; remove the section")
 
@@ -33,18 +34,16 @@ _REMOVE = unsupported("not in this release; remove the section")
 class Pipeline(Section):
     """`pipeline`."""
 
-    status = inert("pipeline parallelism is not in this release")
-
-    stages: Anything = key(
-        "auto",
-        "number of stages",
-        unsupported("pipeline parallelism is not in this release", is_off=lambda value: value in ("auto", 1, None)),
+    stages: Anything = key("auto", "ranks along the pipeline; auto: what a PipelineModule says, else 1")
+    partition: Text = key("best", "how layers are divided: best, parameters, uniform, profile, type:REGEX")
+    seed_layers: Flag = key(False, "seed each layer of a PipelineModule by its position")
+    activation_checkpoint_interval: Count = key(0, "layers of a PipelineModule that are recomputed together; 0: none")
+    schedule: Annotated[str, choice(*SCHEDULES)] = key(
+        DEFAULT_SCHEDULE, f"order of forwards and backwards: {', '.join(SCHEDULES)} (not a key of DeepSpeed)"
     )
-    partition: Text = key("best", "how layers are divided")
-    seed_layers: Flag = key(False, "seed each layer")
-    activation_checkpoint_interval: Count = key(0, "layers between checkpoints")
-    pipe_partitioned: Flag = key(True, "split activations that are sent")
-    grad_partitioned: Flag = key(True, "split gradients that are sent")
+    virtual_stages: PositiveInt = key(1, "stages on each rank (not a key of DeepSpeed)")
+    pipe_partitioned: Flag = key(True, "split activations that are sent", inert("whole activations are sent"))
+    grad_partitioned: Flag = key(True, "split gradients that are sent", inert("whole gradients are sent"))
 
 
 class TensorParallelSize(Section):
