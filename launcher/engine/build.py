@@ -43,7 +43,7 @@ from launcher.engine.parallel import check_optimizer, split_over_ranks
 from launcher.engine.pipeline import PipelineEngine
 from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
 from launcher.engine.sharded import ShardedModel, end_engine_of
-from launcher.engine.stages import divide_into_stages, own_parameters
+from launcher.engine.stages import divide_into_stages, own_parameters, with_stages_of
 from launcher.engine.tiling import tile_to_fit
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
@@ -62,6 +62,7 @@ from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
 from launcher.optim.rules import COLLECTIVE
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
+from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.hooks import install_hooks
@@ -110,13 +111,15 @@ def initialize(
         raise EngineError("initialize() needs a model", hint="initialize(model=model, config=...)")
     if mpu is not None or mesh_param is not None:
         raise EngineError("mpu and mesh_param are not supported", hint="give the sizes of the mesh in the config")
-    check_model(model)
+    if not isinstance(model, StagedModel):  # its layers have no values yet
+        check_model(model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = _world_for(model)
     loaded = load_config(_config_source(args, config, config_params), world_size=world.world_size)
-    sizes = mesh_sizes(loaded.config, world.world_size)
+    config_of_model = with_stages_of(model, loaded.config)
+    sizes = mesh_sizes(config_of_model, world.world_size)
     facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
-    settings, choices = resolve_auto(loaded.config, facts)
+    settings, choices = resolve_auto(config_of_model, facts)
     batch = _batch(settings, sizes)
     policy = zero_policy(settings, sizes)
     check_types(model, policy.precision.param_dtype)
@@ -124,12 +127,13 @@ def initialize(
     group = mesh.data
     use_section(settings.activation_checkpointing)
     _prepare_device(settings, group)
-    staged = (
-        None if mesh.pipeline is None else divide_into_stages(model, settings, mesh.pipeline, batch.accumulation_steps)
-    )
+    names = {param: name for name, param in model.named_parameters()}
+    model_parameters = None if model_parameters is None else list(model_parameters)  # now: layers are about to go
+    staged = divide_into_stages(model, settings, mesh, batch.accumulation_steps)
     if staged is not None:
         model = staged.model
-        model_parameters = own_parameters(staged.model, optimizer, model_parameters)
+        check_model(model)
+        model_parameters = own_parameters(staged.model, names, optimizer, model_parameters)
     split_notices = [] if staged is None else staged.notices
     split_notices += split_over_ranks(model, settings, mesh)
     casting = _casting(model, settings, policy.precision, group)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.base.errors import EngineError
-from launcher.comm.groups import RankGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.config.schema import Config
-from launcher.parallel.pipeline.divide import stage_model
+from launcher.parallel.pipeline.divide import Profiling, requested_stages, stage_model
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.parallel.pipeline.tied import mark_copies
 from launcher.sharding.pipeline import PipelinePlan
@@ -36,37 +37,77 @@ class Staged:
         ]
 
 
-def divide_into_stages(model: nn.Module, settings: Config, pipeline: RankGroup, num_micro_batches: int) -> Staged:
-    """Give each rank of a pipeline its stages. Every rank must call it with the same model.
+def with_stages_of(model: nn.Module, config: Config) -> Config:
+    """Return a config that asks for as many stages as a PipelineModule was built for, where it leaves that open."""
+    requested = requested_stages(model)
+    if requested is None or config.pipeline.stages not in (None, "auto"):
+        return config
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": requested})})
 
-    Raises: ConfigError, EngineError for a model that cannot be divided.
+
+def divide_into_stages(
+    model: nn.Module, settings: Config, mesh: ParallelMesh, num_micro_batches: int
+) -> Staged | None:
+    """Give each rank of a pipeline its stages; None without one. Every rank must call it with the same model.
+
+    Raises: ConfigError, EngineError for a model that cannot be divided, or that only a pipeline can run.
     """
-    section = settings.pipeline
+    pipeline, section = mesh.pipeline, settings.pipeline
+    if pipeline is None:
+        if isinstance(model, StagedModel):
+            raise EngineError(
+                f"a {type(model).__name__} needs a pipeline of at least 2 ranks, and the config asks for one stage",
+                where="pipeline.stages",
+                hint="set it to 2 or more, or give the layers as an ordinary model",
+            )
+        return None
     plan = PipelinePlan(pipeline.world_size, section.virtual_stages, section.schedule, num_micro_batches)
-    staged = stage_model(model, plan.stages_of(pipeline.rank), plan.num_stages, section)
+    profiling = Profiling(pipeline.device, on_rank_0=_measured_on_rank_0)
+    own_stages = plan.stages_of(pipeline.rank)
+    staged = stage_model(model, own_stages, plan.num_stages, section, sizes=mesh.sizes, profiling=profiling)
     mark_copies(staged, pipeline.rank, plan.rank_of)
     return Staged(staged, plan)
 
 
-def own_parameters(model: StagedModel, optimizer: Any, model_parameters: Iterable[Any] | None) -> list[Any] | None:
+def _measured_on_rank_0(measure: Callable[[], list[float]]) -> list[float]:
+    """Return what rank 0 measures, on all ranks. Collective. Raises: EngineError on all ranks where it fails."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = measure()
+        except Exception as error:  # noqa: BLE001  # a layer's: the other ranks wait for this one
+            found[1] = f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        raise EngineError(
+            f"the layers could not be timed: {found[1]}",
+            where="pipeline.partition",
+            hint='use "parameters", or give PipelineModule an example_input that its layers take',
+        )
+    times: list[float] = found[0]
+    return times
+
+
+def own_parameters(
+    model: StagedModel, before: Mapping[Any, str], optimizer: Any, model_parameters: Iterable[Any] | None
+) -> list[Any] | None:
     """Return those of `model_parameters` that this rank has; None for all of them. Groups keep their options.
 
-    A torch optimizer forgets the parameters of other stages, too: this rank has freed them.
+    before: the names of the parameters before the model was divided, when a LayerSpec's had no values. In a torch
+    optimizer this rank's parameters take their places, too.
     """
-    own = set(model.parameters())
+    own = dict(model.named_parameters())
+
+    def kept(params: Any) -> list[Any]:
+        given = [params] if isinstance(params, torch.Tensor) else params
+        return [own[before[param]] for param in given if before.get(param) in own]
+
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
-            group["params"] = [param for param in group["params"] if param in own]
+            group["params"] = kept(group["params"])
     if model_parameters is None:
         return None
     given = list(model_parameters)
-    if not any(isinstance(each, dict) for each in given):
-        return [param for param in given if param in own] or None  # of layers that were not built yet: all
-    kept = [{**group, "params": [param for param in group["params"] if param in own]} for group in given]
-    if own and not any(group["params"] for group in kept):
-        raise EngineError(
-            "none of the parameters in the given groups belongs to a layer of this rank",
-            hint="build the groups after the layers: PipelineModule(..., num_stages=...) builds them in a job that"
-            " has called init_distributed()",
-        )
-    return kept
+    if any(isinstance(each, dict) for each in given):
+        return [{**group, "params": kept(group["params"])} for group in given]
+    return kept(given)
