@@ -43,7 +43,7 @@ def test_the_model_says_how_many_stages_there_are(stages: Any) -> None:
 def test_the_batch_counts_ranks_beside_the_pipeline() -> None:
     keys = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}
     load_config({**keys, "gradient_accumulation_steps": 8}, world_size=4, model_stages=2)
-    with pytest.raises(ConfigError, match="train_batch_size 32 is not divisible by 2 .micro. × 3"):
+    with pytest.raises(ConfigError, match=r"train_batch_size 32 is not divisible by 2 \(micro\) × 3"):
         load_config({**keys, "pipeline": {"stages": 2}}, world_size=6)
 
 
