@@ -16,11 +16,14 @@ _LAZY_NAMES = {
     "Engine": "launcher.engine.engine",
     "JobError": "launcher.base.errors",
     "JobTimeout": "launcher.api.outcome",
+    "LayerSpec": "launcher.parallel.pipeline.specs",
     "Options": "launcher.api.parameters",
     "Outcome": "launcher.api.outcome",
+    "PipelineModule": "launcher.parallel.pipeline.module",
     "RankFailed": "launcher.api.outcome",
     "Sbatch": "launcher.api.submit",
     "SlurmJob": "launcher.api.submit",
+    "TiedLayerSpec": "launcher.parallel.pipeline.specs",
     "add_config_arguments": "launcher.engine.arguments",
     "heartbeat": "launcher.base.progress",
     "init_distributed": "launcher.comm.groups",
@@ -45,11 +48,14 @@ __all__ = [
     "Engine",
     "JobError",
     "JobTimeout",
+    "LayerSpec",
     "Options",
     "Outcome",
+    "PipelineModule",
     "RankFailed",
     "Sbatch",
     "SlurmJob",
+    "TiedLayerSpec",
     "__version__",
     "add_config_arguments",
     "checkpoint",
@@ -83,6 +89,8 @@ if TYPE_CHECKING:
     from launcher.engine.arguments import add_config_arguments
     from launcher.engine.build import initialize
     from launcher.engine.engine import Engine
+    from launcher.parallel.pipeline.module import PipelineModule
+    from launcher.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
     from launcher.parallel.tensor.init import tp_model_init
 
 

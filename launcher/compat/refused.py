@@ -7,7 +7,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
 
-_NO_PIPELINE = "no pipeline parallelism: use ZeRO stage 3"
 _NO_EXPERTS = "no expert parallelism: use ZeRO stage 3 with set_z3_leaf_modules()"
 _NO_INFERENCE = "no inference kernels: call deepspeed.initialize() without an optimizer"
 _NO_SEQUENCE = "no sequence parallelism: recompute activations"
@@ -32,12 +31,13 @@ REFUSED = {
     "nvme": 'no disk benchmark in Python: call "launch io"',
     "ops.sparse_attention": "no block-sparse attention: use torch.nn.attention.flex_attention",
     "ops.transformer": "no transformer kernels: use torch.nn.functional.scaled_dot_product_attention",
-    "pipe": _NO_PIPELINE,
     "runtime.data_pipeline": _NO_DATA_EFFICIENCY,
     "runtime.domino": _NO_TENSOR,
     "runtime.eigenvalue": "no eigenvalues of layers: use the package pyhessian",
     "runtime.hybrid_engine": "no hybrid engine: call model.generate(), which works at stage 3",
-    "runtime.pipe": _NO_PIPELINE,
+    "runtime.pipe.engine": "one class of engines: isinstance(engine.module, PipelineModule) tells a pipeline",
+    "runtime.pipe.p2p": "no sends between stages for scripts: call engine.train_batch()",
+    "runtime.pipe.schedule": 'no schedules in Python: give "schedule" in "pipeline" of the config',
     "runtime.progressive_layer_drop": "no progressive layer drop: drop layers in the model",
     "runtime.quantize": "no quantized training: use torch.ao.quantization",
     "runtime.sequence_parallel": _NO_SEQUENCE,

@@ -31,6 +31,7 @@ from launcher.config.positions import Path
 from launcher.config.rules import one_bit_problems, precision_problems
 from launcher.config.rules_checkpoint import checkpoint_problems
 from launcher.config.rules_offload import offload_problems
+from launcher.config.rules_pipeline import micro_batch_problems, pipeline_problems
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
@@ -60,11 +61,18 @@ _OPTIMIZERS = _Types("optimizer", OPTIMIZER_PARAMS, WORKING_OPTIMIZERS, REFUSED_
 _SCHEDULERS = _Types("scheduler", SCHEDULER_PARAMS, WORKING_SCHEDULERS, REFUSED_SCHEDULERS)
 
 
-def check(data: Mapping[str, Any], world_size: int | None, *, for_planning: bool = False) -> Checked:
+def check(
+    data: Mapping[str, Any],
+    world_size: int | None,
+    *,
+    for_planning: bool = False,
+    model_stages: int | None = None,
+) -> Checked:
     """Check plain data against the schema and the rules between keys.
 
     world_size: all ranks, where known; the mesh and the batch equation are checked with it.
     for_planning: what this release does not do is a notice, because nothing is going to run.
+    model_stages: pipeline ranks that the model was built for; they are `pipeline.stages` where that is open.
     """
     known = normalise(data)
     config, errors = _validated(known)
@@ -72,7 +80,8 @@ def check(data: Mapping[str, Any], world_size: int | None, *, for_planning: bool
     _check_support(Config, known.data, (), support)
     for types in (_OPTIMIZERS, _SCHEDULERS):
         errors += _check_typed_params(known.data, types, support)
-    config = _fill_params(config)
+    config, contradiction = _with_stages(_fill_params(config), model_stages)
+    errors += contradiction
     between, notices = _between_keys(config, world_size, errors)
     broken = {finding.path for finding in errors}  # there is nothing more to say about a value of the wrong type
     errors += [finding for finding in dict.fromkeys(support.errors + between) if finding.path not in broken]
@@ -297,6 +306,18 @@ def _fill_params(config: Config) -> Config:
     return config.model_copy(update=updates)
 
 
+def _with_stages(config: Config, model_stages: int | None) -> tuple[Config, list[Finding]]:
+    """Give `pipeline.stages` the value that the model asks for. Returns what contradicts it, too."""
+    given = config.pipeline.stages
+    if model_stages is None or given == model_stages:
+        return config, []
+    if given not in (None, AUTO):
+        message = f"pipeline.stages {given} contradicts the model, which was built for {model_stages}"
+        return config, [Finding(("pipeline", "stages"), message, 'remove it, or use "auto"')]
+    section = config.pipeline.model_copy(update={"stages": model_stages})
+    return config.model_copy(update={"pipeline": section}), []
+
+
 def _between_keys(
     config: Config, world_size: int | None, wrong: Sequence[Finding]
 ) -> tuple[list[Finding], list[Finding]]:
@@ -306,6 +327,7 @@ def _between_keys(
         *one_bit_problems(config),
         *offload_problems(config),
         *checkpoint_problems(config),
+        *pipeline_problems(config),
     )
     errors = [Finding(*problem) for problem in problems]
     if any("elasticity" in finding.path[:1] for finding in wrong):
@@ -320,7 +342,10 @@ def _between_keys(
             ], []
     if config.elasticity.enabled is True:
         return errors + _elastic_findings(config, world_size), _elastic_notices(config)
-    return errors + _batch_findings(config, sizes), []
+    num_micro_batches, wrong_batch = _batch(config, sizes)
+    wrong_number, slow = micro_batch_problems(config, num_micro_batches)
+    notices = [Finding(*problem) for problem in slow]
+    return errors + wrong_batch + [Finding(*problem) for problem in wrong_number], notices
 
 
 def _elastic_findings(config: Config, world_size: int | None) -> list[Finding]:
@@ -362,19 +387,20 @@ def _given_sizes(config: Config) -> list[str]:
     return [name for name, size in sizes.items() if size is not None and not isinstance(size, Auto)]
 
 
-def _batch_findings(config: Config, sizes: MeshSizes | None) -> list[Finding]:
+def _batch(config: Config, sizes: MeshSizes | None) -> tuple[int | None, list[Finding]]:
+    """Return the micro-batches of a step, None where they are not known, and what is wrong with the sizes."""
     train, micro, steps = (getattr(config, name) for name in BATCH_KEYS)
     elastic: bool | Auto = config.elasticity.enabled
     if any(isinstance(value, Auto) for value in (train, micro, steps, elastic)):
-        return []
+        return None, []
     path: Path = next(((name,) for name in BATCH_KEYS if getattr(config, name) is not None), ())
     if sizes is not None:
         try:
-            solve_batch(train, micro, steps, sizes.data, sizes.model_size)
+            return solve_batch(train, micro, steps, sizes.data, sizes.model_size).accumulation_steps, []
         except ConfigError as error:
             problem = error.diagnostics[0]
-            return [Finding(path, problem.message, problem.hint)]
-    elif train and micro and steps and train % (micro * steps):
+            return None, [Finding(path, problem.message, problem.hint)]
+    if train and micro and steps and train % (micro * steps):
         message = f"train_batch_size {train} is not a multiple of {micro} (micro) × {steps} (accumulation)"
-        return [Finding(path, message, "no number of ranks makes them equal")]
-    return []
+        return None, [Finding(path, message, "no number of ranks makes them equal")]
+    return None, []

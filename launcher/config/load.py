@@ -30,11 +30,18 @@ class LoadedConfig:
     raw: dict[str, Any]  # the data as it was given
 
 
-def load_config(source: Source, *, world_size: int | None = None, for_planning: bool = False) -> LoadedConfig:
+def load_config(
+    source: Source,
+    *,
+    world_size: int | None = None,
+    for_planning: bool = False,
+    model_stages: int | None = None,
+) -> LoadedConfig:
     """Load and check a config: a path (JSON or YAML), a dict, JSON text, or base64 of JSON text.
 
     world_size: all ranks, where known; the mesh and the batch equation are checked with it.
     for_planning: what this release does not do is a notice instead of an error.
+    model_stages: pipeline ranks that the model was built for; they are `pipeline.stages` where that is open.
     Raises: ConfigError with every finding, each with `file:line:column` or the key's path.
     """
     name, located = _read(source)
@@ -49,7 +56,7 @@ def load_config(source: Source, *, world_size: int | None = None, for_planning: 
     if not isinstance(located.value, Mapping):
         raise ConfigError("a config is an object with keys", where=_place(name, (1, 1)), hint='such as {"bf16": ...}')
     raw = dict(located.value)
-    checked = check(raw, world_size, for_planning=for_planning)
+    checked = check(raw, world_size, for_planning=for_planning, model_stages=model_stages)
     errors = duplicates + [_locate(finding, located, name) for finding in checked.errors]
     if errors or checked.config is None:
         raise ConfigError.from_diagnostics(sorted(errors, key=_in_file_order))

@@ -34,7 +34,7 @@ _REMOVE = unsupported("not in this release; remove the section")
 class Pipeline(Section):
     """`pipeline`."""
 
-    stages: Anything = key("auto", "ranks along the pipeline; auto: what a PipelineModule says, else 1")
+    stages: OptInt = key(None, "ranks along the pipeline; null or auto: what a PipelineModule says, else 1")
     partition: Text = key("best", "how layers are divided: best, parameters, uniform, profile, type:REGEX")
     seed_layers: Flag = key(False, "seed each layer of a PipelineModule by its position")
     activation_checkpoint_interval: Count = key(0, "layers of a PipelineModule that are recomputed together; 0: none")

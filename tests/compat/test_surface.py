@@ -28,6 +28,11 @@ WORKS = [
     "from deepspeed.runtime.zero import Init; assert Init is deepspeed.zero.Init is launcher.zero.Init",
     "assert deepspeed.DeepSpeedEngine is launcher.Engine and deepspeed.initialize.__wrapped__ is launcher.initialize",
     "assert not any(name.startswith('launcher.compat.deepspeed') for name in sys.modules)  # nothing exists twice",
+    "from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec; assert deepspeed.PipelineModule is "
+    "PipelineModule is launcher.PipelineModule",
+    "from deepspeed.runtime.pipe.module import PipelineModule as other; assert other is deepspeed.pipe.PipelineModule",
+    "from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology\n"
+    "assert PipeModelDataParallelTopology(2, 2, 1).get_axis_comm_lists('pipe') == [[0, 2], [1, 3]]",
     # ---- comm ----
     "assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank()) == (0, 1, 0)",
     "dist.init_distributed(dist_backend=None, auto_mpi_discovery=False, timeout=datetime.timedelta(minutes=1))",
@@ -257,8 +262,9 @@ REFUSED = {
     "deepspeed.moe": ("AttributeError", "the built-in engine of launch"),
     "import deepspeed.no_such_module": ("ModuleNotFoundError", "deepspeed.no_such_module"),
     "from deepspeed.moe.layer import MoE": ("ImportError", "no expert parallelism"),
-    "from deepspeed.runtime.pipe.engine import PipelineEngine": ("ImportError", "no pipeline parallelism"),
-    "from deepspeed.pipe import LayerSpec": ("ImportError", "use ZeRO stage 3, or install DeepSpeed"),
+    "from deepspeed.runtime.pipe.engine import PipelineEngine": ("ImportError", "one class of engines"),
+    "import deepspeed.runtime.pipe.p2p": ("ImportError", "call engine.train_batch()"),
+    "from deepspeed.runtime.pipe.schedule import TrainSchedule": ("ImportError", 'give "schedule" in "pipeline"'),
     "from deepspeed.compression.compress import init_compression": ("ImportError", "use torch.ao.quantization"),
     "from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset": (
         "ImportError",
@@ -274,8 +280,6 @@ REFUSED = {
     "import deepspeed.nvme": ("ImportError", 'no disk benchmark in Python: call "launch io", or install'),
     "import deepspeed.io": ("ImportError", "no disk writers for scripts: call engine.save_checkpoint(), or install"),
     "import deepspeed.checkpoint.universal_checkpoint": ("ImportError", "loads at any number of ranks"),
-    "from deepspeed.pipe import PipelineModule": ("ImportError", "no pipeline parallelism"),
-    "from deepspeed import pipe": ("ImportError", "no pipeline parallelism"),
     "import deepspeed.inference": ("ImportError", "no inference kernels"),
     "from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF": (
         "ImportError",
@@ -293,7 +297,7 @@ REFUSED = {
     "deepspeed.zero.Init(zero_quantized_weights=True)": ("EngineError", "zero_quantized_weights"),
     "engine.get_sequence_parallel_group()": ("EngineError", "no group of sequence parallelism"),
     "engine.load_module_state_dict({}, custom_load_fn=print)": ("EngineError", "custom_load_fn"),
-    "deepspeed.PipelineModule(layers=[], num_stages=2)": ("EngineError", "no pipeline parallelism"),
+    "deepspeed.PipelineModule(layers=[], num_stages=2)": ("EngineError", "needs at least one layer"),
     "deepspeed.InferenceEngine(model)": ("EngineError", "no inference kernels"),
     "CPUAdamBuilder().load()": ("EngineError", "is part of the engine"),
     "FusedLamb([p], amsgrad=True)": ("EngineError", "amsgrad"),

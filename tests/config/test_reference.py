@@ -47,6 +47,12 @@ READ_ELSEWHERE = {
     "tensor_parallel.autotp_size": ("config/mesh.py", "tensor.autotp_size"),
     "tensor_parallel.tp.tp_size": ("config/mesh.py", "tensor.tp.tp_size"),
     "tensor_parallel.across_nodes": ("config/mesh.py", "config.tensor_parallel.across_nodes"),
+    "pipeline.stages": ("config/mesh.py", "_decided(config.pipeline.stages)"),
+    "pipeline.schedule": (
+        "config/rules_pipeline.py",
+        "PipelinePlan(section.stages, section.virtual_stages, section.sch",
+    ),
+    "pipeline.virtual_stages": ("config/rules_pipeline.py", "PipelinePlan(section.stages, section.virtual_stages"),
     "elasticity.enabled": ("config/elastic.py", "config.elasticity.enabled is True"),
     "elasticity.ignore_non_elastic_batch_info": ("config/check.py", "config.elasticity.ignore_non_elastic_batch_info"),
 }

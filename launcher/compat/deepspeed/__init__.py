@@ -16,9 +16,10 @@ from launcher.engine.arguments import add_config_arguments
 from launcher.engine.engine import Engine as DeepSpeedEngine
 from launcher.parallel.tensor.init import tp_model_init
 
-from . import accelerator, checkpoint, comm, launcher, monitor, ops, profiling, runtime, utils
+from . import accelerator, checkpoint, comm, launcher, monitor, ops, pipe, profiling, runtime, utils
 from .accelerator import get_accelerator
 from .comm import init_distributed
+from .pipe import PipelineModule
 from .runtime import zero
 from .runtime.activation_checkpointing import checkpointing
 from .runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -50,6 +51,7 @@ __all__ = [
     "logger",
     "monitor",
     "ops",
+    "pipe",
     "profiling",
     "runtime",
     "tp_model_init",
@@ -76,16 +78,6 @@ def init_inference(*_: Any, **__: Any) -> NoReturn:
         "init_inference(): the built-in engine has no inference kernels",
         hint="call initialize() without an optimizer, or install DeepSpeed",
     )
-
-
-class PipelineModule:
-    """For `isinstance`, which libraries ask: no model is one. Raises: EngineError when it is constructed."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise EngineError(
-            "PipelineModule(): the built-in engine has no pipeline parallelism",
-            hint="give the layers as torch.nn.Sequential to initialize() and use ZeRO stage 3, or install DeepSpeed",
-        )
 
 
 class InferenceEngine:

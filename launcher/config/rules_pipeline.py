@@ -1,0 +1,91 @@
+"""Rules between the keys of pipeline parallelism and the rest."""
+
+from __future__ import annotations
+
+import re
+
+from launcher.config.fields import AUTO, Auto
+from launcher.config.positions import Path
+from launcher.config.rules import Problem
+from launcher.config.schema import Config
+from launcher.sharding.pipeline import SCHEDULES, PipelinePlan, virtual_problem
+
+_METHODS = ("best", "parameters", "uniform", "profile")
+
+
+def pipeline_problems(config: Config) -> list[Problem]:
+    """Return what cannot be done with the pipeline that a config asks for."""
+    section = config.pipeline
+    problems = _partition_problems(section.partition)
+    schedule, num_virtual, stages = section.schedule, section.virtual_stages, section.stages
+    if not isinstance(num_virtual, Auto) and schedule in SCHEDULES:
+        found = virtual_problem(schedule, num_virtual)
+        if found is not None:
+            problems.append((("pipeline", "virtual_stages"), *found))
+        elif stages == 1 and num_virtual > 1:
+            message = f"virtual_stages {num_virtual} divides the stages of several ranks, and pipeline.stages is 1"
+            problems.append((("pipeline", "virtual_stages"), message, "remove virtual_stages"))
+    if not _is_on(config):
+        return problems
+    zero = config.zero_optimization.stage
+    if zero in (2, 3):
+        what = "sums" if zero == 2 else "gathers parameters and sums"
+        message = (
+            f"ZeRO stage {zero} {what} gradients over the ranks in every micro-batch, which a pipeline has many of in"
+            f" one step; its stages divide parameters and gradients by {stages} already"
+        )
+        problems.append((("zero_optimization", "stage"), message, "use stage 0 or 1 with pipeline parallelism"))
+    return problems
+
+
+def micro_batch_problems(config: Config, num_micro_batches: int | None) -> tuple[list[Problem], list[Problem]]:
+    """Return what is wrong, and what is slow, with a number of micro-batches a step; None: not known."""
+    steps = num_micro_batches if num_micro_batches is not None else config.gradient_accumulation_steps
+    plan = pipeline_plan(config, steps if isinstance(steps, int) else None)
+    if plan is None or not isinstance(steps, int):
+        return [], []
+    path: Path = ("gradient_accumulation_steps",)
+    problem = plan.problem()
+    if problem is not None:
+        return [(path, *problem)], []
+    wanted = 2 * plan.num_ranks if SCHEDULES[plan.schedule].is_v_shaped else plan.num_ranks
+    if steps >= wanted:
+        return [], []
+    message = (
+        f"{steps} micro-batches a step leave the {plan.num_ranks} ranks of a pipeline idle for"
+        f" {plan.idle_fraction:.0%} of it or more"
+    )
+    return [], [(path, message, f"use {wanted} or more")]
+
+
+def pipeline_plan(config: Config, num_micro_batches: int | None) -> PipelinePlan | None:
+    """Return the pipeline that a config asks for; None where it asks for none, or leaves its size open.
+
+    num_micro_batches: of one step; None: 1.
+    """
+    section = config.pipeline
+    is_decided = not isinstance(section.virtual_stages, Auto) and section.schedule in SCHEDULES
+    if not _is_on(config) or not is_decided or virtual_problem(section.schedule, section.virtual_stages) is not None:
+        return None
+    assert section.stages is not None
+    return PipelinePlan(section.stages, section.virtual_stages, section.schedule, num_micro_batches or 1)
+
+
+def _is_on(config: Config) -> bool:
+    stages = config.pipeline.stages
+    return type(stages) is int and stages > 1
+
+
+def _partition_problems(method: str) -> list[Problem]:
+    kind, _, pattern = method.partition(":")
+    path: Path = ("pipeline", "partition")
+    if method == AUTO or kind.lower() in _METHODS:
+        return []
+    if kind.lower() != "type":
+        hint = 'use "best", "parameters", "uniform", "profile", or "type:" and a regular expression'
+        return [(path, f'there is no partition by "{method}"', hint)]
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return [(path, f'"{pattern}" is not a regular expression: {error}', "names of classes are searched with it")]
+    return []
