@@ -87,7 +87,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
         self._ended_accumulation = False  # the last `step()` was at a boundary
-        self._last_step = LastStep(parts.sharded.units, self.optimizer, parts.lr_scheduler, parts.group)
+        self._last_step = LastStep(parts.sharded.units, self.optimizer, parts.lr_scheduler, parts.mesh)
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
         self._loss_reporter = LossReporter(is_wanted=self.global_rank == 0)
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)

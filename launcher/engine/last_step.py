@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from launcher.base.log import get_logger
-from launcher.comm.groups import RankGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.overflow import reason
 from launcher.optim.api import DeviceScaled
@@ -42,12 +42,17 @@ class LastStep:
     both.
     """
 
-    def __init__(self, units: list[FlatUnit], optimizer: ZeroOptimizer | None, schedule: Any, group: RankGroup) -> None:
+    def __init__(
+        self, units: list[FlatUnit], optimizer: ZeroOptimizer | None, schedule: Any, mesh: ParallelMesh
+    ) -> None:
         """schedule: of learning rates, or None."""
         self._units = units
         self._optimizer = optimizer
         self._schedule = schedule
-        self._group = group
+        self._group = mesh.data
+        # Of the ranks of a pipeline that with the last layers: backward begins there.
+        is_last = mesh.pipeline is None or mesh.pipeline.rank == mesh.pipeline.world_size - 1
+        self._says_why = is_last and mesh.data.rank == 0 and (mesh.tensor is None or mesh.tensor.rank == 0)
         self._step: _Step | None = None
         self._num_skipped = 0
         if optimizer is not None:
@@ -131,7 +136,7 @@ class LastStep:
         is_finite = math.isfinite(norm)
         why = "" if is_finite else reason(self._units, self._group, step.losses, norm)
         scale_says = self._optimizer.note_step(overflow=is_skipped)
-        if not is_finite and self._group.rank == 0:
+        if not is_finite and self._says_why:
             text = f"step {step.number} {'skipped' if is_skipped else 'taken all the same'}: {why}"
             get_logger().warning("%s", f"{scale_says} ({text})" if scale_says else text)
 

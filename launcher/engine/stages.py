@@ -40,14 +40,12 @@ class Staged:
 def with_stages_of(model: nn.Module, config: Config) -> Config:
     """Return a config that asks for as many stages as a PipelineModule was built for, where it leaves that open."""
     requested = requested_stages(model)
-    if requested is None or config.pipeline.stages not in (None, "auto"):
+    if requested is None or isinstance(config.pipeline.stages, int):
         return config
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": requested})})
 
 
-def divide_into_stages(
-    model: nn.Module, settings: Config, mesh: ParallelMesh, num_micro_batches: int
-) -> Staged | None:
+def divide_into_stages(model: nn.Module, settings: Config, mesh: ParallelMesh, num_micro_batches: int) -> Staged | None:
     """Give each rank of a pipeline its stages; None without one. Every rank must call it with the same model.
 
     Raises: ConfigError, EngineError for a model that cannot be divided, or that only a pipeline can run.

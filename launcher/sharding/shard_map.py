@@ -36,7 +36,7 @@ class ShardMap:
 
     A unit that every rank holds whole is one of world size 1: its only shard is that of every rank, and is found as
     that of its first rank. Ranks may have other parts of the model, with units of their own (`UnitLayout.first_rank`).
-    A parameter that several of them have whole is found at the first.
+    A parameter, or part of one, that several of them have is found at the first.
     """
 
     def __init__(self, layouts: Sequence[UnitLayout]) -> None:
@@ -55,9 +55,10 @@ class ShardMap:
 
     def _add(self, unit: int, slot: ParamSlot) -> None:
         parts = self._slots.setdefault(slot.name, [])
-        if not parts or slot.param.split is not None:
+        same = next((found for found, part in parts if part.param.split == slot.param.split), None)
+        if same is None:
             parts.append((unit, slot))
-        elif self.layouts[unit].first_rank == self.layouts[parts[0][0]].first_rank:
+        elif self.layouts[unit].first_rank == self.layouts[same].first_rank:
             raise ValueError(f"two parameters are named {slot.name}; a map needs one name for each")
 
     def __contains__(self, name: str) -> bool:

@@ -364,9 +364,7 @@ class UnitGradients:
         self.state = check_transition(self.state, UnitState.IDLE)
 
 
-def _counted_ranges(
-    params: list[nn.Parameter], layout: UnitLayout, own: range, *, counts_whole: bool
-) -> list[range]:
+def _counted_ranges(params: list[nn.Parameter], layout: UnitLayout, own: range, *, counts_whole: bool) -> list[range]:
     """Return the elements that no other rank of this copy of the model counts.
 
     counts_whole: whether this rank counts what all tensor-parallel ranks have whole.

@@ -119,7 +119,8 @@ def _no_loss(*_: Any) -> None:
 def _with_transfers(order: _Order, plan: PipelinePlan, rank: int) -> list[Action]:
     merged = {each: torch_schedules._merge_bw(list(actions)) for each, actions in order.items()}
     lowered = torch_schedules._add_send_recv(merged, plan.rank_of, plan.num_stages)
-    return [Action(_KINDS[each.computation_type], each.stage_index, each.microbatch_index) for each in lowered[rank]]
+    own: list[Any] = lowered[rank]
+    return [Action(_KINDS[each.computation_type], each.stage_index, each.microbatch_index) for each in own]
 
 
 def _of_torch(kind: Kind, stage: int, micro_batch: int) -> Any:

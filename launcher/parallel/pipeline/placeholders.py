@@ -40,6 +40,8 @@ class Placeholder(nn.Module):
     Forwards of models read these: which attention a block has, the width of an embedding.
     """
 
+    is_placeholder = True  # a parameter that it holds, tied to one of this stage, is read by another module
+
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         for name, value in vars(original).items():

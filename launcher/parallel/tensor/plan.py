@@ -97,7 +97,7 @@ def _with_tied(modules: Mapping[str, nn.Module], found: sources.Plan) -> sources
     users: dict[int, list[str]] = defaultdict(list)
     for name, module in modules.items():
         weight = module._parameters.get("weight")
-        if weight is not None:
+        if weight is not None and not getattr(module, "is_placeholder", False):  # of a layer of another stage
             users[id(weight)].append(name)
     result = dict(found)
     for tied in users.values():

@@ -1,0 +1,294 @@
+"""Pipelines in the engine: every schedule and mesh trains as one process does, and saves what any other mesh loads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import decoder
+from harness.decoder import CLIP, DECAY, LENGTH, LR, VOCABULARY, WIDTH, Block, Decoder
+from harness.ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import launcher
+from launcher.base.errors import EngineError
+from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+STEPS, MICRO, BATCH = 20, 4, 8  # steps, micro-batches of one pipeline, samples of all
+NUM_BLOCKS = 4
+
+
+def make_decoder(*, is_tied: bool = False) -> Decoder:
+    torch.manual_seed(7)
+    model = Decoder(NUM_BLOCKS)
+    if is_tied:
+        model.lm_head.weight = model.embed_tokens.weight
+    return model
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+@functools.cache
+def reference(num_steps: int, is_tied: bool = False) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Train with torch alone; losses, norms and weights."""
+    model = make_decoder(is_tied=is_tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    losses, norms = [], []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(batch_of(step))
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def config_of(pipeline: dict[str, Any], world_size: int, stage: int = 0, **more: Any) -> dict[str, Any]:
+    tensor = more.get("tensor_parallel", {}).get("autotp_size", 1)
+    data = world_size // pipeline.get("stages", 1) // tensor
+    config = decoder.config(stage, data, pipeline=pipeline, **more)
+    return {**config, "train_micro_batch_size_per_gpu": BATCH // MICRO // data, "gradient_accumulation_steps": MICRO}
+
+
+def own_micro_batches(engine: Any, step: int) -> Iterator[Tensor]:
+    """Yield this rank's micro-batches of a step."""
+    share = BATCH // engine.dp_world_size
+    rank = engine.get_data_parallel_rank()
+    return iter(batch_of(step)[rank * share : (rank + 1) * share].split(share // MICRO))
+
+
+def train(engine: Any, num_steps: int) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for _ in range(num_steps):
+        if hasattr(engine, "train_batch"):
+            losses.append(engine.train_batch(own_micro_batches(engine, engine.global_steps)).item())
+        else:
+            losses.append(_step_without_pipeline(engine))
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms
+
+
+def _step_without_pipeline(engine: Any) -> float:
+    total = torch.zeros((), dtype=torch.float64)
+    for micro_batch in own_micro_batches(engine, engine.global_steps):
+        loss = engine(micro_batch)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().double() / MICRO
+    torch.distributed.all_reduce(total)
+    return total.item() / engine.world_size
+
+
+def _trained(rank: int, world_size: int, config: dict[str, Any], is_tied: bool = False) -> Any:
+    engine = launcher.initialize(model=make_decoder(is_tied=is_tied), config=config)[0]
+    losses, norms = train(engine, STEPS)
+    weights = engine.state_dict()
+    engine.destroy()
+    return losses, norms, weights
+
+
+def check_parity(found: list[Any], is_tied: bool = False) -> None:
+    losses, norms, weights = reference(STEPS, is_tied)
+    for found_losses, found_norms, found_weights in found:
+        assert found_losses == pytest.approx(losses, rel=1e-6)
+        assert found_norms == pytest.approx(norms, rel=1e-4)
+        assert found_norms == found[0][1], "ranks clip alike, to the bit"
+        assert found_weights.keys() == weights.keys()
+        for name, value in weights.items():
+            # Of the whole parameter: Adam makes steps of rounding where an element's gradient is nothing else.
+            assert (found_weights[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+SCHEDULES = {
+    "gpipe": {"stages": 2, "schedule": "gpipe"},
+    "1f1b": {"stages": 2, "schedule": "1f1b"},
+    "interleaved": {"stages": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+    "zero bubble": {"stages": 2, "schedule": "zero_bubble"},
+    "zero bubble, interleaved": {"stages": 2, "schedule": "zero_bubble", "virtual_stages": 2},
+    "zero bubble, V": {"stages": 2, "schedule": "zero_bubble_v", "virtual_stages": 2},
+}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_trains_as_one_process_does(name: str, is_tied: bool) -> None:
+    check_parity(run_on_ranks(2, _trained, config_of(SCHEDULES[name], 2), is_tied), is_tied)
+
+
+OFFLOADED = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "pipeline", "stage", "more"),
+    [
+        (4, {"stages": 4}, 0, {}),
+        (4, {"stages": 2}, 1, {}),
+        (4, SCHEDULES["interleaved"], 1, {"zero_optimization": OFFLOADED}),
+        (4, {"stages": 2}, 0, TENSOR),
+        (8, {"stages": 2}, 1, TENSOR),
+    ],
+    ids=["pipeline 4", "data 2", "data 2, offloaded", "tensor 2", "data 2 x tensor 2"],
+)
+def test_every_mesh_trains_as_one_process_does(
+    world_size: int, pipeline: dict[str, Any], stage: int, more: dict[str, Any]
+) -> None:
+    config = config_of(pipeline, world_size, stage, **more)
+    check_parity(run_on_ranks(world_size, _trained, config, True), True)
+
+
+# ---- checkpoints ----
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline 2, interleaved": (2, config_of(SCHEDULES["interleaved"], 2)),
+    "pipeline 2 x tensor 2": (4, config_of({"stages": 2}, 4, **TENSOR)),
+    "pipeline 2 x data 2": (4, config_of(SCHEDULES["zero bubble, V"], 4, 1)),
+    "data 2": (2, config_of({}, 2, 2)),
+}
+
+
+def _saved(rank: int, world_size: int, config: dict[str, Any], folder: str) -> None:
+    engine = launcher.initialize(model=make_decoder(is_tied=True), config=config)[0]
+    train(engine, STEPS // 2)
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder, "weights.bin")
+    engine.destroy()
+
+
+def _continued(rank: int, world_size: int, config: dict[str, Any], folder: str) -> list[float]:
+    model = make_decoder(is_tied=True)
+    for param in model.parameters():
+        param.data.fill_(0.3)
+    engine = launcher.initialize(model=model, config=config)[0]
+    engine.load_checkpoint(folder)
+    losses, _ = train(engine, STEPS // 2)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("saved", MESHES)
+def test_a_checkpoint_continues_on_every_other_mesh(saved: str, tmp_path: Path) -> None:
+    run_on_ranks(MESHES[saved][0], _saved, MESHES[saved][1], str(tmp_path))
+    expected, weights = reference(STEPS, True)[0][STEPS // 2 :], reference(STEPS // 2, True)[2]
+    for world_size, config in MESHES.values():
+        for losses in run_on_ranks(world_size, _continued, config, str(tmp_path)):
+            assert losses == pytest.approx(expected, rel=1e-6)
+    for found in (get_fp32_state_dict_from_zero_checkpoint(tmp_path), torch.load(tmp_path / "weights.bin")):
+        assert found.keys() == weights.keys()
+        for name, value in weights.items():
+            assert (found[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+# ---- what a script does ----
+
+
+class Scale(nn.Module):
+    """A layer with a buffer of its own, which counts its forwards in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: any tensor -> the same."""
+        self.count += int(self.training)
+        return x
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_layers() -> launcher.PipelineModule:
+    torch.manual_seed(7)
+    layers = [launcher.LayerSpec(nn.Embedding, VOCABULARY, WIDTH), launcher.LayerSpec(Block), Scale(), Scale()]
+    layers += [launcher.LayerSpec(Block), launcher.LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
+    return launcher.PipelineModule(layers, num_stages=2, loss_fn=_loss, partition_method="uniform")
+
+
+def _pairs(lengths: list[int], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for length in lengths:
+        tokens = torch.randint(0, VOCABULARY, (2, length), generator=generator)
+        yield tokens, tokens
+
+
+def _used(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    model, found = make_layers(), {}
+    config = {**config_of({}, 2), "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+    del config["pipeline"]
+    engine = launcher.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+    found["losses"] = [
+        engine.train_batch(_pairs([5, 7, 5, 4], 1)).item(),
+        engine.train_batch(_pairs([4] * 4, 2)).item(),
+    ]
+    found["idle"] = engine.idle_fraction
+    found["evaluated"] = engine.eval_batch(_pairs([5, 7, 5, 4], 1)).item()
+    found["logits"] = engine.eval_batch(_pairs([5, 6], 1), compute_loss=False, num_micro_batches=2)
+    engine.save_checkpoint(folder)
+    state = engine.state_dict()
+    found["counts"] = [int(state["2.count"]), int(state["3.count"])]
+    state["2.count"].fill_(50)
+    engine.load_state_dict(state)
+    engine.load_checkpoint(folder)
+    found["loaded"] = [int(engine.state_dict()[name]) for name in ("2.count", "3.count")]
+    found["mode"] = engine.module.training
+    errors = []
+    attempts = [
+        lambda: engine.train_batch(_pairs([5] * 3, 1)),
+        lambda: engine.train_batch(_pairs([5] * 4 if rank else [6] * 4, 1)),
+        lambda: engine(torch.zeros(1)),
+        lambda: engine.step(),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except (EngineError, StopIteration) as error:
+            errors.append(str(error))
+    found["errors"] = errors
+    found["after"] = engine.train_batch(_pairs([5] * 4, 3)).item()
+    engine.destroy()
+    return found
+
+
+def test_a_module_of_layers_trains_evaluates_and_refuses(tmp_path: Path) -> None:
+    first, last = run_on_ranks(2, _used, str(tmp_path))
+    for name in ("losses", "evaluated", "counts", "loaded", "errors", "after"):
+        assert first[name] == last[name], name
+    assert first["losses"][1] < first["losses"][0]
+    assert first["evaluated"] < first["losses"][0], "the same samples after two steps"
+    assert first["counts"] == first["loaded"] == [8, 8]
+    assert first["mode"]
+    assert first["logits"] is None
+    assert [tuple(each.shape) for each in last["logits"]] == [(2, 5, VOCABULARY), (2, 6, VOCABULARY)]
+    assert 0 < first["idle"] < 1
+    ended, differing, forward, step = first["errors"]
+    assert "the data ended before" in ended
+    assert "stages of one pipeline got different micro-batches" in differing
+    assert "engine(...) cannot be used with pipeline parallelism" in forward
+    assert "engine.step() cannot be used" in step
+
+
+def _overflowed(rank: int, world_size: int) -> tuple[list[float], int, float]:
+    config = {**config_of({"stages": 2}, 2), "fp16": {"enabled": True, "initial_scale_power": 21, "hysteresis": 1}}
+    engine = launcher.initialize(model=make_decoder(), config=config)[0]
+    losses = [engine.train_batch(own_micro_batches(engine, 0)).item() for _ in range(16)]
+    found = losses, engine.skipped_steps, engine.optimizer.cur_scale
+    engine.destroy()
+    return found
+
+
+def test_all_stages_skip_a_step_that_overflows_on_one() -> None:
+    (losses, num_skipped, scale), other = run_on_ranks(2, _overflowed)
+    assert (losses, num_skipped, scale) == other
+    assert 0 < num_skipped < 16
+    assert losses[0] == pytest.approx(losses[num_skipped], rel=1e-6)
+    assert losses[-1] < losses[0]
