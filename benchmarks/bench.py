@@ -75,6 +75,7 @@ SECTIONS = (
     Section("step_time_mlp", "step_time.py --models mlp --rounds 6", 2),
     Section("step_time_gpt", "step_time.py --models gpt --rounds 5", 2),
     Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),
+    Section("pipeline", "pipeline.py --rounds 8", 2),
     Section("offload_time", "offload_time.py --rounds 6", 2),
     Section("hf_trainer", "hf_trainer.py"),
     Section("checkpoint_peers", "checkpoint_peers.py"),

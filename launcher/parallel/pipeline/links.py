@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from launcher.base.errors import EngineError
+from launcher.comm import collectives
 from launcher.comm.communicator import Transfer
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
@@ -58,11 +59,14 @@ class Links:
     """The transfers of one rank of a pipeline, in the order of its actions."""
 
     def __init__(self, group: RankGroup, rank_of: RankOf) -> None:
-        """group: the ranks of one pipeline."""
+        """group: the ranks of one pipeline. Every rank must call it."""
         assert group.process_group is not None
         self._group = group
         self._hosts = group.host_process_group or group.process_group
         self._rank_of = rank_of
+        # NCCL connects the ranks of a group in its first collective. Transfers between two of them must not be the first:
+        # see the documentation of `torch.distributed.batch_isend_irecv`.
+        collectives.gather_scalars(group, 0.0)
         self._facts: dict[tuple[int, int], tuple[TensorFacts, ...]] = {}  # by receiving stage and signature
         self._sends: deque[tuple[Pending, list[Tensor]]] = deque()
 
