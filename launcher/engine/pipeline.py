@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -48,6 +48,7 @@ class PipelineEngine(Engine):
         self._runtime = PipelineRuntime(model, group, plan.rank_of, verbs)
         self._actions: dict[tuple[bool, int], list[Action]] = {}  # by whether it trains, and number of micro-batches
         self._iterator: Iterator[Any] | None = None
+        self._batch_function: Callable[[Any], Any] | None = None
         self._reads = any(model.needs_batch(stage) for stage in model.own_stages) or self.is_last_stage()
 
     # ---- facts, by DeepSpeed's names ----
@@ -83,7 +84,19 @@ class PipelineEngine(Engine):
         """What the schedule leaves idle where all stages take the same time and transfers none."""
         return self._plan_for(self.gradient_accumulation_steps()).idle_fraction
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step: the gradient accumulation steps."""
+        return self.gradient_accumulation_steps()
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: shapes may differ between micro-batches and steps."""
+
     # ---- data ----
+
+    def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
+        """Have `function` turn what a loader or an iterator gives into a micro-batch."""
+        self._batch_function = function
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Have `train_batch()` read this loader of micro-batches, again and again."""
@@ -115,6 +128,8 @@ class PipelineEngine(Engine):
         if not self._reads:
             return None
         device, casting = self.device, self._parts.casting
+        if self._batch_function is not None:
+            found = list(map(self._batch_function, found))
         return [casting.inputs(tree_map_only(Tensor, lambda each: each.to(device), each)) for each in found]
 
     def _next_of_loader(self) -> Any:
@@ -278,9 +293,30 @@ class PipelineEngine(Engine):
         """Refuse. Raises: EngineError."""
         raise _refused("engine.backward()")
 
+    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> NoReturn:
+        """Refuse. Raises: EngineError."""
+        raise _refused("engine.scale()")
+
     def step(self) -> None:
         """Refuse. Raises: EngineError."""
         raise _refused("engine.step()")
+
+    def no_sync(self) -> NoReturn:
+        """Refuse. Raises: EngineError."""
+        raise _refused("engine.no_sync()")
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
+        """Refuse. Raises: EngineError."""
+        raise _refused("engine.set_gradient_accumulation_boundary()")
+
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None
+    ) -> NoReturn:
+        """Refuse. Raises: EngineError."""
+        raise EngineError(
+            "engine.compile() cannot be used with pipeline parallelism: stages change places in the model",
+            hint="compile the layers before initialize(): layer.compile()",
+        )
 
 
 def _refused(call: str) -> EngineError:

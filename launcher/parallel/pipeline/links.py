@@ -206,5 +206,5 @@ def _values_of(micro_batch: Any) -> int:
     for leaf in tree_flatten(micro_batch)[0]:
         if isinstance(leaf, Tensor):
             dense = leaf.detach().cpu().contiguous().view(-1)
-            found = zlib.crc32(memoryview(dense.view(torch.uint8).numpy()), found)
+            found = zlib.crc32(dense.view(torch.uint8).numpy().tobytes(), found)
     return found
