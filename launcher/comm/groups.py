@@ -76,6 +76,10 @@ class RankGroup:
             return self
         return RankGroup(self.rank, self.world_size, self.reduce_process_group, self.runtime)
 
+    def alone(self) -> RankGroup:
+        """Return this rank as a group of its own, on the same device."""
+        return RankGroup(0, 1, None, self.runtime)
+
     def of_ranks(
         self,
         process_group: dist.ProcessGroup,

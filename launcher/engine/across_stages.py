@@ -15,6 +15,8 @@ from launcher.comm.groups import RankGroup
 
 def gather(pipeline: RankGroup, value: Any) -> list[Any]:
     """Return the values of all ranks of a pipeline, in its order. Tensors must be in host memory. Collective."""
+    if pipeline.process_group is None:
+        return [value]
     found: list[Any] = [None] * pipeline.world_size
     dist.all_gather_object(found, value, group=_hosts(pipeline))
     return found
@@ -25,6 +27,8 @@ def joined_state(pipeline: RankGroup, own: Mapping[str, Any], *, is_wanted: bool
 
     own: of this rank's stages, in host memory. Of a parameter that several stages have the first one's copy is taken.
     """
+    if pipeline.process_group is None:
+        return dict(own) if is_wanted else {}
     joined: dict[str, Any] = {}
     for rank, wants in enumerate(gather(pipeline, is_wanted)):
         if not wants:
@@ -42,10 +46,12 @@ def joined_mappings(pipeline: RankGroup | None, *own: Mapping[str, Any]) -> list
     if pipeline is None:
         return [dict(each) for each in own]
     stages = gather(pipeline, [_in_host_memory(each) for each in own])
-    return [
-        {key: value for stage in reversed(stages) for key, value in stage[position].items()}
-        for position in range(len(own))
-    ]
+    joined: list[dict[str, Any]] = [{} for _ in own]
+    for stage in stages:
+        for mapping, of_stage in zip(joined, stage, strict=True):
+            for key, value in of_stage.items():
+                mapping.setdefault(key, value)
+    return joined
 
 
 def names_of_others(pipeline: RankGroup | None, model: nn.Module) -> frozenset[str]:

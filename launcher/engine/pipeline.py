@@ -37,8 +37,7 @@ class PipelineEngine(Engine):
     def __init__(self, model: StagedModel, parts: EngineParts, plan: PipelinePlan) -> None:
         """plan: of the stages of `model`."""
         super().__init__(model, parts)
-        group = parts.mesh.pipeline
-        assert group is not None, "a pipeline has two ranks or more"
+        group = parts.mesh.pipeline or parts.mesh.world.alone()
         self._pipeline = group
         self._staged = model
         self._plan = plan

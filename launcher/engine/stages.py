@@ -48,17 +48,13 @@ def with_stages_of(model: nn.Module, config: Config) -> Config:
 def divide_into_stages(model: nn.Module, settings: Config, mesh: ParallelMesh, num_micro_batches: int) -> Staged | None:
     """Give each rank of a pipeline its stages; None without one. Every rank must call it with the same model.
 
-    Raises: ConfigError, EngineError for a model that cannot be divided, or that only a pipeline can run.
+    A model that runs in stages alone is one stage then. Raises: ConfigError, EngineError for a model that cannot be
+    divided.
     """
-    pipeline, section = mesh.pipeline, settings.pipeline
-    if pipeline is None:
-        if isinstance(model, StagedModel):
-            raise EngineError(
-                f"a {type(model).__name__} needs a pipeline of at least 2 ranks, and the config asks for one stage",
-                where="pipeline.stages",
-                hint="set it to 2 or more, or give the layers as an ordinary model",
-            )
+    section = settings.pipeline
+    if mesh.pipeline is None and not isinstance(model, StagedModel):
         return None
+    pipeline = mesh.pipeline or mesh.world.alone()
     plan = PipelinePlan(pipeline.world_size, section.virtual_stages, section.schedule, num_micro_batches)
     profiling = Profiling(pipeline.device, on_rank_0=_measured_on_rank_0)
     own_stages = plan.stages_of(pipeline.rank)

@@ -292,3 +292,25 @@ def test_all_stages_skip_a_step_that_overflows_on_one() -> None:
     assert 0 < num_skipped < 16
     assert losses[0] == pytest.approx(losses[num_skipped], rel=1e-6)
     assert losses[-1] < losses[0]
+
+
+def _one_stage(rank: int, world_size: int, stage: int) -> tuple[list[float], int]:
+    torch.manual_seed(7)
+    layers = [launcher.LayerSpec(nn.Embedding, VOCABULARY, WIDTH), launcher.LayerSpec(Block)]
+    layers.append(launcher.LayerSpec(nn.Linear, WIDTH, VOCABULARY))
+    model = launcher.PipelineModule(layers, num_stages=1, loss_fn=_loss)
+    engine = launcher.initialize(model=model, config=config_of({}, world_size, stage))[0]
+    losses = []
+    for step in range(3):
+        pairs = [(tokens, tokens) for tokens in own_micro_batches(engine, step)]
+        losses.append(engine.train_batch(iter(pairs)).item())
+    num_keys = len(engine.state_dict())
+    engine.destroy()
+    return losses, num_keys
+
+
+def test_a_module_of_layers_is_one_stage_without_a_pipeline() -> None:
+    expected, num_keys = run_on_ranks(1, _one_stage, 0)[0]
+    for found in run_on_ranks(2, _one_stage, 3):
+        assert found[0] == pytest.approx(expected, rel=1e-6)
+        assert found[1] == num_keys

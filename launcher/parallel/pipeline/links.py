@@ -60,7 +60,6 @@ class Links:
 
     def __init__(self, group: RankGroup, rank_of: RankOf) -> None:
         """group: the ranks of one pipeline. Every rank must call it."""
-        assert group.process_group is not None
         self._group = group
         self._hosts = group.host_process_group or group.process_group
         self._rank_of = rank_of
@@ -85,9 +84,7 @@ class Links:
         elif micro_batches is not None:
             own = [signature_of(each) for each in micro_batches]
             own.append(_values_of(micro_batches[0]) if compares_values else 0)
-        rows = [torch.empty(len(own), dtype=torch.int64) for _ in range(self._group.world_size)]
-        dist.all_gather(rows, torch.tensor(own, dtype=torch.int64), group=self._hosts)
-        found: list[list[int]] = [row.tolist() for row in rows]
+        found = self._gathered(own)
         if any(row[0] == _ENDED for row in found):
             raise StopIteration("the data ended before the micro-batches of a step were complete")
         reading = {rank: row for rank, row in enumerate(found) if row[0] != _READS_NONE}
@@ -101,6 +98,14 @@ class Links:
                 " sampler, and the same seed on all ranks",
             )
         return reading[first][:-1]
+
+    def _gathered(self, own: list[int]) -> list[list[int]]:
+        """Return the numbers of all ranks of the pipeline. Collective, between hosts."""
+        if self._hosts is None:
+            return [own]
+        rows = [torch.empty(len(own), dtype=torch.int64) for _ in range(self._group.world_size)]
+        dist.all_gather(rows, torch.tensor(own, dtype=torch.int64), group=self._hosts)
+        return [row.tolist() for row in rows]
 
     # ---- forward ----
 
@@ -170,12 +175,16 @@ class Links:
                 f"stage {to_stage - 1} returns {len(facts)} tensors",
                 hint="have layers pass on fewer tensors, such as one stacked tensor in place of a list",
             )
+        hosts = self._hosts
+        assert hosts is not None, "a single rank announces nothing"
         sent = torch.frombuffer(bytearray(text.ljust(_ANNOUNCEMENT_BYTES)), dtype=torch.uint8)
-        self._hosts.send([sent], self._rank_of(to_stage), 0).wait()
+        hosts.send([sent], self._rank_of(to_stage), 0).wait()
 
     def _announced(self, from_stage: int) -> tuple[TensorFacts, ...]:
+        hosts = self._hosts
+        assert hosts is not None, "a single rank announces nothing"
         received = torch.empty(_ANNOUNCEMENT_BYTES, dtype=torch.uint8)
-        self._hosts.recv([received], self._rank_of(from_stage), 0).wait()
+        hosts.recv([received], self._rank_of(from_stage), 0).wait()
         plain = json.loads(bytes(received.tolist()))
         return tuple(TensorFacts(tuple(shape), getattr(torch, dtype), needs_grad) for shape, dtype, needs_grad in plain)
 

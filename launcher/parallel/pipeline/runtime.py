@@ -107,7 +107,7 @@ class PipelineRuntime:
         inputs = self._inputs_of(stage, index)
         micro_batch = None if self._micro_batches is None else self._micro_batches[index]
         with self.stopwatch.computing(), self._verbs.forward():
-            returned = self._model.run_stage(stage, inputs, micro_batch)
+            returned = self._model(stage, inputs, micro_batch)
             if stage == self._last_stage:
                 outputs = self._ends_with(returned, micro_batch, wants_loss=wants_loss)
             else:
