@@ -3,8 +3,8 @@
     launch --num_gpus 2 benchmarks/pipeline.py [--rounds 8] [--micro-batches 4,8] [--output FILE]
 
 Our schedules, torch's own (`torch.distributed.pipelining`) and, where it is installed, DeepSpeed's PipelineModule train
-copies of one model of equal blocks on the same micro-batches in one job, and step in turns, in another order each round.
-The first step of a turn is not measured. Rank 0 writes a section of docs/benchmarks.md to FILE, or prints it.
+copies of one model of equal blocks on the same micro-batches in one job, and step in turns, in another order each
+round. The first step of a turn is not measured. Rank 0 writes a section of docs/benchmarks.md to FILE, or prints it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def _initialized(
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01, **optimizer}},
         **({} if pipeline is None else {"pipeline": pipeline}),
     }
-    return initialize(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config)[0]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return initialize(model=model, model_parameters=trained, config=config)[0]
 
 
 class TorchPipeline:

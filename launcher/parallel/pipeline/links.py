@@ -63,7 +63,7 @@ class Links:
         self._group = group
         self._hosts = group.host_process_group or group.process_group
         self._rank_of = rank_of
-        # NCCL connects the ranks of a group in its first collective. Transfers between two of them must not be the first:
+        # NCCL connects the ranks of a group in its first collective, which must not be a transfer between two of them:
         # see the documentation of `torch.distributed.batch_isend_irecv`.
         collectives.gather_scalars(group, 0.0)
         self._facts: dict[tuple[int, int], tuple[TensorFacts, ...]] = {}  # by receiving stage and signature
