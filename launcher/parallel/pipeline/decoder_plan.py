@@ -96,9 +96,7 @@ def _check_config(model: nn.Module) -> None:
         if getattr(config, "is_encoder_decoder", False) is True:
             raise _refusal(model, "it has an encoder and a decoder, and every block of the decoder reads the encoder")
         if getattr(config, "layerdrop", None):
-            raise _refusal(
-                model, f"its config leaves out blocks at random (layerdrop {config.layerdrop})", "set it to 0"
-            )
+            raise _refusal(model, f"blocks are left out at random (layerdrop {config.layerdrop})", "set layerdrop to 0")
         for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if getattr(config, flag, False) is True:
                 hint = f"set config.{flag} to false"
@@ -344,10 +342,12 @@ def _try_later_stage(
                 replaced.enter_context(_replaced(model.get_submodule(parent), {key: other}))
         try:
             with torch.no_grad():
-                _outputs(model)
+                outputs = _outputs(model)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise _refusal(model, f"its forward needs modules of the first stage on every stage: {reason}") from error
+    if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in tree_leaves(outputs)):
+        raise _refusal(model, "its forward reads weights of the first stage behind the blocks, not through a module")
 
 
 def _wants_gradient(leaf: Any) -> bool:
