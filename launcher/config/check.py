@@ -308,7 +308,7 @@ def _fill_params(config: Config) -> Config:
 
 def _with_stages(config: Config, model_stages: int | None) -> tuple[Config, list[Finding]]:
     """Give `pipeline.stages` the value that the model asks for. Returns what contradicts it, too."""
-    given = config.pipeline.stages
+    given: object = config.pipeline.stages
     if model_stages is None or given == model_stages:
         return config, []
     if given not in (None, AUTO):

@@ -55,7 +55,7 @@ def build_schedule(plan: PipelinePlan, stages: list[Any], **arguments: Any) -> A
 
     Raises: ConfigError for numbers of micro-batches that this release of torch cannot run.
     """
-    found = schedule_class(plan)
+    found: Any = schedule_class(plan)
     try:
         return found(stages if takes_stages(found) else stages[0], plan.num_micro_batches, **arguments)
     except ValueError as error:
