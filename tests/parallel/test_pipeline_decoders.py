@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Sequence
@@ -33,15 +34,7 @@ def build(name: str, num_blocks: int = 2) -> nn.Module:
     """A model with so many blocks."""
     if name not in (EXAMPLE, TORCH):
         pytest.importorskip("transformers")
-    if num_blocks == 2:
-        return split_models.build(name)
-    layers = {"n_layer": num_blocks} if name in ("gpt2", "bloom") else {"num_hidden_layers": num_blocks}
-    kept = FAMILIES[name]
-    FAMILIES[name] = (*kept[:2], {**kept[2], **layers})
-    try:
-        return split_models.build(name)
-    finally:
-        FAMILIES[name] = kept
+    return split_models.build(name if num_blocks == 2 else f"{name} of {num_blocks}")
 
 
 def batch_of(name: str, seed: int = 0, num_samples: int = 2) -> Any:
@@ -161,6 +154,35 @@ def test_planning_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert model.config.use_cache
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_weights_load_by_the_names_of_the_whole_model() -> None:
+    whole, parts = build("gpt2"), divided("gpt2", [(0,), (1,)])
+    for param in whole.parameters():
+        nn.init.normal_(param)
+    for part in parts:
+        assert part.load_state_dict(whole.state_dict(), strict=False).missing_keys == []
+    assert torch.equal(chain(parts, batch_of("gpt2")), whole_loss(whole, batch_of("gpt2")))
+    assert_whole(parts, whole)
+
+
+def test_a_stage_that_fails_leaves_the_model_as_it_was() -> None:
+    (part,) = divided("llama", [(0, 1)])
+    with pytest.raises((TypeError, RuntimeError)):
+        part(0, (), {"input_ids": torch.ones(2, 5)})
+    assert {name for name, _ in part.named_parameters()} == part.whole_names
+    whole = build("llama")
+    assert torch.equal(chain([part], batch_of("llama")), whole_loss(whole, batch_of("llama")))
+
+
+def test_a_patched_forward_and_a_copy_of_a_stage() -> None:
+    model: Any = build("llama")
+    for block in model.model.layers:
+        block.forward = functools.partial(type(block).forward, block)  # as libraries patch it
+    last = copy.deepcopy(stage_model(build("llama"), (1,), 2, MIXED))
+    parts, whole = [stage_model(model, (0,), 2, MIXED), last], build("llama")
+    assert torch.equal(chain(parts, batch_of("llama")), whole_loss(whole, batch_of("llama")))
+    assert_whole(parts, whole)
 
 
 # ---- what cannot be divided ----

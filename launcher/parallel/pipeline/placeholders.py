@@ -66,12 +66,12 @@ def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether a value keeps memory of a module alive, or is a method of one."""
+    """Whether a value keeps memory of a module alive, or may: a function, a patched `forward` above all."""
     if isinstance(value, Mapping):
         return any(map(_holds_tensors, value.values()))
     if isinstance(value, list | tuple | set):
         return any(map(_holds_tensors, value))
-    return isinstance(value, Tensor | nn.Module) or isinstance(getattr(value, "__self__", None), nn.Module)
+    return isinstance(value, Tensor | nn.Module) or (callable(value) and not isinstance(value, type))
 
 
 class EarlierBlock(Placeholder):
