@@ -9,7 +9,7 @@ from launcher.config.positions import Path
 from launcher.config.rules import Problem
 from launcher.config.schema import Config
 from launcher.config.schema_parallel import Pipeline
-from launcher.sharding.pipeline import SCHEDULES, PipelinePlan, virtual_problem
+from launcher.sharding.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelinePlan, virtual_problem
 
 _METHODS = ("best", "parameters", "uniform", "profile")
 
@@ -38,6 +38,14 @@ def pipeline_problems(config: Config) -> list[Problem]:
         )
         problems.append((("zero_optimization", "stage"), message, "use stage 0 or 1 with pipeline parallelism"))
     return problems
+
+
+def unused_schedule(config: Config) -> list[tuple[Path, str]]:
+    """Return that a schedule has no effect, where there is one stage."""
+    schedule = config.pipeline.schedule
+    if schedule in (DEFAULT_SCHEDULE, AUTO) or _is_on(config):
+        return []
+    return [(("pipeline", "schedule"), f'pipeline.schedule "{schedule}" has no effect: the model is one stage')]
 
 
 def micro_batch_problems(config: Config, num_micro_batches: int | None) -> tuple[list[Problem], list[Problem]]:

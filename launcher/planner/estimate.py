@@ -131,7 +131,9 @@ def estimate(
 
 
 def _row(model: ModelFacts, machines: Machines, setting: Setting, workload: Workload | None) -> Row:
-    parts = rank_parts(model, setting.pipeline) if setting.pipeline.num_ranks > 1 else [RankPart(model, Share())]
+    parts = [RankPart(model, Share())]
+    if setting.pipeline.num_ranks > 1:
+        parts = rank_parts(model, setting.pipeline, setting.partition)
     needed = [_memory(part, machines, setting, workload) for part in parts]
     memory = max(needed, key=lambda one: (one.device, one.host))  # of the ranks of a pipeline, the one that needs most
     per_node = machines.gpus_per_node

@@ -51,6 +51,7 @@ class Setting:
     states: States = States()
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
+    partition: str = "best"  # of a pipeline's stages
 
     def __post_init__(self) -> None:
         offload = self.policy.offload

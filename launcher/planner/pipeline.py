@@ -19,14 +19,17 @@ class RankPart:
     share: Share  # of the activations
 
 
-def rank_parts(model: ModelFacts, plan: PipelinePlan) -> list[RankPart]:
-    """Return what each pipeline rank has, where layers are divided by parameters. Raises: ConfigError.
+def rank_parts(model: ModelFacts, plan: PipelinePlan, method: str = "best") -> list[RankPart]:
+    """Return what each pipeline rank has. Raises: ConfigError for fewer blocks than stages.
 
+    method: `pipeline.partition`; one by class counts blocks, as "uniform" does, and one by time counts parameters.
     What stands before the blocks goes with the first of them, and what stands behind with the last. A model without an
     output layer has its embedding there, too: the two share a weight, of which both stages hold a copy.
     """
     layers = _layers(model)
-    stages = partition([sum(param.numel for param in layer) for layer in layers], plan.num_stages)
+    counts_blocks = method.lower().startswith(("uniform", "type:"))
+    weights = [1 if counts_blocks else sum(param.numel for param in layer) for layer in layers]
+    stages = partition(weights, plan.num_stages)
     last = len(stages) - 1
     parts = []
     for rank in range(plan.num_ranks):

@@ -85,7 +85,7 @@ def as_config(setting: Setting) -> dict[str, Any]:
     if setting.sizes.tensor > 1:
         axes["tensor_parallel"] = {"autotp_size": setting.sizes.tensor}
     if setting.sizes.pipeline > 1:
-        axes["pipeline"] = _pipeline_keys(setting.pipeline)
+        axes["pipeline"] = _pipeline_keys(setting)
     offload, precision = setting.policy.offload, setting.policy.precision.param
     for name, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.params)):
         if place is not Place.DEVICE:
@@ -96,8 +96,11 @@ def as_config(setting: Setting) -> dict[str, Any]:
     return {precision.value: {"enabled": True}, "zero_optimization": zero, **axes}
 
 
-def _pipeline_keys(plan: PipelinePlan) -> dict[str, Any]:
+def _pipeline_keys(setting: Setting) -> dict[str, Any]:
+    plan = setting.pipeline
     keys: dict[str, Any] = {"stages": plan.num_ranks}
+    if setting.partition != "best":
+        keys["partition"] = setting.partition
     if plan.schedule != DEFAULT_SCHEDULE:
         keys["schedule"] = plan.schedule
     return keys | ({"virtual_stages": plan.num_virtual} if plan.num_virtual > 1 else {})
@@ -138,7 +141,7 @@ def setting_of(config: Config, world_size: int) -> Setting:
     sizes = mesh_sizes(config, world_size)
     policy = zero_policy(config, sizes.num_replicas)
     pipeline = pipeline_plan(config, _num_micro_batches(config, sizes)) or PipelinePlan()
-    return Setting(config.zero_optimization.stage, policy, _states(config), sizes, pipeline)
+    return Setting(config.zero_optimization.stage, policy, _states(config), sizes, pipeline, config.pipeline.partition)
 
 
 def _num_micro_batches(config: Config, sizes: MeshSizes) -> int:

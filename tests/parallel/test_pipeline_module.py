@@ -179,6 +179,26 @@ def test_layers_of_other_stages_are_freed() -> None:
     assert part._layers[0] is not layers[0]
 
 
+def test_a_loss_with_parameters_is_on_the_last_stage() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+            return self.scale * nn.functional.mse_loss(outputs, labels)
+
+    def made() -> PipelineModule:
+        torch.manual_seed(0)
+        return PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], loss_fn=Scaled())
+
+    parts = [stage_model(made(), (stage,), 2, Pipeline()) for stage in range(2)]
+    chain(parts, (torch.ones(1, 2), torch.zeros(1, 2)))
+    assert [len(list(part.parameters())) for part in parts] == [2, 3]
+    assert parts[1].get_parameter("loss_fn.scale").grad is not None
+    assert parts[0].whole_names == {name for part in parts for name, _ in part.named_parameters()}
+
+
 def test_a_class_that_needs_values_is_built_for_its_sizes() -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:

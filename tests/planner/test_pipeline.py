@@ -40,6 +40,13 @@ def test_stages_have_the_parameters_that_real_ones_have(name: str) -> None:
     assert [part.model.num_params for part in rank_parts(facts, PipelinePlan(2))] == wanted
 
 
+@pytest.mark.parametrize(("method", "blocks"), [("uniform", [4, 4]), ("type:Block", [4, 4]), ("parameters", [3, 5])])
+def test_the_method_of_the_config_counts(method: str, blocks: list[int]) -> None:
+    model = typical_model(8 * 12 * 64**2 + 10**5, SHAPE, 10**5)  # with an embedding of two blocks
+    parts = rank_parts(replace(model, shape=None), PipelinePlan(2), method)
+    assert [len({param.name.split(".")[1] for param in part.model.params} - {"weight"}) for part in parts] == blocks
+
+
 def test_ranks_keep_what_their_schedule_has_in_flight() -> None:
     work = Workload(2, 16)
     whole, head = (activation_bytes(replace(SHAPE, num_layers=layers), work, 2) for layers in (8, 0))

@@ -65,7 +65,7 @@ class PipelineModule(StagedModel):
         _check_layers(self._layers)
         self.requested_stages = _requested(num_stages, topology)
         self.num_stages = self.requested_stages or 0
-        self.topology, self.loss_fn = topology, loss_fn
+        self._topology, self.loss_fn = topology, loss_fn
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
@@ -111,8 +111,8 @@ class PipelineModule(StagedModel):
                 where="pipeline.stages",
                 hint='remove the key, or set it to "auto"',
             )
-        if self.topology is not None:
-            check_topology(self.topology, sizes)
+        if self._topology is not None:
+            check_topology(self._topology, sizes)
 
     def assign(self, own_stages: Sequence[int]) -> None:
         """Build or keep the layers of these stages, and free the others."""
@@ -134,6 +134,8 @@ class PipelineModule(StagedModel):
                 tied[key] = self.built(self._first_of(key))
             else:
                 del tied[key]
+        if isinstance(self.loss_fn, nn.Module) and self.num_stages - 1 not in own:
+            self.loss_fn = None
         self.own_stages = own
 
     def built(self, index: int) -> nn.Module:
