@@ -160,8 +160,3 @@ def hold(placeholder: nn.Module, path: str, param: nn.Parameter) -> None:
     if name in vars(module):
         delattr(module, name)
     module.register_parameter(name, param)
-
-
-def trial_tokens(device: torch.device, num_samples: int, length: int) -> Tensor:
-    """Return int64 [num_samples, length] of a token that every vocabulary has."""
-    return torch.ones(num_samples, length, dtype=torch.int64, device=device)
