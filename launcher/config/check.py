@@ -31,7 +31,7 @@ from launcher.config.positions import Path
 from launcher.config.rules import one_bit_problems, precision_problems
 from launcher.config.rules_checkpoint import checkpoint_problems
 from launcher.config.rules_offload import offload_problems
-from launcher.config.rules_pipeline import micro_batch_problems, pipeline_problems
+from launcher.config.rules_pipeline import micro_batch_problems, pipeline_problems, unused_schedule
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
@@ -308,7 +308,7 @@ def _fill_params(config: Config) -> Config:
 
 def _with_stages(config: Config, model_stages: int | None) -> tuple[Config, list[Finding]]:
     """Give `pipeline.stages` the value that the model asks for. Returns what contradicts it, too."""
-    given = config.pipeline.stages
+    given: object = config.pipeline.stages
     if model_stages is None or given == model_stages:
         return config, []
     if given not in (None, AUTO):
@@ -345,6 +345,8 @@ def _between_keys(
     num_micro_batches, wrong_batch = _batch(config, sizes)
     wrong_number, slow = micro_batch_problems(config, num_micro_batches)
     notices = [Finding(*problem) for problem in slow]
+    if world_size is not None:
+        notices += [Finding(path, message, None, True) for path, message in unused_schedule(config)]
     return errors + wrong_batch + [Finding(*problem) for problem in wrong_number], notices
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from launcher.config.fields import AUTO, Auto
+from launcher.config.fields import AUTO
 from launcher.config.positions import Path
 from launcher.config.rules import Problem
 from launcher.config.schema import Config
-from launcher.sharding.pipeline import SCHEDULES, PipelinePlan, virtual_problem
+from launcher.config.schema_parallel import Pipeline
+from launcher.sharding.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelinePlan, virtual_problem
 
 _METHODS = ("best", "parameters", "uniform", "profile")
 
@@ -17,14 +18,15 @@ def pipeline_problems(config: Config) -> list[Problem]:
     """Return what cannot be done with the pipeline that a config asks for."""
     section = config.pipeline
     problems = _partition_problems(section.partition)
-    schedule, num_virtual, stages = section.schedule, section.virtual_stages, section.stages
-    if not isinstance(num_virtual, Auto) and schedule in SCHEDULES:
-        found = virtual_problem(schedule, num_virtual)
+    num_virtual, path = section.virtual_stages, ("pipeline", "virtual_stages")
+    if _are_decided(section):
+        found = virtual_problem(section.schedule, num_virtual)
         if found is not None:
-            problems.append((("pipeline", "virtual_stages"), *found))
-        elif stages == 1 and num_virtual > 1:
+            problems.append((path, *found))
+        elif section.stages == 1 and num_virtual > 1:
             message = f"virtual_stages {num_virtual} divides the stages of several ranks, and pipeline.stages is 1"
-            problems.append((("pipeline", "virtual_stages"), message, "remove virtual_stages"))
+            problems.append((path, message, "remove virtual_stages"))
+    stages = section.stages
     if not _is_on(config):
         return problems
     zero = config.zero_optimization.stage
@@ -36,6 +38,14 @@ def pipeline_problems(config: Config) -> list[Problem]:
         )
         problems.append((("zero_optimization", "stage"), message, "use stage 0 or 1 with pipeline parallelism"))
     return problems
+
+
+def unused_schedule(config: Config) -> list[tuple[Path, str]]:
+    """Return that a schedule has no effect, where there is one stage."""
+    schedule = config.pipeline.schedule
+    if schedule in (DEFAULT_SCHEDULE, AUTO) or _is_on(config):
+        return []
+    return [(("pipeline", "schedule"), f'pipeline.schedule "{schedule}" has no effect: the model is one stage')]
 
 
 def micro_batch_problems(config: Config, num_micro_batches: int | None) -> tuple[list[Problem], list[Problem]]:
@@ -64,11 +74,16 @@ def pipeline_plan(config: Config, num_micro_batches: int | None) -> PipelinePlan
     num_micro_batches: of one step; None: 1.
     """
     section = config.pipeline
-    is_decided = not isinstance(section.virtual_stages, Auto) and section.schedule in SCHEDULES
-    if not _is_on(config) or not is_decided or virtual_problem(section.schedule, section.virtual_stages) is not None:
+    if section.stages is None or not _is_on(config) or not _are_decided(section):
         return None
-    assert section.stages is not None
+    if virtual_problem(section.schedule, section.virtual_stages) is not None:
+        return None
     return PipelinePlan(section.stages, section.virtual_stages, section.schedule, num_micro_batches or 1)
+
+
+def _are_decided(section: Pipeline) -> bool:
+    """Whether schedule and virtual stages have values: neither is "auto", nor was it wrong and reported."""
+    return section.schedule in SCHEDULES and type(section.virtual_stages) is int
 
 
 def _is_on(config: Config) -> bool:

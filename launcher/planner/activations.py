@@ -6,6 +6,7 @@ After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Trans
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from launcher.planner.model import TransformerShape
@@ -27,6 +28,15 @@ class Workload:
     @property
     def num_tokens(self) -> int:
         return self.batch_size * self.length
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank computes of a model. The default: all of it, one micro-batch after the other."""
+
+    layers: float = 1.0  # part of the blocks, of the largest of its pipeline stages
+    num_kept: int = 1  # forwards of a stage that wait for their backward at once
+    num_heads: int = 1  # forwards of the output layer that do; 0: another rank has it
 
 
 def layer_bytes(shape: TransformerShape, work: Workload, element_bytes: int, num_ranks: int = 1) -> int:
@@ -51,12 +61,19 @@ def layer_bytes(shape: TransformerShape, work: Workload, element_bytes: int, num
     return work.num_tokens * per_token
 
 
-def activation_bytes(shape: TransformerShape, work: Workload, element_bytes: int, num_ranks: int = 1) -> int:
-    """Return the bytes alive at the peak, which is at the end of forward or in the first block's recomputation."""
+def activation_bytes(
+    shape: TransformerShape, work: Workload, element_bytes: int, num_ranks: int = 1, share: Share | None = None
+) -> int:
+    """Return the bytes alive at the peak, which is at the end of forward or in the first block's recomputation.
+
+    share: of a pipeline rank; None: the whole model.
+    """
+    share = share or Share()
     block = layer_bytes(shape, work, element_bytes, num_ranks)
     block_input = work.num_tokens * shape.hidden_size * element_bytes
-    kept = shape.num_layers * (block_input if work.is_checkpointed else block)
+    num_blocks = share.num_kept * math.ceil(share.layers * shape.num_layers)
+    kept = num_blocks * (block_input if work.is_checkpointed else block)
     # The logits, their log-softmax in fp32 and the gradient of it.
     logits = work.num_tokens * shape.vocab_size * (element_bytes + 2 * _FP32)
-    head = 2 * block_input + logits  # with the input and output of the last norm
+    head = share.num_heads * (2 * block_input + logits)  # with the input and output of the last norm
     return kept + (max(head, block) if work.is_checkpointed else head)

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launcher.config.schema import Config
-from launcher.planner.activations import Workload, activation_bytes
+from launcher.planner.activations import Share, Workload, activation_bytes
 from launcher.planner.memory import CUDA_CONTEXT_BYTES, NCCL_BYTES, RankMemory, Setting, rank_memory
 from launcher.planner.model import ModelFacts
+from launcher.planner.pipeline import RankPart, rank_parts
 from launcher.planner.settings import as_config, ladder, refusals
 
 _FP32_BUILD_BYTES = 4
@@ -107,6 +108,7 @@ def _row_json(row: Row, machines: Machines) -> dict[str, Any]:
             name: getattr(memory, name)
             for name in ("parameters", "gradients", "optimizer", "in_flight", "activations", "context")
         },
+        "pipeline_idle_fraction": row.setting.pipeline.idle_fraction,
         "host_bytes_per_node": row.host_per_node,
         "disk_bytes_per_node": row.disk_per_node,
         "fits": row.fits(machines),
@@ -129,14 +131,22 @@ def estimate(
 
 
 def _row(model: ModelFacts, machines: Machines, setting: Setting, workload: Workload | None) -> Row:
-    memory = rank_memory(model, setting, machines.world_size)
-    context = machines.context_bytes + (NCCL_BYTES if machines.world_size > 1 else 0)
-    activations = 0
-    if workload is not None and model.shape is not None:
-        activations = activation_bytes(model.shape, workload, setting.element.param, setting.sizes.tensor)
-    memory = replace(memory, activations=activations, context=context)
+    parts = [RankPart(model, Share())]
+    if setting.pipeline.num_ranks > 1:
+        parts = rank_parts(model, setting.pipeline, setting.partition)
+    needed = [_memory(part, machines, setting, workload) for part in parts]
+    memory = max(needed, key=lambda one: (one.device, one.host))  # of the ranks of a pipeline, the one that needs most
     per_node = machines.gpus_per_node
     return Row(setting, memory, memory.host * per_node, memory.disk * per_node, tuple(refusals(setting)))
+
+
+def _memory(part: RankPart, machines: Machines, setting: Setting, workload: Workload | None) -> RankMemory:
+    memory = rank_memory(part.model, setting, machines.world_size)
+    context = machines.context_bytes + (NCCL_BYTES if machines.world_size > 1 else 0)
+    activations, shape = 0, part.model.shape
+    if workload is not None and shape is not None:
+        activations = activation_bytes(shape, workload, setting.element.param, setting.sizes.tensor, part.share)
+    return replace(memory, activations=activations, context=context)
 
 
 def tightest(rows: tuple[Row, ...]) -> Row:

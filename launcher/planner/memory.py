@@ -13,6 +13,7 @@ from launcher.base.errors import UsageError
 from launcher.config.policies import DType, OffloadPolicy, ParameterPolicy, Place, ZeroPolicy
 from launcher.planner.model import ModelFacts
 from launcher.sharding.mesh import MeshSizes
+from launcher.sharding.pipeline import PipelinePlan
 
 # Whole gradient buffers of stages 2 and 3 at once: those on their way to their owners, one being filled, and that of
 # the parameters beside the blocks, which backward meets first (output layer) and last (embedding).
@@ -49,6 +50,8 @@ class Setting:
     policy: ZeroPolicy
     states: States = States()
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))
+    pipeline: PipelinePlan = field(default_factory=PipelinePlan)
+    partition: str = "best"  # of a pipeline's stages
 
     def __post_init__(self) -> None:
         offload = self.policy.offload
@@ -115,7 +118,7 @@ class RankMemory:
 def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMemory:
     """Return the bytes of model states and of units in flight of one rank; no activations, no context.
 
-    world_size: all ranks.
+    model: what the ranks of one pipeline stage have; without a pipeline, all. world_size: all ranks.
     """
     mesh = setting.policy.mesh
     model = model.part_of(setting.sizes.tensor)

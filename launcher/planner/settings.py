@@ -7,13 +7,16 @@ from typing import Any
 
 from launcher.base.errors import UsageError
 from launcher.config.auto import AutoFacts, resolve_auto
-from launcher.config.batch import BATCH_KEYS
+from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.check import check
 from launcher.config.fields import AUTO, Auto
 from launcher.config.mesh import mesh_sizes
 from launcher.config.policies import DType, Place, zero_policy
+from launcher.config.rules_pipeline import pipeline_plan
 from launcher.config.schema import Config
 from launcher.planner.memory import Setting, States
+from launcher.sharding.mesh import MeshSizes
+from launcher.sharding.pipeline import DEFAULT_SCHEDULE, PipelinePlan
 
 # States per parameter of each optimizer; SGD keeps one when it has momentum, Muon two beside matrices.
 OPTIMIZER_STATES = {
@@ -33,11 +36,14 @@ _LADDER = (
     (3, "cpu", "cpu"),
     (3, "nvme", "nvme"),
 )
+# Pipeline stages divide parameters and gradients, and ZeRO the optimizer.
+_PIPELINE_LADDER = ((0, "none", "none"), (1, "none", "none"), (1, "cpu", "none"))
 
 
 def ladder(config: Config, world_size: int) -> list[Setting]:
     """Return the settings worth trying, quickest first, with the precision and buffers of a resolved config."""
-    return [setting_of(at(config, *rung), world_size) for rung in _LADDER]
+    rungs = _PIPELINE_LADDER if mesh_sizes(config, world_size).pipeline > 1 else _LADDER
+    return [setting_of(at(config, *rung), world_size) for rung in rungs]
 
 
 def at(config: Config, stage: int, optimizer: str, param: str) -> Config:
@@ -75,7 +81,11 @@ def in_precision(
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
     zero: dict[str, Any] = {"stage": setting.stage}
-    axes = {"tensor_parallel": {"autotp_size": setting.sizes.tensor}} if setting.sizes.tensor > 1 else {}
+    axes: dict[str, Any] = {}
+    if setting.sizes.tensor > 1:
+        axes["tensor_parallel"] = {"autotp_size": setting.sizes.tensor}
+    if setting.sizes.pipeline > 1:
+        axes["pipeline"] = _pipeline_keys(setting)
     offload, precision = setting.policy.offload, setting.policy.precision.param
     for name, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.params)):
         if place is not Place.DEVICE:
@@ -84,6 +94,16 @@ def as_config(setting: Setting) -> dict[str, Any]:
     if precision is DType.FP32:
         return {"zero_optimization": zero, **axes}
     return {precision.value: {"enabled": True}, "zero_optimization": zero, **axes}
+
+
+def _pipeline_keys(setting: Setting) -> dict[str, Any]:
+    plan = setting.pipeline
+    keys: dict[str, Any] = {"stages": plan.num_ranks}
+    if setting.partition != "best":
+        keys["partition"] = setting.partition
+    if plan.schedule != DEFAULT_SCHEDULE:
+        keys["schedule"] = plan.schedule
+    return keys | ({"virtual_stages": plan.num_virtual} if plan.num_virtual > 1 else {})
 
 
 def refusals(setting: Setting) -> list[str]:
@@ -119,7 +139,19 @@ def setting_of(config: Config, world_size: int) -> Setting:
     world_size: all ranks. Raises: UsageError for a combination that does not exist, ConfigError for a wrong mesh.
     """
     sizes = mesh_sizes(config, world_size)
-    return Setting(config.zero_optimization.stage, zero_policy(config, sizes.num_replicas), _states(config), sizes)
+    policy = zero_policy(config, sizes.num_replicas)
+    pipeline = pipeline_plan(config, _num_micro_batches(config, sizes)) or PipelinePlan()
+    return Setting(config.zero_optimization.stage, policy, _states(config), sizes, pipeline, config.pipeline.partition)
+
+
+def _num_micro_batches(config: Config, sizes: MeshSizes) -> int:
+    """Return the micro-batches of a step. A config that does not say has one for each stage, which fills a pipeline."""
+    train, micro, steps = (getattr(config, name) for name in BATCH_KEYS)
+    if train is None and steps is None:
+        return max(1, sizes.pipeline)
+    if train is None and micro is None:
+        return steps  # type: ignore[no-any-return]
+    return solve_batch(train, micro, steps, sizes.data, sizes.model_size).accumulation_steps
 
 
 def micro_batch_of(config: Config, world_size: int) -> int | None:

@@ -245,6 +245,25 @@ def test_a_config_file_of_the_engine(tmp_path: Path) -> None:
     assert 'ds.json:1:2: unknown key "zero_optimzation"' in result.err
 
 
+def test_a_pipeline_shows_its_stages_and_its_idle_time(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8,
+        "zero_optimization": {"stage": 1},
+        "pipeline": {"stages": 4, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    result = run_here(tmp_path, "estimate", "7B", "--num-gpus", "8", "--config", "ds.json")
+    assert result.code == 0
+    assert "4 (pipeline) × 2 (data)" in result.out
+    line = (
+        "pipeline of 8 stages, 2 on each rank · interleaved_1f1b · 8 micro-batches a step · idle 16% of it, in theory"
+    )
+    assert line in result.out
+    found = estimated(tmp_path, "7B", "--num_gpus", "8", "--config", "ds.json")
+    assert found["rows"][0]["pipeline_idle_fraction"] == 3 / 19
+
+
 def test_a_hugging_face_config_and_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path)
     found = estimated(tmp_path, tmp_path / "config.json")["model"]

@@ -105,6 +105,12 @@ def test_too_few_micro_batches_are_reported(schedule: str, steps: int, slow: str
     assert slow is None or slow in found[0]
 
 
+def test_a_schedule_of_one_stage_has_no_effect() -> None:
+    (notice,) = load_config(config_of({"schedule": "gpipe"}), world_size=4).notices
+    assert 'pipeline.schedule "gpipe" has no effect: the model is one stage' in str(notice)
+    assert load_config(config_of({"schedule": "gpipe"}), world_size=4, model_stages=4).notices == ()
+
+
 def test_stage_1_may_offload_the_optimizer() -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     assert load_config(config_of({"stages": 2}, zero_optimization=zero), world_size=4).config.pipeline.stages == 2

@@ -63,15 +63,21 @@ EXAMPLE, TORCH = "examples/train_gpt.py", "torch.nn.TransformerEncoder"
 
 
 def build(name: str) -> nn.Module:
-    """Return the model of that name, with the same weights on every call, in fp32."""
+    """Return the model of that name, with the same weights on every call, in fp32.
+
+    name: of a family, and how many blocks it has where these are not 2: "gpt2 of 4".
+    """
     torch.manual_seed(11)
-    if name == EXAMPLE:
+    family, _, num_blocks = name.partition(" of ")
+    if family == EXAMPLE:
         module = _example()
-        return module.GPT(module.GPTConfig(2, WIDTH, 4, 32))  # type: ignore[no-any-return]
+        return module.GPT(module.GPTConfig(int(num_blocks or 2), WIDTH, 4, 32))  # type: ignore[no-any-return]
     if name == TORCH:
         return _Encoder()
     transformers = importlib.import_module("transformers")
-    config_class, model_class, values = FAMILIES[name]
+    config_class, model_class, values = FAMILIES[family]
+    if num_blocks:
+        values = {**values, "n_layer" if "n_layer" in values else "num_hidden_layers": int(num_blocks)}
     config = getattr(transformers, config_class)(**values)
     model: nn.Module = getattr(transformers, model_class)(config)
     for param in model.parameters():  # those that begin at zero, biases above all, would hide what is wrong with them

@@ -17,6 +17,7 @@ from launcher.base.units import counted, format_bytes
 from launcher.planner.estimate import Estimate, Row, advice, tightest
 from launcher.planner.memory import RankMemory, Setting
 from launcher.planner.settings import as_config
+from launcher.sharding.pipeline import PipelinePlan
 
 _NO_LIMIT = 1000
 _USUAL_GPUS_GB = (8, 16, 24, 40, 80)
@@ -76,12 +77,20 @@ def _headline(found: Estimate) -> list[str]:
         + (f", {element.state * beside} where it is not a hidden matrix" if beside is not None else "")
     )
     lines = [f"{model.name} · {size} · {model.source}", f"{world} = world {machines.world_size} · {bytes_each}"]
+    if setting.pipeline.num_ranks > 1:
+        lines.append(_pipeline_text(setting.pipeline))
     if work is None:
         lines.append("activations are not counted: the model's shape is not known; give --layers, --hidden and --heads")
     else:
         kept = "recomputed in blocks" if work.is_checkpointed else "all kept"
         lines.append(f"micro-batch {work.batch_size} × {work.length:,} tokens · activations {kept} · {model.shape}")
     return lines
+
+
+def _pipeline_text(plan: PipelinePlan) -> str:
+    virtual = f", {plan.num_virtual} on each rank" if plan.num_virtual > 1 else ""
+    step = f"{plan.num_micro_batches} micro-batches a step · idle {plan.idle_fraction:.0%} of it, in theory"
+    return f"pipeline of {plan.num_stages} stages{virtual} · {plan.schedule} · {step}"
 
 
 def _table(found: Estimate, parts: _Parts) -> Table:

@@ -62,7 +62,10 @@ _TORCH_SCHEDULES: dict[str, Any] = {
 
 
 def training_actions(plan: PipelinePlan, rank: int) -> list[Action]:
-    """Return what a rank of the pipeline does in one step. Raises: ConfigError for what torch cannot order."""
+    """Return what a rank of the pipeline does in one step. Raises: ConfigError for micro-batches that do not fit."""
+    problem = plan.problem()
+    if problem is not None:
+        raise ConfigError(problem[0], where="gradient_accumulation_steps", hint=problem[1])
     if plan.schedule in _TORCH_SCHEDULES:
         return _with_transfers(_torch_order(plan), plan, rank)
     order: _Order = {}
@@ -117,8 +120,9 @@ def _no_loss(*_: Any) -> None:
 
 
 def _with_transfers(order: _Order, plan: PipelinePlan, rank: int) -> list[Action]:
-    merged = {each: torch_schedules._merge_bw(list(actions)) for each, actions in order.items()}
-    lowered = torch_schedules._add_send_recv(merged, plan.rank_of, plan.num_stages)
+    # None stands for a wait. An input's gradient is sent before those of the weights, also where these come next.
+    computing = {each: [action for action in actions if action is not None] for each, actions in order.items()}
+    lowered = torch_schedules._add_send_recv(computing, plan.rank_of, plan.num_stages)
     own: list[Any] = lowered[rank]
     return [Action(_KINDS[each.computation_type], each.stage_index, each.microbatch_index) for each in own]
 

@@ -37,6 +37,8 @@ class StagedDecoder(StagedModel):
     tensor. The loss is the model's own: `outputs.loss`, `outputs["loss"]`, `outputs[0]`, or what it returns.
     """
 
+    _model: nn.Module
+
     def __init__(self, model: nn.Module) -> None:
         """model: whole; its modules become those of this one, by the same names. Raises: EngineError."""
         super().__init__()

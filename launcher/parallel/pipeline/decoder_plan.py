@@ -23,10 +23,10 @@ from launcher.parallel.pipeline.placeholders import (
     EarlierBlock,
     EarlierPart,
     OutputShape,
+    Placeholder,
     StageRun,
     hidden_of,
     in_form,
-    trial_tokens,
 )
 
 # Sizes of the trial, so odd that no other dimension of a model has them.
@@ -68,7 +68,7 @@ def plan_decoder(model: nn.Module) -> DecoderPlan:
         trial = _first_that_fits(model, name, stack)
         parts = tuple(_parts(model, name, trial))
         plan = DecoderPlan(tuple(f"{name}.{key}" for key in stack._modules), trial.tuple_size, parts)
-        _try_later_stage(model, stack, plan, trial.hidden_shape)
+        _try_later_stage(model, stack, plan, StageRun(torch.zeros_like(trial.first_hidden)))
     return plan
 
 
@@ -96,9 +96,7 @@ def _check_config(model: nn.Module) -> None:
         if getattr(config, "is_encoder_decoder", False) is True:
             raise _refusal(model, "it has an encoder and a decoder, and every block of the decoder reads the encoder")
         if getattr(config, "layerdrop", None):
-            raise _refusal(
-                model, f"its config leaves out blocks at random (layerdrop {config.layerdrop})", "set it to 0"
-            )
+            raise _refusal(model, f"blocks are left out at random (layerdrop {config.layerdrop})", "set layerdrop to 0")
         for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if getattr(config, flag, False) is True:
                 hint = f"set config.{flag} to false"
@@ -128,13 +126,15 @@ def _find_stack(model: nn.Module) -> tuple[str, nn.ModuleList | nn.Sequential]:
 # ---- the trial ----
 
 
-class _TrialBlock(nn.Module):
-    """Returns what it gets, and notes it."""
+class _Unfit(Exception):
+    """Ends a trial: the model cannot be divided, or its blocks return hidden states in another form."""
+
+
+class _TrialBlock(Placeholder):
+    """Returns what it gets."""
 
     def __init__(self, original: nn.Module, index: int, trial: _Trial) -> None:
-        super().__init__()
-        plain = EarlierBlock(original, StageRun(), 0)
-        self.__dict__.update({name: value for name, value in vars(plain).items() if name not in self.__dict__})
+        super().__init__(original)
         self._index, self._trial = index, trial
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,16 +142,16 @@ class _TrialBlock(nn.Module):
 
 
 class _Trial:
-    """What one trial forward saw."""
+    """What one trial forward saw. Its methods raise _Unfit."""
 
     def __init__(self, num_blocks: int, tuple_size: int) -> None:
+        """tuple_size: of what blocks return here; 0: a tensor."""
         self.num_blocks, self.tuple_size = num_blocks, tuple_size
         self.num_passed = 0
-        self.hidden: Tensor | None = None  # that the last block returned
-        self.hidden_shape: torch.Size = torch.Size()
+        self.first_hidden = torch.empty(0)  # that the first block got
+        self.last_hidden = self.first_hidden  # that the last one returned
         self.calls: dict[str, set[str]] = {}  # module beside the blocks -> when it was called
-        self.outputs: dict[str, Any] = {}
-        self.problem: str | None = None
+        self.outputs: dict[str, Any] = {}  # what such a module returned
 
     @property
     def when(self) -> str:
@@ -160,67 +160,63 @@ class _Trial:
     def pass_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = hidden_of(args, kwargs)
         if index != self.num_passed:
-            self._note(f"its blocks do not run once each, in order: block {index} came as number {self.num_passed + 1}")
-        elif index and hidden is not self.hidden:
-            self._note(f"block {index} does not get the very tensor that block {index - 1} returned")
+            number = self.num_passed + 1
+            raise _Unfit(f"its blocks do not run once each, in order: block {index} came as number {number}")
+        if index and hidden is not self.last_hidden:
+            raise _Unfit(f"block {index} does not get the very tensor that block {index - 1} returned")
         for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
-            if isinstance(leaf, Tensor) and leaf is not hidden and leaf.requires_grad:
+            if leaf is not hidden and _wants_gradient(leaf):
                 what = next((str(key.key) for key in path if hasattr(key, "key")), "an argument")
-                self._note(f"its blocks get {what}, which the first stage computes, beside the hidden states")
+                raise _Unfit(f"its blocks get {what}, which the first stage computes, beside the hidden states")
         if index == 0:
-            self.hidden_shape = hidden.shape
+            self.first_hidden = hidden.detach()
         self.num_passed += 1
-        self.hidden = hidden.detach() if self.num_passed == self.num_blocks else hidden
-        return in_form(self.hidden, self.tuple_size)
+        self.last_hidden = hidden.detach() if self.num_passed == self.num_blocks else hidden
+        return in_form(self.last_hidden, self.tuple_size)
 
     def before_call(self, name: str, inputs: Any) -> None:
         self.calls.setdefault(name, set()).add(self.when)
         if self.when == "behind" and any(_wants_gradient(leaf) for leaf in tree_leaves(inputs)):
-            self._note(f"{name} runs behind the blocks and reads what the first stage computes")
+            raise _Unfit(f"{name} runs behind the blocks and reads what the first stage computes")
 
     def after_call(self, name: str, outputs: Any) -> Any:
-        """Note what a module returned; return it as the leaf of a graph of its own."""
+        """Note what a module returned; return it with a graph of its own."""
         self.outputs[name] = outputs
         is_before = self.when == "before"
 
-        def leaf(value: Any) -> Any:
+        def alone(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            # The copy is no leaf, which models may change in place.
-            return value.detach().requires_grad_(is_before).clone()
+            return value.detach().requires_grad_(is_before).clone()  # no leaf: models may change it in place
 
-        return tree_map(leaf, outputs)
-
-    def _note(self, problem: str) -> None:
-        self.problem = self.problem or problem
+        return tree_map(alone, outputs)
 
     def end(self, outputs: Any) -> None:
         if self.num_passed < self.num_blocks:
-            self._note(f"its forward runs {self.num_passed} of {self.num_blocks} blocks")
+            raise _Unfit(f"its forward runs {self.num_passed} of {self.num_blocks} blocks")
         if any(_wants_gradient(leaf) for leaf in tree_leaves(outputs)):
-            self._note("its outputs come from parameters that are no module's behind the blocks, or past the blocks")
-        if not {_NUM_SAMPLES, _LENGTH} <= set(self.hidden_shape):
-            self._note(f"its hidden states are not [samples, tokens, hidden] but {list(self.hidden_shape)}")
+            raise _Unfit("its outputs come from parameters that are no module's behind the blocks, or past the blocks")
+        if not {_NUM_SAMPLES, _LENGTH} <= set(self.first_hidden.shape):
+            raise _Unfit(f"its hidden states are not [samples, tokens, hidden] but {list(self.first_hidden.shape)}")
 
 
 def _first_that_fits(model: nn.Module, name: str, stack: nn.ModuleList | nn.Sequential) -> _Trial:
     """Return the trial with the form of a block's outputs that the model understands: a tensor, or a tuple."""
-    trial = None
+    reason, furthest = "", -1
     for tuple_size in range(_MAX_TUPLE + 1):
-        found = _Trial(len(stack), tuple_size)
+        trial = _Trial(len(stack), tuple_size)
         try:
-            with _observed(model, name, found), _replaced(stack, _trial_blocks(stack, found)):
-                found.end(_outputs(model))
+            with _observed(model, name, trial), _replaced(stack, _trial_blocks(stack, trial)):
+                trial.end(_outputs(model))
+        except _Unfit as unfit:
+            problem = str(unfit)
         except Exception as error:  # noqa: BLE001  # a model's own code: whatever it raises is the reason
             problem = f"a trial forward of {_NUM_SAMPLES} × {_LENGTH} tokens failed: {type(error).__name__}: {error}"
-            found.problem = found.problem or problem
-        if found.problem is None:
-            return found
-        # Of several reasons that of the form with which the model came furthest.
-        trial = found if trial is None or found.num_passed > trial.num_passed else trial
-    assert trial is not None
-    assert trial.problem is not None
-    raise _refusal(model, trial.problem)
+        else:
+            return trial
+        if trial.num_passed > furthest:  # of several reasons that of the form with which the model came furthest
+            reason, furthest = problem, trial.num_passed
+    raise _refusal(model, reason)
 
 
 def _outputs(model: nn.Module) -> Any:
@@ -232,7 +228,7 @@ def _outputs(model: nn.Module) -> Any:
         and parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ]
     device = next(model.parameters()).device
-    tokens = trial_tokens(device, _NUM_SAMPLES, _LENGTH)
+    tokens = torch.ones(_NUM_SAMPLES, _LENGTH, dtype=torch.int64, device=device)  # a token of every vocabulary
     with torch.enable_grad():
         return model.forward(*[tokens] * max(1, len(names)))
 
@@ -319,19 +315,18 @@ def _output_shape(model: nn.Module, name: str, trial: _Trial) -> OutputShape:
     outputs = trial.outputs.get(name)
     if not isinstance(outputs, Tensor):
         raise _refusal(model, f"{name} returns {type(outputs).__name__} and not a tensor")
-    axes = {size: dim for dim, size in enumerate(trial.hidden_shape)}
+    axes = {size: dim for dim, size in enumerate(trial.first_hidden.shape)}
     *leading, last = outputs.shape
     dims = [axes[size] if size in (_NUM_SAMPLES, _LENGTH) else size for size in leading]
     constant = [size not in (_NUM_SAMPLES, _LENGTH) for size in leading]
     return OutputShape((*dims, last), (*constant, True))
 
 
-def _try_later_stage(
-    model: nn.Module, stack: nn.ModuleList | nn.Sequential, plan: DecoderPlan, hidden_shape: torch.Size
-) -> None:
-    """Run the forward as the last stage does, with nothing of the others. Raises: EngineError where it needs more."""
-    first = next(model.parameters())
-    run = StageRun(torch.zeros(hidden_shape, dtype=first.dtype, device=first.device))
+def _try_later_stage(model: nn.Module, stack: nn.ModuleList | nn.Sequential, plan: DecoderPlan, run: StageRun) -> None:
+    """Run the forward as the last stage does, with nothing of the first. Raises: EngineError where it needs more.
+
+    run: has hidden states.
+    """
     blocks = {
         key: EarlierBlock(block, run, plan.tuple_size) for key, block in stack._modules.items() if block is not None
     }
@@ -343,11 +338,12 @@ def _try_later_stage(
                 other = EarlierPart(model.get_submodule(part.name), run, part.output)
                 replaced.enter_context(_replaced(model.get_submodule(parent), {key: other}))
         try:
-            with torch.no_grad():
-                _outputs(model)
+            outputs = _outputs(model)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise _refusal(model, f"its forward needs modules of the first stage on every stage: {reason}") from error
+    if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in tree_leaves(outputs)):
+        raise _refusal(model, "its forward reads weights of the first stage behind the blocks, not through a module")
 
 
 def _wants_gradient(leaf: Any) -> bool:

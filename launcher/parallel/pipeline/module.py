@@ -57,21 +57,21 @@ class PipelineModule(StagedModel):
         class name has a match. activation_checkpoint_interval: so many layers are recomputed together in backward;
         0: none. activation_checkpoint_func: called with a function and its tensors; None: torch's, not reentrant.
         checkpointable_layers: class names; only layers of these are recomputed. None: all with parameters.
-        dynamic_shape: shapes differ between micro-batches. example_input (not DeepSpeed's): inputs of a micro-batch,
-        which "profile" times layers with. Raises: EngineError.
+        dynamic_shape: without effect: shapes may always differ between micro-batches. example_input (not DeepSpeed's):
+        inputs of a micro-batch, which "profile" times layers with. Raises: EngineError.
         """
         super().__init__()
         self._layers: list[Layer] = list(layers)
         _check_layers(self._layers)
         self.requested_stages = _requested(num_stages, topology)
         self.num_stages = self.requested_stages or 0
-        self.topology, self.loss_fn = topology, loss_fn
+        self._topology, self.loss_fn = topology, loss_fn
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func or _torch_checkpoint
         self.checkpointable_layers = checkpointable_layers
-        self.dynamic_shape, self.example_input = dynamic_shape, example_input
+        self.example_input = example_input
         self._num_forwards: dict[int, int] = {}  # by stage
         has_specs = any(isinstance(layer, LayerSpec) for layer in self._layers)
         # Drawn once, so that a layer's values depend neither on what else this rank builds nor on the number of stages.
@@ -111,8 +111,8 @@ class PipelineModule(StagedModel):
                 where="pipeline.stages",
                 hint='remove the key, or set it to "auto"',
             )
-        if self.topology is not None:
-            check_topology(self.topology, sizes)
+        if self._topology is not None:
+            check_topology(self._topology, sizes)
 
     def assign(self, own_stages: Sequence[int]) -> None:
         """Build or keep the layers of these stages, and free the others."""
@@ -134,6 +134,8 @@ class PipelineModule(StagedModel):
                 tied[key] = self.built(self._first_of(key))
             else:
                 del tied[key]
+        if isinstance(self.loss_fn, nn.Module) and self.num_stages - 1 not in own:
+            self.loss_fn = None
         self.own_stages = own
 
     def built(self, index: int) -> nn.Module:

@@ -7,7 +7,7 @@ zeros of the right shape, which no block sees, and the first block of a later st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +44,8 @@ class Placeholder(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(original).items():
-            if name not in _OF_MODULES and not _holds_tensors(value):
-                setattr(self, name, value)
+        for name, value in _plain_attributes(original):
+            setattr(self, name, value)
         self._of = type(original).__name__
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -57,13 +56,24 @@ class Placeholder(nn.Module):
         )
 
 
+def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what forwards may read of a module: attributes of its classes that are constants, then its own."""
+    for kind in reversed(type(module).__mro__[: -len(nn.Module.__mro__)]):
+        for name, value in vars(kind).items():
+            if not name.startswith("__") and isinstance(value, bool | int | float | str):
+                yield name, value
+    for name, value in vars(module).items():
+        if name not in _OF_MODULES and not _holds_tensors(value):
+            yield name, value
+
+
 def _holds_tensors(value: Any) -> bool:
-    """Whether a value keeps memory of a module alive, or is a method of one."""
+    """Whether a value keeps memory of a module alive, or may: a function, a patched `forward` above all."""
     if isinstance(value, Mapping):
         return any(map(_holds_tensors, value.values()))
     if isinstance(value, list | tuple | set):
         return any(map(_holds_tensors, value))
-    return isinstance(value, Tensor | nn.Module) or isinstance(getattr(value, "__self__", None), nn.Module)
+    return isinstance(value, Tensor | nn.Module) or (callable(value) and not isinstance(value, type))
 
 
 class EarlierBlock(Placeholder):
@@ -88,11 +98,25 @@ class LaterBlock(Placeholder):
 
 
 class EarlierPart(Placeholder):
-    """Returns zeros of the shape that an embedding or a projection of the first stage returns."""
+    """Returns zeros of the shape that an embedding or a projection of the first stage returns.
+
+    Its parameters have the shape, type and device that they have on the first stage and no memory: models ask an
+    embedding for these. Their values are not a number, so that a forward that reads them is found out.
+    """
 
     def __init__(self, original: nn.Module, run: StageRun, shape: OutputShape) -> None:
         super().__init__(original)
         self._run, self._shape = run, shape
+        self._shapes = {name: param.shape for name, param in original.named_parameters(recurse=False)}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            run, shapes = self.__dict__.get("_run"), self.__dict__.get("_shapes", {})
+            if run is None or run.received is None or name not in shapes:
+                raise
+            return run.received.new_full((), torch.nan).expand(shapes[name])
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         assert self._run.received is not None
@@ -138,8 +162,3 @@ def hold(placeholder: nn.Module, path: str, param: nn.Parameter) -> None:
     if name in vars(module):
         delattr(module, name)
     module.register_parameter(name, param)
-
-
-def trial_tokens(device: torch.device, num_samples: int, length: int) -> Tensor:
-    """Return int64 [num_samples, length] of a token that every vocabulary has."""
-    return torch.ones(num_samples, length, dtype=torch.int64, device=device)

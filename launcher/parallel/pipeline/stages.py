@@ -52,8 +52,6 @@ class StagedModel(nn.Module, ABC):
     tied: Mapping[str, tuple[int, ...]] = {}  # a constant until prepare() sets it
     whole_names: frozenset[str] = frozenset()  # of all parameters of all stages, tied ones by their canonical name
     stages: tuple[StageLayers, ...] = ()  # what each stage has
-    # Whether shapes that stages exchange may differ between micro-batches; only DeepSpeed's `dynamic_shape` says so.
-    dynamic_shape: bool = False
 
     @abstractmethod
     def layer_facts(self) -> list[LayerFacts]:

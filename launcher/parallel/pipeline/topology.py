@@ -5,9 +5,10 @@ A model may carry one; the engine's own mesh has to agree with it (`PipelineModu
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from launcher.base.errors import EngineError
 from launcher.sharding.mesh import AXES, MeshSizes
@@ -24,7 +25,8 @@ class ProcessTopology:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(size < 1 for size in dims):
             raise EngineError(f"a topology needs a size of at least 1 for each axis, not {list(axes)}, {list(dims)}")
         self.axes, self.dims = list(axes), list(dims)
-        self.ProcessCoord: Any = NamedTuple("ProcessCoord", [(axis, int) for axis in axes])  # type: ignore[misc]
+        coordinate: Any = namedtuple  # a type made of names that are known at run time alone
+        self.ProcessCoord = coordinate("ProcessCoord", axes)
         coordinates = product(*(range(size) for size in dims))
         self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(coordinates)}
 
@@ -64,7 +66,8 @@ class ProcessTopology:
         """Return the groups of ranks that differ along an axis alone; none for an axis that there is not."""
         if axis not in self.axes:
             return []
-        position, found = self.axes.index(axis), {}
+        position = self.axes.index(axis)
+        found: dict[tuple[int, ...], list[int]] = {}
         for place, rank in self.mapping.items():
             found.setdefault(place[:position] + place[position + 1 :], []).append(rank)
         return list(found.values())
