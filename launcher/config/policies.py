@@ -274,6 +274,8 @@ def _precision(config: Config) -> Precision:
         (fp16.enabled and fp16.fp16_master_weights_and_grads) or (bf16.enabled and bf16.bf16_master_weights_and_grads)
     )
     sums, wire = config.data_types.grad_accum_dtype, config.communication_data_type
+    if config.sequence_parallel_size > 1:
+        wire = config.seq_parallel_communication_data_type
     return Precision(
         param,
         keeps_fp32_master=keeps_master,

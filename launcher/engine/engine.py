@@ -32,6 +32,7 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import LayerRanks
 from launcher.engine.resume import Resumed
 from launcher.engine.saving import SavesCheckpoints
+from launcher.engine.sequence import SequenceRanks
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.loss import LossReporter
@@ -85,6 +86,7 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         self._boundary_override: bool | None = None
         self._is_in_no_sync = False
         self._layer_ranks = LayerRanks(parts.mesh.tensor)
+        self._sequence_ranks = SequenceRanks(parts.mesh.sequence)
         self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
         self._ended_accumulation = False  # the last `step()` was at a boundary
@@ -203,9 +205,12 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         if not self.training:
             with casting.context():
                 return self.module(*inputs, **kwargs)
+        self._sequence_ranks.before_forward((inputs, kwargs))
         self._timer.start()
         with self._watch.phase("forward"), casting.context():
-            return self.module(*inputs, **kwargs)
+            output = self.module(*inputs, **kwargs)
+        self._sequence_ranks.after_forward()
+        return output
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss` and start reducing them. Every rank must call it.
