@@ -172,15 +172,15 @@ class DeepSpeedNames:
         """The number of ranks that have parts of the same sequences."""
         return self._parts.mesh.sizes.sequence
 
-    @property
-    def seq_parallel_group(self) -> ProcessGroup | None:
-        """The process group of ranks that have parts of the same sequences; None where there is one."""
+    def get_sequence_parallel_group(self) -> ProcessGroup:
+        """Return the ranks that have parts of the same sequences. Raises: EngineError where this rank is alone."""
         sequence = self._parts.mesh.sequence
-        return None if sequence is None else sequence.process_group
-
-    def get_sequence_parallel_group(self) -> ProcessGroup | None:
-        """Return `seq_parallel_group`."""
-        return self.seq_parallel_group
+        if sequence is None or sequence.process_group is None:  # None would mean all ranks to torch
+            raise EngineError(
+                "there is no group of sequence parallelism: each rank has whole sequences",
+                hint='set "sequence_parallel_size" in the config',
+            )
+        return sequence.process_group
 
     def get_sequence_parallel_rank(self) -> int:
         """Return which part of every sequence this rank has."""

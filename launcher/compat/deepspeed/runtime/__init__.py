@@ -1,5 +1,15 @@
-"""`deepspeed.runtime`: configs, schedules, ZeRO, activation checkpointing, loss scales, loaders, the engine class."""
+"""`deepspeed.runtime`: configs, schedules, ZeRO, sequence parallelism, loss scales, loaders, and more."""
 
-from . import activation_checkpointing, config, dataloader, engine, fp16, lr_schedules, utils, zero
+from . import activation_checkpointing, config, dataloader, engine, fp16, lr_schedules, sequence_parallel, utils, zero
 
-__all__ = ["activation_checkpointing", "config", "dataloader", "engine", "fp16", "lr_schedules", "utils", "zero"]
+__all__ = [
+    "activation_checkpointing",
+    "config",
+    "dataloader",
+    "engine",
+    "fp16",
+    "lr_schedules",
+    "sequence_parallel",
+    "utils",
+    "zero",
+]
