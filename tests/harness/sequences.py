@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         for attention, norm, feed in zip(self.attentions, self.norms, self.feeds, strict=True):
             x = x + attention(norm(x))
             x = x + F.gelu(feed(x))
-        return F.cross_entropy(self.head(x).flatten(0, 1), shift_labels.flatten())
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), shift_labels.flatten())
 
 
 def make_decoder(key_heads: int = KEY_HEADS) -> Decoder:

@@ -228,7 +228,12 @@ def case_refused(folder: Path) -> dict[str, str]:
         list(UlyssesSPDataLoaderAdapter(rows, sp_rank=rank, sp_group=group, sp_world_size=2))
 
     register = UlyssesSPAttentionHF.register_with_transformers
+    engine = launcher.initialize(model=model_of(), config=_sgd())[0]
+    tokens = torch.ones(2, 4, dtype=torch.int64)
     calls = {
+        "labels": lambda: engine(input_ids=tokens, labels=tokens),
+        "lengths": lambda: engine(input_ids=tokens[:, rank:]),
+        "a mask over pairs": lambda: engine(input_ids=tokens, attention_mask=tokens[:, None, :, None]),
         "heads": lambda: launcher.initialize(model=three, config=_sgd()),
         "eager": lambda: launcher.initialize(model=eager, config=_sgd()),
         "encoder": lambda: launcher.initialize(model=two_kinds, config=_sgd()),

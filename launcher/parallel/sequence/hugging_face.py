@@ -163,6 +163,8 @@ class _BeforeForward:
 
     def __init__(self, model: nn.Module, ranks: RankGroup, *, disable_in_eval: bool) -> None:
         self._names = list(inspect.signature(model.forward).parameters)
+        loss: Any = getattr(model, "loss_function", None)
+        self._shifts_labels = callable(loss) and "shift_labels" in inspect.signature(loss).parameters
         self._ranks = ranks
         self._disable_in_eval = disable_in_eval
 
@@ -179,6 +181,11 @@ class _BeforeForward:
         tokens: Any = given.get("inputs_embeds") if inputs is None else inputs
         if not isinstance(tokens, Tensor):
             return None  # the model itself says what it lacks
+        if self._shifts_labels and given.get("labels") is not None and given.get("shift_labels") is None:
+            raise EngineError(
+                "the model would shift labels within each part of a sequence, and lose those at its ends",
+                hint="give it shift_labels, as launcher.shard_sequence returns them, and labels=shift_labels",
+            )
         whole = self._whole(tokens, given.get("position_ids"), given.get("attention_mask"))
         part = slice(self._ranks.rank * tokens.shape[1], (self._ranks.rank + 1) * tokens.shape[1])
         own = given.get("position_ids")
