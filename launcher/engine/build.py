@@ -138,10 +138,10 @@ def initialize(
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
     disks = swap_space(settings)
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
-    attach_sequence(model, built, mesh, mpu)
+    sequence = attach_sequence(model, built, mesh, mpu)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, mesh)
-    parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
+    parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting, sequence)
     announce_disks(disks)
     if world.rank == 0:
         announce(parts, loaded.notices, choices, plan, split_notices)

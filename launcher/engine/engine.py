@@ -54,6 +54,7 @@ class EngineParts:
     raw_config: dict[str, Any]
     loader: DistributedLoader | None
     casting: Casting
+    sequence: SequenceRanks
 
     @property
     def group(self) -> RankGroup:
@@ -86,7 +87,6 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         self._boundary_override: bool | None = None
         self._is_in_no_sync = False
         self._layer_ranks = LayerRanks(parts.mesh.tensor)
-        self._sequence_ranks = SequenceRanks(parts.mesh.sequence)
         self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
         self._ended_accumulation = False  # the last `step()` was at a boundary
@@ -205,12 +205,9 @@ class Engine(SavesCheckpoints, WeightExport, DeepSpeedNames, nn.Module):  # type
         if not self.training:
             with casting.context():
                 return self.module(*inputs, **kwargs)
-        self._sequence_ranks.before_forward((inputs, kwargs))
         self._timer.start()
-        with self._watch.phase("forward"), casting.context():
-            output = self.module(*inputs, **kwargs)
-        self._sequence_ranks.after_forward()
-        return output
+        with self._parts.sequence.checked((inputs, kwargs)), self._watch.phase("forward"), casting.context():
+            return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss` and start reducing them. Every rank must call it.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -86,8 +87,11 @@ def check_sequence(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     return [f"sequence parallel: {num_ranks} ranks exchange heads in the attention of {', '.join(names)}"]
 
 
-def attach_sequence(model: nn.Module, sharded: ShardedModel, mesh: ParallelMesh, mpu: Any) -> None:
-    """Have the attention of a model exchange heads until its engine ends. After `check_sequence`."""
+def attach_sequence(model: nn.Module, sharded: ShardedModel, mesh: ParallelMesh, mpu: Any) -> SequenceRanks:
+    """Have the attention of a model exchange heads until its engine ends; return what checks that it does.
+
+    After `check_sequence`.
+    """
     for module in model.modules():
         if isinstance(module, DistributedAttention):
             module.bind(mesh.sequence)
@@ -95,6 +99,7 @@ def attach_sequence(model: nn.Module, sharded: ShardedModel, mesh: ParallelMesh,
         disable_in_eval = bool(getattr(mpu, "disable_in_eval", False))
         for found in hugging_face_models(model):
             sharded.remove_at_end(attach(found, mesh.sequence, disable_in_eval=disable_in_eval))
+    return SequenceRanks(mesh.sequence)
 
 
 class SequenceRanks:
@@ -103,34 +108,37 @@ class SequenceRanks:
     def __init__(self, group: RankGroup | None) -> None:
         """group: None where each rank has whole sequences."""
         self._group = group
-        self._is_done = group is None
-        self._num_exchanges = 0
+        self._is_checked = group is None
 
-    def before_forward(self, inputs: Any) -> None:
-        """Raise EngineError where the parts of a sequence differ in size, warn where they are the same. Collective."""
-        if self._is_done or self._group is None:
-            return
-        self._num_exchanges = num_exchanges()
-        rows = collectives.gather_rows(self._group, fingerprint(inputs, self._group.device))
-        if not bool((rows[:, 0] == rows[0, 0]).all()):
-            raise EngineError(
-                f"the {self._group.world_size} ranks of one sequence got parts of different sizes",
-                hint="cut the batch with launcher.shard_sequence(batch)",
-            )
-        if bool((rows == rows[0]).all()) and self._group.rank == 0:
-            get_logger().warning(
-                "the ranks of one sequence got equal inputs, which they take for different parts of it: cut the batch"
-                " with launcher.shard_sequence(batch)"
-            )
+    @contextlib.contextmanager
+    def checked(self, inputs: Any) -> Iterator[None]:
+        """Run a forward. Raise EngineError where the first one exchanges nothing, or has parts of different sizes.
 
-    def after_forward(self) -> None:
-        """Raise EngineError where no attention has exchanged anything: each part would see itself alone."""
-        if self._is_done:
+        inputs: of the forward. The first call is collective, and warns where all ranks have the same inputs.
+        """
+        if self._is_checked or self._group is None:
+            yield
             return
-        self._is_done = True
-        if num_exchanges() == self._num_exchanges:
+        self._check_inputs(self._group, inputs)
+        before = num_exchanges()
+        yield
+        if num_exchanges() == before:
             raise EngineError(
                 "the ranks have parts of sequences, and no attention of the model exchanged heads between them",
                 where="sequence_parallel_size",
                 hint="put launcher.DistributedAttention around the attention; models of transformers need none",
+            )
+        self._is_checked = True
+
+    def _check_inputs(self, group: RankGroup, inputs: Any) -> None:
+        rows = collectives.gather_rows(group, fingerprint(inputs, group.device))
+        if not bool((rows[:, 0] == rows[0, 0]).all()):
+            raise EngineError(
+                f"the {group.world_size} ranks of one sequence got parts of different sizes",
+                hint="cut the batch with launcher.shard_sequence(batch)",
+            )
+        if bool((rows == rows[0]).all()) and group.rank == 0:
+            get_logger().warning(
+                "the ranks of one sequence got equal inputs, which they take for different parts of it: cut the batch"
+                " with launcher.shard_sequence(batch)"
             )

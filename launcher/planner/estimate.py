@@ -133,7 +133,8 @@ def _row(model: ModelFacts, machines: Machines, setting: Setting, workload: Work
     context = machines.context_bytes + (NCCL_BYTES if machines.world_size > 1 else 0)
     activations = 0
     if workload is not None and model.shape is not None:
-        activations = activation_bytes(model.shape, workload, setting.element.param, setting.sizes.tensor)
+        own = replace(workload, num_sequence_ranks=setting.sizes.sequence)
+        activations = activation_bytes(model.shape, own, setting.element.param, setting.sizes.tensor)
     memory = replace(memory, activations=activations, context=context)
     per_node = machines.gpus_per_node
     return Row(setting, memory, memory.host * per_node, memory.disk * per_node, tuple(refusals(setting)))

@@ -58,8 +58,8 @@ def gather_heads(group: RankGroup, x: Tensor, *, head_dim: int, sequence_dim: in
     x: the whole sequence along `sequence_dim`, this rank's heads along `head_dim`, or their features one head after
     another.
     """
-    (gathered,) = _Exchange.apply(group, sequence_dim, head_dim, x)
-    return gathered
+    gathered: tuple[Tensor] = _Exchange.apply(group, sequence_dim, head_dim, x)
+    return gathered[0]
 
 
 def check_heads(num_heads: int, num_ranks: int, where: str | None = None) -> None:

@@ -77,12 +77,12 @@ class WholeSequence:
         return sees[:, None]
 
 
-def hugging_face_models(model: nn.Module) -> list[nn.Module]:
+def hugging_face_models(model: nn.Module) -> list[Any]:
     """Return the outermost models of transformers in `model`, which may be one itself."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return []
-    found: list[nn.Module] = []
+    found: list[Any] = []
 
     def search(module: nn.Module) -> None:
         if isinstance(module, library.PreTrainedModel):

@@ -30,7 +30,8 @@ def sequence_loss(
     ranks = sequence_ranks(group)
     num_tokens = (shift_labels != ignore_index).sum()
     if ranks is None:
-        return torch.where(num_tokens > 0, loss, torch.zeros_like(loss))
+        own: Tensor = torch.where(num_tokens > 0, loss, loss.new_zeros(()))
+        return own
     total: Tensor = _MeanOverRanks.apply(loss, num_tokens, ranks)
     return total
 
