@@ -204,7 +204,14 @@ def case_refused(folder: Path) -> dict[str, str]:
     import torch
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
-    from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        MambaConfig,
+        MambaForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
     import launcher
 
@@ -214,6 +221,7 @@ def case_refused(folder: Path) -> dict[str, str]:
     two_kinds = T5ForConditionalGeneration(
         T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=128)
     )
+    recurrent = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1))
     parallel_state_sp.initialize_sequence_parallel(2)
     wrong = {**_sgd(), "sequence_parallel_size": 1}
     group = parallel_state_sp.get_sequence_parallel_group()
@@ -236,6 +244,7 @@ def case_refused(folder: Path) -> dict[str, str]:
         "a mask over pairs": lambda: engine(input_ids=tokens, attention_mask=tokens[:, None, :, None]),
         "heads": lambda: launcher.initialize(model=three, config=_sgd()),
         "eager": lambda: launcher.initialize(model=eager, config=_sgd()),
+        "recurrent": lambda: launcher.initialize(model=recurrent, config=_sgd()),
         "encoder": lambda: launcher.initialize(model=two_kinds, config=_sgd()),
         "another attention": lambda: register(model_of(), "flash_attention_2", 2),
         "length": lambda: register(model_of(), "sdpa", 2, seq_length=7, seq_length_is_variable=False),

@@ -73,6 +73,7 @@ def test_what_does_not_fit_is_refused(found: dict[str, list[Any]]) -> None:
         assert "attention_mask is not of this rank's part, 2 × 4 tokens" in said["a mask over pairs"]
         assert "2 ranks of one sequence do not divide 1 attention heads" in said["heads"]
         assert 'the attention "eager" cannot exchange heads' in said["eager"]
+        assert "mix tokens without attention" in said["recurrent"]
         assert "encoder-decoders" in said["encoder"]
         assert '"flash_attention_2" is not the model\'s, which is "sdpa"' in said["another attention"]
         assert "seq_length 7 is not a multiple of the 2 ranks" in said["length"]

@@ -149,6 +149,18 @@ class Recomputing(torch.nn.Module):
         return torch.utils.checkpoint.checkpoint(self.inner, use_reentrant=False, **batch)
 
 
+def _summed(rank: int, world_size: int) -> float:
+    engine = make_engine(world_size, 2, 1, gradient_allreduce_op="sum")
+    norm = train(engine, 1)[1][0]
+    engine.destroy()
+    return norm
+
+
+def test_gradients_of_samples_are_summed_and_those_of_parts_are_not() -> None:
+    for norm in run_on_ranks(4, _summed):  # of two ranks with different samples
+        assert norm == pytest.approx(2 * expected()[1][0], rel=1e-5)
+
+
 def _recomputed(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     config = sequences.config(3, BATCH, world_size)
     engine = launcher.initialize(model=Recomputing(make_decoder()), config=config)[0]

@@ -108,7 +108,6 @@ def check_model(model: Any, num_ranks: int, num_tensor_ranks: int = 1) -> None:
             where=where,
             hint='remove "sequence_parallel_size"',
         )
-    check_implementation(getattr(config, "_attn_implementation", None), where)
     mixing = {type(module).__name__ for module in model.modules() if isinstance(module, _MIXING)}
     mixing |= set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if mixing:
@@ -118,6 +117,7 @@ def check_model(model: Any, num_ranks: int, num_tensor_ranks: int = 1) -> None:
             where=where,
             hint="use a model of attention layers alone",
         )
+    check_implementation(getattr(config, "_attn_implementation", None), where)
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters) or not any(p.name == "position_ids" for p in parameters):
         raise EngineError(
