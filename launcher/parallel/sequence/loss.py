@@ -41,7 +41,7 @@ class _MeanOverRanks(torch.autograd.Function):
     def forward(ctx: Any, loss: Tensor, num_tokens: Tensor, ranks: RankGroup) -> Tensor:
         own = torch.where(num_tokens > 0, loss.double() * num_tokens, 0.0)
         rows = collectives.gather_rows(ranks, torch.stack([own, num_tokens.double()]))
-        total, counted = rows.sum(dim=0)
+        total, counted = rows.sum(dim=0).unbind()
         counted = counted.clamp(min=1.0)
         ctx.share = ranks.world_size * num_tokens / counted
         return (total / counted).to(loss.dtype)
