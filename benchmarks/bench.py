@@ -94,6 +94,7 @@ SECTIONS = (
     Section("pretrained_memory", "pretrained_memory.py"),
     Section("cpu_kernels", "cpu_kernels.py --rounds 9"),
     Section("onebit", "onebit.py", 2),
+    Section("sequence_parallel", "sequence_parallel.py", 4),
     Section("scale", "scale_model.py --rounds 3", page=ROOT / "docs" / "scale.md"),
 )
 

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 # Public name -> module that defines it. The only place to add a public engine name.
 _LAZY_NAMES = {
     "EXIT_REQUEUE": "launcher.base.preemption",
+    "DistributedAttention": "launcher.parallel.sequence.attention",
     "Engine": "launcher.engine.engine",
     "JobError": "launcher.base.errors",
     "JobTimeout": "launcher.api.outcome",
@@ -30,6 +31,8 @@ _LAZY_NAMES = {
     "initialize": "launcher.engine.build",
     "preempted": "launcher.base.preemption",
     "run": "launcher.api.run",
+    "sequence_loss": "launcher.parallel.sequence.loss",
+    "shard_sequence": "launcher.parallel.sequence.batch",
     "submit": "launcher.api.submit",
     "tp_model_init": "launcher.parallel.tensor.init",
 }
@@ -45,6 +48,7 @@ _LAZY_MODULES = {
 
 __all__ = [
     "EXIT_REQUEUE",
+    "DistributedAttention",
     "Engine",
     "JobError",
     "JobTimeout",
@@ -68,6 +72,8 @@ __all__ = [
     "notebook",
     "preempted",
     "run",
+    "sequence_loss",
+    "shard_sequence",
     "submit",
     "tp_model_init",
     "zero",
@@ -91,6 +97,9 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
     from launcher.parallel.pipeline.module import PipelineModule
     from launcher.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
+    from launcher.parallel.sequence.attention import DistributedAttention
+    from launcher.parallel.sequence.batch import shard_sequence
+    from launcher.parallel.sequence.loss import sequence_loss
     from launcher.parallel.tensor.init import tp_model_init
 
 

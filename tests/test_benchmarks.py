@@ -48,12 +48,23 @@ SHORT = {
     "start_7b": ("--worlds 8 --layers 2", 0),
     "pretrained_memory": ("--layers 1 --width 64", 0),
     "cpu_kernels": ("--numel-mi 1 --rounds 1 --threads 1 --cases Lion", 0),
+    "sequence_parallel": ("--length 64 --width 32 --rounds 1", 2),
     "onebit": ("--width 64 --steps 2 --training_steps 8", 2),
     "scale_model": ("--many 26 --rounds 1", 0),
 }
 # These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
 SLOW = {
-    *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
+    *(
+        "onebit",
+        "sequence_parallel",
+        "step_time",
+        "offload_time",
+        "scale_model",
+        "startup",
+        "growth",
+        "nvme_step",
+        "stalls",
+    ),
     *("parity_table", "architectures", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
     *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32", "hf_trainer", "pretrained_memory"),
 }

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 _NO_EXPERTS = "no expert parallelism: use ZeRO stage 3 with set_z3_leaf_modules()"
 _NO_INFERENCE = "no inference kernels: call deepspeed.initialize() without an optimizer"
-_NO_SEQUENCE = "no sequence parallelism: recompute activations"
+_NO_AUTO_SEQUENCE = "no FPDT or AutoSP: use launcher.DistributedAttention with recomputed activations"
 _NO_TENSOR = "tensor parallelism is in the config: give tensor_parallel.autotp_size"
 _NO_UNIVERSAL = "no universal checkpoints: each of its checkpoints loads at any number of ranks"
 _NO_DATA_EFFICIENCY = "no curriculum learning, random-LTD or data sampling: let the script's own loader choose the data"
@@ -40,11 +40,11 @@ REFUSED = {
     "runtime.pipe.schedule": 'no schedules in Python: give "schedule" in "pipeline" of the config',
     "runtime.progressive_layer_drop": "no progressive layer drop: drop layers in the model",
     "runtime.quantize": "no quantized training: use torch.ao.quantization",
-    "runtime.sequence_parallel": _NO_SEQUENCE,
     "runtime.superoffload": 'no SuperOffload: set "delayed_update" of "offload_optimizer"',
     "runtime.tensor_parallel": _NO_TENSOR,
     "runtime.zenflow": 'no ZenFlow: set "delayed_update" of "offload_optimizer"',
-    "sequence": _NO_SEQUENCE,
+    "sequence.auto_sp": _NO_AUTO_SEQUENCE,
+    "sequence.fpdt_layer": _NO_AUTO_SEQUENCE,
 }
 
 

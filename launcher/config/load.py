@@ -36,10 +36,12 @@ def load_config(
     world_size: int | None = None,
     for_planning: bool = False,
     model_stages: int | None = None,
+    sequence_parallel_size: int | None = None,
 ) -> LoadedConfig:
     """Load and check a config: a path (JSON or YAML), a dict, JSON text, or base64 of JSON text.
 
     world_size: all ranks, where known; the mesh and the batch equation are checked with it.
+    sequence_parallel_size: of groups that exist already; a config that has the key must have the same size.
     for_planning: what this release does not do is a notice instead of an error.
     model_stages: pipeline ranks that the model was built for; they are `pipeline.stages` where that is open.
     Raises: ConfigError with every finding, each with `file:line:column` or the key's path.
@@ -56,12 +58,24 @@ def load_config(
     if not isinstance(located.value, Mapping):
         raise ConfigError("a config is an object with keys", where=_place(name, (1, 1)), hint='such as {"bf16": ...}')
     raw = dict(located.value)
-    checked = check(raw, world_size, for_planning=for_planning, model_stages=model_stages)
+    given = raw if sequence_parallel_size is None else _with_sequence_size(raw, sequence_parallel_size)
+    checked = check(given, world_size, for_planning=for_planning, model_stages=model_stages)
     errors = duplicates + [_locate(finding, located, name) for finding in checked.errors]
     if errors or checked.config is None:
         raise ConfigError.from_diagnostics(sorted(errors, key=_in_file_order))
     notices = tuple(_locate(finding, located, name) for finding in checked.notices)
     return LoadedConfig(checked.config, notices, name, raw)
+
+
+def _with_sequence_size(raw: dict[str, Any], size: int) -> dict[str, Any]:
+    name = "sequence_parallel_size"
+    if raw.get(name, size) != size:
+        raise ConfigError(
+            f"{name} {raw[name]} is not the {size} ranks of the groups that initialize(mpu=...) got",
+            where=name,
+            hint="give the same size to both, or leave the key out",
+        )
+    return {**raw, name: size}
 
 
 def is_readable_here(text: str) -> bool:

@@ -20,6 +20,12 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     Raises: ConfigError with the equation.
     """
     sizes = _asked_for(config)
+    if sizes.pipeline > 1 and sizes.sequence > 1:
+        raise ConfigError(
+            "pipeline and sequence parallelism exclude each other: stages would send parts of sequences",
+            where="sequence_parallel_size",
+            hint="use one of the two, with tensor or data parallelism",
+        )
     given = _decided(config.data_parallel_size)
     if world_size % sizes.world_size or (given is not None and given * sizes.world_size != world_size):
         wanted = sizes.shape if given is None else replace(sizes, data=given).shape

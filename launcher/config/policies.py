@@ -79,14 +79,15 @@ class Precision:
 class Reduction:
     """How gradients of ranks become one."""
 
-    is_mean: bool = True  # else their sum
+    is_mean: bool = True  # else their sum over ranks with different samples
+    num_sequence_ranks: int = 1  # that have parts of the same samples: over these it is always the mean
     predivide: float = 1.0  # they are divided by this before they are sent, the rest of the mean after the sum
     scatters: bool = True  # each rank gets its part of the sum only; else every rank the whole
     at_step_only: bool = False  # `engine.step()` alone decides where accumulation ends
 
     def factor(self, world_size: int) -> float:
         """Return what the sum over ranks is multiplied by in all."""
-        return 1.0 / world_size if self.is_mean else 1.0
+        return 1.0 / (world_size if self.is_mean else self.num_sequence_ranks)
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,7 @@ def _mesh(config: Config) -> MeshPolicy:
 def _reduction(config: Config, world_size: int) -> Reduction:
     return Reduction(
         is_mean=config.gradient_allreduce_op == "mean",
+        num_sequence_ranks=config.sequence_parallel_size,
         predivide=float(world_size) if config.prescale_gradients else float(config.gradient_predivide_factor),
         scatters=config.zero_optimization.reduce_scatter,
         at_step_only=not config.managed_gradient_accumulation,
@@ -274,6 +276,8 @@ def _precision(config: Config) -> Precision:
         (fp16.enabled and fp16.fp16_master_weights_and_grads) or (bf16.enabled and bf16.bf16_master_weights_and_grads)
     )
     sums, wire = config.data_types.grad_accum_dtype, config.communication_data_type
+    if config.sequence_parallel_size > 1:
+        wire = config.seq_parallel_communication_data_type
     return Precision(
         param,
         keeps_fp32_master=keeps_master,

@@ -24,7 +24,6 @@ from launcher.config.fields import (
 from launcher.config.schema_training import Amp, Bf16, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
 from launcher.config.schema_zero import Aio, ZeroOptimization
 
-_DP_ONLY = unsupported("only data parallelism is in this release; remove the key")
 _DTYPES = ("fp32", "fp16", "bf16")
 
 
@@ -45,7 +44,7 @@ class Config(Section):
         "precision of gradients on their way (on NCCL of sums too); null: 16 bits where that rounds none, else fp32",
     )
     seq_parallel_communication_data_type: Annotated[str, choice(*_DTYPES)] = key(
-        "fp32", "the same under sequence parallelism", inert("sequence parallelism is not in this release")
+        "fp32", "the same where sequence_parallel_size is more than 1"
     )
     prescale_gradients: Flag = key(False, "divide gradients by the number of ranks before they are sent")
     gradient_predivide_factor: NonNegative = key(1.0, "divide gradients by this before they are sent")
@@ -65,7 +64,7 @@ class Config(Section):
     vocabulary_size: OptInt = key(None, "warn if no multiple of 8", inert("nothing depends on it"))
     log_level: OptText = key(None, "level of the log", inert('use logging.getLogger("launcher").setLevel'))
     use_data_before_expert_parallelism: Flag = key(False, "order of groups", inert("there are no experts"))
-    sequence_parallel_size: PositiveInt = key(1, "ranks of one sequence", _DP_ONLY)
+    sequence_parallel_size: PositiveInt = key(1, "ranks that have parts of the same sequences")
     data_parallel_size: OptInt = key(None, "ranks with different data; null: those that the other axes leave")
     allgather_size: PositiveInt = key(500_000_000, "old bucket size", inert("it is obsolete"))
     train_steps: OptInt = key(None, "steps of the training", inert("the script decides"))

@@ -42,8 +42,9 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import check_optimizer, split_over_ranks
 from launcher.engine.pipeline import PipelineEngine
 from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
+from launcher.engine.sequence import attach_sequence, check_groups, check_sequence, sequence_size
 from launcher.engine.sharded import ShardedModel, end_engine_of
-from launcher.engine.stages import divide_into_stages, own_parameters, with_stages_of
+from launcher.engine.stages import divide_into_stages
 from launcher.engine.tiling import tile_to_fit
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
@@ -62,6 +63,7 @@ from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
 from launcher.optim.rules import COLLECTIVE
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
+from launcher.parallel.pipeline.divide import requested_stages
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.delayed import DelayedUpdate
@@ -99,6 +101,8 @@ def initialize(
     config: a path, JSON text or dict; or `args.deepspeed` / `args.deepspeed_config` holds the path.
     optimizer: a torch optimizer, or a function from parameters to one; else the config names it. Without any the
     engine is for inference: its parameters are sharded at stage 3, and `backward` is refused.
+    mpu: process groups of sequence parallelism, such as `register_with_transformers` of DeepSpeed returns; their size
+    is `sequence_parallel_size` where the config has none. mesh_param: (data size, sequence size), the same.
     lr_scheduler: an object with `step()`, or a function from the optimizer to one; else the config names it.
     The model's parameters move to this rank's device and the configured precision, rank 0's values go to all
     ranks, and their storage becomes part of flat buffers; the parameter objects stay the same. An engine that the model
@@ -109,33 +113,33 @@ def initialize(
     """
     if model is None:
         raise EngineError("initialize() needs a model", hint="initialize(model=model, config=...)")
-    if mpu is not None or mesh_param is not None:
-        raise EngineError("mpu and mesh_param are not supported", hint="give the sizes of the mesh in the config")
     if not isinstance(model, StagedModel):  # its layers have no values yet
         check_model(model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = _world_for(model)
-    loaded = load_config(_config_source(args, config, config_params), world_size=world.world_size)
-    config_of_model = with_stages_of(model, loaded.config)
-    sizes = mesh_sizes(config_of_model, world.world_size)
+    loaded = load_config(
+        _config_source(args, config, config_params),
+        world_size=world.world_size,
+        model_stages=requested_stages(model),
+        sequence_parallel_size=sequence_size(mpu, mesh_param, world.world_size),
+    )
+    sizes = mesh_sizes(loaded.config, world.world_size)
     facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
-    settings, choices = resolve_auto(config_of_model, facts)
+    settings, choices = resolve_auto(loaded.config, facts)
     batch = _batch(settings, sizes)
     policy = zero_policy(settings, sizes)
     check_types(model, policy.precision.param_dtype)
     mesh = build_mesh(world, sizes, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
+    check_groups(mpu, mesh)
     group = mesh.data
     use_section(settings.activation_checkpointing)
     _prepare_device(settings, group)
-    names = {param: name for name, param in model.named_parameters()}
-    model_parameters = None if model_parameters is None else list(model_parameters)  # now: layers are about to go
+    model_parameters = None if model_parameters is None else list(model_parameters)  # now: layers may be about to go
     staged = divide_into_stages(model, settings, mesh, batch.accumulation_steps)
-    if staged is not None:
-        model = staged.model
-        check_model(model)
-        model_parameters = own_parameters(staged.model, names, optimizer, model_parameters)
     split_notices = [] if staged is None else staged.notices
-    split_notices += split_over_ranks(model, settings, mesh)
+    if staged is not None:
+        model, model_parameters = staged.model, staged.own_parameters(optimizer, model_parameters)
+    split_notices += split_over_ranks(model, settings, mesh) + check_sequence(model, mesh)
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
     _place_buffers(model, settings, policy.precision, mesh.layers or mesh.world)
@@ -145,9 +149,10 @@ def initialize(
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
     disks = swap_space(settings)
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
+    sequence = attach_sequence(model, built, mesh, mpu)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, mesh)
-    parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
+    parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting, sequence)
     announce_disks(disks)
     if world.rank == 0:
         announce(parts, loaded.notices, choices, plan, split_notices)

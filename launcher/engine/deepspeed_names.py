@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -167,12 +167,25 @@ class DeepSpeedNames:
         tensor = self._parts.mesh.tensor
         return 0 if tensor is None else tensor.rank
 
-    def get_sequence_parallel_group(self) -> NoReturn:
-        """Refuse. Raises: EngineError."""
-        raise EngineError(
-            "there is no group of sequence parallelism: the built-in engine has none",
-            hint='remove "sequence_parallel_size", or recompute activations: "activation_checkpointing"',
-        )
+    @property
+    def sequence_parallel_size(self) -> int:
+        """The number of ranks that have parts of the same sequences."""
+        return self._parts.mesh.sizes.sequence
+
+    def get_sequence_parallel_group(self) -> ProcessGroup:
+        """Return the ranks that have parts of the same sequences. Raises: EngineError where this rank is alone."""
+        sequence = self._parts.mesh.sequence
+        if sequence is None or sequence.process_group is None:  # None would mean all ranks to torch
+            raise EngineError(
+                "there is no group of sequence parallelism: each rank has whole sequences",
+                hint='set "sequence_parallel_size" in the config',
+            )
+        return sequence.process_group
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Return which part of every sequence this rank has."""
+        sequence = self._parts.mesh.sequence
+        return 0 if sequence is None else sequence.rank
 
     # ---- verbs ----
 

@@ -31,6 +31,7 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import LayerRanks
 from launcher.engine.resume import Resumed
 from launcher.engine.saving import SavesCheckpoints
+from launcher.engine.sequence import SequenceRanks
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.loss import LossReporter
@@ -52,6 +53,7 @@ class EngineParts:
     raw_config: dict[str, Any]
     loader: DistributedLoader | None
     casting: Casting
+    sequence: SequenceRanks
 
     @property
     def group(self) -> RankGroup:
@@ -203,7 +205,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             with casting.context():
                 return self.module(*inputs, **kwargs)
         self._timer.start()
-        with self._watch.phase("forward"), casting.context():
+        with self._parts.sequence.checked((inputs, kwargs)), self._watch.phase("forward"), casting.context():
             return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.checkpoint.values.rng import restore_rng, rng_state
@@ -16,6 +15,7 @@ from launcher.comm.hosts import node_sizes
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.mesh import check_nodes
 from launcher.config.schema import Config
+from launcher.engine.inputs import fingerprint
 from launcher.optim.factory import OptimizerPlan
 from launcher.optim.rules import COLLECTIVE
 from launcher.parallel.tensor.gradient_check import check_replicated_gradients
@@ -68,12 +68,7 @@ class LayerRanks:
         if self._has_inputs or self._group is None:
             return
         self._has_inputs, group = True, self._group
-        facts = torch.zeros(2, dtype=torch.float64, device=group.device)
-        for position, tensor in enumerate((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), start=1):
-            values = tensor.detach().reshape(-1).to(group.device, torch.float64)
-            places = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=group.device)
-            facts += torch.stack([values.sum() + values.numel(), (values * places.rsqrt()).sum()]) * position
-        rows = collectives.gather_rows(group, facts)
+        rows = collectives.gather_rows(group, fingerprint(inputs, group.device))
         if not bool((rows == rows[0]).all() | rows.isnan().any()):
             raise EngineError(
                 f"the {group.world_size} ranks that share layers got different inputs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from launcher.base.errors import EngineError
 from launcher.engine.optimizer import ZeroOptimizer
@@ -45,6 +46,10 @@ class ShardedModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())  # a copy of the model belongs to no engine
+
+    def remove_at_end(self, handle: RemovableHandle) -> None:
+        """Remove a further hook of the model when the engine ends."""
+        self._hooks.handles.append(handle)
 
     def end(self) -> None:
         """Give the model back: unsharded parameters are ordinary ones again, with the last step's values. Collective.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import nn
 from launcher.base.errors import EngineError
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.schema import Config
-from launcher.parallel.pipeline.divide import Profiling, requested_stages, stage_model
+from launcher.engine.model_check import check_model
+from launcher.parallel.pipeline.divide import Profiling, stage_model
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.parallel.pipeline.tied import mark_copies
 from launcher.sharding.pipeline import PipelinePlan
@@ -25,6 +26,7 @@ class Staged:
 
     model: StagedModel
     plan: PipelinePlan
+    names_before: Mapping[Any, str]  # of the parameters of the whole model; those of a LayerSpec had no values then
 
     @property
     def notices(self) -> list[str]:
@@ -36,13 +38,23 @@ class Staged:
             f"pipeline: {self.model.partition_text}",
         ]
 
+    def own_parameters(self, optimizer: Any, model_parameters: list[Any] | None) -> list[Any] | None:
+        """Return those of `model_parameters` that this rank has; None for all of them. Groups keep their options.
 
-def with_stages_of(model: nn.Module, config: Config) -> Config:
-    """Return a config that asks for as many stages as a PipelineModule was built for, where it leaves that open."""
-    requested = requested_stages(model)
-    if requested is None or isinstance(config.pipeline.stages, int):
-        return config
-    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stages": requested})})
+        In a torch optimizer this rank's parameters take their places, too.
+        """
+        own, before = dict(self.model.named_parameters()), self.names_before
+
+        def kept(params: Any) -> list[Any]:
+            given = [params] if isinstance(params, torch.Tensor) else params
+            return [own[before[param]] for param in given if before.get(param) in own]
+
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                group["params"] = kept(group["params"])
+        if model_parameters is None or not any(isinstance(each, dict) for each in model_parameters):
+            return None if model_parameters is None else kept(model_parameters)
+        return [{**group, "params": kept(group["params"])} for group in model_parameters]
 
 
 def divide_into_stages(model: nn.Module, settings: Config, mesh: ParallelMesh, num_micro_batches: int) -> Staged | None:
@@ -57,10 +69,11 @@ def divide_into_stages(model: nn.Module, settings: Config, mesh: ParallelMesh, n
     pipeline = mesh.pipeline or mesh.world.alone()
     plan = PipelinePlan(pipeline.world_size, section.virtual_stages, section.schedule, num_micro_batches)
     profiling = Profiling(pipeline.device, on_rank_0=_measured_on_rank_0)
-    own_stages = plan.stages_of(pipeline.rank)
+    own_stages, names = plan.stages_of(pipeline.rank), {param: name for name, param in model.named_parameters()}
     staged = stage_model(model, own_stages, plan.num_stages, section, sizes=mesh.sizes, profiling=profiling)
+    check_model(staged)
     mark_copies(staged, pipeline.rank, plan.rank_of)
-    return Staged(staged, plan)
+    return Staged(staged, plan, names)
 
 
 def _measured_on_rank_0(measure: Callable[[], list[float]]) -> list[float]:
@@ -80,28 +93,3 @@ def _measured_on_rank_0(measure: Callable[[], list[float]]) -> list[float]:
         )
     times: list[float] = found[0]
     return times
-
-
-def own_parameters(
-    model: StagedModel, before: Mapping[Any, str], optimizer: Any, model_parameters: Iterable[Any] | None
-) -> list[Any] | None:
-    """Return those of `model_parameters` that this rank has; None for all of them. Groups keep their options.
-
-    before: the names of the parameters before the model was divided, when a LayerSpec's had no values. In a torch
-    optimizer this rank's parameters take their places, too.
-    """
-    own = dict(model.named_parameters())
-
-    def kept(params: Any) -> list[Any]:
-        given = [params] if isinstance(params, torch.Tensor) else params
-        return [own[before[param]] for param in given if before.get(param) in own]
-
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            group["params"] = kept(group["params"])
-    if model_parameters is None:
-        return None
-    given = list(model_parameters)
-    if any(isinstance(each, dict) for each in given):
-        return [{**group, "params": kept(group["params"])} for group in given]
-    return kept(given)

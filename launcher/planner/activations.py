@@ -24,10 +24,12 @@ class Workload:
     is_checkpointed: bool = False  # only the input of each block is kept, its inside is computed again
     is_eager: bool = False  # attention keeps its scores; torch's fused attention does not
     has_dropout: bool = False
+    num_sequence_ranks: int = 1  # that have a part of every sequence each
 
     @property
     def num_tokens(self) -> int:
-        return self.batch_size * self.length
+        """Tokens of one rank. Attention has all tokens and a part of the heads: the product is the same."""
+        return -(-self.batch_size * self.length // self.num_sequence_ranks)
 
 
 @dataclass(frozen=True)

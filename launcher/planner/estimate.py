@@ -145,7 +145,8 @@ def _memory(part: RankPart, machines: Machines, setting: Setting, workload: Work
     context = machines.context_bytes + (NCCL_BYTES if machines.world_size > 1 else 0)
     activations, shape = 0, part.model.shape
     if workload is not None and shape is not None:
-        activations = activation_bytes(shape, workload, setting.element.param, setting.sizes.tensor, part.share)
+        own = replace(workload, num_sequence_ranks=setting.sizes.sequence)
+        activations = activation_bytes(shape, own, setting.element.param, setting.sizes.tensor, part.share)
     return replace(memory, activations=activations, context=context)
 
 

@@ -86,6 +86,8 @@ def as_config(setting: Setting) -> dict[str, Any]:
         axes["tensor_parallel"] = {"autotp_size": setting.sizes.tensor}
     if setting.sizes.pipeline > 1:
         axes["pipeline"] = _pipeline_keys(setting)
+    if setting.sizes.sequence > 1:
+        axes["sequence_parallel_size"] = setting.sizes.sequence
     offload, precision = setting.policy.offload, setting.policy.precision.param
     for name, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.params)):
         if place is not Place.DEVICE:

@@ -198,6 +198,14 @@ WORKS = [
     "deepspeed.zero.Init(enabled=False, mem_efficient_linear=True, zero_quantized_weights=False)",
     "from deepspeed.utils import groups; assert groups._get_sequence_parallel_world_size() == 1",
     "assert groups._get_sequence_parallel_rank() == 0 == groups._get_data_parallel_rank()",
+    "from deepspeed.sequence.layer import DistributedAttention",
+    "attention = DistributedAttention(lambda q, k, v, scale: scale * q, None, 2, 0)\n"
+    "assert torch.equal(attention(*[torch.ones(2, 1, 2, 2)] * 3, 1, None, scale=2), 2 * torch.ones(2, 1, 2, 2))",
+    "from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy",
+    "from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter",
+    "assert UlyssesSPAttentionHF.register_with_transformers('a/model', 'sdpa', 1, 1) is None",
+    "from deepspeed.runtime.sequence_parallel import parallel_state_sp\n"
+    "assert parallel_state_sp.get_sequence_parallel_world_size() == 1",
     "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint",
     "from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME as name; assert name == '.deepspeed_env'",
     "from deepspeed.checkpoint.utils import clone_tensors_for_torch_save as clone",
@@ -229,6 +237,7 @@ WORKS = [
     "assert engine.get_data_types() == (torch.float32, torch.float32) and engine.dp_world_size == 1",
     "assert engine.optimizer_name() == 'adamw' and engine.optimizer_params()['lr'] == 0.1",
     "assert engine.scheduler_name() is None and engine.scheduler_params() is None",
+    "assert engine.get_sequence_parallel_rank() == 0 and engine.sequence_parallel_size == 1",
     "assert engine.get_data_parallel_rank() == 0 == engine.get_model_parallel_rank() and engine.mp_world_size == 1",
     "engine.allreduce_gradients(); assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (2, 1)",
     "assert [batch.shape for batch in engine.deepspeed_io(torch.ones(4, 4))] == [(2, 4), (2, 4)]",
@@ -271,7 +280,7 @@ REFUSED = {
         "no curriculum learning",
     ),
     "from deepspeed.checkpoint.ds_to_universal import main": ("ImportError", "loads at any number of ranks"),
-    "from deepspeed.sequence.layer import DistributedAttention": ("ImportError", "no sequence parallelism"),
+    "from deepspeed.sequence.fpdt_layer import FPDT_Attention": ("ImportError", "no FPDT or AutoSP"),
     "import deepspeed.autotuning": ("ImportError", 'no autotuner in Python: call "launch estimate", or install'),
     "import deepspeed.module_inject": (
         "ImportError",
@@ -281,9 +290,9 @@ REFUSED = {
     "import deepspeed.io": ("ImportError", "no disk writers for scripts: call engine.save_checkpoint(), or install"),
     "import deepspeed.checkpoint.universal_checkpoint": ("ImportError", "loads at any number of ranks"),
     "import deepspeed.inference": ("ImportError", "no inference kernels"),
-    "from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF": (
+    "from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP": (
         "ImportError",
-        "no sequence parallelism",
+        "the built-in engine has no TiledMLP",
     ),
     "deepspeed.tp_model_init(model=model, tp_size=2, dtype=torch.float32, config={})": (
         "EngineError",

@@ -10,6 +10,8 @@ from launcher.base.errors import ConfigError
 from launcher.config.batch import solve_batch
 from launcher.config.load import load_config
 from launcher.config.mesh import check_nodes, mesh_sizes
+from launcher.config.schema import Config
+from launcher.config.schema_parallel import Pipeline
 
 MICRO = {"train_micro_batch_size_per_gpu": 1}
 
@@ -47,6 +49,12 @@ def test_the_data_axis_takes_the_ranks_that_are_left() -> None:
             "tp_size 4 is not tensor_parallel.autotp_size 2",
             "give autotp_size alone",
         ),
+        (
+            {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2},
+            6,
+            "1 \\(data\\) × 2 \\(sequence\\) × 2 \\(tensor\\) = 4 does not divide the 6 ranks of this job",
+            "start 4 or 8 ranks",
+        ),
     ],
 )
 def test_an_equation_that_does_not_hold_is_printed_whole(
@@ -65,6 +73,21 @@ def test_ranks_of_one_layer_stay_on_a_node_unless_it_is_forced() -> None:
     assert '"tensor_parallel.across_nodes": true' in str(caught.value)
     forced = config_of(tensor_parallel={"autotp_size": 2, "across_nodes": True})
     check_nodes(forced, mesh_sizes(forced, 6), [3, 3])
+
+
+def test_groups_that_exist_and_the_config_agree_about_a_sequence() -> None:
+    given = load_config(MICRO, world_size=4, sequence_parallel_size=2)
+    assert (given.config.sequence_parallel_size, given.raw) == (2, MICRO)
+    same = {**MICRO, "sequence_parallel_size": 2}
+    assert load_config(same, world_size=4, sequence_parallel_size=2).config.sequence_parallel_size == 2
+    with pytest.raises(ConfigError, match=r"sequence_parallel_size 2 is not the 4 ranks"):
+        load_config(same, world_size=4, sequence_parallel_size=4)
+
+
+def test_pipelines_send_no_parts_of_sequences() -> None:
+    config = Config(pipeline=Pipeline(stages=2), sequence_parallel_size=2)
+    with pytest.raises(ConfigError, match="pipeline and sequence parallelism exclude each other"):
+        mesh_sizes(config, 4)
 
 
 def test_the_batch_counts_ranks_with_different_samples() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ def test_checkpointing_keeps_the_inputs_of_blocks_and_one_block() -> None:
     work = Workload(1, 2048, is_checkpointed=True)
     inputs = 96 * 2048 * 12288 * 2
     assert activation_bytes(GPT3, work, 2) == inputs + layer_bytes(GPT3, work, 2)
+
+
+def test_ranks_of_one_sequence_divide_all_of_it() -> None:
+    whole = Workload(2, 2048, is_eager=True, has_dropout=True)
+    part = replace(whole, num_sequence_ranks=4)
+    assert activation_bytes(GPT3, part, 2) * 4 == activation_bytes(GPT3, whole, 2)
 
 
 def test_fewer_key_heads_and_a_gate_change_a_block() -> None:

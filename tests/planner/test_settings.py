@@ -39,6 +39,12 @@ def test_a_setting_as_config_is_the_setting(setting: Setting) -> None:
     assert (found, batch) == (setting, 3)
 
 
+def test_ranks_of_one_sequence_are_part_of_a_setting() -> None:
+    setting, batch = planned({"train_batch_size": 6, "sequence_parallel_size": 2, "zero_optimization": {"stage": 2}})
+    assert (setting.sizes.data, setting.sizes.sequence, batch) == (2, 2, 3)
+    assert planned({"train_micro_batch_size_per_gpu": 1, **as_config(setting)})[0] == setting
+
+
 def test_what_an_engine_refuses_is_a_notice_for_the_planner_only() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"legacy_stage1": True}}
     with pytest.raises(ConfigError, match="legacy_stage1 true is not supported"):

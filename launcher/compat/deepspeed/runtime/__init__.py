@@ -1,6 +1,17 @@
-"""`deepspeed.runtime`: configs, schedules, ZeRO, pipelines, checkpointing, loss scales, loaders, the engine class."""
+"""`deepspeed.runtime`: configs, schedules, ZeRO, pipelines, sequence parallelism, loss scales, loaders, and more."""
 
-from . import activation_checkpointing, config, dataloader, engine, fp16, lr_schedules, pipe, utils, zero
+from . import (
+    activation_checkpointing,
+    config,
+    dataloader,
+    engine,
+    fp16,
+    lr_schedules,
+    pipe,
+    sequence_parallel,
+    utils,
+    zero,
+)
 
 __all__ = [
     "activation_checkpointing",
@@ -10,6 +21,7 @@ __all__ = [
     "fp16",
     "lr_schedules",
     "pipe",
+    "sequence_parallel",
     "utils",
     "zero",
 ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from torch.distributed import ProcessGroup
 
-from launcher.base.errors import EngineError
 from launcher.comm.mesh import current_mesh
-from launcher.compat import ranks
+from launcher.compat import ranks, ulysses
 
 
 def _get_data_parallel_group() -> ProcessGroup | None:
@@ -33,19 +30,16 @@ def _get_data_parallel_group_ranks() -> list[int]:
     return next(found for found in mesh.sizes.ranks_along("data") if rank in found)
 
 
-def _get_sequence_parallel_group() -> NoReturn:
-    raise EngineError(
-        "there is no group of sequence parallelism: the built-in engine has none",
-        hint="remove the sequence parallel size from the settings, or install DeepSpeed",
-    )
+def _get_sequence_parallel_group() -> ProcessGroup:
+    return ulysses.existing(ulysses.sequence_axis()[0])
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return 1
+    return ulysses.sequence_axis()[1]
 
 
 def _get_sequence_parallel_rank() -> int:
-    return 0
+    return ulysses.sequence_axis()[2]
 
 
 def _get_model_parallel_world_size() -> int:

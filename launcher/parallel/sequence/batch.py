@@ -1,0 +1,73 @@
+"""Batches cut along the sequence: labels are shifted before, and every token keeps its position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from launcher.base.errors import EngineError
+from launcher.parallel.sequence.ranks import sequence_ranks
+
+IGNORED = -100  # label of a token that counts in no loss
+# What has one entry for each token; other tensors are cut where their second dimension is as long.
+_BY_TOKEN = ("inputs_embeds", "position_ids", "labels", "shift_labels", "attention_mask", "token_type_ids")
+
+
+def shard_sequence(batch: Mapping[str, Any], group: ProcessGroup | None = None) -> dict[str, Any]:
+    """Return this rank's part of a batch that all ranks of the sequence have alike; no communication.
+
+    batch: with `input_ids` or `inputs_embeds`, [batch, length, ...]. Tensors of that length along dimension 1 are cut
+    into contiguous parts, one for each rank; the rest stays whole. `labels` become `shift_labels`: position i has the
+    token after it, also where that is on the next rank, and the last one of a sequence has -100. `position_ids` are
+    made where there are none, 0 to length - 1.
+    group: the ranks of one sequence; None: those of the engine that was built last. Without several ranks labels are
+    shifted and positions made all the same, so that a script works with any number of them.
+
+    Raises: EngineError for a length that the ranks do not divide, and for inputs of different lengths.
+    """
+    ranks = sequence_ranks(group)
+    return part_of_batch(batch, 0, 1) if ranks is None else part_of_batch(batch, ranks.rank, ranks.world_size)
+
+
+def part_of_batch(batch: Mapping[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Return the part of rank `rank` of `num_ranks`: see `shard_sequence`."""
+    tokens = _tokens(batch)
+    size, length = tokens.shape[:2]
+    if length % num_ranks:
+        raise EngineError(
+            f"{num_ranks} ranks do not divide a sequence of {length} tokens",
+            hint=f"pad sequences to a multiple of {num_ranks}: pad_to_multiple_of={num_ranks} of the collator",
+        )
+    whole = dict(batch)
+    if isinstance(whole.get("labels"), Tensor):
+        labels = whole.pop("labels")
+        whole.setdefault("shift_labels", F.pad(labels, (0, 1), value=IGNORED)[..., 1:])
+    if whole.get("position_ids") is None:
+        whole["position_ids"] = torch.arange(length, device=tokens.device).expand(size, -1)
+    part = slice(rank * (length // num_ranks), (rank + 1) * (length // num_ranks))
+    found = {}
+    for name, value in whole.items():
+        is_cut = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
+        if name in _BY_TOKEN and isinstance(value, Tensor) and not is_cut:
+            raise EngineError(
+                f"{name} has the shape {list(value.shape)}, and the sequence {length} tokens",
+                hint="give [batch, length]; masks over pairs of tokens follow from it and from position_ids",
+            )
+        found[name] = value[:, part].contiguous() if is_cut else value
+    return found
+
+
+def _tokens(batch: Mapping[str, Any]) -> Tensor:
+    for name in ("input_ids", "inputs_embeds"):
+        value = batch.get(name) if isinstance(batch, Mapping) else None
+        if isinstance(value, Tensor) and value.dim() > 1:
+            return value
+    raise EngineError(
+        "a batch that is cut along the sequence is a dict with input_ids, [batch, length]",
+        hint='such as launcher.shard_sequence({"input_ids": tokens, "labels": tokens})',
+    )
