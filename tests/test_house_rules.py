@@ -27,6 +27,7 @@ WIDE_SIGNATURES = {
     "run": "click passes every option of a command as one argument; `launcher.run` has them as keywords",
     "one_cycle": "keyword-only, the parameters of DeepSpeed's OneCycle",
     "build_loader": "keyword-only, the names of torch's DataLoader",
+    "MoE.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "TiledLinear.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "get_model_profile": "DeepSpeed's signature, which scripts call by position and by name",
 }

@@ -36,6 +36,7 @@ from launcher.engine.casting import (
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts
+from launcher.engine.experts import sizes_with_experts, spread_over_ranks
 from launcher.engine.kernels import trusted_kernel
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
@@ -62,6 +63,7 @@ from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.delayed import DelayedUpdate
+from launcher.zero.experts import is_moe_param
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
 from launcher.zero.order import CollectiveOrder
@@ -112,7 +114,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = _world_for(model)
     loaded = load_config(_config_source(args, config, config_params), world_size=world.world_size)
-    sizes = mesh_sizes(loaded.config, world.world_size)
+    sizes = sizes_with_experts(mesh_sizes(loaded.config, world.world_size), model)
     facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
     batch = _batch(settings, sizes)
@@ -123,6 +125,7 @@ def initialize(
     use_section(settings.activation_checkpointing)
     _prepare_device(settings, group)
     split_notices = split_over_ranks(model, settings, mesh)
+    expert_notices, model_parameters = spread_over_ranks(model, settings, mesh, optimizer, model_parameters)
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
     _place_buffers(model, settings, policy.precision, mesh.world)
@@ -137,7 +140,7 @@ def initialize(
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting)
     announce_disks(disks)
     if world.rank == 0:
-        announce(parts, loaded.notices, choices, plan, split_notices)
+        announce(parts, loaded.notices, choices, plan, [*split_notices, *expert_notices])
     engine = Engine(model, parts)
     engine.begin_in_folder()
     return engine, built.optimizer, loader, scheduler
@@ -261,12 +264,14 @@ def _place_buffers(model: nn.Module, settings: Config, precision: Precision, gro
     collectives.broadcast(group, [buffer.data for buffer in model.buffers()])
 
 
-def _place_others(model: nn.Module, precision: Precision, group: RankGroup) -> None:
+def _place_others(model: nn.Module, precision: Precision, mesh: ParallelMesh) -> None:
     """Bring parameters that are in no unit to the device, in their type and with rank 0's values: frozen ones."""
     others = [param for param in model.parameters() if unit_params_of(param) is None]
     for param in others:
-        param.data = param.data.to(device=group.device, dtype=precision.dtype_of(param))
-    collectives.broadcast(group, [param.data for param in others])
+        param.data = param.data.to(device=mesh.data.device, dtype=precision.dtype_of(param))
+    collectives.broadcast(mesh.data, [param.data for param in others if not is_moe_param(param)])
+    of_experts = (mesh.of_experts or mesh).data
+    collectives.broadcast(of_experts, [param.data for param in others if is_moe_param(param)])
 
 
 def _casting(model: nn.Module, settings: Config, precision: Precision, group: RankGroup) -> Casting:
@@ -289,10 +294,10 @@ def _shard(
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
     group = mesh.shard
     units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, mesh, disks)
-    _place_others(model, policy.precision, mesh.data)
+    _place_others(model, policy.precision, mesh)
     order = CollectiveOrder([unit.label for unit in units])
     reducer = GradientReducer(units, policy, mesh.data, order)
-    schedule = ParameterSchedule(units, policy.parameters, order)
+    schedule = ParameterSchedule(units, policy.parameters, order, mesh.data)
     hooks = install_hooks(model, units, reducer, schedule)
     if plan is None:
         return ShardedModel(model, units, reducer, schedule, hooks)

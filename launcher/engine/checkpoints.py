@@ -28,6 +28,7 @@ from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import Place
 from launcher.config.schema import Config
+from launcher.parallel.expert.share import absent_parameters
 from launcher.zero.gathered import GatheredParameters
 
 if TYPE_CHECKING:
@@ -92,9 +93,8 @@ class Checkpoints:
         engine, copies = self._engine, self._section.asynchronous
         run = Encoded.of(vars(self._run_state(client_state)), "the run's state", copies=copies)
         private = Encoded.of(self._private(), f"rank {engine.global_rank}", copies=copies)
-        excluded = {
-            name for name, param in engine.module.named_parameters() if excludes_frozen and not param.requires_grad
-        }
+        params = {**dict(engine.module.named_parameters()), **absent_parameters(engine.module)}
+        excluded = {name for name, param in params.items() if excludes_frozen and not param.requires_grad}
         data = RankData(writer_index(self._parts.mesh), self._contents(excluded), private)
         return data, SharedData(run, {**self._facts(), "excluded": sorted(excluded)})
 

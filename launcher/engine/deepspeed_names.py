@@ -207,9 +207,7 @@ class DeepSpeedNames:
         rank0_only = kwargs.pop("rank0_only", False)
         is_wanted = self.global_rank == 0 or not rank0_only
         frozen = {param for param in self.module.parameters() if not param.requires_grad}
-        return collect_state(
-            self.module, (), kwargs, is_wanted=is_wanted, left_out=frozen, tensor=self._parts.mesh.tensor
-        )
+        return collect_state(self.module, (), kwargs, is_wanted=is_wanted, left_out=frozen, mesh=self._parts.mesh)
 
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None

@@ -51,9 +51,7 @@ class WeightExport:
             unit.params.wait()
         left_out = {param for param in self.module.parameters() if exclude_frozen and not param.requires_grad}
         is_wanted = self._parts.mesh.world.rank == 0
-        state = collect_state(
-            self.module, (), {}, is_wanted=is_wanted, left_out=left_out, tensor=self._parts.mesh.tensor
-        )
+        state = collect_state(self.module, (), {}, is_wanted=is_wanted, left_out=left_out, mesh=self._parts.mesh)
         return state if is_wanted else None
 
     def save_16bit_model(

@@ -48,11 +48,15 @@ def split_over_ranks(model: nn.Module, settings: Config, mesh: ParallelMesh) -> 
 
 def check_optimizer(plan: OptimizerPlan | None, mesh: ParallelMesh) -> None:
     """Raise EngineError for an optimizer whose update of an element depends on other elements of its parameter."""
-    if mesh.tensor is not None and plan is not None and plan.kind in COLLECTIVE:
+    if plan is None or plan.kind not in COLLECTIVE:
+        return
+    hint = "use AdamW, Adagrad, Lion or SGD, or another axis"
+    if mesh.tensor is not None:
         raise EngineError(
-            f"{plan.name} needs whole parameters, and tensor-parallel ranks have parts of them",
-            hint="use AdamW, Adagrad, Lion or SGD, or another axis",
+            f"{plan.name} needs whole parameters, and tensor-parallel ranks have parts of them", hint=hint
         )
+    if mesh.expert is not None:
+        raise EngineError(f"{plan.name} needs all ranks to have the same parameters, and experts are spread", hint=hint)
 
 
 class LayerRanks:

@@ -52,7 +52,7 @@ class SavesCheckpoints:
         """
         self._wait_for_parameters()
         is_wanted = self.global_rank == 0 or not rank0_only
-        return collect_state(self.module, args, kwargs, is_wanted=is_wanted, tensor=self._parts.mesh.tensor)
+        return collect_state(self.module, args, kwargs, is_wanted=is_wanted, mesh=self._parts.mesh)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights into the model, this rank's own `state_dict`, and have masters and shards follow.
