@@ -74,7 +74,7 @@ class ParallelMesh:
     @property
     def label(self) -> str | None:
         """Who works with whom, for the start line; None when all ranks have different data and shard together."""
-        if self.sizes.model_size > 1 or self.sizes.expert > 1:
+        if not self.sizes.is_data_alone:
             return self.sizes.text()
         if self.replicate is not None:
             return f"{self.num_copies} copies of the shards, each over {self.shard.world_size} ranks"
@@ -105,7 +105,7 @@ def build_mesh(
         if size is None:
             continue
         where = f"zero_optimization.{key}"
-        if sizes.model_size > 1 or sizes.expert > 1:
+        if not sizes.is_data_alone:
             raise EngineError(
                 f"{key} is for data parallelism alone, and this run has {sizes.equation} ranks",
                 where=where,

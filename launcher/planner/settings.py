@@ -75,7 +75,11 @@ def in_precision(
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
     zero: dict[str, Any] = {"stage": setting.stage}
-    axes = {"tensor_parallel": {"autotp_size": setting.sizes.tensor}} if setting.sizes.tensor > 1 else {}
+    axes: dict[str, Any] = {}
+    if setting.sizes.tensor > 1:
+        axes["tensor_parallel"] = {"autotp_size": setting.sizes.tensor}
+    if setting.sizes.expert > 1:
+        axes["expert_parallel"] = {"enabled": True, "autoep_size": setting.sizes.expert}
     offload, precision = setting.policy.offload, setting.policy.precision.param
     for name, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.params)):
         if place is not Place.DEVICE:

@@ -41,6 +41,11 @@ class MeshSizes:
         return self.world_size // self.data
 
     @property
+    def is_data_alone(self) -> bool:
+        """Whether every rank has its own samples and the whole model."""
+        return self.model_size == 1 and self.expert == 1
+
+    @property
     def num_replicas(self) -> int:
         """Ranks with the same part of the model: gradients are summed, and states sharded, over these."""
         return self.data * self.sequence
