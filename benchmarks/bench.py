@@ -76,6 +76,7 @@ SECTIONS = (
     Section("step_time_gpt", "step_time.py --models gpt --rounds 5", 2),
     Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),
     Section("offload_time", "offload_time.py --rounds 6", 2),
+    Section("expert_parallel", "expert_parallel.py --rounds 6", 4),
     Section("hf_trainer", "hf_trainer.py"),
     Section("checkpoint_peers", "checkpoint_peers.py"),
     Section("checkpoint_time", "checkpoint_time.py --sizes 100 --rounds 4", 2),

@@ -33,6 +33,7 @@ SHORT = {
     "output": ("--lines 50 --ranks 1 --rounds 1", 0),
     "step_time": ("--models tiny --rounds 1", 1),
     "offload_time": ("--model tiny --rounds 1", 1),
+    "expert_parallel": ("--width 16 --tokens 16 --rounds 1 --engines launch", 2),
     "checkpoint_peers": ("--count 1 --only ours", 0),
     "checkpoint_time": ("--sizes 0 --stages 2 --rounds 1", 2),
     "to_fp32": ("--layers 1 --rounds 1", 0),
@@ -53,7 +54,17 @@ SHORT = {
 }
 # These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
 SLOW = {
-    *("onebit", "step_time", "offload_time", "scale_model", "startup", "growth", "nvme_step", "stalls"),
+    *(
+        "expert_parallel",
+        "onebit",
+        "step_time",
+        "offload_time",
+        "scale_model",
+        "startup",
+        "growth",
+        "nvme_step",
+        "stalls",
+    ),
     *("parity_table", "architectures", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
     *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32", "hf_trainer", "pretrained_memory"),
 }

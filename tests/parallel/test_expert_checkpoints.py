@@ -14,6 +14,8 @@ from torch import Tensor
 
 import launcher
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.checkpoint_files.summary import summary_of
+from launcher.checkpoint_files.verify import verify
 
 
 def _engine(kind: str, ep_size: int, stage: int, *, freezes: bool = False, **others: Any) -> Any:
@@ -82,6 +84,9 @@ def test_saved_by_some_ranks_and_loaded_by_others(kind: str, tmp_path: Path) -> 
     weights, losses = saved[0][0], [loss for _, loss in saved]
     assert set(weights) == set(mixtures.build(kind).state_dict())
     _check_same(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "first"), weights)
+    assert verify(tmp_path / "first") == []
+    listed = {param.name: param.shape for param in summary_of(tmp_path / "first").params}
+    assert listed == {name: tuple(weights[name].shape) for name in listed}
     if kind != "moe":  # its experts are copies of one on every rank where they are not spread
         from safetensors.torch import load_file
 

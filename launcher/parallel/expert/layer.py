@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,13 +123,16 @@ class Experts(nn.Module):
         super().__init__()
         self.num_local_experts = share.num_local
         self.deepspeed_experts = nn.ModuleList()
+        modules: dict[str, Any] = self.deepspeed_experts._modules  # torch's annotation leaves None out
+        without_values = copy.deepcopy(expert).to("meta")
         for number in range(share.num_experts):
-            own = copy.deepcopy(expert)
-            for param in own.parameters():
-                mark_expert(param, share.group.world_size)
-            if number not in share.local:
-                share.absent[number] = own.to("meta")
-            self.deepspeed_experts._modules[str(number)] = own if number in share.local else None
+            is_own = number in share.local
+            copied = copy.deepcopy(expert if is_own else without_values)
+            if not is_own:
+                share.absent[number] = copied
+            modules[str(number)] = copied if is_own else None
+        for param in self.deepspeed_experts.parameters():
+            mark_expert(param, share.group.world_size)
         keep_share(self.deepspeed_experts, share)
 
     @property
@@ -150,8 +154,6 @@ class MOELayer(nn.Module):
         super().__init__()
         self.gate = gate
         self.experts = experts
-        self.l_aux: Tensor | None = None  # of the last forward
-        self.exp_counts: Tensor | None = None
 
     @outside_graphs
     def forward(self, x: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +168,6 @@ class MOELayer(nn.Module):
             output = self._with_capacity(tokens, routing, capacity)
         else:
             output = self._without_drops(tokens, routing)
-        self.l_aux, self.exp_counts = routing.balance_loss, routing.counts
         return output.view(x.shape), routing.balance_loss, routing.counts
 
     def _without_drops(self, x: Tensor, routing: Routing) -> Tensor:
@@ -174,7 +175,8 @@ class MOELayer(nn.Module):
         trains = any(param.requires_grad for param in self.experts.parameters())
 
         def run(rows: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
-            return self.experts(rows, sizes_of(expert, share.num_local)) * weights[:, None]
+            outputs: Tensor = self.experts(rows, sizes_of(expert, share.num_local))
+            return outputs * weights[:, None]
 
         return at_experts(x, routing.experts, routing.weights, share, run, trains=trains)
 

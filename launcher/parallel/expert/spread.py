@@ -71,10 +71,11 @@ def spread_experts(model: nn.Module, mesh: ParallelMesh, settings: ExpertParalle
     for mixture in found:
         if mixture.block is not None:
             gone |= _keep_own_of_list(mixture, mesh)
-            mixture.block.__class__ = listed_class(type(mixture.block))
         else:
             _keep_own_of_stack(mixture, mesh)
-            mixture.experts.__class__ = stacked_class(type(mixture.experts))
+        changed = mixture.block or mixture.experts
+        kind: Any = type(changed)  # mypy takes a class for what its instances are, which need not be hashable
+        changed.__class__ = stacked_class(kind) if mixture.block is None else listed_class(kind)
     shares = [share for _, share in spread_containers(model).values()]
     return ExpertReport(len(shares), max(share.num_experts for share in shares), group.world_size, frozenset(gone))
 
@@ -191,5 +192,6 @@ def _keep_own_of_stack(mixture: _Mixture, mesh: ParallelMesh) -> None:
         mark_split(param, split)
         mark_expert(param, group.world_size)
     share = ExpertShare(group, mixture.num_experts)
-    mixture.experts.num_experts = share.num_local  # what its own forward counts
+    experts: Any = mixture.experts
+    experts.num_experts = share.num_local  # what its own forward counts
     keep_share(mixture.experts, share)
