@@ -4,8 +4,8 @@
         [--output FILE]
 
 All engines train one model of `MoE` layers on the same tokens in one job and step in turns, in another order each
-round; the first step of a turn is not measured. DeepSpeed's layer, where it is installed, has the same experts and capacity.
-Rank 0 writes a section of docs/benchmarks.md to FILE, or prints it.
+round; the first step of a turn is not measured. DeepSpeed's layer, where it is installed, has the same experts and
+capacity. Rank 0 writes a section of docs/benchmarks.md to FILE, or prints it.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def main() -> None:
             f"{dist.get_world_size()} ranks on {DEVICE.type}, {dist.get_backend()}, fp32, ZeRO stage 1, {LAYERS} layers"
             f" of {EXPERTS} experts with {per_layer / 1e6:.1f} M parameters each,\n{options.tokens} tokens of"
             f" {options.width} features a rank, k = {TOP_K}, capacity factor {CAPACITY}. AdamW: ours by the engine's"
-            " own kernel, DeepSpeed's by torch's fused one.\nMemory: by how much rank 0 grew when the engine was built and"
-            " took its first step. CPU: seconds of all ranks a step.\nThe third column of times is the median of the"
-            " ratios to the first row within a round.\n\n"
+            " own kernel, DeepSpeed's by torch's fused one.\nMemory: by how much rank 0 grew when the engine was built"
+            " and took its first step. CPU: seconds of all ranks a step.\n`over the first` is the median of the ratios"
+            " to the first row within a round.\n\n"
         )
         header = ["engine", "step", "quartiles", "over the first", "CPU", "memory of a rank"]
         samples = rounds_text(
