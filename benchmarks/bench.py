@@ -77,6 +77,7 @@ SECTIONS = (
     Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),
     Section("pipeline", "pipeline.py --rounds 8", 2),
     Section("offload_time", "offload_time.py --rounds 6", 2),
+    Section("expert_parallel", "expert_parallel.py --rounds 6", 4),
     Section("hf_trainer", "hf_trainer.py"),
     Section("checkpoint_peers", "checkpoint_peers.py"),
     Section("checkpoint_time", "checkpoint_time.py --sizes 100 --rounds 4", 2),

@@ -42,6 +42,7 @@ _LAZY_MODULES = {
     "checkpointing": "launcher.activation",
     "comm": "launcher.comm",
     "compat": "launcher.compat",
+    "moe": "launcher.moe",
     "notebook": "launcher.notebook",
     "zero": "launcher.zero",
 }
@@ -69,6 +70,7 @@ __all__ = [
     "heartbeat",
     "init_distributed",
     "initialize",
+    "moe",
     "notebook",
     "preempted",
     "run",
@@ -83,7 +85,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from launcher import activation as checkpointing
-    from launcher import checkpoint, comm, compat, notebook, zero
+    from launcher import checkpoint, comm, compat, moe, notebook, zero
     from launcher.api.outcome import JobTimeout, Outcome, RankFailed
     from launcher.api.parameters import Options
     from launcher.api.run import run

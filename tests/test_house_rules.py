@@ -28,6 +28,7 @@ WIDE_SIGNATURES = {
     "one_cycle": "keyword-only, the parameters of DeepSpeed's OneCycle",
     "build_loader": "keyword-only, the names of torch's DataLoader",
     "PipelineModule.__init__": "DeepSpeed's signature, which scripts call by position and by name",
+    "MoE.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "TiledLinear.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "get_model_profile": "DeepSpeed's signature, which scripts call by position and by name",
 }

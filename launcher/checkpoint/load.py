@@ -20,6 +20,7 @@ from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
 from launcher.optim.api import FlatOptimizer, ParamShard
+from launcher.parallel.expert.share import absent_names
 from launcher.sharding.tensors import ParamInfo
 from launcher.zero.parameters import full_shape, param_info, unit_params_of
 from launcher.zero.splits import slice_of
@@ -132,6 +133,8 @@ def _read(source: CheckpointSource, key: str, param: ParamInfo, start: int, out:
     split, stored = param.split, source.params[param.name].split
     if split is None:
         source.read(key, param.name, start, read)
+    elif split.is_in_order and (stored is None or stored.is_in_order):
+        source.read(key, param.name, split.index * split.local_numel + start, read)
     elif isinstance(source, NativeSource) and stored is not None and replace(stored, index=split.index) == split:
         source.read_stored(key, param.name, split.index * split.local_numel + start, read)
     else:  # saved in other parts: only the whole can be divided otherwise
@@ -193,7 +196,8 @@ def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str
     try:
         stored = source.params
         shapes = {name: full_shape(param) for name, param in target.module.named_parameters()}
-        known = {*shapes, *(name for name, _ in _other_tensors(target.module)), *target.names_of_others}
+        known = {*shapes, *(name for name, _ in _other_tensors(target.module))}
+        known |= {*target.names_of_others, *absent_names(target.module)}
         missing = [name for name in shapes if name not in stored]
         unexpected = [name for name in stored if name not in known]
         if is_strict and (missing or unexpected):

@@ -45,7 +45,7 @@ class Summary:
             return [
                 ParamFacts(
                     str(param["name"]),
-                    tuple(int(size) for size in param["shape"]),
+                    tuple(int(size) for size in (param.get("split") or param)["shape"]),
                     str(param["dtype"]),
                     bool(param["is_trainable"]),
                     number,
@@ -53,6 +53,7 @@ class Summary:
                 )
                 for number, unit in enumerate(self.state["units"])
                 for param in unit["params"]
+                if not (param.get("split") or {}).get("index")  # of parts the first one is listed, as the whole
             ]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise self._unreadable("its parameters") from None

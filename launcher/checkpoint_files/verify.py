@@ -121,7 +121,8 @@ def _expected(state: Mapping[str, Any]) -> dict[str, int]:
     excluded, found = set(state.get("excluded", ())), {}
     for unit in state["units"]:
         for param in unit["params"]:
-            name, numel = param["name"], math.prod(param["shape"])
+            # Of one that several ranks have in parts all of them are listed, with the shape of the whole.
+            name, numel = param["name"], math.prod((param.get("split") or param)["shape"])
             if name in excluded:
                 continue
             found[f"weight/{name}"] = numel

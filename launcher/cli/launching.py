@@ -41,7 +41,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     if options.dry_run:
         plan = _with_commands(plan, job.reach)
         sizes = job.mesh_of(plan)
-        if sizes is not None and sizes.model_size > 1:
+        if sizes is not None and not sizes.is_data_alone:
             plan = dataclasses.replace(plan, notes=(*plan.notes, f"mesh        {sizes.text()}"))
         render.show_plan(plan, as_json=options.as_json)
         if not options.as_json:

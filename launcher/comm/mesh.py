@@ -4,12 +4,15 @@ Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public C
 https://arxiv.org/abs/2205.00119: parameters, gradients and states are sharded over a few ranks, and replicated.
 Wang et al., "ZeRO++", https://arxiv.org/abs/2306.10209, section 3.2 (hpZ): backward gathers parameters from a second
 set of shards, within a node.
+Lepikhin et al., "GShard", https://arxiv.org/abs/2006.16668, and Rajbhandari et al., "DeepSpeed-MoE",
+https://arxiv.org/abs/2201.05596, section 5: neighbours along the data axis have different experts, which are replicated
+over the rest of it.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,6 +38,24 @@ class ParallelMesh:
     sequence: RankGroup | None = None  # the ranks that have the same samples, each a part of every sequence
     layers: RankGroup | None = None  # all ranks with the same layers, whole or in parts; None: `world`
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))  # of all axes
+    expert: RankGroup | None = None  # of `data`, the ranks that have one set of experts together
+    of_experts: ParallelMesh | None = None  # for parameters of experts: its `data` are the ranks with the same ones
+    num_averaged: int | None = None  # ranks whose gradients are averaged; None: those of `data`
+
+    @property
+    def num_sample_ranks(self) -> int:
+        """How many ranks the mean of the gradients is over.
+
+        The gradient of an expert has the samples of all ranks of its set of experts in it before it is reduced.
+        """
+        return self.data.world_size if self.num_averaged is None else self.num_averaged
+
+    def place_in_data(self, rank: int) -> int:
+        """Return the place in `data` of the ranks whose parameters count where a rank of the whole data axis is named.
+
+        For parameters of experts these are the ranks with the same experts as this one: the replica of that rank.
+        """
+        return rank if self.num_averaged is None else rank // (self.num_averaged // self.data.world_size)
 
     @property
     def model_part(self) -> int:
@@ -54,7 +75,7 @@ class ParallelMesh:
     @property
     def label(self) -> str | None:
         """Who works with whom, for the start line; None when all ranks have different data and shard together."""
-        if self.sizes.model_size > 1:
+        if not self.sizes.is_data_alone:
             return self.sizes.text()
         if self.replicate is not None:
             return f"{self.num_copies} copies of the shards, each over {self.shard.world_size} ranks"
@@ -85,7 +106,7 @@ def build_mesh(
         if size is None:
             continue
         where = f"zero_optimization.{key}"
-        if sizes.model_size > 1:
+        if not sizes.is_data_alone:
             raise EngineError(
                 f"{key} is for data parallelism alone, and this run has {sizes.equation} ranks",
                 where=where,
@@ -110,8 +131,15 @@ def build_mesh(
 def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size: int | None) -> ParallelMesh:
     if world.process_group is None:
         return ParallelMesh(world, world, world, sizes=sizes)
+    if sizes.expert > 1:
+        return _with_experts(_data_parallel(world, sizes, None, None), sizes)
     if sizes.model_size > 1:
         return _with_axes(world, sizes)
+    return _data_parallel(world, sizes, shard_size, node_size)
+
+
+def _data_parallel(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size: int | None) -> ParallelMesh:
+    assert world.process_group is not None
     data = with_reductions(world)
     shard, replicate = data, None
     if shard_size is not None and shard_size < data.world_size:
@@ -122,6 +150,20 @@ def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size:
     if node_size is not None and 1 < node_size < data.world_size:
         node = data.of_ranks(_rows(world.process_group, data.device.type, node_size)[0].get_group("within"))
     return ParallelMesh(world, data, shard, replicate, node, sizes=sizes)
+
+
+def expert_group(world: RankGroup, sizes: MeshSizes) -> RankGroup:
+    """Return the ranks that this one has a set of experts together with. Every rank must call it."""
+    ranks = sizes.ranks_of_experts()
+    hosts = subgroup(ranks, "hosts of experts", "gloo") if world.runtime.runs_behind_host else None
+    return world.of_ranks(subgroup(ranks, "expert"), host_process_group=hosts)
+
+
+def _with_experts(mesh: ParallelMesh, sizes: MeshSizes) -> ParallelMesh:
+    ranks = sizes.ranks_of_replicas()
+    same = mesh.world.of_ranks(subgroup(ranks, "replicas"), subgroup(ranks, "reductions of replicas"))
+    of_experts = replace(mesh, data=same, shard=same, num_averaged=mesh.data.world_size)
+    return replace(mesh, expert=expert_group(mesh.world, sizes), of_experts=of_experts)
 
 
 def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
 
-_NO_EXPERTS = "no expert parallelism: use ZeRO stage 3 with set_z3_leaf_modules()"
+_NO_PARTS_OF_MOE = "no gates and dispatchers apart from their layer: build deepspeed.moe.layer.MoE"
 _NO_INFERENCE = "no inference kernels: call deepspeed.initialize() without an optimizer"
 _NO_AUTO_SEQUENCE = "no FPDT or AutoSP: use launcher.DistributedAttention with recomputed activations"
 _NO_TENSOR = "tensor parallelism is in the config: give tensor_parallel.autotp_size"
@@ -27,7 +27,9 @@ REFUSED = {
     "linear": "no LoRA or quantized layers: use the package peft",
     "model_implementations": _NO_INFERENCE,
     "module_inject": f"no kernels to inject; {_NO_TENSOR}",
-    "moe": _NO_EXPERTS,
+    "moe.experts": _NO_PARTS_OF_MOE,
+    "moe.mappings": _NO_PARTS_OF_MOE,
+    "moe.sharded_moe": _NO_PARTS_OF_MOE,
     "nvme": 'no disk benchmark in Python: call "launch io"',
     "ops.sparse_attention": "no block-sparse attention: use torch.nn.attention.flex_attention",
     "ops.transformer": "no transformer kernels: use torch.nn.functional.scaled_dot_product_attention",

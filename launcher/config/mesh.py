@@ -1,4 +1,7 @@
-"""The mesh equation: ranks = pipeline × data × sequence × tensor. Exact, or an error that prints it."""
+"""The mesh equation: ranks = pipeline × data × sequence × tensor. Exact, or an error that prints it.
+
+Experts subdivide the data axis.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from launcher.config.schema import Config
 from launcher.sharding.mesh import MeshSizes, product_text
 
 ACROSS_NODES_KEY = "tensor_parallel.across_nodes"
+EXPERT_KEY = "expert_parallel.autoep_size"
 
 
 def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
@@ -36,7 +40,35 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
             where=", ".join(_keys_of(sizes, has_data=given is not None)),
             hint=f"start {_near(product, world_size, is_exact=given is not None)} ranks, or change a size",
         )
-    return replace(sizes, data=world_size // sizes.world_size)
+    return with_experts(replace(sizes, data=world_size // sizes.world_size), _expert_size(config), EXPERT_KEY)
+
+
+def with_experts(sizes: MeshSizes, expert: int, where: str) -> MeshSizes:
+    """Return a mesh on whose data axis so many neighbours have one set of experts together.
+
+    where: who asks for it. Raises: ConfigError with the equation, and for axes that have no experts yet.
+    """
+    if expert == 1:
+        return sizes
+    others = [axis for axis in ("pipeline", "sequence", "tensor") if getattr(sizes, axis) > 1]
+    if others:
+        raise ConfigError(
+            f"experts are spread over ranks of the data axis alone, and this run has {sizes.equation} ranks",
+            where=where,
+            hint=f"leave the {others[0]} axis out, or the experts whole on every rank",
+        )
+    if sizes.data % expert:
+        raise ConfigError(
+            f"{expert} ranks of one set of experts do not divide the data axis: {sizes.equation} ranks",
+            where=where,
+            hint=f"use {_listed(divisors(sizes.data))}, or start a multiple of {expert} ranks",
+        )
+    return replace(sizes, expert=expert)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide another one, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def check_nodes(config: Config, sizes: MeshSizes, ranks_by_node: Sequence[int]) -> None:
@@ -54,6 +86,11 @@ def check_nodes(config: Config, sizes: MeshSizes, ranks_by_node: Sequence[int]) 
             where="tensor_parallel.autotp_size",
             hint=f'use a size that divides the ranks of every node, or force it: "{ACROSS_NODES_KEY}": true',
         )
+
+
+def _expert_size(config: Config) -> int:
+    section = config.expert_parallel
+    return (_decided(section.autoep_size) or 1) if section.enabled is True else 1
 
 
 def _asked_for(config: Config) -> MeshSizes:
@@ -93,3 +130,8 @@ def _near(product: int, world_size: int, *, is_exact: bool) -> str:
         return str(product)
     below = world_size // product * product
     return f"{below} or {below + product}"
+
+
+def _listed(numbers: list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last

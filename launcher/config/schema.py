@@ -63,7 +63,9 @@ class Config(Section):
     dataloader_drop_last: Flag = key(False, "drop the last, smaller batch")
     vocabulary_size: OptInt = key(None, "warn if no multiple of 8", inert("nothing depends on it"))
     log_level: OptText = key(None, "level of the log", inert('use logging.getLogger("launcher").setLevel'))
-    use_data_before_expert_parallelism: Flag = key(False, "order of groups", inert("there are no experts"))
+    use_data_before_expert_parallelism: Flag = key(
+        False, "ranks with the same experts are neighbours", unsupported("ranks of one set of experts are; remove it")
+    )
     sequence_parallel_size: PositiveInt = key(1, "ranks that have parts of the same sequences")
     data_parallel_size: OptInt = key(None, "ranks with different data; null: those that the other axes leave")
     allgather_size: PositiveInt = key(500_000_000, "old bucket size", inert("it is obsolete"))

@@ -28,8 +28,6 @@ from launcher.config.fields import (
 )
 from launcher.sharding.pipeline import DEFAULT_SCHEDULE, SCHEDULES
 
-_REMOVE = unsupported("not in this release; remove the section")
-
 
 class Pipeline(Section):
     """`pipeline`."""
@@ -103,37 +101,61 @@ class TensorParallel(Section):
     )
 
 
+_ROUTER = inert("the model's own router decides it")
+_BY_SHAPE = inert("experts are found by how the model holds them")
+_SHARED = inert("shared experts stay as they are, on every rank")
+_KERNELS = inert("the experts' own implementation computes them")
+_DEEP_EP = inert("it is for DeepEP")
+
+
 class ExpertParallel(Section):
     """`expert_parallel`."""
 
-    status = inert("expert parallelism is off")
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "spread experts over ranks", _REMOVE)
-    autoep_size: PositiveInt = key(1, "ranks of one set of experts")
-    expert_tensor_parallel_size: PositiveInt = key(1, "ranks of one expert")
-    preset_model: OptText = key(None, "known model family")
-    moe_layer_pattern: OptText = key(None, "names of the layers")
-    expert_pattern: OptText = key(None, "names of the experts")
-    router_pattern: OptText = key(None, "names of the routers")
-    use_grouped_mm: Flag = key(True, "one kernel for all experts")
-    disable_triton_grouped_mm: Flag = key(False, "without Triton")
-    route_norm: OptFlag = key(None, "normalise the scores")
-    route_scale: Number = key(1.0, "scale of the scores")
-    score_apply: Text = key("auto", "where scores are applied")
-    score_func: Text = key("auto", "softmax or sigmoid")
-    combine_impl: Text = key("auto", "how results are joined")
-    top_k: Anything = key("auto", "experts of a token")
-    num_expert_groups: OptInt = key(None, "groups of experts")
-    num_limited_groups: OptInt = key(None, "groups of a token")
-    routed_scaling_factor: Anything = key("auto", "scale of the results")
-    expert_w1: OptText = key(None, "name of the first weight")
-    expert_w2: OptText = key(None, "name of the second weight")
-    expert_w3: OptText = key(None, "name of the third weight")
-    num_experts_attr: OptText = key(None, "attribute with their number")
-    top_k_attr: OptText = key(None, "attribute with top_k")
-    has_shared_experts: OptFlag = key(None, "some experts see every token")
-    shared_experts_pattern: OptText = key(None, "their names")
-    shared_experts_gate_pattern: OptText = key(None, "names of their gates")
-    validate_folding_routing: Flag = key(False, "check the routing")
-    load_balance_coeff: OptNumber = key(None, "weight of the balance loss")
+    enabled: Flag = key(False, "spread the experts of a Hugging Face mixture over ranks")
+    autoep_size: PositiveInt = key(1, "ranks that have one set of experts together; divides the data axis")
+    expert_tensor_parallel_size: PositiveInt = key(
+        1,
+        "ranks of one expert",
+        unsupported("experts are not split; use a larger autoep_size", is_off=lambda n: n == 1),
+    )
+    moe_layer_pattern: OptText = key(None, "regular expression of the modules whose experts are spread; null: all")
+    expert_pattern: OptText = key(None, 'name of the experts within such a module; null: "experts"')
+    preset_model: OptText = key(None, "known model family", _BY_SHAPE)
+    router_pattern: OptText = key(None, "names of the routers", _ROUTER)
+    use_grouped_mm: Flag = key(True, "one kernel for all experts", _KERNELS)
+    disable_triton_grouped_mm: Flag = key(False, "without Triton", _KERNELS)
+    gate_up_impl: Text = key("separate", "how gate and up are computed", _KERNELS)
+    expert_activation: OptText = key(None, "activation of the experts", _KERNELS)
+    route_norm: OptFlag = key(None, "normalise the scores", _ROUTER)
+    route_scale: Number = key(1.0, "scale of the scores", _ROUTER)
+    score_apply: Text = key("auto", "where scores are applied", _ROUTER)
+    score_func: Text = key("auto", "softmax or sigmoid", _ROUTER)
+    top_k: Anything = key("auto", "experts of a token", _ROUTER)
+    num_expert_groups: OptInt = key(None, "groups of experts", _ROUTER)
+    num_limited_groups: OptInt = key(None, "groups of a token", _ROUTER)
+    routed_scaling_factor: Anything = key("auto", "scale of the results", _ROUTER)
+    top_k_attr: OptText = key(None, "attribute with top_k", _ROUTER)
+    load_balance_coeff: OptNumber = key(
+        None, "step of the balance without a loss", unsupported("the router stays the model's own; remove it")
+    )
+    combine_impl: Text = key("auto", "how results are joined", inert("ranks send back one sum for each token"))
+    row_weighting_impl: Text = key("auto", "how rows are weighed", _DEEP_EP)
+    expert_w1: OptText = key(None, "name of the first weight", _BY_SHAPE)
+    expert_w2: OptText = key(None, "name of the second weight", _BY_SHAPE)
+    expert_w3: OptText = key(None, "name of the third weight", _BY_SHAPE)
+    num_experts_attr: OptText = key(None, "attribute with their number", _BY_SHAPE)
+    has_shared_experts: OptFlag = key(None, "some experts see every token", _SHARED)
+    shared_experts_pattern: OptText = key(None, "their names", _SHARED)
+    shared_experts_gate_pattern: OptText = key(None, "names of their gates", _SHARED)
+    validate_folding_routing: Flag = key(
+        False, "check the routing of tensor-parallel ranks", inert("experts and tensor parallelism exclude each other")
+    )
+    async_split_plan: Flag = key(False, "exchange sizes early", inert("sizes are exchanged right before the tokens"))
+    comm_backend: Text = key(
+        "comm", "what carries the tokens", unsupported("torch.distributed does", is_off=lambda name: name == "comm")
+    )
+    comm_num_sm: PositiveInt = key(12, "multiprocessors of DeepEP", _DEEP_EP)
+    comm_qp_margin: Count = key(4, "queue pairs of DeepEP", _DEEP_EP)
+    comm_max_tokens_per_rank: Count = key(0, "buffers of DeepEP", _DEEP_EP)

@@ -36,6 +36,7 @@ from launcher.engine.casting import (
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts
+from launcher.engine.experts import sizes_with_experts, spread_over_ranks
 from launcher.engine.kernels import trusted_kernel
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
@@ -67,6 +68,7 @@ from launcher.parallel.pipeline.divide import requested_stages
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.delayed import DelayedUpdate
+from launcher.zero.experts import is_moe_param
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
 from launcher.zero.order import CollectiveOrder
@@ -123,7 +125,7 @@ def initialize(
         model_stages=requested_stages(model),
         sequence_parallel_size=sequence_size(mpu, mesh_param, world.world_size),
     )
-    sizes = mesh_sizes(loaded.config, world.world_size)
+    sizes = sizes_with_experts(mesh_sizes(loaded.config, world.world_size), model)
     facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
     batch = _batch(settings, sizes)
@@ -140,6 +142,7 @@ def initialize(
     if staged is not None:
         model, model_parameters = staged.model, staged.own_parameters(optimizer, model_parameters)
     split_notices += split_over_ranks(model, settings, mesh) + check_sequence(model, mesh)
+    expert_notices, model_parameters = spread_over_ranks(model, settings, mesh, optimizer, model_parameters)
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
     _place_buffers(model, settings, policy.precision, mesh.layers or mesh.world)
@@ -155,7 +158,7 @@ def initialize(
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting, sequence)
     announce_disks(disks)
     if world.rank == 0:
-        announce(parts, loaded.notices, choices, plan, split_notices)
+        announce(parts, loaded.notices, choices, plan, [*split_notices, *expert_notices])
     engine = Engine(model, parts) if staged is None else PipelineEngine(staged.model, parts, staged.plan)
     engine.begin_in_folder()
     return engine, built.optimizer, loader, scheduler
@@ -279,12 +282,14 @@ def _place_buffers(model: nn.Module, settings: Config, precision: Precision, gro
     collectives.broadcast(group, [buffer.data for buffer in model.buffers()])
 
 
-def _place_others(model: nn.Module, precision: Precision, group: RankGroup) -> None:
+def _place_others(model: nn.Module, precision: Precision, mesh: ParallelMesh) -> None:
     """Bring parameters that are in no unit to the device, in their type and with rank 0's values: frozen ones."""
     others = [param for param in model.parameters() if unit_params_of(param) is None]
     for param in others:
-        param.data = param.data.to(device=group.device, dtype=precision.dtype_of(param))
-    collectives.broadcast(group, [param.data for param in others])
+        param.data = param.data.to(device=mesh.data.device, dtype=precision.dtype_of(param))
+    collectives.broadcast(mesh.data, [param.data for param in others if not is_moe_param(param)])
+    of_experts = (mesh.of_experts or mesh).data
+    collectives.broadcast(of_experts, [param.data for param in others if is_moe_param(param)])
 
 
 def _casting(model: nn.Module, settings: Config, precision: Precision, group: RankGroup) -> Casting:
@@ -307,10 +312,10 @@ def _shard(
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
     group = mesh.shard
     units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, mesh, disks)
-    _place_others(model, policy.precision, mesh.data)
+    _place_others(model, policy.precision, mesh)
     order = CollectiveOrder([unit.label for unit in units])
     reducer = GradientReducer(units, policy, mesh.data, order)
-    schedule = ParameterSchedule(units, policy.parameters, order)
+    schedule = ParameterSchedule(units, policy.parameters, order, mesh.data)
     hooks = install_hooks(model, units, reducer, schedule)
     if plan is None:
         return ShardedModel(model, units, reducer, schedule, hooks)

@@ -29,6 +29,7 @@ from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import Place
 from launcher.config.schema import Config
 from launcher.engine import across_stages
+from launcher.parallel.expert.share import absent_parameters
 from launcher.zero.gathered import GatheredParameters
 
 if TYPE_CHECKING:
@@ -102,9 +103,8 @@ class Checkpoints:
         facts, of_modules = self._of_modules()
         run = Encoded.of(vars(self._run_state(client_state, of_modules)), "the run's state", copies=copies)
         private = Encoded.of(self._private(), f"rank {engine.global_rank}", copies=copies)
-        excluded = {
-            name for name, param in engine.module.named_parameters() if excludes_frozen and not param.requires_grad
-        }
+        params = {**dict(engine.module.named_parameters()), **absent_parameters(engine.module)}
+        excluded = {name for name, param in params.items() if excludes_frozen and not param.requires_grad}
         data = RankData(writer_index(self._parts.mesh), self._contents(excluded), private)
         return data, SharedData(run, {**facts, "excluded": sorted(excluded)})
 

@@ -63,8 +63,8 @@ class WeightExport:
         left_out: Collection[nn.Parameter] = (),
     ) -> dict[str, Any]:
         """See `collect_state`. Collective."""
-        tensor = self._parts.mesh.tensor
-        return collect_state(self.module, arguments, options, is_wanted=is_wanted, left_out=left_out, tensor=tensor)
+        mesh = self._parts.mesh
+        return collect_state(self.module, arguments, options, is_wanted=is_wanted, left_out=left_out, mesh=mesh)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

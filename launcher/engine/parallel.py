@@ -17,6 +17,7 @@ from launcher.config.mesh import check_nodes
 from launcher.config.schema import Config
 from launcher.engine.inputs import fingerprint
 from launcher.optim.factory import OptimizerPlan
+from launcher.optim.onebit.plan import ONE_BIT
 from launcher.optim.rules import COLLECTIVE
 from launcher.parallel.tensor.gradient_check import check_replicated_gradients
 from launcher.parallel.tensor.split import split_model
@@ -47,12 +48,16 @@ def split_over_ranks(model: nn.Module, settings: Config, mesh: ParallelMesh) -> 
 
 
 def check_optimizer(plan: OptimizerPlan | None, mesh: ParallelMesh) -> None:
-    """Raise EngineError for an optimizer whose update of an element depends on other elements of its parameter."""
-    if mesh.tensor is not None and plan is not None and plan.kind in COLLECTIVE:
+    """Raise EngineError for an optimizer whose update of an element depends on other elements, or on other ranks."""
+    if plan is None or (plan.kind not in COLLECTIVE and plan.name not in ONE_BIT):
+        return
+    hint = "use AdamW, Adagrad, Lion or SGD, or another axis"
+    if mesh.tensor is not None:
         raise EngineError(
-            f"{plan.name} needs whole parameters, and tensor-parallel ranks have parts of them",
-            hint="use AdamW, Adagrad, Lion or SGD, or another axis",
+            f"{plan.name} needs whole parameters, and tensor-parallel ranks have parts of them", hint=hint
         )
+    if mesh.expert is not None:
+        raise EngineError(f"{plan.name} needs all ranks to have the same parameters, and experts are spread", hint=hint)
 
 
 class LayerRanks:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm.groups import RankGroup
+from launcher.comm.mesh import ParallelMesh
+from launcher.parallel.expert.share import absent_names, counterparts, values_of_others, with_absent
 from launcher.parallel.tensor.slices import full_values
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.parameters import UnitParameters, unit_params_of
@@ -30,31 +32,35 @@ def collect_state(
     *,
     is_wanted: bool = True,
     left_out: Collection[nn.Parameter] = (),
-    tensor: RankGroup | None = None,
+    mesh: ParallelMesh | None = None,
 ) -> dict[str, Any]:
     """Return `model.state_dict(*arguments, **options)` in host memory. Collective.
 
     Units are gathered, copied and sharded again one after another; then the model's own `state_dict` runs, with its
     hooks, while every parameter shows its copy. Tied weights share one. is_wanted: False on a rank that only takes
     part: it copies nothing, and gets an empty dictionary. left_out: parameters that are neither gathered nor returned.
-    tensor: ranks that have parts of parameters, which are put together.
+    mesh: whose ranks have parts of parameters, or different experts, which are put together.
     """
     copies: dict[nn.Parameter, Tensor] = {}
+    parts = None if mesh is None else mesh.tensor or mesh.expert
     wanted = [param for param in model.parameters() if param not in left_out]
     for found, params in _by_unit(wanted).items():
         if found.is_sharded:
             with GatheredParameters(params):
-                copies.update(_copied(params, tensor, is_wanted=is_wanted))
+                copies.update(_copied(params, parts, is_wanted=is_wanted))
     others = [param for param in wanted if not _sharded([param]) and split_of(param) is not None]
-    copies |= _copied(others, tensor, is_wanted=is_wanted)
+    copies |= _copied(others, parts, is_wanted=is_wanted)
+    of_others = _experts_of_others(model, left_out, is_wanted=is_wanted)
     if not is_wanted:
         return {}
-    with _showing(copies):
+    prefix = options.get("prefix", "")
+    with _showing(copies), with_absent(model):
         state: dict[str, Any] = model.state_dict(*arguments, **options)
+        state |= {prefix + name: value for name, value in of_others.items() if prefix + name in state}
         for name, param in model.named_parameters(remove_duplicate=False) if left_out else ():
-            if param in left_out:
-                state.pop(options.get("prefix", "") + name, None)
-        own = {copy.untyped_storage().data_ptr() for copy in copies.values()}
+            if param in left_out or (param.is_meta and name not in of_others):
+                state.pop(prefix + name, None)
+        own = {copy.untyped_storage().data_ptr() for copy in (*copies.values(), *of_others.values())}
         shared: dict[tuple[Any, ...], Tensor] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -62,11 +68,32 @@ def collect_state(
     return state
 
 
-def _copied(params: Iterable[nn.Parameter], tensor: RankGroup | None, *, is_wanted: bool) -> dict[nn.Parameter, Tensor]:
-    """Return copies of whole parameters in host memory; none where `is_wanted` is False."""
+def _experts_of_others(model: nn.Module, left_out: Collection[nn.Parameter], *, is_wanted: bool) -> dict[str, Tensor]:
+    """Return what only other ranks have of lists of experts, by name, in host memory. Collective.
+
+    Empty where `is_wanted` is False.
+    """
+    found = {}
+    for own in counterparts(model):
+        param = own.tensor if isinstance(own.tensor, nn.Parameter) else None
+        if param is not None and param in left_out:
+            continue
+        with GatheredParameters(param):
+            values = values_of_others(own.tensor, own.share)
+        for rank, name in enumerate(own.names):
+            if is_wanted and rank != own.share.group.rank:
+                found[name] = _host_copy(values[rank])
+    return found
+
+
+def _copied(params: Iterable[nn.Parameter], parts: RankGroup | None, *, is_wanted: bool) -> dict[nn.Parameter, Tensor]:
+    """Return copies of whole parameters in host memory; none where `is_wanted` is False.
+
+    parts: ranks that have parts of parameters; None: each has all of them.
+    """
     copies = {}
     for param in params:
-        values = param if tensor is None else full_values(param, tensor)
+        values = param if parts is None else full_values(param, parts)
         if is_wanted:
             copies[param] = _host_copy(values)
     return copies
@@ -123,7 +150,9 @@ def load_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> A
 
 
 def _own_parts(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `state` with this rank's part of parameters that tensor-parallel ranks share."""
+    """Return `state` with this rank's part of parameters that ranks have in parts, without experts of other ranks."""
+    absent = absent_names(model)
+    state = {name: value for name, value in state.items() if name not in absent} if absent else state
     own = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         split, value = split_of(param), state.get(name)

@@ -121,14 +121,16 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     model: what the ranks of one pipeline stage have; without a pipeline, all. world_size: all ranks.
     """
     mesh = setting.policy.mesh
-    model = model.part_of(setting.sizes.tensor)
+    everything = model.part_of(setting.sizes.tensor)
+    model = everything.with_part_of_experts(setting.sizes.expert)
     world_size = mesh.shard_ranks(world_size // setting.sizes.num_model_parts)
     stage, offload, element = setting.stage, setting.policy.offload, setting.element
     offloads_optimizer = offload.optimizer is not Place.DEVICE
-    owned = model.num_trainable / (world_size if stage >= 1 else 1)
+    # All ranks together own each element once, also those of experts, which are sharded over fewer ranks each.
+    owned = everything.num_trainable / world_size if stage >= 1 else model.num_trainable
     small = model.numel_below(setting.policy.parameters.persistence_threshold) if stage == 3 else 0
     whole = small if stage == 3 else model.num_params
-    sharded = (model.num_params - small) / world_size if stage == 3 else 0.0
+    sharded = (everything.num_params - small) / world_size if stage == 3 else 0.0
     ratio = offload.optimizer_ratio if offloads_optimizer else 0.0
     is_beside = offload.optimizer is offload.params and not offload.is_delayed
     kept = element.master + element.state * setting.states.average(model)
@@ -185,7 +187,12 @@ def _units(model: ModelFacts, setting: Setting) -> list[int]:
     bound = setting.policy.max_unit_numel
     if setting.stage == 3:
         bound = min(bound, setting.policy.parameters.max_live_numel)
-    return model.unit_numels(bound, shards_params=setting.stage == 3, offloads_optimizer=is_offloaded)
+    return model.unit_numels(
+        bound,
+        shards_params=setting.stage == 3,
+        offloads_optimizer=is_offloaded,
+        are_experts_apart=setting.sizes.expert > 1,
+    )
 
 
 def _gathered_numel(units: list[int], policy: ParameterPolicy) -> int:

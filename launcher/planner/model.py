@@ -16,6 +16,8 @@ _MAX_COUNT = 10**15
 _BESIDE_MATRICES = re.compile(r"embed|lm_head|\bw[tp]e\b|norm|\bln_|bias$", re.IGNORECASE)
 # Names of what tensor-parallel ranks have whole.
 _BESIDE_LAYERS = re.compile(r"norm|\bln_|\bwpe\b|position", re.IGNORECASE)
+# Names of what ranks of one set of experts have different ones of; shared experts are on every rank.
+_EXPERTS = re.compile(r"(?:^|\.)(?:deepspeed_)?experts\.")
 _EMBEDDING = re.compile(r"embed|\bw[tp]e\b", re.IGNORECASE)
 _TYPICAL_VOCABULARY = 50_257
 # Layers, hidden size, heads of models of this many parameters; 125M to 175B from Brown et al. 2020, table 2.1.
@@ -130,19 +132,38 @@ class ModelFacts:
         )
         return replace(self, params=params)
 
+    def with_part_of_experts(self, num_ranks: int) -> ModelFacts:
+        """Return what each of so many ranks has that have one set of experts together: its experts, and the rest."""
+        if num_ranks == 1:
+            return self
+        params = tuple(
+            replace(param, numel=-(-param.numel // num_ranks)) if _EXPERTS.search(param.name) else param
+            for param in self.params
+        )
+        return replace(self, params=params)
+
     def numel_below(self, threshold_numel: int) -> int:
         """Return the elements of all parameters smaller than the threshold: they stay unsharded at stage 3."""
         return sum(param.numel for param in self.params if param.numel < threshold_numel)
 
-    def unit_numels(self, max_unit_numel: int, *, shards_params: bool, offloads_optimizer: bool = False) -> list[int]:
+    def unit_numels(
+        self,
+        max_unit_numel: int,
+        *,
+        shards_params: bool,
+        offloads_optimizer: bool = False,
+        are_experts_apart: bool = False,
+    ) -> list[int]:
         """Return the sizes of the engine's units: each block of a list of modules, and the rest, cut by the bound.
 
-        Small neighbours are joined, depending on the setting. Padding is left out.
+        Small neighbours are joined, depending on the setting. Padding is left out. are_experts_apart: they are in units
+        of their own, as where they are spread over ranks.
         """
         trained = [param for param in self.params if param.trainable]
         numels, blocks = [param.numel for param in trained], [block_of(param.name) for param in trained]
         min_numel = min_unit_numel(shards_params=shards_params, offloads_optimizer=offloads_optimizer)
-        units = form_units(numels, blocks, min_numel=min_numel, max_numel=max_unit_numel)
+        kinds = [are_experts_apart and _EXPERTS.search(param.name) is not None for param in trained]
+        units = form_units(numels, blocks, kinds, min_numel=min_numel, max_numel=max_unit_numel)
         return [sum(numels[index] for index in unit) for unit in units]
 
 

@@ -88,6 +88,8 @@ def as_config(setting: Setting) -> dict[str, Any]:
         axes["pipeline"] = _pipeline_keys(setting)
     if setting.sizes.sequence > 1:
         axes["sequence_parallel_size"] = setting.sizes.sequence
+    if setting.sizes.expert > 1:
+        axes["expert_parallel"] = {"enabled": True, "autoep_size": setting.sizes.expert}
     offload, precision = setting.policy.offload, setting.policy.precision.param
     for name, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.params)):
         if place is not Place.DEVICE:

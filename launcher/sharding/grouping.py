@@ -21,12 +21,34 @@ def block_of(name: str) -> str:
     return block[1] if block else ""
 
 
-def form_units(numels: Sequence[int], keys: Sequence[Hashable], *, min_numel: int, max_numel: int) -> list[list[int]]:
+def form_units(
+    numels: Sequence[int],
+    keys: Sequence[Hashable],
+    kinds: Sequence[Hashable] | None = None,
+    *,
+    min_numel: int,
+    max_numel: int,
+) -> list[list[int]]:
     """Divide parameters, given by size in registration order, into units; return the indices of each unit's.
 
     keys: parameters of one key stay together, as far as `max_numel` allows, and form one unit where the first of them
-    stands. Neighbouring units below `min_numel` are joined, whatever their keys.
+    stands. Neighbouring units below `min_numel` are joined, whatever their keys. kinds: parameters of different kinds
+    are in no unit together, and those of one kind are neighbours whatever is between them; None: all are of one kind.
     """
+    by_kind: dict[Hashable, list[int]] = {}
+    for index, kind in enumerate(kinds or [None] * len(numels)):
+        by_kind.setdefault(kind, []).append(index)
+    units = [
+        [of_kind[place] for place in unit]
+        for of_kind in by_kind.values()
+        for unit in _units_of_kind(
+            [numels[index] for index in of_kind], [keys[index] for index in of_kind], min_numel, max_numel
+        )
+    ]
+    return sorted(units, key=lambda unit: unit[0]) if len(by_kind) > 1 else units
+
+
+def _units_of_kind(numels: list[int], keys: list[Hashable], min_numel: int, max_numel: int) -> list[list[int]]:
     together: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
         together.setdefault(key, []).append(index)

@@ -66,6 +66,7 @@ class UnitLayout:
     world_size: int
     padded_numel: int
     first_rank: int = 0  # that has chunk 0, where other ranks have other parts of the model
+    rank_step: int = 1  # from the rank with one chunk to that with the next; of experts the ranks between have others
 
     @property
     def numel(self) -> int:
@@ -89,6 +90,14 @@ class UnitLayout:
     @cached_property
     def _offsets(self) -> list[int]:
         return [slot.offset for slot in self.slots]
+
+    def rank_of(self, chunk: int) -> int:
+        """Return the rank that has a chunk, counted over all parts of the model."""
+        return self.first_rank + chunk * self.rank_step
+
+    def chunk_of(self, rank: int) -> int:
+        """Return the chunk of a rank that is counted over all parts of the model. It must have one."""
+        return (rank - self.first_rank) // self.rank_step
 
     def chunk_range(self, rank: int) -> range:
         """Return the elements rank `rank` owns when the unit is sharded."""

@@ -23,6 +23,7 @@ class MeshSizes:
     pipeline: int = 1  # different layers
     sequence: int = 1  # different parts of one sequence
     tensor: int = 1  # different parts of one layer
+    expert: int = 1  # of the data axis, neighbours that have one set of experts together; divides `data`
 
     @property
     def world_size(self) -> int:
@@ -40,6 +41,11 @@ class MeshSizes:
         return self.world_size // self.data
 
     @property
+    def is_data_alone(self) -> bool:
+        """Whether every rank has its own samples and the whole model."""
+        return self.model_size == 1 and self.expert == 1
+
+    @property
     def num_replicas(self) -> int:
         """Ranks with the same part of the model: gradients are summed, and states sharded, over these."""
         return self.data * self.sequence
@@ -52,7 +58,7 @@ class MeshSizes:
     @property
     def equation(self) -> str:
         """The equation, with the axes that have more than one rank."""
-        return f"{product_text(self.shape)} = {self.world_size}"
+        return f"{product_text(self.shape, expert=self.expert)} = {self.world_size}"
 
     def text(self) -> str:
         """Return the equation, and for each axis which ranks are neighbours along it."""
@@ -60,8 +66,9 @@ class MeshSizes:
         for axis, size in zip(AXES, self.shape, strict=True):
             if size > 1:
                 groups = self.ranks_along(axis)
-                more = f" and {len(groups) - _MAX_GROUPS} more" if len(groups) > _MAX_GROUPS else ""
-                axes.append(f"{axis} {' | '.join(map(_shown, groups[:_MAX_GROUPS]))}{more}")
+                axes.append(f"{axis} {_groups_text(groups)}")
+        if self.expert > 1:
+            axes.append(f"expert {_groups_text(self.ranks_of_experts())}")
         return f"{self.equation} ranks" + "".join(f"; {axis}" for axis in axes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
@@ -81,10 +88,34 @@ class MeshSizes:
             found.setdefault(tuple(places[position] for position in fixed), []).append(rank)
         return list(found.values())
 
+    def ranks_of_experts(self) -> list[list[int]]:
+        """Return the groups of ranks that have one set of experts together: neighbours along the data axis."""
+        size = self.expert
+        return [
+            ranks[start : start + size] for ranks in self.ranks_along("data") for start in range(0, len(ranks), size)
+        ]
 
-def product_text(shape: Sequence[int]) -> str:
-    """Return the left side of the equation, with the axes that have more than one rank. shape: in the order of AXES."""
-    return " × ".join(f"{size} ({axis})" for size, axis in zip(shape, AXES, strict=True) if size > 1 or axis == "data")
+    def ranks_of_replicas(self) -> list[list[int]]:
+        """Return the groups of ranks that have the same experts."""
+        return [ranks[first :: self.expert] for ranks in self.ranks_along("data") for first in range(self.expert)]
+
+
+def product_text(shape: Sequence[int], *, expert: int = 1) -> str:
+    """Return the left side of the equation, with the axes that have more than one rank.
+
+    shape: in the order of AXES. expert: ranks of the data axis that have one set of experts together.
+    """
+    names = {axis: axis for axis in AXES}
+    if expert > 1:
+        names["data"] = f"data, experts over {expert}"
+    return " × ".join(
+        f"{size} ({names[axis]})" for size, axis in zip(shape, AXES, strict=True) if size > 1 or axis == "data"
+    )
+
+
+def _groups_text(groups: list[list[int]]) -> str:
+    more = f" and {len(groups) - _MAX_GROUPS} more" if len(groups) > _MAX_GROUPS else ""
+    return " | ".join(map(_shown, groups[:_MAX_GROUPS])) + more
 
 
 def _shown(ranks: list[int]) -> str:

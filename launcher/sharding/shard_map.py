@@ -83,9 +83,9 @@ class ShardMap:
             last = slot.offset + (slot.numel if stop is None else min(stop - before, slot.numel))
             layout = self.layouts[unit]
             while first < last:
-                rank, offset = divmod(first, layout.chunk_numel)
+                chunk, offset = divmod(first, layout.chunk_numel)
                 numel = min(layout.chunk_numel - offset, last - first)
-                found.append(ShardRange(unit, layout.first_rank + rank, offset, numel))
+                found.append(ShardRange(unit, layout.rank_of(chunk), offset, numel))
                 first += numel
         return found
 
@@ -95,8 +95,8 @@ class ShardMap:
         Raises: IndexError for a rank outside of the unit's world.
         """
         layout = self.layouts[unit]
-        chunk = rank - layout.first_rank if layout.world_size > 1 else 0
-        if not 0 <= chunk < layout.world_size:
+        chunk = layout.chunk_of(rank) if layout.world_size > 1 else 0
+        if not 0 <= chunk < layout.world_size or (layout.world_size > 1 and layout.rank_of(chunk) != rank):
             raise IndexError(f"unit {unit} is sharded over {layout.world_size} ranks, there is no rank {rank}")
         owned = layout.chunk_range(chunk)
         return [

@@ -9,10 +9,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Which part of a parameter the ranks of a tensor-parallel group hold: each the same share of every block.
+    """Which part of a parameter the ranks of a tensor- or expert-parallel group hold: the same share of every block.
 
-    A plain parameter is one block. A fused one has several along `dim`, such as query, key and value of one projection:
-    a rank holds its share of each, one after another.
+    A plain parameter is one block, and so are experts that are stacked along dimension 0. A fused one has several along
+    `dim`, such as query, key and value of one projection: a rank holds its share of each, one after another.
     """
 
     shape: tuple[int, ...]  # of the full parameter
@@ -40,6 +40,11 @@ class TensorSplit:
         """The shape of what one rank holds."""
         return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the parts one after another are the whole, element by element: rows of a matrix, or experts."""
+        return self.dim == 0 and len(self.blocks) == 1
+
     def pieces(self, index: int | None = None) -> list[tuple[int, int]]:
         """Return what a rank holds as (start, stop) along `dim` of the full parameter; None: this rank."""
         found, start = [], 0
@@ -60,7 +65,7 @@ class ParamInfo:
     dtype: str  # of the values the forward reads, as torch prints it without "torch.": "bfloat16"
     is_trainable: bool = True
     group: int = 0  # optimizer parameter group, where it is trainable
-    split: TensorSplit | None = None  # over tensor-parallel ranks; None: each of them has all of it
+    split: TensorSplit | None = None  # over tensor- or expert-parallel ranks; None: each of them has all of it
 
     @cached_property
     def numel(self) -> int:

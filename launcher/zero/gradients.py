@@ -59,7 +59,7 @@ class UnitGradients:
         self._num_copies = mesh.num_copies
         self._owned = owned
         self._owns_all = len(owned) == layout.padded_numel
-        self._codec = GradientCodec(policy, group, mesh.data.world_size)
+        self._codec = GradientCodec(policy, group, mesh.num_sample_ranks)
         self.state = UnitState.IDLE
         offloads_sums = placement.is_offloaded and policy.stage.shards_gradients  # as soon as it is summed
         self._is_kept_full = not offloads_sums and (self._owns_all or not policy.stage.shards_gradients)

@@ -105,7 +105,7 @@ class UnitParameters:
         self._label = spec.label
         self._layout = layout
         self.group = group = mesh.shard
-        self._data = mesh.data
+        self._mesh = mesh
         self._node = mesh.node if spec.is_sharded else None
         self.owned = owned = spec.owned
         self.is_sharded = is_sharded = spec.is_sharded
@@ -161,7 +161,7 @@ class UnitParameters:
 
     def _move_params_in(self, *, has_equal_values: bool) -> None:
         """Fill `flat`, converting on the way, and make the parameters views of it: their own memory is freed."""
-        is_read = has_equal_values or self._data.rank == 0
+        is_read = has_equal_values or self._mesh.data.rank == 0
         with torch.no_grad():
             for param, view in zip(self._params, self._views, strict=True):
                 if is_read:
@@ -169,7 +169,7 @@ class UnitParameters:
                 param.data = view
                 param.grad = None
         if not has_equal_values:
-            collectives.broadcast(self._data, [self.flat])
+            collectives.broadcast(self._mesh.data, [self.flat])
 
     def register(self) -> None:
         """Have `unit_params_of` find this unit for its parameters."""
@@ -243,9 +243,9 @@ class UnitParameters:
         return next(slot for slot in self._layout.slots if self._params[slot.index] is param)
 
     def broadcast(self, params: list[nn.Parameter], source: int) -> None:
-        """Overwrite parameters of this unsharded unit by rank `source`'s, which are the new values. Collective."""
+        """Overwrite parameters of this unsharded unit by rank `source`'s, of the data axis. Collective."""
         views = [self._views[self.slot_of(param).index] for param in params]
-        collectives.broadcast(self._data, views, source)
+        collectives.broadcast(self._mesh.data, views, self._mesh.place_in_data(source))
         self.refresh()
 
     # ---- unsharded and sharded ----

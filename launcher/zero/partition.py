@@ -12,6 +12,7 @@ from launcher.sharding.grouping import choose_small, form_units, min_unit_numel
 from launcher.sharding.layout import UnitLayout, layout_unit
 from launcher.sharding.tensors import ParamInfo
 from launcher.zero.autocast import params_cast_by_autocast
+from launcher.zero.experts import is_moe_param
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
 from launcher.zero.parameters import param_info, unit_params_of
 from launcher.zero.placement import NO_DISKS, Disks, Placements
@@ -30,6 +31,7 @@ class _Member:
     modules: list[nn.Module]  # modules whose forward reads it
     is_persistent: bool = False
     is_cast: bool = False  # by autocast, before every use
+    is_expert: bool = False  # other ranks have other experts in its place
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -59,8 +61,9 @@ def build_units(
     units: list[FlatUnit] = []
     placements = Placements(policy.offload, disks, sum(full_numel(param) for param in group_of))
     for members, infos in plan_units(model, group_of, policy):
-        layout = layout_unit(infos, mesh.shard.world_size, mesh.num_copies)
-        unit = _build_unit(members, layout, policy, mesh, placements)
+        own_mesh = (mesh.of_experts or mesh) if members.is_expert else mesh
+        layout = layout_unit(infos, own_mesh.shard.world_size, own_mesh.num_copies)
+        unit = _build_unit(members, layout, policy, own_mesh, placements)
         unit.index = len(units)
         units.append(unit)
     return units
@@ -74,12 +77,14 @@ def plan_units(
     offloads = policy.offload.optimizer is not Place.DEVICE
     min_numel = min_unit_numel(shards_params=policy.stage.shards_parameters, offloads_optimizer=offloads)
     numels, keys = [member.info.numel for member in found], [member.key for member in found]
+    kinds = [member.is_expert for member in found]
     planned = []
-    for indices in form_units(numels, keys, min_numel=min_numel, max_numel=policy.max_unit_numel):
+    for indices in form_units(numels, keys, kinds, min_numel=min_numel, max_numel=policy.max_unit_numel):
         chosen = [found[index] for index in indices]
         modules = dict.fromkeys(module for member in chosen for module in member.modules)
         first = chosen[0]
-        members = UnitMembers([member.param for member in chosen], list(modules), first.is_persistent, first.is_cast)
+        params = [member.param for member in chosen]
+        members = UnitMembers(params, list(modules), first.is_persistent, first.is_cast, first.is_expert)
         planned.append((members, [member.info for member in chosen]))
     return planned
 
@@ -109,6 +114,8 @@ def _members(model: nn.Module, group_of: dict[nn.Parameter, int], policy: ZeroPo
         for name, param in model.named_parameters()
         if param in group_of or (shards_parameters and param.is_floating_point())
     }
+    for member in members.values():
+        member.is_expert = is_moe_param(member.param)
     for unit_module, covered in _unit_modules(model, policy):
         for module in covered:
             for param in (*module.parameters(recurse=False), *external_parameters(module)):

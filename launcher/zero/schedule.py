@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from launcher.base.errors import EngineError
+from launcher.comm.groups import RankGroup
 from launcher.zero.order import EVALUATION_HINT, Collective, CollectiveOrder
 from launcher.zero.stages import ParameterPolicy, ParameterState
 from launcher.zero.trace import TraceFollower
@@ -27,9 +28,16 @@ class ParameterSchedule:
     order: gathering is collective. Units that are never sharded are only waited for.
     """
 
-    def __init__(self, units: list[FlatUnit], policy: ParameterPolicy, order: CollectiveOrder | None = None) -> None:
-        """order: notes what is issued here."""
+    def __init__(
+        self,
+        units: list[FlatUnit],
+        policy: ParameterPolicy,
+        order: CollectiveOrder | None = None,
+        group: RankGroup | None = None,
+    ) -> None:
+        """order: notes what is issued here. group: the ranks that use the units together; None: this one alone."""
         self._order = order
+        self._group = group
         self._units = units
         self._policy = policy
         self._follower = TraceFollower([unit.numel for unit in units])
@@ -67,8 +75,8 @@ class ParameterSchedule:
         """
         if not self._running and not self._in_backward:
             if self._is_broken:
-                if self._order is not None and self._has_sharded:
-                    self._order.rendezvous(self._units[0].mesh.data, "forward")
+                if self._order is not None and self._has_sharded and self._group is not None:
+                    self._order.rendezvous(self._group, "forward")
                 self.reset()
             elif self._follower.num_recorded > MAX_RECORDED:  # forwards that autograd records, and no backward
                 self._end_pass()

@@ -31,6 +31,7 @@ class UnitMembers:
     modules: list[nn.Module]  # modules whose forward reads the unit's parameters
     is_persistent: bool = False  # stays unsharded at every stage
     is_cast: bool = False  # autocast casts the parameters before every use
+    is_expert: bool = False  # parameters of experts: other ranks may have others in their place
 
 
 class FlatUnit:

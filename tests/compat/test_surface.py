@@ -187,6 +187,21 @@ WORKS = [
     "from deepspeed.git_version_info import version, git_hash, compatible_ops; assert version == deepspeed.__version__",
     "from deepspeed.env_report import main, cli_main",
     "from deepspeed.utils.groups import get_data_parallel_world_size, get_model_parallel_rank",
+    "from deepspeed.moe.layer import MoE; from deepspeed.moe.utils import has_moe_layers, is_moe_param\n"
+    "moe = MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=1, k=2, min_capacity=0)\n"
+    "output, l_aux, exp_counts = moe(torch.ones(2, 3, 4)); assert output.shape == (2, 3, 4) and l_aux.shape == ()\n"
+    "assert exp_counts.sum() == 12 and has_moe_layers(moe) == (True, 2) and moe.num_local_experts == 2\n"
+    "assert is_moe_param(moe.deepspeed_moe.experts.deepspeed_experts[0].weight)\n"
+    "assert not is_moe_param(moe.deepspeed_moe.gate.wg.weight)",
+    "from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer, is_moe_param_group\n"
+    "whole = {'params': list(moe.parameters()), 'name': 'all', 'lr': 2.0}\n"
+    "two = split_params_into_different_moe_groups_for_optimizer(whole, max_group_size=36)\n"
+    "assert [len(g['params']) for g in two] == [1, 3, 1]\n"
+    "assert [is_moe_param_group(g) for g in two] == [False, True, True]\n"
+    "assert two[1]['name'] == 'ep_size_1' and two[1]['lr'] == 2.0",
+    "from deepspeed.utils import groups; assert groups._get_expert_parallel_world_size('ep_size_1') == 1\n"
+    "assert groups._get_expert_data_parallel_rank('ep_size_1') == 0 and groups._get_max_expert_size() == 1\n"
+    "assert groups._get_expert_data_parallel_group_ranks('ep_size_1') == [0]",
     "m = torch.nn.Sequential(torch.nn.Linear(2, 2))",
     "assert deepspeed.utils.set_z3_leaf_modules(m, leaf_module_classes=[torch.nn.Linear]) == [m[0]]",
     "from deepspeed.utils import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix, get_z3_leaf_modules",
@@ -268,12 +283,14 @@ REFUSED = {
         "neither Engine nor the model in it, Linear, has an attribute 'no_such_name'",
     ),
     "deepspeed.no_such_name": ("AttributeError", "the built-in engine of launch"),
-    "deepspeed.moe": ("AttributeError", "the built-in engine of launch"),
+    "deepspeed.pipe": ("AttributeError", "the built-in engine of launch"),
     "import deepspeed.no_such_module": ("ModuleNotFoundError", "deepspeed.no_such_module"),
-    "from deepspeed.moe.layer import MoE": ("ImportError", "no expert parallelism"),
     "from deepspeed.runtime.pipe.engine import PipelineEngine": ("ImportError", "one class of engines"),
     "import deepspeed.runtime.pipe.p2p": ("ImportError", "call engine.train_batch()"),
     "from deepspeed.runtime.pipe.schedule import TrainSchedule": ("ImportError", 'give "schedule" in "pipeline"'),
+    "from deepspeed.moe.sharded_moe import TopKGate": ("ImportError", "build deepspeed.moe.layer.MoE"),
+    "deepspeed.moe.layer.MoE(8, m[0], num_experts=2, use_tutel=True)": ("EngineError", "Tutel"),
+    "groups._get_expert_parallel_group('ep_size_4')": ("EngineError", "no group of experts ep_size_4"),
     "from deepspeed.compression.compress import init_compression": ("ImportError", "use torch.ao.quantization"),
     "from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset": (
         "ImportError",

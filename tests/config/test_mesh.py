@@ -24,6 +24,8 @@ def test_the_data_axis_takes_the_ranks_that_are_left() -> None:
     assert mesh_sizes(config_of(), 6).shape == (1, 6, 1, 1)
     assert mesh_sizes(config_of(tensor_parallel={"autotp_size": 2}), 6).shape == (1, 3, 1, 2)
     assert mesh_sizes(config_of(tensor_parallel={"autotp_size": 2, "tp": {"tp_size": 2}}), 2).data == 1
+    assert mesh_sizes(config_of(expert_parallel={"enabled": True, "autoep_size": 2}), 6).expert == 2
+    assert mesh_sizes(config_of(expert_parallel={"autoep_size": 2}), 6).expert == 1
     both = config_of(tensor_parallel={"autotp_size": 4}, data_parallel_size=2)
     assert mesh_sizes(both, 8).equation == "2 (data) × 4 (tensor) = 8"
 
@@ -42,6 +44,18 @@ def test_the_data_axis_takes_the_ranks_that_are_left() -> None:
             8,
             "2 \\(data\\) × 2 \\(tensor\\) = 4 is not the 8 ranks of this job",
             "start 4 ranks",
+        ),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 4}},
+            6,
+            "4 ranks of one set of experts do not divide the data axis: 6 \\(data\\) = 6 ranks",
+            "use 1, 2, 3 or 6, or start a multiple of 4 ranks",
+        ),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 2}, "tensor_parallel": {"autotp_size": 2}},
+            4,
+            "experts are spread over ranks of the data axis alone, and this run has 2 \\(data\\) × 2 \\(tensor\\) = 4",
+            "leave the tensor axis out",
         ),
         (
             {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}},

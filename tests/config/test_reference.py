@@ -46,6 +46,8 @@ READ_ELSEWHERE = {
     "data_parallel_size": ("config/mesh.py", "config.data_parallel_size"),
     "tensor_parallel.autotp_size": ("config/mesh.py", "tensor.autotp_size"),
     "tensor_parallel.tp.tp_size": ("config/mesh.py", "tensor.tp.tp_size"),
+    "expert_parallel.enabled": ("config/mesh.py", "section.enabled is True"),
+    "expert_parallel.autoep_size": ("config/mesh.py", "section.autoep_size"),
     "tensor_parallel.across_nodes": ("config/mesh.py", "config.tensor_parallel.across_nodes"),
     "pipeline.stages": ("config/mesh.py", "_decided(config.pipeline.stages)"),
     "pipeline.schedule": (

@@ -31,6 +31,12 @@ def test_parameters_of_one_key_form_one_unit_where_the_first_of_them_stands() ->
     assert form_units([5, 5, 5, 5, 5], keys, min_numel=0, max_numel=5) == [[0], [4], [1], [2], [3]]
 
 
+def test_kinds_are_apart_and_of_one_kind_all_are_neighbours() -> None:
+    keys, kinds = ["a", "a", "b", "b"], [False, True, False, True]
+    assert form_units([5, 5, 5, 5], keys, kinds, min_numel=0, max_numel=100) == [[0], [1], [2], [3]]
+    assert form_units([5, 5, 5, 5], keys, kinds, min_numel=12, max_numel=100) == [[0, 2], [1, 3]]
+
+
 @pytest.mark.parametrize(
     ("name", "block"),
     [

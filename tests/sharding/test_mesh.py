@@ -44,6 +44,15 @@ def test_the_tensor_axis_is_the_innermost_and_the_equation_names_the_axes() -> N
     )
 
 
+def test_neighbours_along_the_data_axis_have_one_set_of_experts_together() -> None:
+    sizes = MeshSizes(6, expert=2)
+    assert sizes.ranks_of_experts() == [[0, 1], [2, 3], [4, 5]]
+    assert sizes.ranks_of_replicas() == [[0, 2, 4], [1, 3, 5]]
+    assert sizes.text() == "6 (data, experts over 2) = 6 ranks; data 0-5; expert 0,1 | 2,3 | 4,5"
+    assert MeshSizes(4, tensor=2, expert=2).ranks_of_experts() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert MeshSizes(4, tensor=2, expert=2).ranks_of_replicas() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+
+
 @pytest.mark.parametrize("blocks", [(8,), (4, 2, 2)])
 def test_parts_of_a_parameter_have_their_share_of_every_block(blocks: tuple[int, ...]) -> None:
     splits = [TensorSplit((3, 8), 1, index, 2, blocks) for index in range(2)]

@@ -85,7 +85,7 @@ class NativeSource:
 
     def read(self, key: str, name: str, start: int, out: Tensor) -> None:
         split = self.params[name].split
-        if split is None:
+        if split is None or split.is_in_order:
             self.read_stored(key, name, start, out)
             return
         if self._whole is None or self._whole[:3] != (key, name, out.dtype):
@@ -101,7 +101,7 @@ class NativeSource:
         for found in self._map.shards_of(name, start, start + out.numel()):
             file = self._file(found.rank)
             layout, slot = self._layouts[found.unit], self._map.slot_of(name, found.unit)
-            owned = layout.chunk_range(found.rank - layout.first_rank)
+            owned = layout.chunk_range(layout.chunk_of(found.rank))
             first = slot.first_element + slot.within(owned).start  # that the file has of the parameter
             part = out[place : place + found.numel]
             _read_part(file, prefix + name, start + place - first, part)

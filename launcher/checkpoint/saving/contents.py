@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import FlatOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout, layout_unit
+from launcher.zero.experts import is_moe_param
 from launcher.zero.parameters import param_info, unit_params_of
 from launcher.zero.splits import is_copy
 from launcher.zero.unit import FlatUnit
@@ -89,14 +90,17 @@ def _name_of(key: str) -> str:
     return rest if kind == "weight" else rest.partition("/")[2]
 
 
-def _stored_layout(layout: UnitLayout, mesh: ParallelMesh) -> UnitLayout:
+def _stored_layout(layout: UnitLayout, mesh: ParallelMesh, *, is_expert: bool) -> UnitLayout:
     """Return the layout of a unit in the files: every rank with this part of the model writes a chunk."""
-    num_writers = mesh.data.world_size
-    return UnitLayout(layout.slots, num_writers, layout.padded_numel, mesh.model_part * num_writers)
+    num_writers, first = mesh.data.world_size, mesh.model_part * mesh.data.world_size
+    if not is_expert or mesh.expert is None or mesh.of_experts is None:
+        return UnitLayout(layout.slots, num_writers, layout.padded_numel, first)
+    num_sets, num_replicas = mesh.expert.world_size, mesh.of_experts.data.world_size
+    return UnitLayout(layout.slots, num_replicas, layout.padded_numel, first + mesh.expert.rank, num_sets)
 
 
 def _of_unit(unit: FlatUnit, optimizer: FlatOptimizer | None, mesh: ParallelMesh) -> UnitContents:
-    layout = _stored_layout(unit.layout, mesh)
+    layout = _stored_layout(unit.layout, mesh, is_expert=unit.members.is_expert)
     contents = UnitContents(layout, in_memory=unit.readable)
     is_trained = unit.grads is not None and optimizer is not None
     values = unit.params.master
@@ -111,7 +115,7 @@ def _of_unit(unit: FlatUnit, optimizer: FlatOptimizer | None, mesh: ParallelMesh
 
 
 def _written(layout: UnitLayout, mesh: ParallelMesh) -> list[tuple[ParamSlot, range]]:
-    return layout.slots_in(layout.chunk_range(writer_index(mesh) - layout.first_rank))
+    return layout.slots_in(layout.chunk_range(layout.chunk_of(writer_index(mesh))))
 
 
 def _elements(slot: ParamSlot, shared: range) -> range:
@@ -136,17 +140,20 @@ def _add_states(contents: UnitContents, slot: ParamSlot, piece: dict[str, Any], 
 
 
 def _others(model: nn.Module, mesh: ParallelMesh) -> Iterator[UnitContents]:
-    """Yield the parameters that are in no unit, as one: frozen ones, which every rank has."""
-    params = {name: param for name, param in model.named_parameters() if unit_params_of(param) is None}
-    if not params:
-        return
-    infos = [param_info(name, param, param.dtype) for name, param in params.items()]
-    layout = _stored_layout(layout_unit(infos, mesh.data.world_size), mesh)
-    contents = UnitContents(layout)
-    for slot, shared in _written(layout, mesh):
-        flat, part = (
-            params[slot.name].detach().reshape(-1),
-            slice(shared.start - slot.offset, shared.stop - slot.offset),
-        )
-        contents.items.append(Item(f"weight/{slot.name}", flat, part, _elements(slot, shared)))
-    yield contents
+    """Yield the parameters that are in no unit, as one, and those of experts: frozen ones, which no rank shards."""
+    others = {name: param for name, param in model.named_parameters() if unit_params_of(param) is None}
+    for is_expert in (False, True):
+        params = {name: param for name, param in others.items() if is_moe_param(param) == is_expert}
+        if not params:
+            continue
+        infos = [param_info(name, param, param.dtype) for name, param in params.items()]
+        num_ranks = ((mesh.of_experts or mesh) if is_expert else mesh).data.world_size
+        layout = _stored_layout(layout_unit(infos, num_ranks), mesh, is_expert=is_expert)
+        contents = UnitContents(layout)
+        for slot, shared in _written(layout, mesh):
+            flat, part = (
+                params[slot.name].detach().reshape(-1),
+                slice(shared.start - slot.offset, shared.stop - slot.offset),
+            )
+            contents.items.append(Item(f"weight/{slot.name}", flat, part, _elements(slot, shared)))
+        yield contents

@@ -101,7 +101,7 @@ class _Written:
     facts: str
     records: dict[str, FileRecord]
     params: dict[str, dict[str, Any]]
-    units: list[dict[str, Any]] | None  # of the part of the model that this rank writes first of all, else None
+    units: list[dict[str, Any]]  # those of which this rank writes the first part
 
 
 class Save:
@@ -231,8 +231,7 @@ class Save:
             facts_name: FileRecord(len(facts), digest_of(facts)),
         }
         layouts = [each.layout for each in data.contents]
-        is_first = all(layout.first_rank == data.writer for layout in layouts)
-        units = layouts_to_json(layouts) if is_first else None
+        units = layouts_to_json([layout for layout in layouts if layout.first_rank == data.writer])
         return _Written(tensors_name, facts_name, records, _params_of(data.contents), units)
 
     def _finish(self, reports: list[list[Any]], shared: SharedData) -> str | None:
@@ -272,7 +271,7 @@ class Save:
         plain, tensors = shared.run.plain, shared.run.tensors
         state: dict[str, Any] = {
             "run": plain,
-            "units": [unit for _, report in writers for unit in report["units"] or ()],
+            "units": [unit for _, report in writers for unit in report["units"]],
             "params": params,
             "writers": [rank for rank, _ in writers],
             **shared.facts,

@@ -19,6 +19,7 @@ def layouts_to_json(layouts: Sequence[UnitLayout]) -> list[dict[str, Any]]:
         {
             "world_size": layout.world_size,
             "first_rank": layout.first_rank,
+            **({} if layout.rank_step == 1 else {"rank_step": layout.rank_step}),
             "padded_numel": layout.padded_numel,
             "params": [
                 {
@@ -61,13 +62,18 @@ def _layout(plain: Mapping[str, Any], num_writers: int) -> UnitLayout:
         )
         slots.append(ParamSlot(index, offset, info))
         offset += info.numel
-    world_size, padded_numel, first_rank = plain["world_size"], plain["padded_numel"], plain.get("first_rank", 0)
-    is_right = type(padded_numel) is int and offset <= padded_numel < _MAX_NUMEL and type(first_rank) is int
-    # Ranks with other parts of the model are as many.
-    is_right = is_right and type(world_size) is int and world_size > 0 and num_writers % world_size == 0
-    if not slots or not is_right or padded_numel % world_size or first_rank not in range(0, num_writers, world_size):
+    world_size, padded_numel = plain["world_size"], plain["padded_numel"]
+    first_rank, rank_step = plain.get("first_rank", 0), plain.get("rank_step", 1)
+    is_right = all(type(number) is int for number in (world_size, padded_numel, first_rank, rank_step))
+    is_right = is_right and offset <= padded_numel < _MAX_NUMEL and world_size > 0 and rank_step > 0
+    # Ranks with other parts of the model are as many; those between two with the same experts have other experts.
+    is_right = is_right and num_writers % (world_size * rank_step) == 0
+    if not slots or not is_right or padded_numel % world_size:
         raise ValueError("a unit that no rank could have had")
-    return UnitLayout(tuple(slots), world_size, padded_numel, first_rank)
+    part, place = divmod(first_rank, world_size * rank_step)
+    if not 0 <= part < num_writers // (world_size * rank_step) or place >= rank_step:
+        raise ValueError("a unit that no rank could have had")
+    return UnitLayout(tuple(slots), world_size, padded_numel, first_rank, rank_step)
 
 
 def _split(plain: Mapping[str, Any] | None, local_shape: tuple[int, ...]) -> TensorSplit | None:

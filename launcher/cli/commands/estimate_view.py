@@ -69,7 +69,7 @@ def _headline(found: Estimate) -> list[str]:
     frozen = model.num_params - model.num_trainable
     size = f"{model.num_params:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
     world = f"{counted(machines.num_nodes, 'node')} × {counted(machines.gpus_per_node, 'GPU')}"
-    if setting.sizes.model_size > 1:
+    if not setting.sizes.is_data_alone:
         world += f" = {setting.sizes.equation.rpartition(' = ')[0]}"
     bytes_each = (
         f"{setting.policy.precision.param.value}: {element.param} bytes a parameter, {element.master} master, "

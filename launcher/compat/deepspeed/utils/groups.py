@@ -6,6 +6,57 @@ from torch.distributed import ProcessGroup
 
 from launcher.comm.mesh import current_mesh
 from launcher.compat import ranks, ulysses
+from launcher.compat.experts import (
+    _get_expert_broadcast_src_rank,
+    _get_expert_data_parallel_group,
+    _get_expert_data_parallel_group_dict,
+    _get_expert_data_parallel_group_ranks,
+    _get_expert_data_parallel_rank,
+    _get_expert_data_parallel_world_size,
+    _get_expert_parallel_group,
+    _get_expert_parallel_group_dict,
+    _get_expert_parallel_group_ranks,
+    _get_expert_parallel_rank,
+    _get_expert_parallel_src_rank,
+    _get_expert_parallel_world_size,
+    _get_max_expert_parallel_group,
+    _get_max_expert_size,
+    _get_max_expert_size_name,
+)
+
+__all__ = [
+    "_get_data_parallel_group",
+    "_get_data_parallel_group_ranks",
+    "_get_data_parallel_rank",
+    "_get_data_parallel_world_size",
+    "_get_expert_broadcast_src_rank",
+    "_get_expert_data_parallel_group",
+    "_get_expert_data_parallel_group_dict",
+    "_get_expert_data_parallel_group_ranks",
+    "_get_expert_data_parallel_rank",
+    "_get_expert_data_parallel_world_size",
+    "_get_expert_parallel_group",
+    "_get_expert_parallel_group_dict",
+    "_get_expert_parallel_group_ranks",
+    "_get_expert_parallel_rank",
+    "_get_expert_parallel_src_rank",
+    "_get_expert_parallel_world_size",
+    "_get_max_expert_parallel_group",
+    "_get_max_expert_size",
+    "_get_max_expert_size_name",
+    "_get_model_parallel_rank",
+    "_get_model_parallel_world_size",
+    "_get_sequence_parallel_group",
+    "_get_sequence_parallel_rank",
+    "_get_sequence_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+]
 
 
 def _get_data_parallel_group() -> ProcessGroup | None:
@@ -50,10 +101,6 @@ def _get_model_parallel_world_size() -> int:
 def _get_model_parallel_rank() -> int:
     mesh = current_mesh()
     return 0 if mesh is None or mesh.tensor is None else mesh.tensor.rank
-
-
-def _get_expert_parallel_world_size(group_name: str = "") -> int:
-    return 1
 
 
 get_data_parallel_group = _get_data_parallel_group

@@ -1,0 +1,5 @@
+"""`deepspeed.moe`: mixtures of experts."""
+
+from . import layer, utils
+
+__all__ = ["layer", "utils"]

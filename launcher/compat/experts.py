@@ -1,0 +1,119 @@
+"""Groups of ranks with different experts, and with the same ones, by DeepSpeed's names: `deepspeed.utils.groups`.
+
+group_name: "ep_size_N" for experts over N ranks, which is `MoE.expert_group_name`; with N = 1 every rank has them all.
+"""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
+from launcher.base.errors import EngineError
+from launcher.comm.groups import RankGroup
+from launcher.comm.mesh import current_mesh
+from launcher.compat import ranks
+
+_PREFIX = "ep_size_"
+
+
+def _known(group_name: str) -> bool:
+    """Whether a name is that of experts over several ranks. Raises: EngineError for one that no layer has."""
+    mesh = current_mesh()
+    size = 1 if mesh is None else mesh.sizes.expert
+    if group_name not in ("", f"{_PREFIX}1", f"{_PREFIX}{size}"):
+        raise EngineError(
+            f"there is no group of experts {group_name}",
+            hint=f"{_PREFIX}{size} is that of the engine that was built last: call initialize() first",
+        )
+    return size > 1 and group_name != f"{_PREFIX}1"
+
+
+def _different(group_name: str) -> RankGroup | None:
+    mesh = current_mesh()
+    return mesh.expert if mesh is not None and _known(group_name) else None
+
+
+def _same(group_name: str) -> RankGroup | None:
+    mesh = current_mesh()
+    if mesh is None:
+        _known(group_name)
+        return None
+    return mesh.of_experts.data if _known(group_name) and mesh.of_experts is not None else mesh.data
+
+
+def _get_expert_parallel_group(group_name: str = "") -> ProcessGroup | None:
+    """Return the ranks that have one set of experts together; None for a rank that has all."""
+    found = _different(group_name)
+    return None if found is None else found.process_group
+
+
+def _get_expert_parallel_world_size(group_name: str = "") -> int:
+    found = _different(group_name)
+    return 1 if found is None else found.world_size
+
+
+def _get_expert_parallel_rank(group_name: str = "") -> int:
+    found = _different(group_name)
+    return 0 if found is None else found.rank
+
+
+def _get_expert_parallel_group_ranks(group_name: str = "") -> list[int]:
+    mesh, rank = current_mesh(), ranks.get_rank()
+    if mesh is None or not _known(group_name):
+        return [rank]
+    return next(found for found in mesh.sizes.ranks_of_experts() if rank in found)
+
+
+def _get_expert_parallel_src_rank(group_name: str = "") -> int:
+    return _get_expert_parallel_group_ranks(group_name)[0]
+
+
+def _get_expert_data_parallel_group(group_name: str = "") -> ProcessGroup | None:
+    """Return the ranks that have the same experts; None for a rank that is alone with its own."""
+    found = _same(group_name)
+    return ranks.get_world_group() if found is None else found.process_group
+
+
+def _get_expert_data_parallel_world_size(group_name: str = "") -> int:
+    found = _same(group_name)
+    return ranks.get_world_size() if found is None else found.world_size
+
+
+def _get_expert_data_parallel_rank(group_name: str = "") -> int:
+    found = _same(group_name)
+    return ranks.get_rank() if found is None else found.rank
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str = "") -> list[int]:
+    mesh, rank = current_mesh(), ranks.get_rank()
+    if mesh is None:
+        _known(group_name)
+        return list(range(ranks.get_world_size()))
+    groups = mesh.sizes.ranks_of_replicas() if _known(group_name) else mesh.sizes.ranks_along("data")
+    return next(found for found in groups if rank in found)
+
+
+def _get_expert_broadcast_src_rank(group_name: str = "") -> int:
+    return _get_expert_data_parallel_group_ranks(group_name)[0]
+
+
+def _get_max_expert_size() -> int:
+    mesh = current_mesh()
+    return 1 if mesh is None else mesh.sizes.expert
+
+
+def _get_max_expert_size_name() -> str:
+    return f"{_PREFIX}{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> ProcessGroup | None:
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup | None]:
+    name = _get_max_expert_size_name()
+    return {name: _get_expert_parallel_group(name)}
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup | None]:
+    name = _get_max_expert_size_name()
+    return {name: _get_expert_data_parallel_group(name)}

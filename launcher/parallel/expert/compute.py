@@ -1,0 +1,31 @@
+"""The experts of a rank, run on the tokens that came to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def run_each(experts: Sequence[nn.Module], rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Run each expert on its rows, which may be none. rows: [n, width], those of the first expert first -> the same.
+
+    sizes: how many rows each expert has. Every expert runs: one that no token has reached gets a gradient of zero then,
+    as all ranks with a copy of it do.
+    """
+    parts = rows.split(list(sizes))
+    return torch.cat([output_of(module, part) for module, part in zip(experts, parts, strict=True)])
+
+
+def sizes_of(expert: Tensor, num_experts: int) -> list[int]:
+    """Return how many rows each expert has; the host waits for it. expert: int64 [n], the number of each row's."""
+    counts = expert.new_zeros(num_experts).scatter_add_(0, expert, torch.ones_like(expert))
+    return [int(count) for count in counts.tolist()]
+
+
+def output_of(expert: nn.Module, rows: Tensor) -> Tensor:
+    """Return the output of an expert; the first one where it returns several, such as a bias besides."""
+    output = expert(rows)
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first

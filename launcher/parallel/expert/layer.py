@@ -1,0 +1,255 @@
+"""A mixture of experts as a layer: DeepSpeed's `deepspeed.moe.layer.MoE`, with the names of its modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from launcher.base.errors import EngineError
+from launcher.comm import collectives
+from launcher.comm.groups import RankGroup, init_distributed, world_group
+from launcher.comm.hosts import largest_of_hosts
+from launcher.comm.mesh import expert_group
+from launcher.config.mesh import divisors
+from launcher.parallel.expert.compute import output_of, run_each, sizes_of
+from launcher.parallel.expert.exchange import at_experts, swap_chunks
+from launcher.parallel.expert.gating import GateOptions, Routing, jittered, route
+from launcher.parallel.expert.share import ExpertShare, keep_share, local_experts, share_of
+from launcher.sharding.mesh import MeshSizes
+from launcher.zero.compiled import outside_graphs
+from launcher.zero.experts import mark_expert
+
+_POLICIES = (None, "None", "Jitter", "RSample")
+
+
+class MoE(nn.Module):
+    """A layer whose experts are spread over `ep_size` neighbouring ranks, each with `num_experts / ep_size` of them.
+
+    Every rank must build it, in the same order, and every rank's forward must run: tokens travel between the ranks.
+    Rajbhandari et al., "DeepSpeed-MoE", https://arxiv.org/abs/2201.05596; with `use_residual` section 4.1 of it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        """hidden_size: of inputs and outputs. expert: a module from [..., hidden_size] to the same; each expert starts
+        as a copy of it. k: experts of a token. capacity_factor: an expert takes up to
+        ceil(tokens / num_experts * capacity_factor * k) tokens of each rank, and `min_capacity` at least;
+        eval_capacity_factor: the same outside of training; drop_tokens: False: it takes all. use_rts: of k = 1, which
+        tokens are dropped is random. noisy_gate_policy: "Jitter" or "RSample", in training. use_residual: `expert`
+        itself sees every token, and is weighed against the mixture. top2_2nd_expert_sampling: of k = 2, the second
+        expert is drawn in training.
+
+        Raises: EngineError for sizes that do not divide, and for `use_tutel` and `enable_expert_tensor_parallelism`.
+        """
+        super().__init__()
+        _refuse(use_tutel=use_tutel, enable_expert_tensor_parallelism=enable_expert_tensor_parallelism)
+        _check(num_experts, ep_size, k, noisy_gate_policy)
+        self.num_experts, self.ep_size = num_experts, ep_size
+        self.num_local_experts = num_experts // ep_size
+        self.use_residual = use_residual
+        self.expert_group_name = f"ep_size_{ep_size}"
+        options = GateOptions(
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling,
+        )
+        share = ExpertShare(_group_of_experts(ep_size), num_experts)
+        self.deepspeed_moe = MOELayer(TopKGate(hidden_size, num_experts, options), Experts(expert, share))
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output, the balance loss of this rank's tokens, and how many chose each expert.
+
+        hidden_states: [..., hidden_size]. used_token: one number a token, 0 for tokens that no expert gets. Returns
+        [..., hidden_size], a scalar fp32, int64 [num_experts].
+        """
+        output, loss, counts = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            share = self.coefficient(hidden_states).softmax(dim=-1)
+            output = output * share[..., :1] + output_of(self.mlp, hidden_states) * share[..., 1:]
+        return output, loss, counts
+
+
+class TopKGate(nn.Module):
+    """The router: one linear layer, in fp32 whatever the model's precision is."""
+
+    def __init__(self, hidden_size: int, num_experts: int, options: GateOptions) -> None:
+        super().__init__()
+        self.wg = nn.Linear(hidden_size, num_experts, bias=False)
+        self.options = options
+
+    def forward(self, x: Tensor, used: Tensor | None = None, *, capacity: int | None = None) -> Routing:
+        """Return the routing of tokens. x: [tokens, hidden_size]. used: see `route`."""
+        x = x.float()
+        if self.options.noisy_gate_policy == "Jitter" and self.training:
+            x = jittered(x)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x, self.wg.weight.float())
+        return route(logits, self.options, capacity=capacity, used=used, is_training=self.training)
+
+
+class Experts(nn.Module):
+    """The experts of a layer. Each rank has its own under their numbers in the whole layer, and None for the others."""
+
+    def __init__(self, expert: nn.Module, share: ExpertShare) -> None:
+        super().__init__()
+        self.num_local_experts = share.num_local
+        self.deepspeed_experts = nn.ModuleList()
+        modules: dict[str, Any] = self.deepspeed_experts._modules  # torch's annotation leaves None out
+        without_values = copy.deepcopy(expert).to("meta")
+        for number in range(share.num_experts):
+            is_own = number in share.local
+            copied = copy.deepcopy(expert if is_own else without_values)
+            if not is_own:
+                share.absent[number] = copied
+            modules[str(number)] = copied if is_own else None
+        for param in self.deepspeed_experts.parameters():
+            mark_expert(param, share.group.world_size)
+        keep_share(self.deepspeed_experts, share)
+
+    @property
+    def share(self) -> ExpertShare:
+        """How they are spread."""
+        found = share_of(self.deepspeed_experts)
+        assert found is not None
+        return found
+
+    def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Run this rank's experts: see `run_each`."""
+        return run_each(local_experts(self.deepspeed_experts), rows, sizes)
+
+
+class MOELayer(nn.Module):
+    """Router and experts: tokens to their experts, and back."""
+
+    def __init__(self, gate: TopKGate, experts: Experts) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+
+    @outside_graphs
+    def forward(self, x: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `MoE.forward`."""
+        tokens = x.reshape(-1, x.shape[-1])
+        options, share, capacity = self.gate.options, self.experts.share, None
+        if options.drop_tokens:
+            num_tokens = _largest(share.group, len(tokens))  # or ranks with fewer would send smaller chunks
+            capacity = options.capacity(num_tokens, share.num_experts, is_training=self.training)
+        routing: Routing = self.gate(tokens, used_token, capacity=capacity)
+        if capacity is not None:
+            output = self._with_capacity(tokens, routing, capacity)
+        else:
+            output = self._without_drops(tokens, routing)
+        return output.view(x.shape), routing.balance_loss, routing.counts
+
+    def _without_drops(self, x: Tensor, routing: Routing) -> Tensor:
+        share = self.experts.share
+        trains = any(param.requires_grad for param in self.experts.parameters())
+
+        def run(rows: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
+            outputs: Tensor = self.experts(rows, sizes_of(expert, share.num_local))
+            return outputs * weights[:, None]
+
+        return at_experts(x, routing.experts, routing.weights, share, run, trains=trains)
+
+    def _with_capacity(self, x: Tensor, routing: Routing, capacity: int) -> Tensor:
+        """Send every expert `capacity` places, filled or not: all sizes are known."""
+        share, width = self.experts.share, x.shape[-1]
+        num_places = share.num_experts * capacity
+        # The last place is one more, for what is dropped.
+        place = torch.where(routing.experts >= 0, routing.experts * capacity + routing.places, num_places)
+        token = torch.arange(len(x), device=x.device)[:, None].expand_as(place)
+        token_at = place.new_full((num_places + 1,), len(x)).scatter_(0, place.reshape(-1), token.reshape(-1))
+        filled = torch.cat([x, x.new_zeros(1, width)])[token_at[:-1]]
+        received = swap_chunks(filled, share.group).view(share.group.world_size, share.num_local, capacity, width)
+        rows = received.transpose(0, 1).reshape(-1, width)  # expert by expert
+        outputs = self.experts(rows, [share.group.world_size * capacity] * share.num_local)
+        outputs = outputs.view(share.num_local, share.group.world_size, capacity, width).transpose(0, 1)
+        returned = swap_chunks(outputs.reshape(num_places, width), share.group)
+        found = torch.cat([returned, returned.new_zeros(1, width)])[place]  # [tokens, k, width]
+        return (found * routing.weights[..., None]).sum(1).to(x.dtype)
+
+
+def _group_of_experts(ep_size: int) -> RankGroup:
+    """Return the `ep_size` neighbouring ranks that this one belongs to. Collective. Raises: EngineError."""
+    if ep_size > 1:
+        init_distributed()
+    world = world_group()
+    if ep_size == 1:
+        return RankGroup(0, 1, None, world.runtime)
+    if world.world_size % ep_size:
+        raise EngineError(
+            f"{ep_size} ranks of one set of experts do not divide the {world.world_size} ranks of this job",
+            where="MoE(ep_size=...)",
+            hint=f"use one of {_listed(divisors(world.world_size))}",
+        )
+    return expert_group(world, MeshSizes(world.world_size, expert=ep_size))
+
+
+def _largest(group: RankGroup, number: int) -> int:
+    """Return the largest of all ranks' numbers; no device is waited for. Collective."""
+    if group.runtime.runs_behind_host:
+        return largest_of_hosts(group, [number])[0]
+    return int(max(collectives.gather_scalars(group, float(number))))
+
+
+def _refuse(*, use_tutel: bool, enable_expert_tensor_parallelism: bool) -> None:
+    if use_tutel:
+        raise EngineError("Tutel's kernels are not supported", where="MoE(use_tutel=...)", hint="leave use_tutel out")
+    if enable_expert_tensor_parallelism:
+        raise EngineError(
+            "experts are not split over tensor-parallel ranks",
+            where="MoE(enable_expert_tensor_parallelism=...)",
+            hint="leave it out, and use more ranks of one set of experts: ep_size",
+        )
+
+
+def _check(num_experts: int, ep_size: int, k: int, noisy_gate_policy: str | None) -> None:
+    if ep_size < 1 or num_experts < 1 or num_experts % ep_size:
+        raise EngineError(
+            f"{ep_size} ranks do not divide {num_experts} experts",
+            where="MoE(num_experts=..., ep_size=...)",
+            hint=f"use one of {_listed(divisors(max(num_experts, 1)))} for ep_size",
+        )
+    if not 1 <= k <= num_experts:
+        raise EngineError(
+            f"a token cannot go to {k} of {num_experts} experts", where="MoE(k=...)", hint=f"use 1 to {num_experts}"
+        )
+    if noisy_gate_policy not in _POLICIES:
+        raise EngineError(
+            f'there is no noise "{noisy_gate_policy}"',
+            where="MoE(noisy_gate_policy=...)",
+            hint='"Jitter", "RSample" or None',
+        )
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

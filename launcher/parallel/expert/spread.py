@@ -1,0 +1,197 @@
+"""Spreading the experts of an unmodified model over the ranks of a group, in place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.base.errors import EngineError
+from launcher.comm import collectives
+from launcher.comm.mesh import ParallelMesh
+from launcher.config.mesh import divisors
+from launcher.config.schema_parallel import ExpertParallel
+from launcher.parallel.expert.blocks import LISTED, is_stacked, listed_class, stacked_class
+from launcher.parallel.expert.share import ExpertShare, keep_share, spread_containers
+from launcher.sharding.tensors import TensorSplit
+from launcher.zero.experts import mark_expert
+from launcher.zero.parameters import unit_params_of
+from launcher.zero.splits import mark_split, slice_of
+
+_WHERE = "expert_parallel"
+
+
+@dataclass(frozen=True)
+class ExpertReport:
+    """What was spread."""
+
+    num_layers: int
+    num_experts: int  # of the largest layer
+    num_ranks: int
+    # Parameters of experts that only other ranks have now: they are trained there.
+    gone: frozenset[nn.Parameter] = field(default_factory=frozenset)
+
+    @property
+    def text(self) -> str:
+        """What to say at start."""
+        return (
+            f"expert parallel: {self.num_experts} experts of {self.num_layers} layers over {self.num_ranks} ranks,"
+            f" {self.num_experts // self.num_ranks} on each"
+        )
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """A mixture that was found."""
+
+    name: str  # of what holds the experts
+    experts: nn.Module  # a list of them, or what they are stacked in
+    block: nn.Module | None  # of a list: what chooses among them
+    num_experts: int
+
+
+@torch.no_grad()
+def spread_experts(model: nn.Module, mesh: ParallelMesh, settings: ExpertParallel) -> ExpertReport:
+    """Have each rank keep its part of the experts of every mixture, with rank 0's values, in place.
+
+    Parameters that stay are the same objects. A model that is spread over as many ranks stays as it is. Every rank of
+    the data axis must call it. Raises: EngineError before anything is changed.
+    """
+    group = mesh.expert
+    assert group is not None
+    before = spread_containers(model)
+    found = [] if before else _mixtures(model, settings)
+    for mixture in found:
+        _check(mixture, group.world_size)
+    gone: set[nn.Parameter] = set()
+    for mixture in found:
+        if mixture.block is not None:
+            gone |= _keep_own_of_list(mixture, mesh)
+        else:
+            _keep_own_of_stack(mixture, mesh)
+        changed = mixture.block or mixture.experts
+        kind: Any = type(changed)  # mypy takes a class for what its instances are, which need not be hashable
+        changed.__class__ = stacked_class(kind) if mixture.block is None else listed_class(kind)
+    shares = [share for _, share in spread_containers(model).values()]
+    return ExpertReport(len(shares), max(share.num_experts for share in shares), group.world_size, frozenset(gone))
+
+
+def _mixtures(model: nn.Module, settings: ExpertParallel) -> list[_Mixture]:
+    """Return the mixtures of a model that the patterns name. Raises: EngineError where there is none that is known."""
+    modules = dict(model.named_modules())
+    found = list(_known(modules, settings))
+    if not found:
+        others = [name for name, module in modules.items() if _is_like_a_mixture(name, module)]
+        if others:
+            kind = type(modules[others[0].rpartition(".")[0]]).__name__
+            raise EngineError(
+                f"the experts of {kind} cannot be spread: how it runs them is not known",
+                where=others[0],
+                hint="build the layer with launcher.moe.MoE, or leave expert_parallel out: every rank has all experts"
+                " then",
+            )
+        raise EngineError(
+            "the model has no mixture of experts"
+            + (f' in a module named "{settings.moe_layer_pattern}"' if settings.moe_layer_pattern else ""),
+            where=f"{_WHERE}.moe_layer_pattern" if settings.moe_layer_pattern else f"{_WHERE}.enabled",
+            hint="give the names of named_modules(), as regular expression"
+            if settings.moe_layer_pattern
+            else "leave the section out",
+        )
+    return found
+
+
+def _known(modules: Mapping[str, nn.Module], settings: ExpertParallel) -> Iterator[_Mixture]:
+    for name, module in modules.items():
+        block_name, _, own_name = name.rpartition(".")
+        if settings.moe_layer_pattern is not None and not re.fullmatch(settings.moe_layer_pattern, block_name):
+            continue
+        if own_name != (settings.expert_pattern or "experts") or block_name not in modules:
+            continue
+        block = modules[block_name]
+        if isinstance(module, nn.ModuleList) and type(block).__name__ in LISTED:
+            yield _Mixture(name, module, block, len(module))
+        elif is_stacked(module):
+            number: Any = module.num_experts
+            yield _Mixture(name, module, None, number)
+
+
+def _is_like_a_mixture(name: str, module: nn.Module) -> bool:
+    is_list = isinstance(module, nn.ModuleList) and len(module) > 1
+    is_stack = any(param.dim() == 3 for param in module.parameters(recurse=False))
+    return name.rpartition(".")[2] == "experts" and (is_list or is_stack)
+
+
+def _check(mixture: _Mixture, num_ranks: int) -> None:
+    if mixture.num_experts % num_ranks:
+        sizes = ", ".join(map(str, divisors(mixture.num_experts)))
+        raise EngineError(
+            f"{num_ranks} ranks do not divide the {mixture.num_experts} experts of {mixture.name}",
+            where=f"{_WHERE}.autoep_size",
+            hint=f"use one of {sizes}",
+        )
+    for name, param in mixture.experts.named_parameters():
+        if unit_params_of(param) is not None:
+            raise EngineError(
+                "the parameter is sharded by zero.Init already: experts are spread first",
+                where=f"{mixture.name}.{name}",
+                hint="make the model outside of zero.Init, or without expert_parallel",
+            )
+        if param.is_meta:
+            raise EngineError(
+                "the parameter has no values (it is on the device meta)",
+                where=f"{mixture.name}.{name}",
+                hint="load the model first",
+            )
+
+
+def _of_rank_0(param: nn.Parameter, mesh: ParallelMesh) -> Tensor:
+    """Return rank 0's values of a parameter, on the device. Collective."""
+    whole = param.data.to(mesh.data.device)
+    collectives.broadcast(mesh.data, [whole])
+    return whole
+
+
+def _keep_own_of_list(mixture: _Mixture, mesh: ParallelMesh) -> set[nn.Parameter]:
+    """Keep the experts of this rank in a list; return the parameters of the others, which have no memory then."""
+    assert mesh.expert is not None
+    share = ExpertShare(mesh.expert, mixture.num_experts)
+    gone: set[nn.Parameter] = set()
+    for key, expert in list(mixture.experts._modules.items()):
+        assert expert is not None
+        is_own = int(key) in share.local
+        params = list(expert.parameters())
+        if not is_own:
+            share.absent[int(key)] = expert.to("meta")  # with other parameters
+            mixture.experts._modules[key] = None
+            gone.update(params)
+        for param in params:
+            whole = _of_rank_0(param, mesh)
+            if is_own:
+                param.data.copy_(whole)
+                mark_expert(param, mesh.expert.world_size)
+            else:
+                param.data = whole.new_empty(0)
+                param.grad = None
+    keep_share(mixture.experts, share)
+    return gone
+
+
+def _keep_own_of_stack(mixture: _Mixture, mesh: ParallelMesh) -> None:
+    group = mesh.expert
+    assert group is not None
+    for param in mixture.experts.parameters(recurse=False):
+        shape = tuple(param.shape)
+        split = TensorSplit(shape, 0, group.rank, group.world_size, (shape[0],))
+        param.data = slice_of(_of_rank_0(param, mesh), split).to(param.device)
+        param.grad = None
+        mark_split(param, split)
+        mark_expert(param, group.world_size)
+    share = ExpertShare(group, mixture.num_experts)
+    experts: Any = mixture.experts
+    experts.num_experts = share.num_local  # what its own forward counts
+    keep_share(mixture.experts, share)

@@ -1,0 +1,144 @@
+"""Checkpoints of spread experts: whole in the files, loaded by ranks with any others."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import mixtures
+from harness.ranks import run_on_ranks
+from torch import Tensor
+
+import launcher
+from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.checkpoint_files.summary import summary_of
+from launcher.checkpoint_files.verify import verify
+
+
+def _engine(kind: str, ep_size: int, stage: int, *, freezes: bool = False, **others: Any) -> Any:
+    is_own_layer = kind.startswith("moe")
+    model = mixtures.build(kind, ep_size if is_own_layer else 1)
+    if freezes:
+        for name, param in model.named_parameters():
+            param.requires_grad_("up." not in name)
+    settings = mixtures.config(stage, 0 if is_own_layer or ep_size == 1 else ep_size, **others)
+    return launcher.initialize(model=model, config=settings)[0]
+
+
+def _step(engine: Any, kind: str, step: int, rank: int) -> float:
+    loss = mixtures.loss_of(engine, mixtures.batch(kind, step, rank))
+    engine.backward(loss)
+    engine.step()
+    return float(loss)
+
+
+def _saved(
+    rank: int, world_size: int, folder: str, kind: str, ep_size: int, stage: int, freezes: bool
+) -> tuple[dict[str, Tensor], float]:
+    """Take a step, save, take another one; return the weights as they were saved, and the loss of the second."""
+    engine = _engine(kind, ep_size, stage, freezes=freezes)
+    _step(engine, kind, 0, rank)
+    weights = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.save_checkpoint(folder, tag="first", exclude_frozen_parameters=False)
+    engine.save_16bit_model(folder, "weights.safetensors") if stage < 3 else None
+    loss = _step(engine, kind, 1, rank)
+    engine.destroy()
+    return weights, loss
+
+
+def _loaded(
+    rank: int, world_size: int, folder: str, kind: str, ep_size: int, stage: int, freezes: bool
+) -> tuple[dict[str, Tensor], float]:
+    engine = _engine(kind, ep_size, stage, freezes=freezes)
+    with torch.no_grad():
+        engine.load_state_dict({name: torch.zeros_like(value) for name, value in engine.state_dict().items()})
+    engine.load_checkpoint(folder, tag="first")
+    weights = {name: value.clone() for name, value in engine.state_dict().items()}
+    loss = _step(engine, kind, 1, rank)
+    engine.destroy()
+    return weights, loss
+
+
+def _check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+KINDS = [
+    "moe",
+    "listed",
+    pytest.param(
+        "mixtral",
+        marks=pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers"),
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_by_some_ranks_and_loaded_by_others(kind: str, tmp_path: Path) -> None:
+    saved = run_on_ranks(4, _saved, str(tmp_path), kind, 2, 2, False)
+    weights, losses = saved[0][0], [loss for _, loss in saved]
+    assert set(weights) == set(mixtures.build(kind).state_dict())
+    _check_same(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "first"), weights)
+    assert verify(tmp_path / "first") == []
+    listed = {param.name: param.shape for param in summary_of(tmp_path / "first").params}
+    assert listed == {name: tuple(weights[name].shape) for name in listed}
+    if kind != "moe":  # its experts are copies of one on every rank where they are not spread
+        from safetensors.torch import load_file
+
+        _check_same(load_file(tmp_path / "weights.safetensors"), weights)
+    for ep_size, stage in ((4, 1), (1, 3), (2, 0)):
+        for loaded, (found, loss) in enumerate(run_on_ranks(4, _loaded, str(tmp_path), kind, ep_size, stage, False)):
+            _check_same(found, weights)
+            assert loss == pytest.approx(losses[loaded], rel=1e-6)
+    for found, _ in run_on_ranks(2, _loaded, str(tmp_path), kind, 2, 3, False):
+        _check_same(found, weights)
+
+
+def test_frozen_experts(tmp_path: Path) -> None:
+    saved = run_on_ranks(2, _saved, str(tmp_path), "listed", 2, 1, True)
+    for found, loss in run_on_ranks(2, _loaded, str(tmp_path), "listed", 1, 1, True):
+        _check_same(found, saved[0][0])
+        assert loss in [pytest.approx(each[1], rel=1e-6) for each in saved]
+
+
+def _continued(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:
+    """Save by a run without expert parallelism, and continue with it."""
+    whole = _engine("listed", 1, 1)
+    _step(whole, "listed", 0, rank)
+    whole.save_checkpoint(folder, tag="whole")
+    wanted = [_step(whole, "listed", step, rank) for step in (1, 2)]
+    whole.destroy()
+    spread = _engine("listed", 2, 2)
+    spread.load_checkpoint(folder, tag="whole")
+    found = [_step(spread, "listed", step, rank) for step in (1, 2)]
+    spread.destroy()
+    return found, wanted
+
+
+def test_a_run_without_spread_experts_continues_with_them(tmp_path: Path) -> None:
+    for found, wanted in run_on_ranks(2, _continued, str(tmp_path)):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def _without_frozen(rank: int, world_size: int, folder: str) -> tuple[set[str], set[str]]:
+    engine = _engine("listed", 2, 2, freezes=True)
+    engine.save_checkpoint(folder, tag="part", exclude_frozen_parameters=True)
+    trained = set(engine.module_state_dict(exclude_frozen_parameters=True))
+    engine.load_checkpoint(folder, tag="part", load_module_strict=False)
+    whole = set(engine.state_dict())
+    engine.destroy()
+    return trained, whole
+
+
+def test_what_is_frozen_is_left_out(tmp_path: Path) -> None:
+    everything = {name for name, _ in mixtures.build("listed").named_parameters()}
+    trained = {name for name in everything if "up." not in name}
+    for found, whole in run_on_ranks(2, _without_frozen, str(tmp_path)):
+        assert found == trained
+        assert whole == everything
+    assert set(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "part")) == trained
