@@ -65,8 +65,8 @@ def stage_model(
 def _again(model: StagedModel, own_stages: tuple[int, ...], num_stages: int) -> StagedModel:
     if (model.own_stages, model.num_stages) != (own_stages, num_stages):
         raise EngineError(
-            f"this rank has stages {list(model.own_stages)} of {model.num_stages} of the model and nothing of the others,"
-            f" so it cannot become stages {list(own_stages)} of {num_stages}",
+            f"this rank has stages {list(model.own_stages)} of {model.num_stages} of the model and nothing of the"
+            f" others: it cannot become stages {list(own_stages)} of {num_stages}",
             hint="build the model anew, and load a checkpoint",
         )
     return model
