@@ -185,6 +185,16 @@ def test_a_patched_forward_and_a_copy_of_a_stage() -> None:
     assert_whole(parts, whole)
 
 
+def test_a_divided_model_stays_divided() -> None:
+    model = build("llama")
+    part = stage_model(model, (1,), 2, MIXED)
+    assert stage_model(part, (1,), 2, MIXED) is part
+    with pytest.raises(EngineError, match=r"has stages \[1\] of 2 .* cannot become stages \[0\] of 2"):
+        stage_model(part, (0,), 2, MIXED)
+    with pytest.raises(EngineError, match="it was divided before"):
+        stage_model(model, (1,), 2, MIXED)
+
+
 # ---- what cannot be divided ----
 
 

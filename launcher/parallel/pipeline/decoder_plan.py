@@ -63,6 +63,8 @@ def plan_decoder(model: nn.Module) -> DecoderPlan:
     Raises: EngineError, with the reason, for a model that cannot be divided between its blocks.
     """
     _check_config(model)
+    if any(isinstance(module, Placeholder) for module in model.modules()):
+        raise _refusal(model, "it was divided before, and has some of its stages alone", "give engine.module instead")
     name, stack = _find_stack(model)
     with _quiet(model), without_cache(model):
         trial = _first_that_fits(model, name, stack)

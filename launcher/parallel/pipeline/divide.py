@@ -48,15 +48,28 @@ def stage_model(
     """Return the stages of this rank. Every rank must call it with the same model, its own stages and the same rest.
 
     own_stages: `PipelinePlan.stages_of` this rank. num_stages: over all ranks, virtual ones included. sizes: of the
-    mesh, which a PipelineModule may contradict. A PipelineModule is returned itself; of any other model the modules of
-    other stages are taken out. Raises: EngineError and ConfigError, the same on all ranks, before anything is changed.
+    mesh, which a PipelineModule may contradict. A PipelineModule is returned itself, and so is what this function
+    returned before, for the same stages. Of any other model the modules of other stages are taken out.
+    Raises: EngineError and ConfigError, the same on all ranks, before anything is changed.
     """
+    if isinstance(model, StagedModel) and model.own_stages:
+        return _again(model, tuple(sorted(own_stages)), num_stages)
     staged = _as_staged(model, settings)
     if isinstance(staged, PipelineModule) and sizes is not None:
         staged.check_mesh(sizes)
     staged.prepare(num_stages, _weights(staged, settings, profiling or Profiling()))
     staged.assign(own_stages)
     return staged
+
+
+def _again(model: StagedModel, own_stages: tuple[int, ...], num_stages: int) -> StagedModel:
+    if (model.own_stages, model.num_stages) != (own_stages, num_stages):
+        raise EngineError(
+            f"this rank has stages {list(model.own_stages)} of {model.num_stages} of the model and nothing of the"
+            f" others: it cannot become stages {list(own_stages)} of {num_stages}",
+            hint="build the model anew, and load a checkpoint",
+        )
+    return model
 
 
 def _as_staged(model: nn.Module, settings: Pipeline) -> StagedModel:

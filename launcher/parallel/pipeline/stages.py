@@ -12,9 +12,10 @@ stages, `own_stages`, and their parameters alone:
 
 * `named_parameters()`, `named_modules()` and `state_dict()` have the names of the whole model, for any number of
   stages. A checkpoint saved by name loads at any other number.
-* `tied` lists parameters that several stages hold a copy of. Copies have the same name and the same initial values on
-  all of these stages. Their gradients must be summed over them before a step, where a stage that did not use its copy
-  (no gradient) counts as zero. Where two of these stages are on one rank they share one parameter and one gradient.
+* `tied` lists parameters that several stages hold a copy of, by the same name. Initial values of copies are alike where
+  all ranks seeded torch alike; those of the owner, the first stage, count. Gradients of copies must be summed before a
+  step, where a stage that did not use its copy (no gradient) counts as zero. Where two of these stages are on one rank
+  they share one parameter and one gradient.
 * Stages of one rank may run in any order and interleaved, one at a time.
 * A stage that is not the last returns tensors alone. Floating-point ones carry gradients backwards.
 """
