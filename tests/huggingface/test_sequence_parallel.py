@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.hf_job import returned, run_cases
 
 CASES = ["sequence_parallel", "sequence_parallel_resumed", "sequence_parallel_evaluated"]
-CASES += ["accelerate_sequence_parallel", "masks", "generates", "refused"]
+CASES += ["accelerate_sequence_parallel", "masks", "both_directions", "generates", "refused"]
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +20,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 of_trainer = pytest.mark.skipif(metadata.version("transformers") < "5", reason="transformers 4 cuts no batches")
+
+
+def test_every_stage_trains_as_one_process_does(tmp_path: Path) -> None:
+    found = run_cases(tmp_path, "huggingface.sequence_cases", ["every_stage"], num_ranks=4)
+    for run in returned(found, "every_stage"):
+        alone = run.pop("alone")
+        assert (len(run), len(alone)) == (4, 20)
+        for name, losses in run.items():
+            assert losses == pytest.approx(alone, rel=1e-6), name
 
 
 @of_trainer
@@ -59,6 +69,11 @@ def test_masks_and_documents_are_those_of_whole_sequences(found: dict[str, list[
         assert len(run) == 8
         for name, pair in run.items():
             assert pair["parts"] == pytest.approx(pair["alone"], rel=1e-6), name
+
+
+def test_attention_in_both_directions_is_that_of_whole_sequences(found: dict[str, list[Any]]) -> None:
+    for run in returned(found, "both_directions"):
+        assert run["parts"] == pytest.approx(run["alone"], rel=1e-6)
 
 
 def test_every_rank_generates_from_the_whole_text(found: dict[str, list[Any]]) -> None:
