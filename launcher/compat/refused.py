@@ -37,7 +37,6 @@ REFUSED = {
     "runtime.domino": _NO_TENSOR,
     "runtime.eigenvalue": "no eigenvalues of layers: use the package pyhessian",
     "runtime.hybrid_engine": "no hybrid engine: call model.generate(), which works at stage 3",
-    "runtime.pipe.engine": "one class of engines: isinstance(engine.module, PipelineModule) tells a pipeline",
     "runtime.pipe.p2p": "no sends between stages for scripts: call engine.train_batch()",
     "runtime.pipe.schedule": 'no schedules in Python: give "schedule" in "pipeline" of the config',
     "runtime.progressive_layer_drop": "no progressive layer drop: drop layers in the model",

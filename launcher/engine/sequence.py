@@ -126,7 +126,8 @@ class SequenceRanks:
             raise EngineError(
                 "the ranks have parts of sequences, and no attention of the model exchanged heads between them",
                 where="sequence_parallel_size",
-                hint="put launcher.DistributedAttention around the attention; models of transformers need none",
+                hint="put launcher.DistributedAttention around the attention; a model of transformers needs none where"
+                " it computes attention by the library's functions",
             )
         self._is_checked = True
 

@@ -122,6 +122,55 @@ def case_accelerate_sequence_parallel(folder: Path) -> dict[str, list[float]]:
     return found
 
 
+def case_every_stage(folder: Path) -> dict[str, list[float]]:
+    """Return the losses of 20 steps alone, and of every stage on four ranks, of which two or four share sequences."""
+    import torch
+
+    import launcher
+
+    rows, num_steps = uneven_rows(16), 20
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def samples(step: int, first: int, size: int) -> dict[str, Any]:
+        places = [(4 * step + first + number) % len(rows) for number in range(size)]
+        return {name: value[places] for name, value in batch.items()}
+
+    model, found = model_of(), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    losses = []
+    for step in range(num_steps):
+        loss = model(**samples(step, 0, 4)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found["alone"] = losses
+    for stage, size in ((0, 2), (1, 2), (2, 2), (3, 4)):
+        config = {
+            "train_batch_size": 4,
+            "gradient_clipping": 0.5,
+            "steps_per_print": 0,
+            "sequence_parallel_size": size,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        engine, losses = launcher.initialize(model=model_of(), config=config)[0], []
+        share = engine.train_micro_batch_size_per_gpu()
+        for step in range(num_steps):
+            own = launcher.shard_sequence(samples(step, engine.get_data_parallel_rank() * share, share))
+            loss = engine(**own, labels=own["shift_labels"]).loss
+            loss = launcher.sequence_loss(loss, own["shift_labels"])
+            engine.backward(loss)
+            engine.step()
+            mean = loss.detach().double()
+            torch.distributed.all_reduce(mean)
+            losses.append(mean.item() / engine.world_size)
+        found[f"stage {stage}, {size} ranks of a sequence"] = losses
+        engine.destroy()
+    return found
+
+
 def case_masks(folder: Path) -> dict[str, dict[str, list[float]]]:
     """Return loss and norm of the gradients of one step, alone and on parts of sequences, by model and batch."""
     import torch
@@ -182,6 +231,35 @@ def _batches() -> dict[str, dict[str, Any]]:
         "padding behind": {**whole, "labels": behind, "attention_mask": right},
         "two documents": {**whole, "position_ids": torch.cat([torch.arange(6), torch.arange(10)]).repeat(2, 1)},
     }
+
+
+def case_both_directions(folder: Path) -> dict[str, list[float]]:
+    """Return loss and norm of the gradients of a model that sees both ways, within a window and past padding."""
+    import torch
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    import launcher
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+        config = ModernBertConfig(**sizes, **tokens, vocab_size=128, local_attention=6, global_attn_every_n_layers=3)
+        return ModernBertForMaskedLM._from_config(config, attn_implementation="sdpa")
+
+    batch = _batches()["padding behind"]
+    model = make().train()
+    alone = model(**batch).loss
+    alone.backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+    engine = launcher.initialize(model=make(), config=_sgd())[0]
+    own = launcher.shard_sequence(batch, shifts_labels=False)
+    loss = launcher.sequence_loss(engine(**own).loss, own["labels"])
+    engine.backward(loss)
+    engine.step()
+    found = {"alone": [alone.item(), norm.item()], "parts": [loss.item(), engine.get_global_grad_norm()]}
+    engine.destroy()
+    return found
 
 
 def case_generates(folder: Path) -> list[list[int]]:

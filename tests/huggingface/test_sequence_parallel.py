@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.hf_job import returned, run_cases
 
 CASES = ["sequence_parallel", "sequence_parallel_resumed", "sequence_parallel_evaluated"]
-CASES += ["accelerate_sequence_parallel", "masks", "generates", "refused"]
+CASES += ["accelerate_sequence_parallel", "masks", "both_directions", "generates", "refused"]
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +19,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return run_cases(tmp_path_factory.mktemp("sequence"), "huggingface.sequence_cases", CASES)
 
 
-of_trainer = pytest.mark.skipif(metadata.version("transformers") < "5", reason="transformers 4 cuts no batches")
+since_5 = pytest.mark.skipif(
+    metadata.version("transformers") < "5",
+    reason="the Trainer of transformers 4 cuts no batches, and its ModernBERT has an attention of its own",
+)
 
 
-@of_trainer
+def test_every_stage_trains_as_one_process_does(tmp_path: Path) -> None:
+    found = run_cases(tmp_path, "huggingface.sequence_cases", ["every_stage"], num_ranks=4)
+    for run in returned(found, "every_stage"):
+        alone = run.pop("alone")
+        assert (len(run), len(alone)) == (4, 20)
+        for name, losses in run.items():
+            assert losses == pytest.approx(alone, rel=1e-6), name
+
+
+@since_5
 def test_the_trainer_trains_as_ddp_does(found: dict[str, list[Any]]) -> None:
     logs = returned(found, "sequence_parallel")
     # The batches of both ranks come one after another, and the Trainer divides losses by their number.
@@ -35,14 +48,14 @@ def test_the_trainer_trains_as_ddp_does(found: dict[str, list[Any]]) -> None:
             assert run["rates"] == plain["rates"]
 
 
-@of_trainer
+@since_5
 def test_a_run_of_the_trainer_resumes_within_an_epoch(found: dict[str, list[Any]]) -> None:
     for run in returned(found, "sequence_parallel_resumed"):
         assert len(run["whole"]) == 8
         assert run["resumed"] == run["whole"][4:]
 
 
-@of_trainer
+@since_5
 def test_each_rank_evaluates_samples_of_its_own(found: dict[str, list[Any]]) -> None:
     for run in returned(found, "sequence_parallel_evaluated"):
         assert run["trainer"] == pytest.approx(run["alone"], rel=1e-6)
@@ -59,6 +72,12 @@ def test_masks_and_documents_are_those_of_whole_sequences(found: dict[str, list[
         assert len(run) == 8
         for name, pair in run.items():
             assert pair["parts"] == pytest.approx(pair["alone"], rel=1e-6), name
+
+
+@since_5
+def test_attention_in_both_directions_is_that_of_whole_sequences(found: dict[str, list[Any]]) -> None:
+    for run in returned(found, "both_directions"):
+        assert run["parts"] == pytest.approx(run["alone"], rel=1e-6)
 
 
 def test_every_rank_generates_from_the_whole_text(found: dict[str, list[Any]]) -> None:

@@ -103,6 +103,8 @@ def _check_parts(rank: int, world_size: int) -> None:
     for name, value in whole.items():
         assert torch.equal(part[name], value.chunk(world_size, 1)[rank]), name
     assert "labels" not in part
+    own = launcher.shard_sequence(batch, group, shifts_labels=False)
+    assert torch.equal(own["labels"], batch["labels"].chunk(world_size, 1)[rank])
     assert part["weights"].shape == (4,)
     assert part["source"] == "a file"
     assert part["attention_mask"].shape == (4, 8 // world_size)

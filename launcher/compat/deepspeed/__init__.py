@@ -14,6 +14,7 @@ from launcher.base.errors import EngineError
 from launcher.engine import build
 from launcher.engine.arguments import add_config_arguments
 from launcher.engine.engine import Engine as DeepSpeedEngine
+from launcher.engine.pipeline import PipelineEngine
 from launcher.parallel.tensor.init import tp_model_init
 
 from . import accelerator, checkpoint, comm, launcher, monitor, ops, pipe, profiling, runtime, utils
@@ -35,6 +36,7 @@ __all__ = [
     "DeepSpeedEngine",
     "InferenceEngine",
     "OnDevice",
+    "PipelineEngine",
     "PipelineModule",
     "__version__",
     "accelerator",

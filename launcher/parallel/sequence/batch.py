@@ -18,23 +18,27 @@ IGNORED = -100  # label of a token that counts in no loss
 _BY_TOKEN = ("inputs_embeds", "position_ids", "labels", "shift_labels", "attention_mask", "token_type_ids")
 
 
-def shard_sequence(batch: Mapping[str, Any], group: ProcessGroup | None = None) -> dict[str, Any]:
+def shard_sequence(
+    batch: Mapping[str, Any], group: ProcessGroup | None = None, *, shifts_labels: bool = True
+) -> dict[str, Any]:
     """Return this rank's part of a batch that all ranks of the sequence have alike; no communication.
 
     batch: with `input_ids` or `inputs_embeds`, [batch, length, ...]. Tensors of that length along dimension 1 are cut
     into contiguous parts, one for each rank; the rest stays whole. `labels` become `shift_labels`: position i has the
     token after it, also where that is on the next rank, and the last one of a sequence has -100. `position_ids` are
     made where there are none, 0 to length - 1.
+    shifts_labels: False for labels of the tokens themselves, as of masked language models: they stay `labels`.
     group: the ranks of one sequence; None: those of the engine that was built last. Without several ranks labels are
     shifted and positions made all the same, so that a script works with any number of them.
 
     Raises: EngineError for a length that the ranks do not divide, and for inputs of different lengths.
     """
     ranks = sequence_ranks(group)
-    return part_of_batch(batch, 0, 1) if ranks is None else part_of_batch(batch, ranks.rank, ranks.world_size)
+    rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    return part_of_batch(batch, rank, num_ranks, shifts_labels=shifts_labels)
 
 
-def part_of_batch(batch: Mapping[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
+def part_of_batch(batch: Mapping[str, Any], rank: int, num_ranks: int, *, shifts_labels: bool = True) -> dict[str, Any]:
     """Return the part of rank `rank` of `num_ranks`: see `shard_sequence`."""
     tokens = _tokens(batch)
     size, length = tokens.shape[:2]
@@ -44,7 +48,7 @@ def part_of_batch(batch: Mapping[str, Any], rank: int, num_ranks: int) -> dict[s
             hint=f"pad sequences to a multiple of {num_ranks}: pad_to_multiple_of={num_ranks} of the collator",
         )
     whole = dict(batch)
-    if isinstance(whole.get("labels"), Tensor):
+    if shifts_labels and isinstance(whole.get("labels"), Tensor):
         labels = whole.pop("labels")
         whole.setdefault("shift_labels", F.pad(labels, (0, 1), value=IGNORED)[..., 1:])
     if whole.get("position_ids") is None:

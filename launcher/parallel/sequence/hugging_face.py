@@ -65,15 +65,15 @@ class WholeSequence:
         if window is None and padding is None and self._document is None:
             return None
         place = torch.arange(length, device=self.position_ids.device)
-        distance = place[:, None] - place
-        sees = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+        # Comparisons alone: distances would be length² integers.
+        sees = place[:, None] >= (place if is_causal else place.new_zeros(length))
         if window is not None:
-            sees &= distance.abs() < window
+            sees &= (place[:, None] < place + window) & (place[:, None] > place - window)
         sees = sees[None]
         if self._document is not None:
             sees = sees & (self._document[:, :, None] == self._document[:, None])
         if padding is not None:
-            sees = sees & padding[:, None] | (distance == 0)  # a row without any token would give NaN
+            sees = sees & padding[:, None] | (place[:, None] == place)  # a row without any token would give NaN
         return sees[:, None]
 
 

@@ -1,7 +1,17 @@
 """`deepspeed.runtime.pipe`."""
 
-from . import module, topology
+from . import engine, module, topology
+from .engine import PipelineEngine
 from .module import LayerSpec, PipelineModule, TiedLayerSpec
 from .topology import ProcessTopology
 
-__all__ = ["LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec", "module", "topology"]
+__all__ = [
+    "LayerSpec",
+    "PipelineEngine",
+    "PipelineModule",
+    "ProcessTopology",
+    "TiedLayerSpec",
+    "engine",
+    "module",
+    "topology",
+]
