@@ -14,6 +14,7 @@ from launcher.config.mesh import with_experts
 from launcher.config.schema import Config
 from launcher.parallel.expert.share import spread_containers
 from launcher.parallel.expert.spread import spread_experts
+from launcher.parallel.expert.whole import return_whole_state
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.experts import is_moe_param
 from launcher.zero.parameters import unit_params_of
@@ -57,6 +58,7 @@ def spread_over_ranks(
                 hint="build the model outside of the block: initialize() shards it, too",
             )
     report = spread_experts(model, mesh, settings.expert_parallel)
+    return_whole_state(model, mesh.expert)
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             group["params"] = _without(group["params"], report.gone)

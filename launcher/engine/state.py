@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.parallel.expert.share import absent_names, counterparts, values_of_others, with_absent
+from launcher.parallel.expert.whole import own_state
 from launcher.parallel.tensor.slices import full_values
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.parameters import UnitParameters, unit_params_of
@@ -54,7 +55,7 @@ def collect_state(
     if not is_wanted:
         return {}
     prefix = options.get("prefix", "")
-    with _showing(copies), with_absent(model):
+    with _showing(copies), with_absent(model), own_state(model):
         state: dict[str, Any] = model.state_dict(*arguments, **options)
         state |= {prefix + name: value for name, value in of_others.items() if prefix + name in state}
         for name, param in model.named_parameters(remove_duplicate=False) if left_out else ():

@@ -13,9 +13,12 @@ from harness.ranks import run_on_ranks
 from torch import Tensor
 
 import launcher
+from launcher.base.errors import EngineError
+from launcher.base.timeouts import Timeouts
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launcher.checkpoint_files.summary import summary_of
 from launcher.checkpoint_files.verify import verify
+from launcher.parallel.expert import whole
 
 
 def _engine(kind: str, ep_size: int, stage: int, *, freezes: bool = False, **others: Any) -> Any:
@@ -108,11 +111,11 @@ def test_frozen_experts(tmp_path: Path) -> None:
 
 def _continued(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:
     """Save by a run without expert parallelism, and continue with it."""
-    whole = _engine("listed", 1, 1)
-    _step(whole, "listed", 0, rank)
-    whole.save_checkpoint(folder, tag="whole")
-    wanted = [_step(whole, "listed", step, rank) for step in (1, 2)]
-    whole.destroy()
+    first = _engine("listed", 1, 1)
+    _step(first, "listed", 0, rank)
+    first.save_checkpoint(folder, tag="whole")
+    wanted = [_step(first, "listed", step, rank) for step in (1, 2)]
+    first.destroy()
     spread = _engine("listed", 2, 2)
     spread.load_checkpoint(folder, tag="whole")
     found = [_step(spread, "listed", step, rank) for step in (1, 2)]
@@ -130,15 +133,37 @@ def _without_frozen(rank: int, world_size: int, folder: str) -> tuple[set[str], 
     engine.save_checkpoint(folder, tag="part", exclude_frozen_parameters=True)
     trained = set(engine.module_state_dict(exclude_frozen_parameters=True))
     engine.load_checkpoint(folder, tag="part", load_module_strict=False)
-    whole = set(engine.state_dict())
+    names = set(engine.state_dict())
     engine.destroy()
-    return trained, whole
+    return trained, names
 
 
 def test_what_is_frozen_is_left_out(tmp_path: Path) -> None:
     everything = {name for name, _ in mixtures.build("listed").named_parameters()}
     trained = {name for name in everything if "up." not in name}
-    for found, whole in run_on_ranks(2, _without_frozen, str(tmp_path)):
+    for found, names in run_on_ranks(2, _without_frozen, str(tmp_path)):
         assert found == trained
-        assert whole == everything
+        assert names == everything
     assert set(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "part")) == trained
+
+
+def _asked_of_the_model(rank: int, world_size: int, kind: str) -> str:
+    engine = _engine(kind, 2, 2)
+    _check_same(engine.module.state_dict(), engine.state_dict())
+    said = ""
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(whole, "timeouts", lambda: Timeouts(other_ranks_s=0.05))
+            with pytest.raises(EngineError) as error:
+                engine.module.state_dict()
+            said = str(error.value)
+    engine.any_rank(False)  # wait for rank 0
+    _check_same(engine.module.state_dict(), engine.state_dict())
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_models_own_state_dict_is_whole_or_an_error(kind: str) -> None:
+    said, _ = run_on_ranks(2, _asked_of_the_model, kind)
+    assert "not all of them asked for its state dict" in said

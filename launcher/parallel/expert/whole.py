@@ -1,0 +1,99 @@
+"""The whole state dict of a model whose experts are spread, where a library asks the model itself for it.
+
+Libraries call `model.state_dict()` on every rank and save what rank 0 gets: Hugging Face's Trainer below stage 3. A
+rank that asks alone gets an error after a while, and no part of the weights under the names of the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from launcher.base.errors import EngineError
+from launcher.base.timeouts import timeouts
+from launcher.comm.groups import RankGroup
+from launcher.parallel.expert.share import counterparts, values_of_others
+from launcher.parallel.tensor.slices import full_values
+from launcher.zero.experts import is_moe_param
+from launcher.zero.parameters import unit_params_of
+from launcher.zero.splits import split_of
+
+_HOOK = "_launch_whole_state"
+_NUMBERS = itertools.count()  # of models, alike on every rank: they are spread by all of them together
+
+
+class _WholeState:
+    """A hook on the state dict of one model, which puts in what other ranks have."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._prefix = f"launch/state_dict/{next(_NUMBERS)}"
+        self._num_calls = 0
+        self.is_paused = False  # while the engine puts the state together itself
+
+    def __deepcopy__(self, _: Any) -> _WholeState:
+        return self  # a process group has no copy
+
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if self.is_paused or any(_is_sharded(param) for param in model.parameters()):
+            return
+        self._meet()
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if is_moe_param(param) and split_of(param) is not None and prefix + name in state:
+                state[prefix + name] = full_values(param, self._group).cpu()
+        for own in counterparts(model):
+            values = values_of_others(own.tensor, own.share)
+            if prefix + own.names[own.share.group.rank] in state:
+                state.update({prefix + name: value.cpu() for name, value in zip(own.names, values, strict=True)})
+
+    def _meet(self) -> None:
+        """Wait until all ranks of the set of experts have called. Raises: EngineError where one does not in time."""
+        store = dist.distributed_c10d._get_default_store()
+        assert self._group.process_group is not None
+        ranks = dist.get_process_group_ranks(self._group.process_group)  # of the world, whose store it is
+        keys = [f"{self._prefix}/{self._num_calls}/{rank}" for rank in ranks]
+        store.set(keys[self._group.rank], "")
+        try:
+            store.wait(keys, datetime.timedelta(seconds=timeouts().other_ranks_s))
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                store.delete_key(keys[self._group.rank])
+            raise EngineError(
+                "the model's experts are spread over ranks, and not all of them asked for its state dict",
+                hint="call engine.state_dict(), engine.save_16bit_model() or model.state_dict() on every rank",
+            ) from None
+        self._num_calls += 1
+
+
+def _is_sharded(param: nn.Parameter) -> bool:
+    found = unit_params_of(param)
+    return found is not None and found.is_sharded
+
+
+def return_whole_state(model: nn.Module, group: RankGroup) -> None:
+    """Have `model.state_dict()` return the experts of all ranks of `group`; from then on it is collective."""
+    if getattr(model, _HOOK, None) is None:
+        hook = _WholeState(group)
+        object.__setattr__(model, _HOOK, hook)
+        model.register_state_dict_post_hook(torch.no_grad()(hook))
+
+
+@contextlib.contextmanager
+def own_state(model: nn.Module) -> Iterator[None]:
+    """Have `model.state_dict()` return what this rank has within the block, without other ranks."""
+    hook: _WholeState | None = getattr(model, _HOOK, None)
+    if hook is None:
+        yield
+        return
+    hook.is_paused = True
+    try:
+        yield
+    finally:
+        hook.is_paused = False
