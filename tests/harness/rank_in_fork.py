@@ -31,7 +31,8 @@ def main() -> None:
                 signal.signal(number, lambda number, _frame: os.kill(pid, number))
             code = int(answers.readline() or 1)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)  # the record of what went wrong is the fork's
 
