@@ -35,7 +35,7 @@ def test_same_losses_on_this_machine_and_over_ssh(sshd: LoopbackSshd, tmp_path: 
         folder.mkdir()
     local = run_launch(folders[0], "--num_gpus", "2", *in_forks(*training(folders[0])))
     options = ("--hostfile", ROOT / "hostfiles/loopback", "--ssh_config", sshd.ssh_config)
-    over_ssh = run_launch(folders[1], *options, *training(folders[1]))
+    over_ssh = run_launch(folders[1], *options, *in_forks(*training(folders[1])))
     assert losses(local) == losses(over_ssh)
     assert len(losses(local)) == 6
     assert float(losses(local)[-1]) < float(losses(local)[0]) < 5.8
