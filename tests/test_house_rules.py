@@ -36,6 +36,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @functools.cache
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
@@ -71,7 +72,7 @@ def test_functions_and_classes_are_small() -> None:
     large = [
         f"{place(path, node)} {node.name}: {num_lines(node)}"
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef) and num_lines(node) > MAX_CLASS_LINES and "schema" not in path.name
     ]
     assert large == []
@@ -99,7 +100,7 @@ def test_no_star_imports() -> None:
     stars = [
         place(path, node)
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
     ]
     assert stars == []

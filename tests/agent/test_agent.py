@@ -13,17 +13,15 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
+from harness.agents import Agent, spawn
 from harness.launching import ROOT, wait_until, wait_until_gone
 
-from launcher.agent import scratch
 from launcher.agent.wire import (
     Bye,
-    Decoder,
     Exited,
     Handled,
     Hello,
     Lease,
-    Message,
     Output,
     PickPort,
     Ping,
@@ -34,48 +32,9 @@ from launcher.agent.wire import (
     Started,
     Stop,
     Sweep,
-    encode,
 )
 from launcher.base.processes import members_of_job
 from launcher.job.plan import new_job_id
-from launcher.transport.command import AGENT_MODULE, own_argv
-
-
-class Agent:
-    """One agent process and its decoded messages."""
-
-    def __init__(self, *, stderr: int | None = None) -> None:
-        self.process = subprocess.Popen(
-            own_argv(AGENT_MODULE),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]),
-            },
-            start_new_session=True,
-        )
-        self._decoder = Decoder(expect_magic=True)
-        self._ready: list[Message] = []
-
-    def send(self, message: Message) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode(message))
-        self.process.stdin.flush()
-
-    def receive(self) -> Message | None:
-        """Return the next message, None at the end of the stream."""
-        assert self.process.stdout is not None
-        while not self._ready:
-            data = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not data:
-                return None
-            self._ready.extend(self._decoder.feed(data))
-        return self._ready.pop(0)
-
-    def receive_all(self) -> list[Message]:
-        return list(iter(self.receive, None))
 
 
 @pytest.fixture
@@ -85,28 +44,6 @@ def agent() -> Iterator[Agent]:
     with started.process:  # closes its pipes
         yield started
         started.process.kill()
-
-
-def spawn(
-    script: Path,
-    *,
-    ranks: int = 1,
-    lease_s: float | None = None,
-    grace_s: float = 5.0,
-    job_id: str | None = None,
-    env: dict[str, str] | None = None,
-    window_bytes: int | None = None,
-) -> Spawn:
-    return Spawn(
-        job_id=job_id or new_job_id(),
-        commands=[["script", str(script)]] * ranks,
-        cwd=str(script.parent),
-        env=env or {},
-        rank_envs=[{"RANK": str(rank)} for rank in range(ranks)],
-        lease_s=lease_s,
-        grace_s=grace_s,
-        window_bytes=window_bytes,
-    )
 
 
 def test_a_start_that_takes_longer_than_the_lease_ends_nothing(agent: Agent, tmp_path: Path) -> None:
@@ -394,72 +331,6 @@ def test_a_drained_pipe_that_is_filled_as_fast_as_it_is_read_does_not_hold_the_a
     assert len(reads) == 1
     for descriptor in (commands, output, read, write):
         os.close(descriptor)
-
-
-def test_an_agent_without_a_temporary_folder_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(scratch, "_places", lambda: [str(tmp_path / "missing")])
-    with pytest.raises(FileNotFoundError) as caught:
-        scratch.Scratch("calm-otter-0000")
-    assert caught.value.filename == str(tmp_path / "missing")
-
-
-def test_nothing_of_an_agent_is_left_and_it_removes_what_a_killed_one_has_left(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    place = tmp_path / "tmp"
-    place.mkdir()
-    monkeypatch.setenv("TMPDIR", str(place))
-    sleeps, passes = scripts.write(tmp_path, "import time; time.sleep(600)"), tmp_path / "pass.py"
-    passes.write_text("print(1)")
-    killed, living = Agent(), Agent()
-    with killed.process, living.process:
-        for agent in (killed, living):
-            assert isinstance(agent.receive(), Hello)
-            agent.send(spawn(sleeps))
-            assert isinstance(agent.receive(), Started)
-        killed.process.kill()
-        killed.process.wait()
-        folders = list(place.glob("launch-agent-*"))
-        assert len(folders) == 2
-        for folder in folders:
-            os.utime(folder, (0, 0))  # young folders are left alone
-        young = place / "launch-agent-a-b-0000-1"
-        young.mkdir()
-        (young / "lock").touch()
-        last = Agent()
-        with last.process:
-            last.send(spawn(passes))
-            assert last.receive_all()[-1] == Bye()
-            assert last.process.wait(10) == 0
-        (left,) = set(place.iterdir()) - {young}
-        assert living.process.poll() is None
-        living.send(Stop(0.0))
-        assert living.receive_all()[-1] == Bye()
-        assert living.process.wait(10) == 0
-    assert not left.exists()
-    assert young.exists()
-
-
-def test_what_a_killed_agent_has_left_goes_with_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    job_id = new_job_id()
-    killed = Agent()
-    assert isinstance(killed.receive(), Hello)
-    with killed.process:
-        killed.send(spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), job_id=job_id))
-        assert isinstance(killed.receive(), Started)
-        (left,) = tmp_path.glob("launch-agent-*")
-        killed.process.kill()
-    bystander = tmp_path / "launch-agent-other-job-0000-1"
-    bystander.mkdir()
-    (tmp_path / f"launch-agent-{job_id}-link").symlink_to(bystander)
-    (bystander / "error_0").write_text("")
-    sweeper = Agent()
-    with sweeper.process:
-        sweeper.send(Sweep(job_id))
-        assert sweeper.receive_all()[-1] == Bye()
-    assert not left.exists()
-    assert (bystander / "error_0").exists()
 
 
 def test_an_environment_that_is_too_large_is_named(agent: Agent, tmp_path: Path) -> None:

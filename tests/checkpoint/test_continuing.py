@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.forked import run_ranks
-from harness.forked_ranks import RANK_IN_FORK, served
+from harness.forked_ranks import in_forks
 from harness.launching import Launch, Result, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
@@ -42,7 +42,7 @@ TRAINS = """
                 elif trouble == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 elif trouble == "host":
-                    os.kill(os.getppid(), signal.SIGKILL)  # the agent: to the launcher, its host is gone
+                    os.kill(int(os.environ["TEST_AGENT_PID"]), signal.SIGKILL)  # to the launcher, its host is gone
                     time.sleep(600)
             engine.backward(loss)
             engine.step()
@@ -69,9 +69,7 @@ def losses(*results: Result, world_size: int = 2) -> list[tuple[int, int, str]]:
 def job(folder: Path, config: dict[str, object], *options: str, trouble: str = "none", at_step: int = 0) -> Launch:
     (folder / "ds.json").write_text(json.dumps(config))
     script = scripts.write(folder, TRAINS)
-    if "--hostfile" in options:
-        return Launch(folder, *options, script, "8", trouble, str(at_step), env=QUICK)
-    return Launch(folder, *options, RANK_IN_FORK, script, "8", trouble, str(at_step), env={**QUICK, **served()})
+    return Launch(folder, *options, *in_forks(script, "8", trouble, str(at_step)), env=QUICK)
 
 
 @pytest.fixture(scope="module")

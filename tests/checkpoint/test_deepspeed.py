@@ -45,7 +45,7 @@ TAG = f"global_step{NUM_STEPS}"
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """All of `RUNS` by the real DeepSpeed on real ranks, as it saved them in `saved/`, and imported in `imported/`."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    deepspeed.run_ranks(NUM_RANKS, "harness.deepspeed_runs", str(folder))
+    deepspeed.run_module(NUM_RANKS, "harness.deepspeed_runs", str(folder))
     for name in RUNS:
         import_deepspeed(folder / name / "saved", folder / name / "imported")
     yield folder

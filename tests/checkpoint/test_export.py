@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +23,15 @@ from torch import Tensor
 import launcher
 from launcher.checkpoint.__main__ import main
 
-transformers = pytest.importorskip("transformers")
+# Imported by the tests, not by every process that collects them.
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 State = dict[str, Tensor]
 
 
 def _model() -> Any:
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=96, n_positions=16, n_embd=32, n_layer=2, n_head=2)
     return transformers.GPT2LMHeadModel(config)
@@ -85,6 +89,8 @@ def run(folder: Path, *arguments: str | Path) -> Result:
 
 
 def opened(folder: Path) -> tuple[Any, State]:
+    import transformers
+
     model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]

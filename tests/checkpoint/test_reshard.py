@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,11 +39,18 @@ def _save_all(rank: int, world_size: int, folder: str, num_next: int) -> Losses:
     return losses
 
 
-def _sources_of(here: str) -> list[str]:
-    """Return what a setting loads in the short form: its own, the two that divide least and most, and three others."""
-    chosen = [here, _name(0, 1), _name(3, 4)]
-    others = [name for name in NAMES if name not in chosen]
-    return list(dict.fromkeys([*chosen, *random.Random(here).sample(others, 3)]))
+def _sources_of(stage: int, world_size: int) -> list[str]:
+    """Return what a setting loads in the short form: its own, and two others.
+
+    Over all settings, every stage is loaded at every stage and on every number of ranks, and so is what every number of
+    ranks has saved.
+    """
+    at, num_stages, num_worlds = WORLDS.index(world_size), len(STAGES), len(WORLDS)
+    others = [
+        _name((stage + 1 + (at + shift) % num_worlds) % num_stages, WORLDS[(at + shift) % num_worlds])
+        for shift in (1, 2)
+    ]
+    return [_name(stage, world_size), *others]
 
 
 def _load_all(rank: int, world_size: int, folder: str, expected: Losses, is_short: bool) -> list[str]:
@@ -56,7 +62,7 @@ def _load_all(rank: int, world_size: int, folder: str, expected: Losses, is_shor
     for stage in STAGES:
         engine = make_engine(world_size, stage)
         here = _name(stage, world_size)
-        for source in _sources_of(here) if is_short else NAMES:
+        for source in _sources_of(stage, world_size) if is_short else NAMES:
             engine.load_checkpoint(Path(folder, source))
             problems += [f"{source} -> {here}: {each}" for each in differences(engine, full[source])]
             if engine.global_steps != NUM_STEPS:

@@ -197,13 +197,26 @@ def train_once(rank: int, world_size: int, config: dict[str, Any], folder: str |
     return train(rank, world_size, config, folder, resumes=resumes, kind=kind)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Of stages and precisions each is among the others; all pairs of them in the soak.
+IN_SOAK = ("stage 1", "stage 2", "stage 0 bf16", "stage 3 bf16")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name in IN_SOAK else []) for name in CONFIGS]
+)
 def test_losses_are_those_of_an_uninterrupted_run(name: str, tmp_path: Path, new_processes: RankPool) -> None:
     check(CONFIGS[name], tmp_path / "saved", new_processes, with_unsaved=name in SAVED_AND_UNSAVED)
 
 
-@pytest.mark.parametrize("is_bf16", [False, True])
-@pytest.mark.parametrize("keys", [("offload_optimizer",), ("offload_optimizer", "offload_param")])
+@pytest.mark.parametrize(
+    ("keys", "is_bf16"),
+    [
+        (("offload_optimizer",), False),
+        (("offload_optimizer", "offload_param"), True),
+        pytest.param(("offload_optimizer",), True, marks=pytest.mark.soak),
+        pytest.param(("offload_optimizer", "offload_param"), False, marks=pytest.mark.soak),
+    ],
+)
 def test_with_states_and_parameters_on_disk(
     keys: tuple[str, ...], is_bf16: bool, tmp_path: Path, new_processes: RankPool
 ) -> None:

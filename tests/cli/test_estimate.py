@@ -87,7 +87,8 @@ def asked_here() -> Iterator[None]:
     """Read models in the process of the command in place of one more process, which would import torch again."""
 
     def ask(kind: str, target: str, *_: Any) -> dict[str, Any]:
-        return facts_of(kind, target)
+        with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no part of the command's output
+            return facts_of(kind, target)
 
     from launcher.probes.model import facts_of  # here: the forks of this process have torch then
 
@@ -266,7 +267,8 @@ def test_a_pipeline_shows_its_stages_and_its_idle_time(tmp_path: Path) -> None:
 
 def test_a_hugging_face_config_and_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path)
-    found = estimated(tmp_path, tmp_path / "config.json")["model"]
+    with asked_here():
+        found = estimated(tmp_path, tmp_path / "config.json")["model"]
     assert "built by transformers" in found["source"]
     assert found["num_params"] == GPT2_COUNT
     assert found["largest_layer_params"] == 50257 * 768
@@ -286,7 +288,8 @@ def test_functions_build_on_the_meta_device(models: Path) -> None:
     found = estimated(models, "models:build")["model"]
     assert (found["num_params"], found["num_trainable"]) == (40_000, 40_000)
     assert found["shape"] is None
-    found = estimated(models, "models.py:frozen", "--stage", "0")
+    with asked_here():
+        found = estimated(models, "models.py:frozen", "--stage", "0")
     assert (found["model"]["num_params"], found["model"]["num_trainable"]) == (40_000, 30_000)
     assert found["rows"][0]["parts"]["optimizer"] == 12 * 30_000
 
@@ -309,7 +312,8 @@ def test_files_of_torch_save_are_read_and_not_run(tmp_path: Path) -> None:
 
     with (tmp_path / "trap.bin").open("wb") as file:
         pickle.dump({"a": Trap()}, file)
-    result = run_here(tmp_path, "estimate", "trap.bin")
+    with asked_here():
+        result = run_here(tmp_path, "estimate", "trap.bin")
     assert result.code == 2
     assert "code in it is not run" in result.err
     assert not (tmp_path / "ran").exists()
@@ -363,7 +367,8 @@ def test_a_wrong_line_ends_with_2_and_one_clear_message(models: Path, args: list
     (models / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     (models / "unheard.json").write_text('{"model_type": "unheard"}')
     (models / "notes.txt").touch()
-    result = run_here(models, "estimate", *args)
+    with asked_here():
+        result = run_here(models, "estimate", *args)
     assert result.code == 2
     assert expected in result.err
     assert "Traceback" not in result.err + result.out

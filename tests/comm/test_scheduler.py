@@ -22,7 +22,7 @@ SUM_OF_RANKS = """
         torch.distributed.all_reduce(total)
     sys.stdout.write(f"TOTAL {int(total)}\\n")  # in one write: mpirun mixes those of its ranks
 """
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LAUNCH_JOB_ID")
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LAUNCH_JOB_ID")
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -30,26 +30,28 @@ def environment(**variables: str) -> dict[str, str]:
     return {**outside, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
 
 
-def rank_of_open_mpi(rank: int, job: str) -> dict[str, str]:
-    return environment(
-        OMPI_COMM_WORLD_RANK=str(rank),
-        OMPI_COMM_WORLD_SIZE="2",
-        OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
-        OMPI_COMM_WORLD_LOCAL_SIZE="2",
-        PMIX_NAMESPACE=job,
-    )
+def variables_of_open_mpi(rank: int, job: str) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": job,
+    }
 
 
 def test_processes_with_the_variables_of_mpirun_are_one_world(tmp_path: Path) -> None:
-    script, job = scripts.write(tmp_path, SUM_OF_RANKS), uuid.uuid4().hex
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script], env=rank_of_open_mpi(rank, job), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert [out for out, _ in ends] == [b"TOTAL 3\n", b"TOTAL 3\n"], ends
+    job = uuid.uuid4().hex
+    become = f"""
+    import os
+    variables = {[variables_of_open_mpi(rank, job) for rank in range(2)]}[int(os.environ["RANK"])]
+    for name in {_NAMES}:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    """
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, become + SUM_OF_RANKS))
+    assert result.code == 0, result.err
+    assert result.out == "TOTAL 3\nTOTAL 3\n"
 
 
 def test_a_real_mpirun_makes_one_world(tmp_path: Path) -> None:
@@ -66,10 +68,10 @@ def test_a_real_mpirun_makes_one_world(tmp_path: Path) -> None:
     [
         (
             "{'auto_mpi_discovery': False}",
-            rank_of_open_mpi(0, "x"),
+            environment(**variables_of_open_mpi(0, "x")),
             "auto_mpi_discovery or dist_init_required is False",
         ),
-        ("{'dist_init_required': False}", rank_of_open_mpi(0, "x"), "each rank would train alone"),
+        ("{'dist_init_required': False}", environment(**variables_of_open_mpi(0, "x")), "each rank would train alone"),
         ("{}", environment(WORLD_SIZE="2"), "the environment of this rank lacks RANK"),
     ],
 )

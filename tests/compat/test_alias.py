@@ -11,8 +11,9 @@ import pytest
 from harness import scripts
 from harness.child import run_python
 from harness.forked import run_ranks
-from harness.launching import ROOT, run_launch
+from harness.launching import ROOT, run_forked, run_launch
 from harness.scripts import write
+from torch.distributed.run import main as torchrun
 
 INSTALL = "import launcher.compat; launcher.compat.install()\n"
 # What transformers and accelerate look at to find out whether there is a DeepSpeed.
@@ -145,9 +146,11 @@ def test_the_option_chooses_the_engine(tmp_path: Path) -> None:
 
 def test_a_rank_with_a_launcher_file_of_its_own_starts_as_before(tmp_path: Path) -> None:
     scripts.write(tmp_path, "VALUE = 3", "launcher.py")
-    script = write(tmp_path, "import launcher, accelerate.state; print('own', hasattr(launcher, 'VALUE'))")
+    look = "import launcher; print('own', hasattr(launcher, 'VALUE'))"
     # Where launcher is installed as editable, python finds it in place of the file.
-    expected = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout.strip()
+    plain = write(tmp_path, look, "plain.py")
+    expected = subprocess.run([sys.executable, plain], capture_output=True, text=True, check=True).stdout.strip()
+    script = write(tmp_path, f"{look}; import accelerate.state")
     result = run_launch(tmp_path, "--num_gpus", "1", script)
     assert result.code == 0, result.err
     assert expected in result.out
@@ -180,14 +183,15 @@ with open(f"rank_{dist.get_rank()}", "w") as file:
 
 
 def test_a_script_under_torchrun_needs_one_line(tmp_path: Path) -> None:
-    script = write(tmp_path, TRAINING)
-    code = f"""
-        import sys
-        from torch.distributed.run import main
-        main(["--standalone", "--nproc_per_node", "2", {str(script)!r}])
-    """
-    result = run_python(tmp_path, code, env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-    assert result.returncode == 0, result.stderr
+    command = ["torchrun", "--standalone", "--nproc_per_node", "1", write(tmp_path, TRAINING)]
+    result = run_forked(tmp_path, command, torchrun, env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert result.code == 0, result.err
+    assert (tmp_path / "rank_0").read_text() == "1 0 1 1 5\n"
+
+
+def test_two_ranks_that_another_launcher_started_are_one_world(tmp_path: Path) -> None:
+    result = run_ranks(tmp_path, 2, write(tmp_path, TRAINING), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.code == 0, result.err
     assert [(tmp_path / f"rank_{rank}").read_text() for rank in range(2)] == ["2 0 2 1 5\n", "2 1 2 1 5\n"]
 
 

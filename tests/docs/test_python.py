@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import page_programs
+from harness.forked import run_ranks
 from harness.launching import ROOT
 from harness.pages import Block, blocks_of, python_blocks
 
@@ -47,13 +46,12 @@ def test_every_other_block_runs(tmp_path: Path) -> None:
     here = [block.place for block in python_blocks() if place_of(block) is None]
     assert len(here) > 10
     own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONBREAKPOINT": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "harness.page_programs", *here]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"^ran (.+)$", done.stdout, re.MULTILINE) == here
-    assert "saved\nexit code 75\n" in done.stdout  # docs/slurm.md
+    done = run_ranks(tmp_path, 0, page_programs.main, *here, env=own)
+    assert done.code == 0, done.out + done.err
+    assert re.findall(r"^ran (.+)$", done.out, re.MULTILINE) == here
+    assert "saved\nexit code 75\n" in done.out  # docs/slurm.md
     shown = next(b.text for b in blocks_of(ROOT / "docs" / "offload.md") if "[0] zero stage 3" in b.text)
-    said = [shape_of(line) for line in (done.stdout + done.stderr).splitlines()]
+    said = [shape_of(line) for line in (done.out + done.err).splitlines()]
     lines = re.findall(r"^\[0\] (.*)", shown, re.MULTILINE)
     assert [line for line in lines if shape_of(line) not in said] == []
     assert (tmp_path / "checkpoints" / "latest").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.forked import run_ranks
+from harness.forked_ranks import in_forks
 from harness.launching import ROOT, Result, run_forked, run_launch
 from harness.sshd import LoopbackSshd
 
@@ -18,9 +19,9 @@ CONFIG = ROOT / "examples/configs/zero2.json"
 SHORT = ("--steps", "6", "--print_every", "1", "--evaluate_every", "3", "--sample_bytes", "4", "--context", "16")
 
 
-def train(folder: Path, *options: str, config: Path = CONFIG) -> Result:
-    arguments = ("--deepspeed", str(config), *SHORT, "--plot", str(folder / "loss.png"))
-    return run_launch(folder, *options, EXAMPLE, *arguments)
+def training(folder: Path, config: Path = CONFIG) -> tuple[str | Path, ...]:
+    """Return the example with arguments for a short run that draws its plot in `folder`."""
+    return (EXAMPLE, "--deepspeed", config, *SHORT, "--plot", folder / "loss.png")
 
 
 def losses(result: Result) -> list[str]:
@@ -32,8 +33,9 @@ def test_same_losses_on_this_machine_and_over_ssh(sshd: LoopbackSshd, tmp_path: 
     folders = [tmp_path / name for name in ("local", "ssh")]
     for folder in folders:
         folder.mkdir()
-    local = train(folders[0], "--num_gpus", "2")
-    over_ssh = train(folders[1], "--hostfile", str(ROOT / "hostfiles/loopback"), "--ssh_config", str(sshd.ssh_config))
+    local = run_launch(folders[0], "--num_gpus", "2", *in_forks(*training(folders[0])))
+    options = ("--hostfile", ROOT / "hostfiles/loopback", "--ssh_config", sshd.ssh_config)
+    over_ssh = run_launch(folders[1], *options, *in_forks(*training(folders[1])))
     assert losses(local) == losses(over_ssh)
     assert len(losses(local)) == 6
     assert float(losses(local)[-1]) < float(losses(local)[0]) < 5.8
@@ -48,7 +50,8 @@ def test_same_losses_at_stage_3(tmp_path: Path) -> None:
     found = []
     for name in ("zero2", "zero3"):
         (tmp_path / name).mkdir()
-        found.append(losses(train(tmp_path / name, "--num_gpus", "2", config=ROOT / f"examples/configs/{name}.json")))
+        command = training(tmp_path / name, ROOT / f"examples/configs/{name}.json")
+        found.append(losses(run_launch(tmp_path / name, "--num_gpus", "2", *command)))
     assert found[0] == found[1]
 
 

@@ -189,22 +189,36 @@ def train_plain(world_size: int) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-# Alone nothing is reduced, and a world of three divides as one of two: the first and the last stage show both.
-WORLDS = [
-    pytest.param(stage, world_size, marks=pytest.mark.soak if world_size != 2 and stage in (1, 2) else [])
-    for stage in (0, 1, 2, 3)
-    for world_size in (1, 2, 3)
-]
+def ways_at(stage: int) -> list[str]:
+    return [way for way in WAYS if stage < 2 or "no_sync" not in way]
 
 
-@pytest.mark.parametrize(("stage", "world_size"), WORLDS)
-def test_every_way_to_accumulate(stage: int, world_size: int) -> None:
+def assert_trains_as_plain_torch(stage: int, world_size: int, ways: list[str]) -> None:
     expected = train_plain(world_size)
-    ways = [way for way in WAYS if stage < 2 or "no_sync" not in way]
     for found in run_on_ranks(world_size, train, stage, ways):
         assert list(found) == ways
         for way, weights in found.items():
             assert weight_distance(weights, expected) <= (2e-2 if way == "fp16" else 2e-6), way
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_way_to_accumulate(stage: int) -> None:
+    assert_trains_as_plain_torch(stage, 2, ways_at(stage))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_way_alone_and_on_three_ranks(world_size: int) -> None:
+    """Alone nothing is reduced, and a world of three divides as one of two: the first and the last stage show both."""
+    of_last = ways_at(3)[::2]
+    assert_trains_as_plain_torch(3, world_size, of_last)
+    assert_trains_as_plain_torch(0, world_size, [way for way in WAYS if way not in of_last])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_way_at_every_stage_alone_and_on_three_ranks(stage: int, world_size: int) -> None:
+    assert_trains_as_plain_torch(stage, world_size, ways_at(stage))
 
 
 # ---- a pass that an exception ends ----

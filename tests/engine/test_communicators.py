@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections import Counter
 from pathlib import Path
@@ -121,9 +122,14 @@ TRAVELS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["gloo", "nccl"])
-@pytest.mark.parametrize("what", TRAVELS)
-@FEW_STAGES
+@pytest.mark.parametrize(
+    ("stage", "what", "kind"),
+    [  # each two of them together, and all three in the soak
+        pytest.param(stage, what, kind, marks=[] if stage % 2 and is_quick else pytest.mark.soak)
+        for stage, (at, what), kind in itertools.product((0, 1, 2, 3), enumerate(TRAVELS), ("gloo", "nccl"))
+        for is_quick in [(stage // 2 + at) % 2 == (kind == "nccl")]
+    ],
+)
 def test_nothing_is_read_or_written_before_a_collective_has_ended(stage: int, what: str, kind: str) -> None:
     precision, accumulation, settings = TRAVELS[what]
     case = small(stage, precision, accumulation, unused=True, settings=settings)

@@ -7,6 +7,7 @@ the keyword arguments bound.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -113,15 +114,21 @@ def train(
     return losses, engine.state_dict()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_recomputation_changes_nothing(stage: int, precision: str) -> None:
+# Each two of stage, precision and kind of recomputation together, and all three in the soak.
+SETTINGS = [
+    pytest.param(stage, ("fp32", "bf16")[is_bf16], use_reentrant, marks=[] if is_quick else pytest.mark.soak)
+    for stage, is_bf16, use_reentrant in itertools.product((0, 1, 2, 3), (False, True), (False, True))
+    for is_quick in [(stage + is_bf16 + use_reentrant) % 2 == 0]
+]
+
+
+@pytest.mark.parametrize(("stage", "precision", "use_reentrant"), SETTINGS)
+def test_recomputation_changes_nothing(stage: int, precision: str, use_reentrant: bool) -> None:
     expected = run_on_ranks(2, train, stage, precision, None)
-    for use_reentrant in (False, True):
-        found = run_on_ranks(2, train, stage, precision, use_reentrant)
-        for (losses, weights), (expected_losses, expected_weights) in zip(found, expected, strict=True):
-            assert losses == expected_losses
-            assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
+    found = run_on_ranks(2, train, stage, precision, use_reentrant)
+    for (losses, weights), (expected_losses, expected_weights) in zip(found, expected, strict=True):
+        assert losses == expected_losses
+        assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from harness.needs import need
@@ -26,11 +25,10 @@ def available() -> str | None:
     return None
 
 
-def run_ranks(num_ranks: int, module: str, *arguments: str) -> None:
-    """Run a module of the harness on so many ranks that have DeepSpeed, and wait until all have ended well."""
+def run_module(num_ranks: int, module: str, *arguments: str) -> None:
+    """Run a module of the harness, which forks so many ranks, with DeepSpeed; wait until all have ended well."""
     need(available())
-    port = free_port()
-    base = {
+    env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(_TESTS), str(PEERS)]),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -38,31 +36,22 @@ def run_ranks(num_ranks: int, module: str, *arguments: str) -> None:
         "TORCH_EXTENSIONS_DIR": str(PEERS / "torch_extensions"),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
     }
-    with contextlib.ExitStack() as stack:
-        # Not pipes: a rank whose pipe is full would keep the others waiting.
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
-        processes = []
-        for rank, output in enumerate(outputs):
-            variables = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-X", "faulthandler", "-m", module, *arguments]
-            process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            processes.append(process)
-        end_s = time.monotonic() + _DEADLINE_S
+    command = [sys.executable, "-X", "faulthandler", "-m", module, *arguments]
+    # Not a pipe: a rank whose pipe is full would keep the others waiting.
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            codes = [process.wait(timeout=max(0.0, end_s - time.monotonic())) for process in processes]
+            code = process.wait(_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            for process in processes:
-                process.send_signal(signal.SIGABRT)  # on which it dumps its stacks
-                process.wait()
-            codes = [process.wait() for process in processes]
-        if any(codes):
-            for output in outputs:
-                output.seek(0)
-            said = (f"rank {rank}: {output.read()[-6000:]}" for rank, output in enumerate(outputs) if codes[rank])
-            raise AssertionError("\n".join(said))
+            os.killpg(process.pid, signal.SIGABRT)  # on which they dump their stacks
+            code = process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
+        if code:
+            output.seek(0)
+            raise AssertionError(output.read()[-12_000:])

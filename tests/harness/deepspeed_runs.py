@@ -1,13 +1,16 @@
 """Runs of the real DeepSpeed that save a checkpoint, tell what they had in memory, and continue.
 
 Each is a folder of the output: `saved/` is what `save_checkpoint` wrote, `memory.pt` what ranks had then, `losses` of
-the steps after it included. Started as a module on every rank, by `harness.deepspeed`.
+the steps after it included. Started as a module, by `harness.deepspeed`.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -183,19 +186,32 @@ def _run(name: str, output: Path, rank: int) -> None:
     engine.destroy()
 
 
-def main() -> None:
+def _on_rank(rank: int) -> None:
     """Take the runs named on the command line, all by default."""
     import deepspeed
     import torch.distributed as dist
 
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     output, names = Path(sys.argv[1]), sys.argv[2:] or list(RUNS)
     # It would compile an operator of its own, for minutes, in the user's cache; gloo does the same.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed(dist_backend="gloo")
     deepspeed.get_accelerator().is_fp16_supported = lambda: True  # by torch, if not quickly
     for name in names:
-        _run(name, output, dist.get_rank())
+        _run(name, output, rank)
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Fork the ranks from one process that has imported DeepSpeed, which takes seconds."""
+    import_module("deepspeed")
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_on_rank, args=(rank,)) for rank in range(NUM_RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ are ended, starts real ranks: here the script runs in a process beside them, see
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import json
@@ -25,22 +26,22 @@ from harness.rank_in_fork import SOCKET_NAME
 
 from launcher.base import processes
 
-RANK_IN_FORK = Path(__file__).with_name("rank_in_fork.py")
+_RANK_IN_FORK = Path(__file__).with_name("rank_in_fork.py")
 _INTERVAL_S = 0.02
 _NUM_STREAMS = 3
 _folders: dict[str, tempfile.TemporaryDirectory[str]] = {}  # by what is preloaded
 
 
-def served(preload: str = "") -> dict[str, str]:
-    """Return the environment of a job whose ranks are RANK_IN_FORK; starts the process that they are forks of.
+def in_forks(*command: str | Path, preload: str = "") -> list[str | Path]:
+    """Return the last words of a command of `launch` whose script runs in forks; starts the process that forks.
 
-    preload: a module that is imported once for all, beside torch.
+    command: script and arguments. preload: a module that is imported once for all, beside torch.
     """
     if preload not in _folders:
         _folders[preload] = tempfile.TemporaryDirectory(prefix="forks-")  # as long as this process
         start_fork(functools.partial(_serve, _socket_of(preload)), preload)
         wait_until(_socket_of(preload).exists, "the server of forks")
-    return {SOCKET_NAME: str(_socket_of(preload))}
+    return ["--env", f"{SOCKET_NAME}={_socket_of(preload)}", _RANK_IN_FORK, *command]
 
 
 def _socket_of(preload: str) -> Path:
@@ -61,7 +62,8 @@ def _serve(path: Path) -> None:
             for pid, connection in list(ranks.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+                    with contextlib.suppress(BrokenPipeError):  # the rank's process was killed
+                        connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
                     ranks.pop(pid).close()
                 elif select.select([connection], [], [], 0)[0]:  # the rank's process was killed
                     os.kill(pid, signal.SIGKILL)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.forked import Target, run_ranks
-from harness.forked_ranks import RANK_IN_FORK, served
+from harness.forked_ranks import in_forks
 from harness.launching import ROOT, Result, run_launch
 from harness.scripts import write
 
 NUM_RANKS = 2
-_IMPORTS = "harness.hf_imports"
+IMPORTS = "harness.hf_imports"
 
 
 def run_cases(
@@ -46,7 +46,7 @@ def run_with_transformers(
 ) -> Result:
     """Run a script or a module's function on forks that have imported transformers: see `run_ranks`."""
     env = {**environment(), **(env or {})}
-    return run_ranks(folder, num_ranks, target, *arguments, env=env, preload=_IMPORTS)
+    return run_ranks(folder, num_ranks, target, *arguments, env=env, preload=IMPORTS)
 
 
 def launch_cases(
@@ -57,8 +57,8 @@ def launch_cases(
     last: a case whose error ends it, uncaught.
     """
     script = write(folder, "from harness.hf_job import main\nmain()\n", "job.py")
-    words = [RANK_IN_FORK, script, module, *names, *([f"{last}!"] if last else [])]
-    result = run_launch(folder, f"--num_gpus={NUM_RANKS}", *words, env={**environment(), **served(_IMPORTS)})
+    words = in_forks(script, module, *names, *([f"{last}!"] if last else []), preload=IMPORTS)
+    result = run_launch(folder, f"--num_gpus={NUM_RANKS}", *words, env=environment())
     return _noted(folder, names, NUM_RANKS, result), result
 
 

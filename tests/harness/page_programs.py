@@ -1,4 +1,4 @@
-"""Run the blocks of Python of the pages, each as one rank; a command: `python -m harness.page_programs PLACE ...`.
+"""Run the blocks of Python of the pages, each as one rank.
 
 A block finds what its page speaks of and does not define: a model with its data, a config, an engine. The working
 folder gets what the blocks write.
@@ -73,7 +73,8 @@ def run(block: Block) -> None:
     print(f"ran {block.place}", flush=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the blocks whose places are the arguments."""
     Path("ds_config.json").write_text(json.dumps(CONFIG))
     sys.argv, places = ["train.py", *ARGUMENTS], sys.argv[1:]
     for each in python_blocks():

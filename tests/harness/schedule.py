@@ -32,7 +32,7 @@ def group_of(nodeid: str) -> str:
 @functools.cache
 def _group_of_file(path: str) -> str | None:
     text = (_ROOT / path).read_text()
-    if any(name in text for name in ("run_cases", "launch_cases", "run_with_transformers")):
+    if any(name in text for name in ("run_cases", "launch_cases", "run_with_transformers", "preload=IMPORTS")):
         return "transformers"  # forks of one process that has imported it
     # What a file sets up once: ranks that have torch loaded, fixtures of the module.
     return path if "from harness.ranks import" in text or 'scope="module"' in text else None

@@ -282,8 +282,9 @@ def case_two_plugins(folder: Path) -> dict[str, Any]:
 
 
 def case_from_environment(folder: Path) -> dict[str, Any]:
-    """An `Accelerator` without a plugin, as the first case: `accelerate launch` has set variables from its file."""
+    """An `Accelerator` without a plugin, as the only case: `accelerate launch` has set variables from its file."""
     accelerator, model, *rest = prepared(None)
     found = train(accelerator, model, *rest)
     is_of_launch = any(name.startswith("LAUNCH_") for name in os.environ)
-    return {"losses": found["losses"], "stage": model.zero_optimization_stage(), "is_of_launch": is_of_launch}
+    facts = {"stage": model.zero_optimization_stage(), "is_of_launch": is_of_launch}
+    return {"losses": found["losses"], "expected": alone()["losses"], **facts}

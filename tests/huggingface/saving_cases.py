@@ -208,29 +208,29 @@ def _across(folder: Path, resume: Path | None, accumulation: int, stage: int = 3
         resume=None if resume is None else str(resume),
         gradient_accumulation_steps=accumulation,
         dropout=0.0,
-        max_steps=20,
-        save_steps=10,
+        max_steps=10,
+        save_steps=5,
     )
 
 
 def case_one_rank(folder: Path) -> dict[str, Any] | None:
-    """20 steps in a process without other ranks, with a checkpoint at 10."""
+    """10 steps in a process without other ranks, with a checkpoint at 5."""
     return _without_ranks(_train_alone, folder / "of_1_rank", None)
 
 
 def case_one_to_two(folder: Path) -> dict[str, Any]:
-    """From one rank's checkpoint to step 20 on two; at another stage, too."""
-    return _across(folder / "from_1_to_2", folder / "of_1_rank" / "checkpoint-10", 1, stage=2)
+    """From one rank's checkpoint to step 10 on two; at another stage, too."""
+    return _across(folder / "from_1_to_2", folder / "of_1_rank" / "checkpoint-5", 1, stage=2)
 
 
 def case_two_ranks(folder: Path) -> dict[str, Any]:
-    """20 steps on two ranks, with a checkpoint at 10."""
+    """10 steps on two ranks, with a checkpoint at 5."""
     return _across(folder / "of_2_ranks", None, 1)
 
 
 def case_two_to_one(folder: Path) -> dict[str, Any] | None:
-    """From the checkpoint of two ranks to step 20 in a process without other ranks."""
-    return _without_ranks(_train_alone, folder / "from_2_to_1", folder / "of_2_ranks" / "checkpoint-10")
+    """From the checkpoint of two ranks to step 10 in a process without other ranks."""
+    return _without_ranks(_train_alone, folder / "from_2_to_1", folder / "of_2_ranks" / "checkpoint-5")
 
 
 def _train_alone(folder: Path, resume: Path | None) -> dict[str, Any]:

@@ -1,16 +1,17 @@
-"""A script's own training loop with accelerate's `Accelerator` on the engine, under `accelerate launch`.
+"""A script's own training loop with accelerate's `Accelerator` on the engine, and under `accelerate launch`.
 
-The environment has the command named deepspeed: nothing in the ranks is of `launch` but the engine.
+The environment of the latter has the command named deepspeed: nothing in its rank is of `launch` but the engine.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.environments import make_environment, run_in
-from harness.hf_job import environment, returned
+from harness.hf_job import environment, returned, run_cases
 from harness.launching import ROOT
 from harness.ports import free_port
 
@@ -31,12 +32,11 @@ machine_rank: 0
 main_training_function: main
 mixed_precision: 'no'
 num_machines: 1
-num_processes: 2
+num_processes: 1
 use_cpu: false
 """
 CASES = [
     *[
-        "from_environment",
         "stage_0",
         "stage_2",
         "stage_3",
@@ -55,16 +55,7 @@ Found = dict[str, list[Any]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What the cases returned, on every rank."""
-    folder = tmp_path_factory.mktemp("accelerator")
-    python = make_environment(folder / "environment")
-    run_in(folder, python, ROOT / "launcher" / "__main__.py", "deepspeed-command", "install")
-    (folder / "accelerate.yaml").write_text(CONFIG)
-    options = ["--config_file", "accelerate.yaml", "--main_process_port", str(free_port()), "--module"]
-    job = ["harness.hf_job", "huggingface.accelerator_cases", *CASES]
-    done = run_in(folder, python, "-m", "accelerate.commands.launch", *options, *job, env=environment())
-    assert done.returncode == 0, done.stdout + done.stderr
-    ranks = [json.loads((folder / f"cases_of_rank_{rank}.json").read_text()) for rank in range(2)]
-    return {name: [rank[name] for rank in ranks] for name in CASES}
+    return run_cases(tmp_path_factory.mktemp("accelerator"), "huggingface.accelerator_cases", CASES)
 
 
 @pytest.mark.parametrize("name", ["stage_0", "stage_2", "stage_3"])
@@ -124,8 +115,15 @@ def test_two_models_with_a_plugin_each(found: Found) -> None:
         assert rank["teacher"][0] == rank["teacher"][1]
 
 
-def test_the_config_file_of_accelerate_is_what_counts(found: Found) -> None:
-    for rank in returned(found, "from_environment"):
-        assert rank["stage"] == 3
-        assert not rank["is_of_launch"]
-        assert rank["losses"] == pytest.approx(found["stage_3"][0]["losses"], rel=1e-5)
+def test_the_config_file_of_accelerate_is_what_counts(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "environment")
+    run_in(tmp_path, python, ROOT / "launcher" / "__main__.py", "deepspeed-command", "install")
+    (tmp_path / "accelerate.yaml").write_text(CONFIG)
+    options = ["--config_file", "accelerate.yaml", "--main_process_port", str(free_port()), "--module"]
+    job = ["harness.hf_job", "huggingface.accelerator_cases", "from_environment"]
+    done = run_in(tmp_path, python, "-m", "accelerate.commands.launch", *options, *job, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    rank = json.loads((tmp_path / "cases_of_rank_0.json").read_text())["from_environment"]
+    assert rank["stage"] == 3
+    assert not rank["is_of_launch"]
+    assert rank["losses"] == pytest.approx(rank["expected"], rel=1e-5)

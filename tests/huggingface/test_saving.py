@@ -71,8 +71,8 @@ def test_true_resumes_from_the_last_checkpoint(found: Found) -> None:
 @pytest.mark.parametrize(("before", "after"), [("one_rank", "one_to_two"), ("two_ranks", "two_to_one")])
 def test_a_run_continues_on_another_number_of_ranks(found: Found, before: str, after: str) -> None:
     whole, resumed = returned(found, before)[0], returned(found, after)[0]
-    assert resumed["digests"]["begin-10"] == whole["digests"]["save-10"]
-    assert len(resumed["losses"]) == 20
+    assert resumed["digests"]["begin-5"] == whole["digests"]["save-5"]
+    assert len(resumed["losses"]) == 10
     is_rounded = whole["losses"] == [round(loss, 4) for loss in whole["losses"]]  # by transformers 4
     assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-5, abs=1.01e-4 if is_rounded else 0.0)
     assert resumed["rates"] == whole["rates"]

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.hf_job import environment
+from harness.forked_ranks import in_forks
+from harness.hf_job import IMPORTS, environment
 from harness.launching import DEADLINE_S, run_launch
 from huggingface.trainer_cases import ADAMW, WARMUP_DECAY_LR, config_of
 
@@ -27,7 +28,7 @@ OF_OTHERS = (
 )
 OF_THE_LAUNCHER = (
     "no GPU here: the ranks run on the CPU",
-    r"launch \S+ · job \S+ · 1 host × 2 ranks = world 2 · 127.0.0.1:\d+ · logs runs/\S+/",
+    r"launch \S+ · job \S+ · 1 host × \d ranks? = world \d · 127.0.0.1:\d+ · logs runs/\S+/",
 )
 
 
@@ -41,12 +42,18 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_launch_runs_a_script_with_its_config_and_adds_nothing_to_what_it_prints(tmp_path: Path, config: Path) -> None:
-    command = ["--num_gpus", "2", SCRIPT, "--deepspeed", config.name, *ARGUMENTS]
-    result = run_launch(tmp_path, *command, env=environment())
+@pytest.mark.parametrize(("world_size", "is_forked"), [(1, False), (2, True)])
+def test_launch_runs_a_script_with_its_config_and_adds_nothing_to_what_it_prints(
+    world_size: int, is_forked: bool, tmp_path: Path, config: Path
+) -> None:
+    """A rank with its imports, which take many seconds, and two that have them."""
+    command: list[str | Path] = [SCRIPT, "--deepspeed", config.name, *ARGUMENTS]
+    if is_forked:
+        command = in_forks(*command, preload=IMPORTS)
+    result = run_launch(tmp_path, "--num_gpus", str(world_size), *command, env=environment())
     assert result.code == 0, result.err
     facts, *losses = (tmp_path / "out" / "told.txt").read_text().splitlines()
-    assert facts == "launcher.engine.engine 2 2"
+    assert facts == f"launcher.engine.engine {world_size} 2"
     assert len(losses) == 3
     lines = [line for line in re.split(r"[\n\r]+", result.out + result.err) if line.strip()]
     bars = [line for line in lines if "it/s]" in line or "s/it]" in line]

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 from harness import scripts
+from harness.forked_ranks import in_forks
 from harness.launching import Launch, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 from hypothesis import given
@@ -410,7 +411,7 @@ TRAINS_UNTIL_A_HOST_IS_LOST = """
     if os.environ["LAUNCH_RESTART_COUNT"] == "0":
         if os.environ["RANK"] == "1":
             time.sleep(1.0)  # the others have printed by then
-            os.kill(os.getppid(), signal.SIGKILL)  # the agent: to the launcher, its host is gone
+            os.kill(int(os.environ["TEST_AGENT_PID"]), signal.SIGKILL)  # to the launcher, its host is gone
         time.sleep(600)
 """
 
@@ -423,7 +424,8 @@ def test_fewer_hosts_train_on_with_the_same_batch(sshd: LoopbackSshd, tmp_path: 
     script = scripts.write(tmp_path, TRAINS_UNTIL_A_HOST_IS_LOST)
     options = ("--hostfile", "hosts", "--ssh_config", str(sshd.ssh_config), "--grace", "1")
     restarts = ("--max-restarts", "1", "--min-nodes", "2")
-    result = run_launch(tmp_path, *options, *restarts, script, "--deepspeed", "ds.json", env={"OMP_NUM_THREADS": "1"})
+    command = in_forks(script, "--deepspeed", "ds.json")
+    result = run_launch(tmp_path, *options, *restarts, *command, env={"OMP_NUM_THREADS": "1"})
     assert result.code == 0, result.err
     assert "127.0.0.2 was lost" in result.err
     assert result.out.count("TRAINED 3 ranks 12 samples a step") == 3

@@ -1,4 +1,4 @@
-"""The example notebook runs from top to bottom, and is committed without outputs."""
+"""The example notebook runs from top to bottom, and is committed without outputs; the engine in a kernel."""
 
 from __future__ import annotations
 
@@ -10,17 +10,30 @@ from harness.kernel import Kernel
 from harness.launching import ROOT
 
 EXAMPLE = ROOT / "examples" / "notebook.ipynb"
+# After the cells of the example: the kernel is no rank, and can be one again.
+EMULATES_AGAIN = """
+print("AFTER", "RANK" in os.environ, torch.distributed.is_initialized())
+with launcher.notebook.emulate():
+    engine, *_ = launcher.initialize(model=torch.nn.Linear(3, 1), config=CONFIG)
+    loss = engine(torch.ones(16, 3, device=engine.device)).mean()
+    engine.backward(loss)
+    engine.step()
+    print("STEPS", engine.global_steps, "WORLD", torch.distributed.get_world_size())
+print("AFTER", "RANK" in os.environ, torch.distributed.is_initialized())
+"""
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_the_example_runs_and_leaves_the_kernel_as_it_was(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLE, as_version=4)
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
 
-    async def session() -> str:
+    async def session() -> tuple[str, str]:
         async with Kernel(tmp_path) as kernel:
-            return "".join([await kernel.run_well(source) for source in sources])
+            out = "".join([await kernel.run_well(source) for source in sources])
+            return out, await kernel.run_well(EMULATES_AGAIN)
 
-    out = asyncio.run(session())
+    out, again = asyncio.run(session())
+    assert again == "AFTER False False\nSTEPS 1 WORLD 1\nAFTER False False\n"
     assert out.count("loss ") == 3
     for rank in range(2):
         assert f"[{rank}] hello from rank {rank} of 2 - sum 3.0\n" in out

@@ -1,10 +1,9 @@
-"""The notebook side in a real Jupyter kernel: emulation, magics, functions on ranks, live output, interrupts."""
+"""The notebook side in a real Jupyter kernel: magics, functions on ranks, live output, interrupts."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import textwrap
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -32,27 +31,6 @@ def job_in(text: str) -> str:
     match = re.search(r"job (\w+-\w+-[0-9a-f]{4})", text)
     assert match is not None, text
     return match.group(1)
-
-
-def test_emulate_and_one_step_of_the_engine(tmp_path: Path) -> None:
-    async def body(kernel: Kernel) -> None:
-        cell = """
-            import os, torch, launcher
-            with launcher.notebook.emulate():
-                config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-                engine, *_ = launcher.initialize(model=torch.nn.Linear(3, 1), config=config)
-                loss = engine(torch.ones(2, 3, device=engine.device)).mean()
-                engine.backward(loss)
-                engine.step()
-                print("STEPS", engine.global_steps, "WORLD", torch.distributed.get_world_size())
-            print("AFTER", "RANK" in os.environ, torch.distributed.is_initialized())
-        """
-        for _ in range(2):
-            out = await kernel.run_well(textwrap.dedent(cell))
-            assert "STEPS 1 WORLD 1" in out
-            assert "AFTER False False" in out
-
-    in_kernel(tmp_path, body)
 
 
 def test_run_with_what_the_notebook_defines(tmp_path: Path) -> None:

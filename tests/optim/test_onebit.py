@@ -166,18 +166,18 @@ def test_momenta_and_weights_are_the_same_bits_on_every_rank(name: str, precisio
 
 def _curve(rank: int, world_size: int, name: str, params: dict[str, Any]) -> list[float]:
     engine = start(world_size, name, params, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}})
-    return run(engine, rank, world_size, data(120))
+    return run(engine, rank, world_size, data(80))
 
 
 @TYPES
 def test_a_model_trains_as_well_as_without_compression(name: str) -> None:
-    late = {"OneBitAdam": {"freeze_step": 30}, "OneBitLamb": {"freeze_step": 30}}.get(
-        name, {"var_update_scaler": 8, "var_freeze_step": 50, "local_step_scaler": 25, "local_step_clipper": 4}
+    late = {"OneBitAdam": {"freeze_step": 25}, "OneBitLamb": {"freeze_step": 25}}.get(
+        name, {"var_update_scaler": 8, "var_freeze_step": 35, "local_step_scaler": 16, "local_step_clipper": 4}
     )
     curves = [
         torch.tensor(run_on_ranks(2, _curve, name, {"lr": 5e-3, **params})).mean(0) for params in (late, NEVER[name])
     ]
-    compressed, plain = (curve[-30:].mean().item() for curve in curves)
+    compressed, plain = (curve[-20:].mean().item() for curve in curves)
     assert compressed < 0.2 * curves[0][:5].mean()
     assert compressed < 1.5 * plain
 

@@ -19,6 +19,7 @@ from launcher.base.errors import ConfigError, EngineError
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 STEPS = 20
+STEPS_AFTER = 4  # of a loaded checkpoint: a state that is not the saved one shows in the second
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def _continued(rank: int, world_size: int, tensor: int, stage: int, folder: str)
     parallel = {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
     engine = launcher.initialize(model=model, config=decoder.config(stage, world_size // tensor, **parallel))[0]
     engine.load_checkpoint(folder)
-    losses, _ = train(engine, STEPS // 2)
+    losses, _ = train(engine, STEPS_AFTER)
     engine.destroy()
     return losses
 
@@ -116,7 +117,7 @@ def test_a_checkpoint_continues_on_every_other_mesh(saved: str, tmp_path: Path) 
     run_on_ranks(world_size, _saved, tensor, stage, str(tmp_path))
     for world_size, tensor, stage in MESHES.values():
         for losses in run_on_ranks(world_size, _continued, tensor, stage, str(tmp_path)):
-            assert losses == pytest.approx(expected()[0][STEPS // 2 :], rel=1e-6)
+            assert losses == pytest.approx(expected()[0][STEPS // 2 :][:STEPS_AFTER], rel=1e-6)
     weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     check_weights(weights, decoder.reference(STEPS // 2)[2])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from typing import Any
 from unittest import mock
@@ -54,13 +55,18 @@ def planned_for(given: dict[str, Any], world_size: int) -> RankMemory:
     return rank_memory(facts(), setting_of(load_config(given).config, world_size), world_size)
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kept_numel", [0, 10**9])
+# Each two of the settings together, and all of them in the soak. Nothing is gathered below stage 3.
+ON_DEVICE = [
+    pytest.param(stage, ("fp32", "bf16")[is_bf16], overlaps, kept_numel, marks=[] if is_quick else pytest.mark.soak)
+    for (number, (stage, kept_numel)), is_bf16, overlaps in itertools.product(
+        enumerate([(0, 0), (1, 0), (2, 0), (3, 0), (3, 10**9)]), (False, True), (False, True)
+    )
+    for is_quick in [(number + is_bf16 + overlaps) % 2 == 0]
+]
+
+
+@pytest.mark.parametrize(("stage", "precision", "overlaps", "kept_numel"), ON_DEVICE)
 def test_the_formula_is_what_the_engine_allocates(stage: int, precision: str, overlaps: bool, kept_numel: int) -> None:
-    if stage < 3 and kept_numel:
-        pytest.skip("nothing is gathered below stage 3")
     given = config(stage, precision, overlap_comm=overlaps, stage3_max_reuse_distance=kept_numel)
     planned = planned_for(given, WORLD_SIZE)
     for found in run_on_ranks(WORLD_SIZE, _measured, given):
@@ -123,9 +129,14 @@ OFFLOADS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("stage", "offload"), OFFLOADS)
+ON_HOST = [
+    pytest.param(*offload, ("fp32", "bf16")[is_bf16], world_size, marks=[] if is_quick else pytest.mark.soak)
+    for (number, offload), is_bf16, world_size in itertools.product(enumerate(OFFLOADS), (False, True), (1, 2))
+    for is_quick in [(number + is_bf16 + world_size) % 2 == 0]
+]
+
+
+@pytest.mark.parametrize(("stage", "offload", "precision", "world_size"), ON_HOST)
 def test_the_formula_is_what_rests_on_device_and_host(
     stage: int, offload: dict[str, Any], precision: str, world_size: int
 ) -> None:

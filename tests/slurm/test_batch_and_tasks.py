@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import scripts
+from harness import hf_job, scripts
+from harness.forked_ranks import in_forks
 from harness.launching import ROOT
 from harness.slurm import LoopbackSlurm
 
@@ -52,9 +53,10 @@ def environments(out: str) -> list[dict[str, str]]:
 
 
 def test_the_example_with_the_trainer_runs_on_two_nodes(slurm: LoopbackSlurm, tmp_path: Path) -> None:
-    # The script's `launch`, told where rank 0 is: the nodes' names do not resolve here.
+    # The script's `launch`, with the address of rank 0: the nodes' names do not resolve here.
+    words = [*LAUNCH, "--master_addr", "127.0.0.1", *in_forks(preload=hf_job.IMPORTS)]
     command = scripts.write(tmp_path, "", "launch")
-    command.write_text(f'#!/bin/sh\nexec {shlex.join(LAUNCH)} --master_addr 127.0.0.1 "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, words))} "$@"\n')
     command.chmod(0o755)
     smaller = ["--gres=gpu:1", "--cpus-per-task=1", "--time=5", f"--output={tmp_path / 'out.txt'}", f"--chdir={ROOT}"]
     options = ["--max_steps", "2", "--logging_steps", "1", "--output_dir", str(tmp_path / "model")]
@@ -148,8 +150,9 @@ def test_tasks_of_srun_that_run_the_script_itself_are_one_world(slurm: LoopbackS
         print("TOTAL", int(total), "LOCAL", os.environ["LOCAL_RANK"])
         """,
     )
+    _, variable, in_fork = map(str, in_forks(preload=hf_job.IMPORTS))
     result = subprocess.run(
-        ["srun", "--nodes=1", "--ntasks=2", sys.executable, script],
+        ["srun", "--nodes=1", "--ntasks=2", f"--export=ALL,{variable}", sys.executable, in_fork, script],
         cwd=tmp_path,
         env={**slurm.env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import stat
 import sys
 from pathlib import Path
 
 import pytest
-from harness import scripts
+from harness import hf_job, scripts
+from harness.forked_ranks import in_forks
 from harness.launching import ROOT, Launch, Result, run_here, run_launch, wait_until
 from harness.slurm import LoopbackSlurm
 
@@ -220,10 +222,12 @@ def test_a_preempted_training_continues_from_its_checkpoint(slurm: LoopbackSlurm
         print("DONE AT", engine.global_steps, flush=True)
         """,
     )
-    result = sbatch(slurm, tmp_path, *OPTIONS["requeue"], "--time", "5", "--submit", script)
+    *options, in_fork = in_forks(preload=hf_job.IMPORTS)  # which another test of this group needs
+    launch_options = ["--launch-args", shlex.join(map(str, options))]
+    result = sbatch(slurm, tmp_path, *OPTIONS["requeue"], "--time", "5", "--submit", *launch_options, in_fork, script)
     assert result.code == 0, result.err
     job = result.out.strip()
-    log = tmp_path / f"script-{job}.out"
+    log = tmp_path / f"{in_fork.stem}-{job}.out"
     wait_until(lambda: log.exists() and "READY" in log.read_text(), "the first run", 120)
     slurm.run("scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: log.read_text().count("DONE AT 6") == 2, "the second run", 200)

@@ -36,7 +36,8 @@ AT_ONCE = {**DELAYED, "delayed_update_warmup_steps": 0}
 SHARDED = {"stage3_param_persistence_threshold": 0}
 HOST = {"device": "cpu"}
 SETTINGS: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (3, {}), (3, {"offload_param": HOST})]
-settings = pytest.mark.parametrize(("stage", "more"), SETTINGS, ids=["1", "2", "3", "3 both"])
+NAMES = ["1", "2", "3", "3 both"]
+settings = pytest.mark.parametrize(("stage", "more"), SETTINGS, ids=NAMES)
 TIMEOUT_S = 60.0
 
 
@@ -59,9 +60,20 @@ def _check(case: Case, world_size: int) -> Trajectory:
     return found
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@settings
+# Each two of setting, precision and accumulation together, and all three in the soak.
+RUNS = [
+    pytest.param(
+        *setting,
+        ("fp32", "bf16")[is_bf16],
+        (1, 3)[is_accumulated],
+        id=f"{NAMES[number]}-{('fp32', 'bf16')[is_bf16]}-{(1, 3)[is_accumulated]}",
+        marks=pytest.mark.soak if (number + is_bf16 + is_accumulated) % 2 else [],
+    )
+    for (number, setting), is_bf16, is_accumulated in itertools.product(enumerate(SETTINGS), (0, 1), (0, 1))
+]
+
+
+@pytest.mark.parametrize(("stage", "more", "precision", "accumulation"), RUNS)
 def test_the_same_bits_as_a_loop_one_step_behind(
     stage: int, more: dict[str, Any], precision: str, accumulation: int
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from harness import disks, scripts
 from harness.control_groups import memory_groups
 from harness.forked import run_ranks
-from harness.forked_ranks import RANK_IN_FORK, served
+from harness.forked_ranks import in_forks
 from harness.launching import Launch
 from harness.needs import need
 
@@ -99,7 +99,7 @@ def test_two_jobs_on_one_folder_leave_nothing_there(tmp_path: Path, disk: Path) 
     jobs = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        jobs.append(Launch(tmp_path / name, "--num_gpus", "1", RANK_IN_FORK, script, str(disk), "train", env=served()))
+        jobs.append(Launch(tmp_path / name, "--num_gpus", "1", *in_forks(script, disk, "train")))
     for job in jobs:
         result = job.wait()
         assert result.code == 0, result.err
@@ -134,7 +134,7 @@ def test_a_disk_that_fails_ends_the_job_with_its_path(tmp_path: Path, what: str,
     folder = tmp_path / "disk"
     folder.mkdir()
     script = scripts.write(tmp_path, SCRIPT)
-    result = Launch(tmp_path, "--num_gpus", "2", RANK_IN_FORK, script, str(folder), what, env=served()).wait()
+    result = Launch(tmp_path, "--num_gpus", "2", *in_forks(script, folder, what)).wait()
     assert result.code == 1
     assert "rank 1" in result.err
     assert f"{folder}: " in result.err

@@ -43,7 +43,20 @@ BOTH = {"offload_optimizer": HOST, "offload_param": HOST}
 PARAMS = {"offload_param": HOST}
 SETTINGS = [(1, OPTIMIZER), (2, OPTIMIZER), (2, PART), (3, OPTIMIZER), (3, BOTH), (3, PARAMS), (3, {**PART, **PARAMS})]
 NAMES = ["1 optimizer", "2 optimizer", "2 part", "3 optimizer", "3 both", "3 parameters", "3 part and parameters"]
-named = pytest.mark.parametrize(("stage", "offload"), SETTINGS, ids=NAMES)
+
+
+def named(*quick: str) -> Any:
+    """Give a test these settings, and all of them in the soak."""
+    params = [
+        pytest.param(*setting, id=name, marks=[] if name in quick else pytest.mark.soak)
+        for setting, name in zip(SETTINGS, NAMES, strict=True)
+    ]
+    return pytest.mark.parametrize(("stage", "offload"), params)
+
+
+# Each setting is in one of the two, and what differs most in both.
+ONE = named("1 optimizer", "2 part", "3 both", "3 parameters")
+OTHER = named("2 optimizer", "3 optimizer", "3 both", "3 part and parameters")
 
 
 def train_late(rank: int, world_size: int, case: Case) -> Trajectory:
@@ -103,7 +116,7 @@ def test_the_same_bits_alone(stage: int, offload: dict[str, Any], precision: str
     assert_offload_changes_nothing(case, offload, world_size=1)
 
 
-@named
+@ONE
 def test_sixteen_bit_masters_and_sums(stage: int, offload: dict[str, Any]) -> None:
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     case = Case(stage, "bf16", accumulation=2, num_steps=5, settings={"bf16": bf16})
@@ -221,7 +234,7 @@ def last_state(seen: list[Tensor | None]) -> Tensor:
     return seen[-1]
 
 
-@named
+@OTHER
 def test_what_scripts_read_and_write_between_steps(stage: int, offload: dict[str, Any]) -> None:
     expected = run_once_on_ranks(2, _looks_and_writes, stage, {})
     for found, rank_expected in zip(run_on_ranks(2, _looks_and_writes, stage, offload), expected, strict=True):
@@ -247,7 +260,7 @@ def _writes_what_is_unused(rank: int, world_size: int, stage: int, offload: dict
         return seen
 
 
-@named
+@ONE
 def test_what_is_written_stays_where_a_step_leaves_it_out(stage: int, offload: dict[str, Any]) -> None:
     for seen in run_on_ranks(2, _writes_what_is_unused, stage, offload):
         assert [value.unique().tolist() for value in seen] == [[1.0], [2.0], [5.0]]
@@ -265,7 +278,7 @@ def _moves(rank: int, world_size: int, stage: int, before: dict[str, Any], after
         return second.state_dict()
 
 
-@named
+@OTHER
 def test_a_run_moves_between_device_and_host(stage: int, offload: dict[str, Any]) -> None:
     stays = run_once_on_ranks(2, _moves, stage, {}, {})[0]
     for way in (({}, offload), (offload, {})):
@@ -291,7 +304,7 @@ def _client(rank: int, world_size: int, stage: int, offload: dict[str, Any]) -> 
         return engine.state_dict()
 
 
-@named
+@ONE
 def test_any_client_optimizer_that_runs_on_a_cpu(stage: int, offload: dict[str, Any]) -> None:
     expected, found = run_once_on_ranks(2, _client, stage, {})[0], run_on_ranks(2, _client, stage, offload)[0]
     assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -81,7 +81,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(stage, place, precision, accumulation, marks=[] if is_short else pytest.mark.soak)
 
 
-@pytest.mark.parametrize(("stage", "place", "precision", "accumulation"), _cases())
+@pytest.mark.parametrize(("stage", "place", "precision", "accumulation"), list(_cases()))
 def test_nothing_races(stage: int, place: str, precision: str, accumulation: int, tmp_path: Path) -> None:
     zero = {**SHARDED, **PLACES[place](str(tmp_path))}
     case = Case(stage, precision, accumulation, num_steps=NUM_STEPS, unit_numel=2500, zero=zero, unused=True)
