@@ -42,7 +42,9 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
         plan = _with_commands(plan, job.reach)
         sizes = job.mesh_of(plan)
         if sizes is not None and not sizes.is_data_alone:
-            plan = dataclasses.replace(plan, notes=(*plan.notes, f"mesh        {sizes.text()}"))
+            plan = dataclasses.replace(
+                plan, notes=(*plan.notes, f"mesh        {sizes.text(plan.placement.hosts_of_ranks)}")
+            )
         render.show_plan(plan, as_json=options.as_json)
         if not options.as_json:
             click.echo("nothing was started (--dry-run)")

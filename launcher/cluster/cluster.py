@@ -91,6 +91,13 @@ class Placement:
         """The ranks this command starts."""
         return [rank for node in self.nodes for rank in node.ranks]
 
+    @property
+    def hosts_of_ranks(self) -> list[str]:
+        """The host of each rank, in the order of ranks; of a job whose other nodes are started elsewhere, nothing."""
+        if self.elsewhere:
+            return []
+        return [node.host.name for node in self.nodes for _ in node.ranks]
+
     def only(self, node_rank: int) -> Placement:
         """Return the same job as one of its nodes sees it that is started by hand."""
         here = tuple(node for node in self.nodes if node.node_rank == node_rank)

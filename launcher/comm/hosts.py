@@ -78,6 +78,12 @@ def node_sizes(world: RankGroup) -> list[int]:
     return sizes
 
 
+def node_names(world: RankGroup) -> list[str]:
+    """Return the node of each rank, by number. Collective."""
+    names = [f"node {number}" for number, size in enumerate(node_sizes(world)) for _ in range(size)]
+    return names[: world.world_size]
+
+
 class Readback:
     """An asynchronous copy of numbers from a device to pinned host memory."""
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from launcher.base.errors import EngineError
 from launcher.comm.device import local_device
 from launcher.comm.groups import RankGroup, with_reductions
+from launcher.comm.hosts import node_names
 from launcher.sharding.mesh import AXES, MeshSizes
 
 
@@ -40,6 +41,7 @@ class ParallelMesh:
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))  # of all axes
     expert: RankGroup | None = None  # of `data`, the ranks that have one set of experts together
     of_experts: ParallelMesh | None = None  # for parameters of experts: its `data` are the ranks with the same ones
+    nodes: tuple[str, ...] = ()  # of all ranks, where there are other axes than data
     num_averaged: int | None = None  # ranks whose gradients are averaged; None: those of `data`
 
     @property
@@ -76,7 +78,7 @@ class ParallelMesh:
     def label(self) -> str | None:
         """Who works with whom, for the start line; None when all ranks have different data and shard together."""
         if not self.sizes.is_data_alone:
-            return self.sizes.text()
+            return self.sizes.text(self.nodes)
         if self.replicate is not None:
             return f"{self.num_copies} copies of the shards, each over {self.shard.world_size} ranks"
         if self.node is not None:
@@ -124,8 +126,11 @@ def build_mesh(
             where="zero_optimization.mics_shard_size",
             hint="use stage 0, or 2 and more",
         )
-    _current[:] = [_mesh(world, sizes, shard_size, node_size)]
-    return _current[-1]
+    found = _mesh(world, sizes, shard_size, node_size)
+    if not sizes.is_data_alone:
+        found = replace(found, nodes=tuple(node_names(world)))
+    _current[:] = [found]
+    return found
 
 
 def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size: int | None) -> ParallelMesh:

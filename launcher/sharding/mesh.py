@@ -60,16 +60,16 @@ class MeshSizes:
         """The equation, with the axes that have more than one rank."""
         return f"{product_text(self.shape, expert=self.expert)} = {self.world_size}"
 
-    def text(self) -> str:
-        """Return the equation, and for each axis which ranks are neighbours along it."""
-        axes = []
-        for axis, size in zip(AXES, self.shape, strict=True):
-            if size > 1:
-                groups = self.ranks_along(axis)
-                axes.append(f"{axis} {_groups_text(groups)}")
+    def text(self, hosts: Sequence[str] = ()) -> str:
+        """Return the equation, and for each axis which ranks are neighbours along it.
+
+        hosts: of all ranks, in their order. Where there are several, the text says which axes stay within one.
+        """
+        groups = {axis: self.ranks_along(axis) for axis, size in zip(AXES, self.shape, strict=True) if size > 1}
         if self.expert > 1:
-            axes.append(f"expert {_groups_text(self.ranks_of_experts())}")
-        return f"{self.equation} ranks" + "".join(f"; {axis}" for axis in axes)
+            groups["expert"] = self.ranks_of_experts()
+        axes = [f"{axis} {_groups_text(ranks)}{_span_text(ranks, hosts)}" for axis, ranks in groups.items()]
+        return "; ".join([f"{self.equation} ranks", *axes, *_hosts_text(hosts)])
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return the place of a rank along each of AXES."""
@@ -111,6 +111,26 @@ def product_text(shape: Sequence[int], *, expert: int = 1) -> str:
     return " × ".join(
         f"{size} ({names[axis]})" for size, axis in zip(shape, AXES, strict=True) if size > 1 or axis == "data"
     )
+
+
+def _span_text(groups: list[list[int]], hosts: Sequence[str]) -> str:
+    """Return over how many hosts groups of ranks are; nothing where there is one host."""
+    if len(set(hosts)) < 2:
+        return ""
+    most = max(len({hosts[rank] for rank in ranks}) for ranks in groups)
+    return " (each on one host)" if most == 1 else f" (over {most} hosts)"
+
+
+def _hosts_text(hosts: Sequence[str]) -> list[str]:
+    """Return which ranks each host has; nothing where there is one host."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(rank)
+    if len(ranks_of) < 2:
+        return []
+    shown = [f"{host} {_shown(ranks)}" for host, ranks in list(ranks_of.items())[:_MAX_GROUPS]]
+    more = f" and {len(ranks_of) - _MAX_GROUPS} more" if len(ranks_of) > _MAX_GROUPS else ""
+    return [f"hosts {' | '.join(shown)}{more}"]
 
 
 def _groups_text(groups: list[list[int]]) -> str:

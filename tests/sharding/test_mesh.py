@@ -53,6 +53,17 @@ def test_neighbours_along_the_data_axis_have_one_set_of_experts_together() -> No
     assert MeshSizes(4, tensor=2, expert=2).ranks_of_replicas() == [[0, 4], [2, 6], [1, 5], [3, 7]]
 
 
+def test_several_hosts_are_named_with_the_axes_that_leave_them() -> None:
+    sizes = MeshSizes(2, pipeline=2, tensor=2)
+    text = sizes.text(["node-a"] * 4 + ["node-b"] * 4)
+    assert text == (
+        "2 (pipeline) × 2 (data) × 2 (tensor) = 8 ranks; pipeline 0,4 | 1,5 | 2,6 | 3,7 (over 2 hosts)"
+        "; data 0,2 | 1,3 | 4,6 | 5,7 (each on one host); tensor 0,1 | 2,3 | 4,5 | 6,7 (each on one host)"
+        "; hosts node-a 0,1,2,3 | node-b 4,5,6,7"
+    )
+    assert sizes.text(["node-a"] * 8) == sizes.text()
+
+
 @pytest.mark.parametrize("blocks", [(8,), (4, 2, 2)])
 def test_parts_of_a_parameter_have_their_share_of_every_block(blocks: tuple[int, ...]) -> None:
     splits = [TensorSplit((3, 8), 1, index, 2, blocks) for index in range(2)]
