@@ -53,6 +53,12 @@ ELSEWHERE = {
     "launch --num_gpus 2 examples/train_gpt.py --deepspeed examples/configs/zero3_offload.json": (
         f"{TRAIN_GPT}::test_optimizer_and_parameters_in_host_memory"
     ),
+    "launch --num_gpus 2 examples/pipeline.py --deepspeed examples/configs/pipeline.json": (
+        "tests/e2e/test_pipeline_example.py::test_two_stages_train"
+    ),
+    "launch --num_gpus 8 examples/pipeline.py --deepspeed examples/configs/3d.json": (
+        "tests/e2e/test_pipeline_example.py::test_three_axes_train_together"
+    ),
     "launch --num_gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"
     " --output_dir out --max_steps 20": TRAINER,
     "launch --num_gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"
