@@ -35,7 +35,7 @@ import launcher
 from launcher.comm.device import local_device
 from launcher.sharding.pipeline import PipelinePlan
 
-WIDTH, NUM_BLOCKS, SAMPLES, LENGTH = 256, 8, 4, 128
+NUM_BLOCKS, SAMPLES, LENGTH = 8, 4, 128
 LR = 1e-4
 STEPS_A_TURN = 2
 BASE = "torch 1F1B"
@@ -53,20 +53,20 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Any]] = {
 class Block(nn.Module):
     """A norm and a feed-forward part with a residual connection: all blocks take the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [samples, length, width] -> the same."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def make_batch(step: int, count: int) -> list[Pair]:
+def make_batch(step: int, count: int, width: int) -> list[Pair]:
     """Return the micro-batches of a step, the same on all ranks."""
     generator = torch.Generator().manual_seed(step)
-    shape = (SAMPLES, LENGTH, WIDTH)
+    shape = (SAMPLES, LENGTH, width)
     return [
         (torch.randn(shape, generator=generator).to(DEVICE), torch.randn(shape, generator=generator).to(DEVICE))
         for _ in range(count)
@@ -157,10 +157,10 @@ class TorchPipeline:
         return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=DEVICE)
 
 
-def contestants(count: int) -> dict[str, Any]:
+def contestants(count: int, width: int) -> dict[str, Any]:
     """Build the engines for so many micro-batches, each around a copy of one model."""
     torch.manual_seed(0)
-    blocks = [Block() for _ in range(NUM_BLOCKS)]
+    blocks = [Block(width) for _ in range(NUM_BLOCKS)]
     engines: dict[str, Any] = {}
     for name, (section, _) in SCHEDULES.items():
         engines[f"launch {name}"] = OwnPipeline(copy.deepcopy(blocks), count, section)
@@ -179,12 +179,14 @@ class Turns:
     loss: float = math.nan
 
 
-def measure(engines: dict[str, Any], count: int, rounds: int) -> dict[str, Turns]:
+def measure(engines: dict[str, Any], count: int, width: int, rounds: int) -> dict[str, Turns]:
     """Let every engine take its turns on the same micro-batches."""
     turns = {name: Turns() for name in engines}
     orders = random.Random(0)  # the same on every rank
     for number in range(-1, rounds):  # one round of warming up
-        first, *batches = (make_batch(number * (STEPS_A_TURN + 1) + i + 100, count) for i in range(STEPS_A_TURN + 1))
+        first, *batches = (
+            make_batch(number * (STEPS_A_TURN + 1) + i + 100, count, width) for i in range(STEPS_A_TURN + 1)
+        )
         for name in orders.sample(list(engines), len(engines)):
             loop, own = engines[name], turns[name]
             loop.step(first)
@@ -237,16 +239,17 @@ def main() -> None:
     """Measure and write."""
     parser = argument_parser(__doc__, rounds=8)
     parser.add_argument("--micro-batches", default="4,8", help="of a step; default: %(default)s")
+    parser.add_argument("--width", type=int, default=256, help="of the blocks; default: %(default)s")
     options = parser.parse_args()
     page = Section("Pipeline: steps of two stages, and how much of them is idle", "torch", "deepspeed")
     header = ["engine", "step", "quartiles", f"over {BASE}", "idle", "in theory", f"last loss against {BASE}'s"]
     parts = []
     for count in map(int, options.micro_batches.split(",")):
-        turns = measure(contestants(count), count, options.rounds)
+        turns = measure(contestants(count, options.width), count, options.width, options.rounds)
         parts.append(f"### {count} micro-batches\n\n{table(header, list(rows_of(turns, count)))}\n\n")
     if dist.get_rank() == 0:
         text = (
-            f"2 ranks on {DEVICE.type}, {dist.get_backend()}, fp32: {NUM_BLOCKS} equal blocks of width {WIDTH},"
+            f"2 ranks on {DEVICE.type}, {dist.get_backend()}, fp32: {NUM_BLOCKS} equal blocks of width {options.width},"
             f" micro-batches of {SAMPLES} × {LENGTH} tokens.\nidle: the part of a step, without the optimizer, in which"
             " a rank does not compute, the mean of both ranks; transfers are in it.\nin theory: where forward, backward"
             " of inputs and backward of weights take the same time and transfers none.\nAdamW: ours by the engine's own"

@@ -51,6 +51,7 @@ SHORT = {
     "pretrained_memory": ("--layers 1 --width 64", 0),
     "cpu_kernels": ("--numel-mi 1 --rounds 1 --threads 1 --cases Lion", 0),
     "sequence_parallel": ("--length 64 --width 32 --rounds 1", 2),
+    "pipeline": ("--rounds 1 --micro-batches 4 --width 16", 2),
     "onebit": ("--width 64 --steps 2 --training_steps 8", 2),
     "scale_model": ("--many 26 --rounds 1", 0),
 }
@@ -59,6 +60,7 @@ SLOW = {
     *(
         "expert_parallel",
         "onebit",
+        "pipeline",
         "sequence_parallel",
         "step_time",
         "offload_time",

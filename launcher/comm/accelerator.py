@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,17 @@ def accelerator_type() -> str | None:
     if found is None or dist.get_default_backend_for_device(found) == "gloo":
         return None
     return found.type
+
+
+@contextlib.contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Have torch's random numbers, of the CPU and of a device in use, continue after the block as if it had not run."""
+    kind = accelerator_type()
+    module = None if kind is None else device_module(kind)
+    is_used = module is not None and getattr(module, "is_initialized", lambda: True)()
+    devices = [module.current_device()] if module is not None and is_used else []
+    with torch.random.fork_rng(devices=devices, device_type=kind or "cuda"):
+        yield
 
 
 def device_module(device: torch.device | str) -> Any:

@@ -198,16 +198,16 @@ class PipelineEngine(Engine):
         outputs = self._runtime.outputs if self.is_last_stage() else None
         if not compute_loss:
             return outputs
-        loss = self._evaluated(reduce_output, broadcasts=bcast_loss)
+        loss = self._evaluated(reduce_output, count, broadcasts=bcast_loss)
         return (loss, outputs) if return_logits else loss
 
-    def _evaluated(self, reduction: str | None, *, broadcasts: bool) -> Any:
+    def _evaluated(self, reduction: str | None, count: int, *, broadcasts: bool) -> Any:
         losses = self._runtime.losses
         if reduction is None:
             return list(losses) if self.is_last_stage() else None
         loss = self._mean_loss(losses)
         if reduction == "sum":
-            loss = loss * (len(losses) or self.gradient_accumulation_steps())
+            loss = loss * count
         return loss if broadcasts or self.is_last_stage() else None
 
     def _mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
@@ -243,7 +243,7 @@ class PipelineEngine(Engine):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """See `Engine.load_state_dict`. state_dict: of the whole model; each rank takes what its stages have."""
-        own = super()._whole_state((), {}, is_wanted=True).keys()
+        own = self.module.state_dict().keys()
         others = {key for keys in across_stages.gather(self._pipeline, set(own)) for key in keys} - own
         kept = {key: value for key, value in state_dict.items() if key not in others}
         return super().load_state_dict(kept, strict, assign)

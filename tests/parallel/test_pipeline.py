@@ -20,6 +20,7 @@ from launcher.base.errors import EngineError
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 STEPS, MICRO, BATCH = 20, 4, 8  # steps, micro-batches of one pipeline, samples of all
+CONTINUED = 4  # steps after a checkpoint
 NUM_BLOCKS = 4
 
 
@@ -117,8 +118,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "is_tied"), [("1f1b", False), *((name, True) for name in SCHEDULES)])
 def test_every_schedule_trains_as_one_process_does(name: str, is_tied: bool) -> None:
     check_parity(run_on_ranks(2, _trained, config_of(SCHEDULES[name], 2), is_tied), is_tied)
 
@@ -169,7 +169,7 @@ def _continued(rank: int, world_size: int, config: dict[str, Any], folder: str) 
         param.data.fill_(0.3)
     engine = launcher.initialize(model=model, config=config)[0]
     engine.load_checkpoint(folder)
-    losses, _ = train(engine, STEPS // 2)
+    losses, _ = train(engine, CONTINUED)
     engine.destroy()
     return losses
 
@@ -177,7 +177,7 @@ def _continued(rank: int, world_size: int, config: dict[str, Any], folder: str) 
 @pytest.mark.parametrize("saved", MESHES)
 def test_a_checkpoint_continues_on_every_other_mesh(saved: str, tmp_path: Path) -> None:
     run_on_ranks(MESHES[saved][0], _saved, MESHES[saved][1], str(tmp_path))
-    expected, weights = reference(STEPS, True)[0][STEPS // 2 :], reference(STEPS // 2, True)[2]
+    expected, weights = reference(STEPS, True)[0][STEPS // 2 :][:CONTINUED], reference(STEPS // 2, True)[2]
     for world_size, config in MESHES.values():
         for losses in run_on_ranks(world_size, _continued, config, str(tmp_path)):
             assert losses == pytest.approx(expected, rel=1e-6)

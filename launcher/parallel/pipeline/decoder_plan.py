@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from launcher.base.errors import EngineError
+from launcher.comm.accelerator import random_numbers_kept
 from launcher.parallel.pipeline.placeholders import (
     EarlierBlock,
     EarlierPart,
@@ -276,9 +277,8 @@ def _quiet(model: nn.Module) -> Iterator[None]:
     """Run modules as in evaluation, without dropout or recomputation, and keep random numbers as they were."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with random_numbers_kept():
             yield
     finally:
         for module, mode in modes.items():

@@ -7,13 +7,14 @@ first dimension of every tensor. This one takes micro-batches as they are, of an
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from launcher.base.errors import EngineError
 from launcher.comm.groups import RankGroup
@@ -77,7 +78,8 @@ class PipelineRuntime:
         self._forget()
         self._signatures = self._links.agree(micro_batches, count, compares_values=not self._has_compared)
         self._micro_batches, self._has_compared = micro_batches, True
-        self.stopwatch.begin()
+        if torch.is_grad_enabled():
+            self.stopwatch.begin()
         num_backwards = sum(action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) for action in actions)
         for action in actions:
             place = action.stage, action.micro_batch
@@ -167,11 +169,11 @@ class PipelineRuntime:
         weights = [param for param in self._model.parameters() if param.requires_grad]  # others are not in this graph
         with self.stopwatch.computing(), self._verbs.backward(False):
             needed = [each for each in done.inputs if each.requires_grad]
-            _, groups = stage_backward_input(outputs, given, needed, iter(weights))
+            _, groups = _torch_backward().stage_backward_input(outputs, given, needed, iter(weights))
         self._keep_gradients(stage, index, done.inputs)
 
         def go_back() -> None:
-            stage_backward_weight(iter(weights), groups)
+            _torch_backward().stage_backward_weight(iter(weights), groups)
             self._verbs.take_gradients()
 
         self._weight_graphs[stage, index] = go_back
@@ -219,6 +221,12 @@ class PipelineRuntime:
         else:
             received = self._links.receive_backward(stage, self._signatures[index])
             self._receiving[action.kind, stage, index] = received
+
+
+@functools.cache
+def _torch_backward() -> Any:
+    """Import what torch divides a backward with, for schedules that do: see `actions._torch_schedules`."""
+    return importlib.import_module("torch.distributed.pipelining._backward")
 
 
 def _checked(returned: Any, stage: int) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from launcher.base.errors import EngineError
+from launcher.comm.accelerator import random_numbers_kept
 
 SeedFunction = Callable[[int], Any]
 
@@ -93,9 +94,8 @@ def seed_all(seed: int) -> None:
 @contextlib.contextmanager
 def _kept_random_numbers() -> Iterator[None]:
     state = random.getstate()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with random_numbers_kept():
             yield
     finally:
         random.setstate(state)

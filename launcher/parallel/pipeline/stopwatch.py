@@ -21,9 +21,11 @@ class Stopwatch:
         self._begun: torch.Event | None = None
         self._ended: torch.Event | None = None
         self._computed: list[_Marks] = []
+        self._is_running = False  # an evaluation is not measured
 
     def begin(self) -> None:
         """Begin with a step."""
+        self._is_running = True
         self._computed.clear()
         self._busy_s, self._begun_s = 0.0, time.perf_counter()
         self._begun = self._mark() if self._is_async else None
@@ -31,6 +33,9 @@ class Stopwatch:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Count this block as computing."""
+        if not self._is_running:
+            yield
+            return
         start_s, first = time.perf_counter(), self._mark() if self._is_async else None
         yield
         if first is not None:
@@ -39,6 +44,7 @@ class Stopwatch:
 
     def end(self) -> None:
         """End the step, where all ranks of the pipeline have."""
+        self._is_running = False
         self._ended_s = time.perf_counter()
         self._ended = self._mark() if self._is_async else None
 
