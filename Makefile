@@ -10,6 +10,14 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 # Workers of the tests: those that wait run beside those that compute.
 WORKERS ?= $(shell expr $$(nproc) + 2)
+# Tests of whole jobs that take longest: in `make soak-short`, which CI runs after the others.
+LONG := tests/notebook/test_example.py tests/slurm/test_batch_and_tasks.py::test_the_example_with_the_trainer_runs_on_two_nodes \
+  tests/slurm/test_sbatch.py::test_a_preempted_training_continues_from_its_checkpoint \
+  tests/engine/test_dynamo.py::test_a_step_needs_neither_compiler_and_compiling_works_afterwards \
+  tests/kernels/test_triton.py::test_kernels_compile_without_a_gpu \
+  'tests/optim/test_instruction_sets.py::test_numbers_do_not_depend_on_the_processor[default]' \
+  'tests/zero/test_memory_limit.py::test_a_model_larger_than_a_rank_may_hold[sharded]' \
+  'tests/zero/test_nvme_faults.py::test_states_four_times_as_large_as_the_memory[nvme]'
 BESIDE := services models transformers4
 # What the site is made of; links to sources lead to the files themselves.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hostfiles launcher
@@ -57,6 +65,7 @@ soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, e
 soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
 	@.ci/system-packages
 	$(BIN)/python -m pytest -q -n 2 -m soak -k 'not (architectures or hf_trainer or pretrained_memory or kills or stalls)' tests/test_benchmarks.py
+	$(BIN)/python -m pytest -q -n 2 -m soak $(LONG)
 	$(BIN)/python benchmarks/random_kills.py --count 6
 	$(BIN)/python benchmarks/checkpoint_kills.py --count 4
 	$(BIN)/python benchmarks/fuzz.py --count 2000

@@ -50,6 +50,7 @@ def test_parity_on_the_gpu(tmp_path: Path) -> None:
     run_pytest("triton_parity.py", tmp_path, "-m", "soak or not soak")
 
 
+@pytest.mark.soak
 @NEEDS_TRITON
 def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     run_pytest("triton_compiles.py", tmp_path)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import launcher
 
-STEPS = 20
+STEPS = 8
 
 
 def _engine(kind: str, ep_size: int, stage: int, **others: Any) -> Any:

@@ -272,7 +272,7 @@ def test_a_module_of_layers_trains_evaluates_and_refuses(tmp_path: Path) -> None
     assert 0 < first["idle"] < 1
     ended, differing, forward, step = first["errors"]
     assert "the data ended before" in ended
-    assert "stages of one pipeline got different micro-batches" in differing
+    assert "stages of a pipeline got different micro-batches" in differing
     assert "engine(...) cannot be used with pipeline parallelism" in forward
     assert "engine.step() cannot be used" in step
 

@@ -199,6 +199,7 @@ def test_a_preempted_job_saves_and_starts_again(slurm: LoopbackSlurm, tmp_path: 
     wait_until(lambda: states(slurm, job) == ["COMPLETED"], "the end", 30)
 
 
+@pytest.mark.soak
 def test_a_preempted_training_continues_from_its_checkpoint(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     """The script knows nothing of checkpoints: the config says where, the notice when, the requeue to continue."""
     script = scripts.write(

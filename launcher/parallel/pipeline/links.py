@@ -92,7 +92,7 @@ class Links:
         differing = [rank for rank in others if reading[rank] != reading[first]]
         if differing:
             raise EngineError(
-                f"stages of one pipeline got different micro-batches: rank {differing[0]} of it others than rank {first}",
+                f"stages of a pipeline got different micro-batches: its rank {differing[0]} others than rank {first}",
                 hint="all stages of a pipeline need the same samples in the same order: give training_data to"
                 " initialize(), or num_replicas=engine.dp_world_size, rank=engine.get_data_parallel_rank() to the"
                 " sampler, and the same seed on all ranks",
