@@ -77,7 +77,7 @@ SECTIONS = (
     Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),
     Section("pipeline", "pipeline.py --rounds 2 --width 512", 2),
     Section("offload_time", "offload_time.py --rounds 6", 2),
-    Section("expert_parallel", "expert_parallel.py --rounds 3", 4),
+    Section("expert_parallel", "expert_parallel.py --rounds 2", 4),
     Section("hf_trainer", "hf_trainer.py"),
     Section("checkpoint_peers", "checkpoint_peers.py"),
     Section("checkpoint_time", "checkpoint_time.py --sizes 100 --rounds 4", 2),
@@ -95,7 +95,7 @@ SECTIONS = (
     Section("pretrained_memory", "pretrained_memory.py"),
     Section("cpu_kernels", "cpu_kernels.py --rounds 9"),
     Section("onebit", "onebit.py", 2),
-    Section("sequence_parallel", "sequence_parallel.py --rounds 4", 4),
+    Section("sequence_parallel", "sequence_parallel.py --rounds 2", 4),
     Section("scale", "scale_model.py --rounds 3", page=ROOT / "docs" / "scale.md"),
 )
 
