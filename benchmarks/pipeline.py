@@ -10,6 +10,7 @@ round. The first step of a turn is not measured. Rank 0 writes a section of docs
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 import time
@@ -157,17 +158,19 @@ class TorchPipeline:
         return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=DEVICE)
 
 
-def contestants(count: int, width: int) -> dict[str, Any]:
-    """Build the engines for so many micro-batches, each around a copy of one model."""
+def contestants(count: int, width: int, prefixes: tuple[str, ...]) -> dict[str, Any]:
+    """Build the engines whose names begin so for so many micro-batches, each around a copy of one model."""
     torch.manual_seed(0)
     blocks = [Block(width) for _ in range(NUM_BLOCKS)]
-    engines: dict[str, Any] = {}
+    builders: dict[str, Callable[[list[nn.Module]], Any]] = {}
     for name, (section, _) in SCHEDULES.items():
-        engines[f"launch {name}"] = OwnPipeline(copy.deepcopy(blocks), count, section)
-        engines[f"torch {name}"] = TorchPipeline(copy.deepcopy(blocks), count, name)
+        builders[f"launch {name}"] = functools.partial(OwnPipeline, count=count, section=section)
+        builders[f"torch {name}"] = functools.partial(TorchPipeline, count=count, name=name)
     if is_installed("deepspeed"):
-        engines["DeepSpeed (1F1B)"] = DeepSpeedPipeline(copy.deepcopy(blocks), count)
-    return engines
+        builders["DeepSpeed (1F1B)"] = functools.partial(DeepSpeedPipeline, count=count)
+    return {
+        name: build(copy.deepcopy(blocks)) for name, build in builders.items() if name.startswith((BASE, *prefixes))
+    }
 
 
 @dataclass
@@ -240,12 +243,17 @@ def main() -> None:
     parser = argument_parser(__doc__, rounds=8)
     parser.add_argument("--micro-batches", default="4,8", help="of a step; default: %(default)s")
     parser.add_argument("--width", type=int, default=256, help="of the blocks; default: %(default)s")
+    parser.add_argument(
+        "--engines", default="", help="beside torch's 1F1B, by the beginnings of their names; default: all"
+    )
     options = parser.parse_args()
     page = Section("Pipeline: steps of two stages, and how much of them is idle", "torch", "deepspeed")
     header = ["engine", "step", "quartiles", f"over {BASE}", "idle", "in theory", f"last loss against {BASE}'s"]
     parts = []
     for count in map(int, options.micro_batches.split(",")):
-        turns = measure(contestants(count, options.width), count, options.width, options.rounds)
+        turns = measure(
+            contestants(count, options.width, tuple(options.engines.split(","))), count, options.width, options.rounds
+        )
         parts.append(f"### {count} micro-batches\n\n{table(header, list(rows_of(turns, count)))}\n\n")
     if dist.get_rank() == 0:
         text = (
