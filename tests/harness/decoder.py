@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,14 +94,19 @@ def config(stage: int, data_size: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def reference(num_steps: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Train with torch alone; return losses, norms of gradients before clipping, and the weights."""
-    model = make_decoder()
+def reference(
+    num_steps: int, make: Callable[[], Decoder] = make_decoder, batch: Callable[[int], Tensor] = batch_of
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Train with torch alone; return losses, norms of gradients before clipping, and the weights.
+
+    batch: returns the tokens of a step.
+    """
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
     losses, norms = [], []
     for step in range(num_steps):
         optimizer.zero_grad()
-        loss = model(batch_of(step))
+        loss = model(batch(step))
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import decoder
-from harness.decoder import CLIP, DECAY, LENGTH, LR, VOCABULARY, WIDTH, Block, Decoder
+from harness.decoder import LENGTH, VOCABULARY, WIDTH, Block, Decoder
 from harness.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,17 +39,7 @@ def batch_of(step: int) -> Tensor:
 @functools.cache
 def reference(num_steps: int, is_tied: bool = False) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train with torch alone; losses, norms and weights."""
-    model = make_decoder(is_tied=is_tied)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
-    losses, norms = [], []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss = model(batch_of(step))
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return decoder.reference(num_steps, functools.partial(make_decoder, is_tied=is_tied), batch_of)
 
 
 def config_of(pipeline: dict[str, Any], world_size: int, stage: int = 0, **more: Any) -> dict[str, Any]:
