@@ -85,7 +85,7 @@ class Alone:
         return Pending()
 
     def transfer(self, transfers: list[Transfer]) -> Pending:
-        """See `Communicator`. There is no peer."""
+        """See `Communicator`. A single process has no peer."""
         return Pending()
 
     def gather_rows(self, values: Tensor) -> Tensor:

@@ -409,3 +409,17 @@ def test_what_layers_and_losses_return_is_checked() -> None:
     for wrong in (torch.ones(2), {"inputs": 1}, (torch.ones(2),)):
         with pytest.raises(EngineError, match=r"takes micro-batches \(inputs, labels\)"):
             part(0, (), wrong)
+
+
+def test_what_a_script_freezes_before_it_is_built_stays_frozen() -> None:
+    layers = [
+        TiedLayerSpec("tied", nn.Linear, 4, 4),
+        LayerSpec(nn.Linear, 4, 4),
+        TiedLayerSpec("tied", nn.Linear, 4, 4),
+    ]
+    model = PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss)
+    for name, param in model.named_parameters():
+        param.requires_grad_(name == "1.bias")
+    model.prepare(1, [1.0] * 3)
+    model.assign([0])
+    assert [name for name, param in model.named_parameters() if param.requires_grad] == ["1.bias"]

@@ -123,7 +123,7 @@ class Links:
             raise EngineError(
                 f"stage {stage} returned {_shown(facts)}, and {_shown(known)} for an earlier micro-batch with inputs of"
                 " the same shapes",
-                hint="what a stage returns must depend on the values of its inputs in values alone, not in shape",
+                hint="the shapes that a stage returns must follow from the shapes of its inputs, not from their values",
             )
         self._send([each.detach() for each in outputs], stage + 1)
 

@@ -127,16 +127,23 @@ class PipelineModule(StagedModel):
                 if isinstance(layer, nn.Module):
                     self._layers[index] = _of_another_rank  # free it
             elif isinstance(layer, LayerSpec):
-                self.add_module(str(index), self.built(index))
+                self.add_module(str(index), self._built_in_place_of(self._modules[str(index)], index))
         tied: Any = getattr(self, _TIED, {})
         for key in list(tied):
             if key in own_keys:
-                tied[key] = self.built(self._first_of(key))
+                tied[key] = self._built_in_place_of(tied[key], self._first_of(key))
             else:
                 del tied[key]
         if isinstance(self.loss_fn, nn.Module) and self.num_stages - 1 not in own:
             self.loss_fn = None
         self.own_stages = own
+
+    def _built_in_place_of(self, before: nn.Module | None, index: int) -> nn.Module:
+        """Return a module with values. before: the one on the meta device; what a script has frozen of it is frozen."""
+        module = self.built(index)
+        for name, param in before.named_parameters() if before is not None else ():
+            module.get_parameter(name).requires_grad_(param.requires_grad)
+        return module
 
     def built(self, index: int) -> nn.Module:
         """Return a new module of the layer at a position, which has a LayerSpec, with its initial values."""
