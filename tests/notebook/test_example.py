@@ -11,7 +11,7 @@ from harness.kernel import Kernel
 from harness.launching import ROOT
 
 EXAMPLE = ROOT / "examples" / "notebook.ipynb"
-# After the cells of the example: the kernel is no rank, and can be one again.
+# Run after the example's cells: the environment of a rank is gone, and can be emulated again.
 EMULATES_AGAIN = """
 print("AFTER", "RANK" in os.environ, torch.distributed.is_initialized())
 with launcher.notebook.emulate():

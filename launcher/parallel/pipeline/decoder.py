@@ -2,7 +2,8 @@
 
 The model's own forward runs on every stage, with the whole micro-batch; `placeholders.py` says how it gets from the
 received hidden states to those that are sent. While a stage runs, the modules of its layers are in their places and
-placeholders in all others. At rest, the modules of all own stages are: so names and parameters are those of the rank.
+placeholders in all others. Between runs the modules of all own stages are in place, so
+names and parameters are those of the rank.
 """
 
 from __future__ import annotations
@@ -206,5 +207,5 @@ def _arguments(micro_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _are_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules for the same place are placeholders that do the same."""
+    """Whether two modules are placeholders of one kind, so that either can replace the other."""
     return isinstance(one, Placeholder) and type(one) is type(other)

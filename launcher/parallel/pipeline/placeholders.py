@@ -29,7 +29,7 @@ class StageEnd(Exception):
 
 @dataclass
 class StageRun:
-    """What the placeholders of a model know of the stage that runs."""
+    """The input of the stage that runs, which all placeholders of a model share."""
 
     received: Tensor | None = None  # [samples, tokens, hidden]
 
