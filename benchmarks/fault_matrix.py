@@ -36,6 +36,7 @@ EVERYWHERE = NOT_LOCAL | {"local"}
 
 PREAMBLE = """
 import os, signal, subprocess, sys, time
+import launcher
 rank, odd = os.environ["RANK"], os.environ["RANK"] == "1"
 child = "import signal,time; signal.signal(15, signal.SIG_IGN); print('child', flush=True); time.sleep(600)"
 process = subprocess.Popen([sys.executable, "-c", child], start_new_session=True, stdout=subprocess.PIPE)
@@ -142,8 +143,7 @@ FAULTS = (
     ),
     Fault(
         "rank hangs",
-        "import launcher\nlauncher.heartbeat()\nwhile odd: time.sleep(1)\n"
-        "while True:\n    launcher.heartbeat()\n    time.sleep(0.05)",
+        "launcher.heartbeat()\nwhile odd: time.sleep(1)\nwhile True:\n    launcher.heartbeat()\n    time.sleep(0.05)",
         options=("--hang-timeout", "2"),
         code=124,
         names="(?s)" + _ODD + r"no progress for 2 s\n.*script.py.* line \d+",

@@ -25,6 +25,7 @@ from common import Goal, Section, argument_parser, goals_table, table
 from harness.parity import (
     RESTLESS_SCALE,
     Case,
+    largest,
     train_engine,
     train_fp32,
     train_mixed,
@@ -54,7 +55,7 @@ class Row:
     @property
     def whole(self) -> float:
         """The larger difference from the loop that takes the whole batch at once."""
-        return max(self.whole_losses, self.whole_weights)
+        return largest((self.whole_losses, self.whole_weights))
 
     @property
     def is_good(self) -> bool:
@@ -112,19 +113,19 @@ def compare(case: Case, world_size: int) -> Row:
 def worst_of(rows: list[Row]) -> Row:
     """Return the first row with the largest differences of all."""
     names = ("num_skipped", "losses", "weights", "whole_losses", "whole_weights")
-    return replace(rows[0], **{name: max(getattr(row, name) for row in rows) for name in names})
+    return replace(rows[0], **{name: largest(getattr(row, name) for row in rows) for name in names})
 
 
 def distance_of_plain_loops(num_steps: int) -> float:
     """Return how far two plain loops are apart that differ in torch's kernel of AdamW alone: what rounding does."""
     case = Case(0, "fp32", 1, num_steps, clipping=0.5)
     loop, fused = train_fp32(case, fused=False), train_fp32(case, fused=True)
-    return max(worst_relative(loop.losses, fused.losses), weight_distance(loop.weights, fused.weights))
+    return largest((worst_relative(loop.losses, fused.losses), weight_distance(loop.weights, fused.weights)))
 
 
 def goals(rows: list[Row], num_steps: int) -> list[Goal]:
     """Return what was asked of all rows together."""
-    same = max(max(row.losses, row.weights) for row in rows)
+    same = largest(value for row in rows for value in (row.losses, row.weights))
     found = [
         Goal("beside the loop that adds in the same order", "the same bits", f"{same:.1e}", same == 0.0, "other bits")
     ]
@@ -132,7 +133,7 @@ def goals(rows: list[Row], num_steps: int) -> list[Goal]:
     for world_size in sorted({row.world_size for row in rows}):
         ours = [row.whole for row in rows if row.world_size == world_size and row.case.precision == "fp32"]
         if ours:
-            worst = max(ours)
+            worst = largest(ours)
             why = (
                 f"by {worst - WHOLE_BATCH_GOAL:.1e}; two plain loops with different AdamW kernels are {apart:.1e} apart"
             )

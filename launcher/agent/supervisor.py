@@ -61,7 +61,6 @@ _READ_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
 _IDLE_WAIT_S = 1.0  # the longest sleep; deadlines shorten it
 _STOP_POLL_S = 0.05
-_PROGRESS_INTERVAL_S = 1.0
 _STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machine a little later
 _DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may keep writing
 _LEFTOVER_WAIT_S = 0.5  # for children to end by themselves, after ranks which ended well
@@ -102,6 +101,7 @@ class Supervisor:
         self._kill_at_s: float | None = None
         self._give_up_at_s: float | None = None
         self._tell_progress_at_s = 0.0
+        self._progress_interval_s = _IDLE_WAIT_S
         self._stacks_at_s: float | None = None  # when the stacks that were asked for are read
         self._call_fd: int | None = None  # holds the function call that ranks make
         self._scratch: scratch.Scratch | None = None  # there as soon as ranks are
@@ -156,7 +156,7 @@ class Supervisor:
         is_urgent = self._state is _State.STOPPING or self._stacks_at_s is not None
         is_urgent = is_urgent or self._leftovers_until_s is not None
         is_urgent = is_urgent or any(rank.status is not None for rank in self._ranks.values())
-        return _STOP_POLL_S if is_urgent else _IDLE_WAIT_S
+        return _STOP_POLL_S if is_urgent else min(_IDLE_WAIT_S, self._progress_interval_s)
 
     def _watch_streams(self) -> None:
         """Register what can make progress now: writing when there is something, reading when there is room."""
@@ -269,6 +269,7 @@ class Supervisor:
     def _spawn(self, spec: Spawn) -> None:
         self._spec = spec
         self._lease_s = spec.lease_s
+        self._progress_interval_s = spec.progress_interval_s
         self._state = _State.RUNNING
         num_ranks = len(spec.rank_envs)
         try:
@@ -394,7 +395,7 @@ class Supervisor:
         """Send heartbeats that are new, and stacks that were asked for, when their time has come."""
         now_s = time.monotonic()
         if now_s >= self._tell_progress_at_s:
-            self._tell_progress_at_s = now_s + _PROGRESS_INTERVAL_S
+            self._tell_progress_at_s = now_s + self._progress_interval_s
             for rank in self._ranks.values():
                 told = read_counter(rank.progress_fd)
                 if told != rank.progress:

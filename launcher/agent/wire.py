@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -70,6 +70,7 @@ class Spawn(Message):
     bound_cores: list[int] | None = None  # share these CPUs out to the ranks; []: all; None: no binding
     window_bytes: int | None = None  # how much output may wait for a Handled, see Channel; None: any amount
     open_files: int | None = None  # soft limit of open files of each rank; None: the one the agent was started with
+    progress_interval_s: float = 1.0  # between two reports of a rank's heartbeats
 
 
 class Call(Message):
@@ -168,7 +169,7 @@ class Output(Message):
 
 
 class Progress(Message):
-    """A rank has made heartbeats, or told more, since the last such message; at most one a second."""
+    """A rank has made heartbeats, or reported more, since the last such message."""
 
     rank: int
     count: int  # heartbeats since its start

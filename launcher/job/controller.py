@@ -81,6 +81,7 @@ class Controller:
         self._ranks: list[Rank] = []  # filled when they are started
         self._start_s = time.monotonic()
         self._look_at_s = 0.0
+        self._has_news = False  # events since the last look
         self._stop_started_s: float | None = None
         self._interrupt: int | None = None  # the first signal that stopped the ranks
         self._root_cause = RootCause(self._start_s, self._nodes, self._ranks)
@@ -152,16 +153,18 @@ class Controller:
     # ---- the loop ----
 
     def _turn(self) -> None:
-        found = self._fleet.get(HEARTBEAT_INTERVAL_S / 2)
+        until_look_s = max(0.0, self._look_at_s - time.monotonic())
+        found = self._fleet.get(until_look_s if self._has_news else HEARTBEAT_INTERVAL_S / 2)
         if self._fleet.liveness.was_away():
             self._hold_hang_watch()
         if found is not None:
+            self._has_news = True
             self._handle(*found)
         self._handle_signals()
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
-        self._look_at_s = now_s + _LOOK_INTERVAL_S
+        self._look_at_s, self._has_news = now_s + _LOOK_INTERVAL_S, False
         self._watcher.check()
         self._files.look(now_s)
         for node, error in self._fleet.lost(now_s):  # a network separates them from us

@@ -68,6 +68,7 @@ class Node(Agent):
             window_bytes=self.window.num_bytes,
             # Only sshd starts agents with a limit of their own: others inherit what this process has raised.
             open_files=None if transport == "ssh" else original_limit(),
+            progress_interval_s=plan.progress_interval_s,
         )
 
 

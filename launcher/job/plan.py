@@ -14,6 +14,8 @@ DEFAULT_GRACE_S = 5.0
 # Local agents notice the end of their pipe at once. A network can fail without a word, so both sides of one need a
 # lease; it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
 DEFAULT_LEASE_S = 30.0
+_PROGRESS_INTERVAL_S = 1.0
+_REPORTS_PER_HANG_TIMEOUT = 8  # a hang is found late by that part of it
 
 # Fields that `--dry-run --json` shows by their names.
 _AS_THEY_ARE = (
@@ -82,6 +84,13 @@ class JobPlan(Settings):
     agent_commands: dict[int, str] = field(default_factory=dict)  # node rank -> what starts the agent; to be shown
     restart: int = 0  # how often the job was started again
     num_failures: int = 0  # of those restarts, how many came after a failure: what `max_restarts` limits
+
+    @property
+    def progress_interval_s(self) -> float:
+        """How often agents report the heartbeats of their ranks."""
+        if self.hang_timeout_s is None:
+            return _PROGRESS_INTERVAL_S
+        return min(_PROGRESS_INTERVAL_S, self.hang_timeout_s / _REPORTS_PER_HANG_TIMEOUT)
 
     def describe(self) -> dict[str, object]:
         """Return the plan as plain data for `--dry-run --json`; no environment values."""

@@ -7,6 +7,7 @@ the same micro-batches: the mean over ranks is the mean over the parts of the ba
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -273,8 +274,13 @@ def clip_by(params: list[Tensor], max_norm: float, norm: float, scale: float) ->
 
 
 def worst_relative(found: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of two series."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    """Return the largest relative difference of two series; NaN where one is."""
+    return largest(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def largest(values: Iterable[float]) -> float:
+    """Return the largest value; NaN, which `max` may pass over, where there is one."""
+    return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def weight_distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -283,7 +289,7 @@ def weight_distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> fl
     Of whole parameters: Adam makes steps of rounding where an element's gradient is nothing else.
     """
     assert found.keys() == expected.keys()
-    distances = [
-        (found[name].double() - expected[name].double()).norm() / expected[name].double().norm() for name in expected
-    ]
-    return torch.stack(distances).max().item()
+    differences = torch.stack([(found[name].double() - expected[name].double()).norm() for name in expected])
+    sizes = torch.stack([expected[name].double().norm() for name in expected])
+    distances = torch.where(differences == 0, 0.0, differences / sizes)  # a bias that is still all zeros has no size
+    return distances.max().item()
