@@ -100,8 +100,7 @@ class Supervisor:
         self._last_message_s = time.monotonic()
         self._kill_at_s: float | None = None
         self._give_up_at_s: float | None = None
-        self._tell_progress_at_s = 0.0
-        self._progress_interval_s = _IDLE_WAIT_S
+        self._tell_progress_at_s, self._progress_interval_s = 0.0, _IDLE_WAIT_S
         self._stacks_at_s: float | None = None  # when the stacks that were asked for are read
         self._call_fd: int | None = None  # holds the function call that ranks make
         self._scratch: scratch.Scratch | None = None  # there as soon as ranks are
@@ -268,8 +267,7 @@ class Supervisor:
 
     def _spawn(self, spec: Spawn) -> None:
         self._spec = spec
-        self._lease_s = spec.lease_s
-        self._progress_interval_s = spec.progress_interval_s
+        self._lease_s, self._progress_interval_s = spec.lease_s, spec.progress_interval_s
         self._state = _State.RUNNING
         num_ranks = len(spec.rank_envs)
         try:
