@@ -171,9 +171,11 @@ def _resolve_value(
     choices: list[AutoChoice],
     missing: list[str],
 ) -> Any:
+    if value != AUTO:
+        return value
     field = section.model_fields[name]
     default = None if field.is_required() else field.get_default(call_default_factory=True)
-    if value != AUTO or default == AUTO:  # some keys of other releases have "auto" itself as their default
+    if default == AUTO:  # some keys of other releases have "auto" itself as their default
         return value
     if key in table:
         chosen, reason = table[key]
