@@ -11,10 +11,12 @@ RANKS ?= 2
 # Workers of the tests: those that wait run beside those that compute.
 WORKERS ?= $(shell expr $$(nproc) + 2)
 # Tests of whole jobs that take longest: in `make soak-short`, which CI runs after the others.
-LONG := tests/notebook/test_example.py tests/slurm/test_batch_and_tasks.py::test_the_example_with_the_trainer_runs_on_two_nodes \
+LONG := tests/parallel tests/e2e tests/compat/test_alias.py tests/huggingface/test_accelerator.py tests/notebook/test_example.py \
+  tests/slurm/test_batch_and_tasks.py::test_the_example_with_the_trainer_runs_on_two_nodes \
   tests/slurm/test_sbatch.py::test_a_preempted_training_continues_from_its_checkpoint \
   tests/engine/test_dynamo.py::test_a_step_needs_neither_compiler_and_compiling_works_afterwards \
   tests/kernels/test_triton.py::test_kernels_compile_without_a_gpu \
+  'tests/optim/test_instruction_sets.py::test_numbers_do_not_depend_on_the_processor[default]' \
   'tests/zero/test_memory_limit.py::test_a_model_larger_than_a_rank_may_hold[sharded]' \
   'tests/zero/test_nvme_faults.py::test_states_four_times_as_large_as_the_memory[nvme]'
 BESIDE := services models transformers4

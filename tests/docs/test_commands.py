@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from harness.checkpoints import write_checkpoint
+from harness.forked_ranks import in_forks
 from harness.launching import run_launch
 from harness.pages import PAGES, ROOT, Shown, blocks_of, commands, resolved, words_of
 from harness.sshd import LoopbackSshd
@@ -341,7 +342,7 @@ def assert_shown(shown: Shown, printed: str) -> None:
 def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
     words = words_of(next(each.text for each in SHOWN if each.text.startswith("launch --")))
     assert words[-1] == "examples/ddp.py"
-    result = run_launch(tmp_path, "--log-dir", tmp_path, *words[:-1], ROOT / words[-1])
+    result = run_launch(tmp_path, "--log-dir", tmp_path, *words[:-1], *in_forks(ROOT / words[-1]))
     assert result.code == 0, result.err
     assert re.search(r"2 ranks, loss 0\.0", result.out)
 

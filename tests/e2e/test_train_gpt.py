@@ -29,6 +29,7 @@ def losses(result: Result) -> list[str]:
     return re.findall(r"step +\d+/6  loss (\d+\.\d+)", result.out)
 
 
+@pytest.mark.soak
 def test_same_losses_on_this_machine_and_over_ssh(sshd: LoopbackSshd, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("local", "ssh")]
     for folder in folders:

@@ -84,9 +84,9 @@ def config(stage: int, num_samples: int, sequence_size: int, **more: Any) -> dic
     }
 
 
-def reference(num_steps: int, key_heads: int = KEY_HEADS) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def reference(num_steps: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train with torch alone; return losses, norms of gradients before clipping, and the weights."""
-    model = make_decoder(key_heads)
+    model = make_decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
     losses, norms = [], []
     for step in range(num_steps):

@@ -35,9 +35,8 @@ CHOSEN = "papers and 2 or random_work or every_length or fp32 and -1-2 or restle
 
 
 @pytest.mark.skipif(not OTHERS, reason="the CPU has one instruction set that torch knows")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak if name != OTHERS[0] else []) for name in OTHERS]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", OTHERS)
 def test_numbers_do_not_depend_on_the_processor(name: str) -> None:
     kernels = [kernel.name.removeprefix("C++ ") for kernel in all_cpu_kernels()]
     variables = {"ATEN_CPU_CAPABILITY": name, CPU_KERNEL.name: SETS[name]}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import decoder
-from harness.decoder import BATCH, batch_of, make_decoder
+from harness.decoder import BATCH, PARITY_STEPS, batch_of, make_decoder
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from torch import Tensor
@@ -19,13 +19,12 @@ import launcher
 from launcher.base.errors import ConfigError, EngineError
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-STEPS = 20
-STEPS_AFTER = 4  # of a loaded checkpoint: a state that is not the saved one shows in the second
+SAVED, CONTINUED = 3, 3  # steps before and after a checkpoint; a state that is not the saved one shows in the second
 
 
 @functools.cache
-def expected() -> tuple[list[float], list[float], dict[str, Tensor]]:
-    return decoder.reference(STEPS)
+def expected(num_steps: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    return decoder.reference(num_steps)
 
 
 def make_engine(tensor: int, stage: int, world_size: int, **more: Any) -> Any:
@@ -49,15 +48,16 @@ def train(engine: Any, num_steps: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def _trained(rank: int, world_size: int, tensor: int, stage: int, more: dict[str, Any]) -> Any:
+def _trained(rank: int, world_size: int, tensor: int, stage: int, num_steps: int, more: dict[str, Any]) -> Any:
     torch.manual_seed(rank)
     engine = make_engine(tensor, stage, world_size, **more)
-    losses, norms = train(engine, STEPS)
+    losses, norms = train(engine, num_steps)
     weights = engine.state_dict()
     engine.destroy()
     return losses, norms, weights
 
 
+@pytest.mark.parametrize("num_steps", PARITY_STEPS)
 @pytest.mark.parametrize(
     ("world_size", "tensor", "stage", "more"),
     [
@@ -72,9 +72,11 @@ def _trained(rank: int, world_size: int, tensor: int, stage: int, more: dict[str
         (4, 2, 1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
     ],
 )
-def test_every_stage_trains_as_one_process_does(world_size: int, tensor: int, stage: int, more: dict[str, Any]) -> None:
-    losses, norms, weights = expected()
-    found = run_on_ranks(world_size, _trained, tensor, stage, more)
+def test_every_stage_trains_as_one_process_does(
+    world_size: int, tensor: int, stage: int, more: dict[str, Any], num_steps: int
+) -> None:
+    losses, norms, weights = expected(num_steps)
+    found = run_on_ranks(world_size, _trained, tensor, stage, num_steps, more)
     for found_losses, found_norms, found_weights in found:
         assert found_losses == pytest.approx(losses, rel=1e-6)
         assert found_norms == pytest.approx(norms, rel=1e-4)
@@ -84,36 +86,39 @@ def test_every_stage_trains_as_one_process_does(world_size: int, tensor: int, st
 
 def _saved(rank: int, world_size: int, tensor: int, stage: int, folder: str) -> None:
     engine = make_engine(tensor, stage, world_size)
-    train(engine, STEPS // 2)
+    train(engine, SAVED)
     engine.save_checkpoint(folder)
     engine.destroy()
 
 
-def _continued(rank: int, world_size: int, tensor: int, stage: int, folder: str) -> list[float]:
+def _continued(rank: int, world_size: int, tensor: int, stage: int, folders: list[str]) -> list[list[float]]:
     torch.manual_seed(50)
     model = make_decoder()
     for param in model.parameters():
         param.data.fill_(0.3)
     parallel = {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
     engine = launcher.initialize(model=model, config=decoder.config(stage, world_size // tensor, **parallel))[0]
-    engine.load_checkpoint(folder)
-    losses, _ = train(engine, STEPS_AFTER)
+    found = []
+    for folder in folders:
+        engine.load_checkpoint(folder)
+        found.append(train(engine, CONTINUED)[0])
     engine.destroy()
-    return losses
+    return found
 
 
 MESHES = {"tensor 2": (2, 2, 1), "tensor 2 x data 2": (4, 2, 3), "data 2": (2, 1, 2), "tensor 4": (4, 4, 0)}
 
 
-@pytest.mark.parametrize("saved", MESHES)
-def test_a_checkpoint_continues_on_every_other_mesh(saved: str, tmp_path: Path) -> None:
-    world_size, tensor, stage = MESHES[saved]
-    run_on_ranks(world_size, _saved, tensor, stage, str(tmp_path))
+def test_a_checkpoint_continues_on_every_other_mesh(tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in MESHES]
+    for (world_size, tensor, stage), folder in zip(MESHES.values(), folders, strict=True):
+        run_on_ranks(world_size, _saved, tensor, stage, folder)
     for world_size, tensor, stage in MESHES.values():
-        for losses in run_on_ranks(world_size, _continued, tensor, stage, str(tmp_path)):
-            assert losses == pytest.approx(expected()[0][STEPS // 2 :][:STEPS_AFTER], rel=1e-6)
-    weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    assert weight_distance(weights, decoder.reference(STEPS // 2)[2]) <= 1e-4
+        for found in run_on_ranks(world_size, _continued, tensor, stage, folders):
+            for losses in found:
+                assert losses == pytest.approx(expected(SAVED + CONTINUED)[0][SAVED:], rel=1e-6)
+    for folder in folders:
+        assert weight_distance(get_fp32_state_dict_from_zero_checkpoint(folder), expected(SAVED)[2]) <= 1e-4
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_by_some_ranks_and_loaded_by_others(kind: str, tmp_path: Path) -> None:
-    saved = run_on_ranks(4, _saved, str(tmp_path), kind, 2, 2, False)
+    num_ranks = 2 if kind == "mixtral" else 4  # each rank imports transformers, which takes seconds
+    saved = run_on_ranks(num_ranks, _saved, str(tmp_path), kind, 2, 2, False)
     weights, losses = saved[0][0], [loss for _, loss in saved]
     assert set(weights) == set(mixtures.build(kind).state_dict())
     _check_same(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "first"), weights)
@@ -94,10 +95,11 @@ def test_saved_by_some_ranks_and_loaded_by_others(kind: str, tmp_path: Path) -> 
         from safetensors.torch import load_file
 
         _check_same(load_file(tmp_path / "weights.safetensors"), weights)
-    for ep_size, stage in ((4, 1), (1, 3), (2, 0)):
-        for loaded, (found, loss) in enumerate(run_on_ranks(4, _loaded, str(tmp_path), kind, ep_size, stage, False)):
+    for ep_size, stage in ((num_ranks, 1), (1, 3), (2, 0)):
+        found_by = run_on_ranks(num_ranks, _loaded, str(tmp_path), kind, ep_size, stage, False)
+        for (found, loss), saved_loss in zip(found_by, losses, strict=True):
             _check_same(found, weights)
-            assert loss == pytest.approx(losses[loaded], rel=1e-6)
+            assert loss == pytest.approx(saved_loss, rel=1e-6)
     for found, _ in run_on_ranks(2, _loaded, str(tmp_path), kind, 2, 3, False):
         _check_same(found, weights)
 

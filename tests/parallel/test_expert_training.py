@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from harness import mixtures
+from harness.decoder import PARITY_STEPS
 from harness.ranks import run_on_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import launcher
-
-STEPS = 8
 
 
 def _engine(kind: str, ep_size: int, stage: int, **others: Any) -> Any:
@@ -76,30 +75,32 @@ def _check(world_size: int, runs: list[tuple[Any, ...]]) -> None:
         )
 
 
-def test_two_ranks_with_different_experts() -> None:
+@pytest.mark.parametrize("num_steps", PARITY_STEPS)
+def test_two_ranks_with_different_experts(num_steps: int) -> None:
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     _check(
         2,
         [
-            ("moe", 2, 0, STEPS, {}),
-            ("moe", 2, 3, 5, {}),
-            ("moe with capacity", 2, 1, STEPS, {}),
-            ("listed", 2, 2, STEPS, {"gradient_accumulation_steps": 2}),
-            ("listed", 2, 2, 5, offload),
+            ("moe", 2, 0, num_steps, {}),
+            ("moe", 2, 3, num_steps, {}),
+            ("moe with capacity", 2, 1, num_steps, {}),
+            ("listed", 2, 2, num_steps, {"gradient_accumulation_steps": 2}),
+            ("listed", 2, 2, num_steps, offload),
         ],
     )
 
 
-def test_two_replicas_of_two_sets_of_experts() -> None:
+@pytest.mark.parametrize("num_steps", PARITY_STEPS)
+def test_two_replicas_of_two_sets_of_experts(num_steps: int) -> None:
     _check(
         4,
         [
-            ("moe", 2, 0, STEPS, {}),
-            ("moe", 2, 2, 5, {"gradient_accumulation_steps": 2}),
-            ("moe with capacity", 2, 3, STEPS, {}),
-            ("listed", 2, 1, STEPS, {}),
-            ("listed", 2, 3, 5, {"gradient_accumulation_steps": 2}),
-            ("listed", 4, 2, 5, {}),
+            ("moe", 2, 0, num_steps, {}),
+            ("moe", 2, 2, num_steps, {"gradient_accumulation_steps": 2}),
+            ("moe with capacity", 2, 3, num_steps, {}),
+            ("listed", 2, 1, num_steps, {}),
+            ("listed", 2, 3, num_steps, {"gradient_accumulation_steps": 2}),
+            ("listed", 4, 2, num_steps, {}),
         ],
     )
 

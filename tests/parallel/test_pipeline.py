@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import decoder
-from harness.decoder import LENGTH, VOCABULARY, WIDTH, Block, Decoder
+from harness.decoder import LENGTH, PARITY_STEPS, VOCABULARY, WIDTH, Block, Decoder
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ import launcher
 from launcher.base.errors import EngineError
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-STEPS, MICRO, BATCH = 20, 4, 8  # steps, micro-batches of one pipeline, samples of all
-CONTINUED = 4  # steps after a checkpoint
+MICRO, BATCH = 4, 8  # micro-batches of one pipeline, samples of all
+SAVED, CONTINUED = 3, 3  # steps before and after a checkpoint; a state that is not the saved one shows in the second
 NUM_BLOCKS = 4
 
 
@@ -79,16 +79,17 @@ def _step_without_pipeline(engine: Any) -> float:
     return total.item() / engine.world_size
 
 
-def _trained(rank: int, world_size: int, config: dict[str, Any], is_tied: bool = False) -> Any:
+def _trained(rank: int, world_size: int, config: dict[str, Any], num_steps: int, is_tied: bool) -> Any:
     engine = launcher.initialize(model=make_decoder(is_tied=is_tied), config=config)[0]
-    losses, norms = train(engine, STEPS)
+    losses, norms = train(engine, num_steps)
     weights = engine.state_dict()
     engine.destroy()
     return losses, norms, weights
 
 
-def check_parity(found: list[Any], is_tied: bool = False) -> None:
-    losses, norms, weights = reference(STEPS, is_tied)
+def check_parity(world_size: int, config: dict[str, Any], num_steps: int, is_tied: bool = True) -> None:
+    losses, norms, weights = reference(num_steps, is_tied)
+    found = run_on_ranks(world_size, _trained, config, num_steps, is_tied)
     for found_losses, found_norms, found_weights in found:
         assert found_losses == pytest.approx(losses, rel=1e-6)
         assert found_norms == pytest.approx(norms, rel=1e-4)
@@ -106,15 +107,17 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.parametrize("num_steps", PARITY_STEPS)
 @pytest.mark.parametrize(("name", "is_tied"), [("1f1b", False), *((name, True) for name in SCHEDULES)])
-def test_every_schedule_trains_as_one_process_does(name: str, is_tied: bool) -> None:
-    check_parity(run_on_ranks(2, _trained, config_of(SCHEDULES[name], 2), is_tied), is_tied)
+def test_every_schedule_trains_as_one_process_does(name: str, is_tied: bool, num_steps: int) -> None:
+    check_parity(2, config_of(SCHEDULES[name], 2), num_steps, is_tied)
 
 
 OFFLOADED = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 
 
+@pytest.mark.parametrize("num_steps", PARITY_STEPS)
 @pytest.mark.parametrize(
     ("world_size", "pipeline", "stage", "more"),
     [
@@ -127,10 +130,9 @@ TENSOR = {"tensor_parallel": {"autotp_size": 2}}
     ids=["pipeline 4", "data 2", "data 2, offloaded", "tensor 2", "data 2 x tensor 2"],
 )
 def test_every_mesh_trains_as_one_process_does(
-    world_size: int, pipeline: dict[str, Any], stage: int, more: dict[str, Any]
+    world_size: int, pipeline: dict[str, Any], stage: int, more: dict[str, Any], num_steps: int
 ) -> None:
-    config = config_of(pipeline, world_size, stage, **more)
-    check_parity(run_on_ranks(world_size, _trained, config, True), True)
+    check_parity(world_size, config_of(pipeline, world_size, stage, **more), num_steps)
 
 
 # ---- checkpoints ----
@@ -145,32 +147,37 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def _saved(rank: int, world_size: int, config: dict[str, Any], folder: str) -> None:
     engine = launcher.initialize(model=make_decoder(is_tied=True), config=config)[0]
-    train(engine, STEPS // 2)
+    train(engine, SAVED)
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder, "weights.bin")
     engine.destroy()
 
 
-def _continued(rank: int, world_size: int, config: dict[str, Any], folder: str) -> list[float]:
+def _continued(rank: int, world_size: int, config: dict[str, Any], folders: list[str]) -> list[list[float]]:
     model = make_decoder(is_tied=True)
     for param in model.parameters():
         param.data.fill_(0.3)
     engine = launcher.initialize(model=model, config=config)[0]
-    engine.load_checkpoint(folder)
-    losses, _ = train(engine, CONTINUED)
+    found = []
+    for folder in folders:
+        engine.load_checkpoint(folder)
+        found.append(train(engine, CONTINUED)[0])
     engine.destroy()
-    return losses
+    return found
 
 
-@pytest.mark.parametrize("saved", MESHES)
-def test_a_checkpoint_continues_on_every_other_mesh(saved: str, tmp_path: Path) -> None:
-    run_on_ranks(MESHES[saved][0], _saved, MESHES[saved][1], str(tmp_path))
-    expected, weights = reference(STEPS, True)[0][STEPS // 2 :][:CONTINUED], reference(STEPS // 2, True)[2]
+def test_a_checkpoint_continues_on_every_other_mesh(tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in MESHES]
+    for (world_size, config), folder in zip(MESHES.values(), folders, strict=True):
+        run_on_ranks(world_size, _saved, config, folder)
+    expected, weights = reference(SAVED + CONTINUED, True)[0][SAVED:], reference(SAVED, True)[2]
     for world_size, config in MESHES.values():
-        for losses in run_on_ranks(world_size, _continued, config, str(tmp_path)):
-            assert losses == pytest.approx(expected, rel=1e-6)
-    for found in (get_fp32_state_dict_from_zero_checkpoint(tmp_path), torch.load(tmp_path / "weights.bin")):
-        assert weight_distance(found, weights) <= 1e-4
+        for found in run_on_ranks(world_size, _continued, config, folders):
+            for losses in found:
+                assert losses == pytest.approx(expected, rel=1e-6)
+    for folder in folders:
+        for written in (get_fp32_state_dict_from_zero_checkpoint(folder), torch.load(f"{folder}/weights.bin")):
+            assert weight_distance(written, weights) <= 1e-4
 
 
 # ---- what a script does ----

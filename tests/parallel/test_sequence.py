@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import sequences
+from harness.decoder import PARITY_STEPS
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from harness.sequences import BATCH, batch_of, make_decoder
@@ -16,12 +17,10 @@ from torch import Tensor
 
 import launcher
 
-STEPS = 20
-
 
 @functools.cache
-def expected(key_heads: int = sequences.KEY_HEADS) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    return sequences.reference(STEPS, key_heads)
+def expected(num_steps: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    return sequences.reference(num_steps)
 
 
 def make_engine(world_size: int, sequence: int, stage: int, key_heads: int = 2, **more: Any) -> Any:
@@ -50,15 +49,16 @@ def train(engine: Any, num_steps: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def _trained(rank: int, world_size: int, sequence: int, stage: int, more: dict[str, Any]) -> Any:
+def _trained(rank: int, world_size: int, sequence: int, stage: int, num_steps: int, more: dict[str, Any]) -> Any:
     torch.manual_seed(rank)
     engine = make_engine(world_size, sequence, stage, **more)
-    losses, norms = train(engine, STEPS)
+    losses, norms = train(engine, num_steps)
     weights = engine.state_dict()
     engine.destroy()
     return losses, norms, weights
 
 
+@pytest.mark.parametrize("num_steps", PARITY_STEPS)
 @pytest.mark.parametrize(
     ("world_size", "sequence", "stage", "more"),
     [
@@ -72,10 +72,11 @@ def _trained(rank: int, world_size: int, sequence: int, stage: int, more: dict[s
     ],
 )
 def test_every_stage_trains_as_one_process_does(
-    world_size: int, sequence: int, stage: int, more: dict[str, Any]
+    world_size: int, sequence: int, stage: int, more: dict[str, Any], num_steps: int
 ) -> None:
-    losses, norms, weights = expected(more.get("key_heads", sequences.KEY_HEADS))
-    for found_losses, found_norms, found_weights in run_on_ranks(world_size, _trained, sequence, stage, more):
+    losses, norms, weights = expected(num_steps)
+    found = run_on_ranks(world_size, _trained, sequence, stage, num_steps, more)
+    for found_losses, found_norms, found_weights in found:
         assert found_losses == pytest.approx(losses, rel=1e-6)
         assert found_norms == pytest.approx(norms, rel=1e-4)
         assert weight_distance(found_weights, weights) <= 1e-4
@@ -108,7 +109,7 @@ def test_a_checkpoint_continues_on_every_other_mesh(tmp_path: Path) -> None:
     for world_size, sequence, stage in MESHES.values():
         for found in run_on_ranks(world_size, _continued, sequence, stage, folders):
             for losses in found:
-                assert losses == pytest.approx(expected()[0][3:6], rel=1e-6)
+                assert losses == pytest.approx(expected(6)[0][3:], rel=1e-6)
 
 
 def _in_16_bits(rank: int, world_size: int, sequence: int) -> tuple[list[float], list[float], str]:
@@ -152,7 +153,7 @@ def _summed(rank: int, world_size: int) -> float:
 
 def test_gradients_of_samples_are_summed_and_those_of_parts_are_not() -> None:
     for norm in run_on_ranks(4, _summed):  # of two ranks with different samples
-        assert norm == pytest.approx(2 * expected()[1][0], rel=1e-5)
+        assert norm == pytest.approx(2 * expected(1)[1][0], rel=1e-5)
 
 
 def _recomputed(rank: int, world_size: int) -> tuple[list[float], list[float]]:
@@ -165,8 +166,8 @@ def _recomputed(rank: int, world_size: int) -> tuple[list[float], list[float]]:
 
 def test_attention_is_recomputed_in_backward() -> None:
     for losses, norms in run_on_ranks(2, _recomputed):
-        assert losses == pytest.approx(expected()[0][:3], rel=1e-6)
-        assert norms == pytest.approx(expected()[1][:3], rel=1e-4)
+        assert losses == pytest.approx(expected(3)[0], rel=1e-6)
+        assert norms == pytest.approx(expected(3)[1], rel=1e-4)
 
 
 def _with_tensor_ranks(rank: int, world_size: int) -> tuple[list[float], list[float]]:
@@ -187,5 +188,5 @@ def _with_tensor_ranks(rank: int, world_size: int) -> tuple[list[float], list[fl
 
 def test_heads_are_divided_by_tensor_and_sequence_ranks() -> None:
     for losses, norms in run_on_ranks(4, _with_tensor_ranks):
-        assert losses == pytest.approx(expected()[0][:3], rel=1e-6)
-        assert norms == pytest.approx(expected()[1][:3], rel=1e-4)
+        assert losses == pytest.approx(expected(3)[0], rel=1e-6)
+        assert norms == pytest.approx(expected(3)[1], rel=1e-4)
