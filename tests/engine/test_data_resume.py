@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from launcher.base.errors import CheckpointError
+from launcher.base.log import get_logger
 from launcher.engine.data import DistributedLoader, build_loader
 
 COUNT = 53  # a prime: nothing divides it
@@ -247,7 +248,10 @@ def test_workers_draw_other_numbers_each_epoch_and_on_each_rank_and_follow_the_s
     assert noise(0, 1) == drawn[:4]
 
 
-def test_another_dataset_starts_the_epoch_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_dataset_starts_the_epoch_anew_and_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
     loader = loader_of()
     list(loader)
     list(itertools.islice(loader, 3))
