@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -39,7 +40,8 @@ class Section:
 
     def measure(self) -> int:
         """Run its script; return the exit code."""
-        words = [f"benchmarks/{self.command.split()[0]}", *self.command.split()[1:]]
+        script, *words = shlex.split(self.command)
+        words = [f"benchmarks/{script}", *words]
         words += ["--output", str(self.output.relative_to(ROOT))]
         environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         if self.num_ranks:
@@ -76,6 +78,11 @@ SECTIONS = (
     Section("step_time_gpt", "step_time.py --models gpt --rounds 5", 2),
     Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),
     Section("pipeline", "pipeline.py --rounds 2 --width 512", 2),
+    Section(
+        "pipeline_768",
+        "pipeline.py --rounds 3 --width 768 --micro-batches 8 --engines 'launch GPipe,launch 1F1B,torch GPipe,DeepSpeed'",
+        2,
+    ),
     Section("offload_time", "offload_time.py --rounds 6", 2),
     Section("expert_parallel", "expert_parallel.py --rounds 2", 4),
     Section("hf_trainer", "hf_trainer.py"),
