@@ -80,7 +80,8 @@ SECTIONS = (
     Section("pipeline", "pipeline.py --rounds 2 --width 512", 2),
     Section(
         "pipeline_768",
-        "pipeline.py --rounds 3 --width 768 --micro-batches 8 --engines 'launch GPipe,launch 1F1B,torch GPipe,DeepSpeed'",
+        "pipeline.py --rounds 3 --width 768 --micro-batches 8"
+        " --engines 'launch GPipe,launch 1F1B,torch GPipe,DeepSpeed'",
         2,
     ),
     Section("offload_time", "offload_time.py --rounds 6", 2),

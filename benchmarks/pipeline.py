@@ -247,7 +247,8 @@ def main() -> None:
         "--engines", default="", help="beside torch's 1F1B, by the beginnings of their names; default: all"
     )
     options = parser.parse_args()
-    page = Section("Pipeline: steps of two stages, and how much of them is idle", "torch", "deepspeed")
+    title = f"Pipeline: two stages of width {options.width}, and how much of a step is idle"
+    page = Section(title, "torch", "deepspeed")
     header = ["engine", "step", "quartiles", f"over {BASE}", "idle", "in theory", f"last loss against {BASE}'s"]
     parts = []
     for count in map(int, options.micro_batches.split(",")):
