@@ -152,9 +152,8 @@ class Supervisor:
         self._check_deadlines()
 
     def _wait_s(self) -> float:
-        is_urgent = self._state is _State.STOPPING or self._stacks_at_s is not None
-        is_urgent = is_urgent or self._leftovers_until_s is not None
-        is_urgent = is_urgent or any(rank.status is not None for rank in self._ranks.values())
+        is_urgent = self._state is _State.STOPPING or any(rank.status is not None for rank in self._ranks.values())
+        is_urgent = is_urgent or self._stacks_at_s is not None or self._leftovers_until_s is not None
         return _STOP_POLL_S if is_urgent else min(_IDLE_WAIT_S, self._progress_interval_s)
 
     def _watch_streams(self) -> None:
@@ -267,7 +266,8 @@ class Supervisor:
 
     def _spawn(self, spec: Spawn) -> None:
         self._spec = spec
-        self._lease_s, self._progress_interval_s = spec.lease_s, spec.progress_interval_s
+        self._lease_s = spec.lease_s
+        self._tell_progress_at_s, self._progress_interval_s = 0.0, spec.progress_interval_s
         self._state = _State.RUNNING
         num_ranks = len(spec.rank_envs)
         try:

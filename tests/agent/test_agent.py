@@ -27,6 +27,7 @@ from launcher.agent.wire import (
     Ping,
     Pong,
     PortPicked,
+    Progress,
     Spawn,
     SpawnFailed,
     Started,
@@ -265,6 +266,22 @@ def test_a_killed_agent_takes_its_ranks_along(agent: Agent, tmp_path: Path) -> N
         pass
     agent.process.kill()
     wait_until_gone(spec.job_id)
+
+
+def test_heartbeats_are_reported_as_often_as_was_asked_for(agent: Agent, tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import time, launcher
+        for _ in range(40):
+            launcher.heartbeat()
+            time.sleep(0.02)
+        """,
+    )
+    agent.send(spawn(script, progress_interval_s=0.05))
+    counts = [message.count for message in agent.receive_all() if isinstance(message, Progress)]
+    assert len(counts) >= 4, "a report a second would be one or two"
+    assert counts == sorted(set(counts))
 
 
 def test_a_folder_that_is_missing_is_named(agent: Agent, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def spawn(
     job_id: str | None = None,
     env: dict[str, str] | None = None,
     window_bytes: int | None = None,
+    progress_interval_s: float = 1.0,
 ) -> Spawn:
     """Return the order to start a script on so many ranks."""
     return Spawn(
@@ -72,4 +73,5 @@ def spawn(
         lease_s=lease_s,
         grace_s=grace_s,
         window_bytes=window_bytes,
+        progress_interval_s=progress_interval_s,
     )
