@@ -110,9 +110,9 @@ class Fanout:
                 self.interrupted_by = self._signals.first_stop
                 fleet.stop(GRACE_S if self._num_signals == 1 else 0.0)
             elif timeout_s is not None and now_s - start_s > timeout_s:
-                if fleet.stop(GRACE_S):
-                    for session in running:
-                        session.run.fail(f"not done after {timeout_s:g} s")
+                for session in running:  # before the stop: the exit code that it causes is not the command's
+                    session.run.fail(f"not done after {timeout_s:g} s")
+                fleet.stop(GRACE_S)
             elif running and all(is_enough(session.run.result) for session in running):
                 fleet.stop(0.0)
             for session, error in fleet.lost(now_s):

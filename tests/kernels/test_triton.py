@@ -33,6 +33,7 @@ def run_pytest(name: str, cache: Path, *options: str, **environment: str) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.soak
 @NEEDS_TRITON
 def test_parity_interpreted(tmp_path: Path) -> None:
     run_pytest("triton_parity.py", tmp_path, TRITON_INTERPRET="1")

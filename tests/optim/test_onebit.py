@@ -192,7 +192,7 @@ def _said(rank: int, world_size: int, name: str) -> tuple[list[str], int]:
     return [line for line in lines if "compresses" in line], engine._sharded.units[0].numel
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.soak)])
 @TYPES
 def test_rank_0_says_what_is_saved(name: str, world_size: int) -> None:
     (said, numel), *others = run_on_ranks(world_size, _said, name)

@@ -19,7 +19,7 @@ import launcher
 from launcher.base.errors import ConfigError, EngineError
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-SAVED, CONTINUED = 3, 3  # steps before and after a checkpoint; a state that is not the saved one shows in the second
+SAVED, CONTINUED = 2, 2  # steps before and after a checkpoint; a state that is not the saved one shows in the second
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from launcher.base.errors import EngineError
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 MICRO, BATCH = 4, 8  # micro-batches of one pipeline, samples of all
-SAVED, CONTINUED = 3, 3  # steps before and after a checkpoint; a state that is not the saved one shows in the second
+SAVED, CONTINUED = 2, 2  # steps before and after a checkpoint; a state that is not the saved one shows in the second
 NUM_BLOCKS = 4
 
 
