@@ -21,6 +21,12 @@ from launcher.engine.data import DistributedLoader, build_loader
 COUNT = 53  # a prime: nothing divides it
 
 
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let caplog hear the project's logger, which keeps its lines from the root logger."""
+    monkeypatch.setattr(get_logger(), "propagate", True)
+
+
 class Numbers(Dataset[Tensor]):
     def __init__(self, count: int = COUNT) -> None:
         self.count = count
@@ -248,10 +254,7 @@ def test_workers_draw_other_numbers_each_epoch_and_on_each_rank_and_follow_the_s
     assert noise(0, 1) == drawn[:4]
 
 
-def test_another_dataset_starts_the_epoch_anew_and_says_so(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(get_logger(), "propagate", True)
+def test_another_dataset_starts_the_epoch_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     loader = loader_of()
     list(loader)
     list(itertools.islice(loader, 3))
