@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from harness.hf_job import returned, run_cases
 
-pytestmark = pytest.mark.soak  # in soak-short
 MODULES = "huggingface.saving_cases,huggingface.evaluating_cases"
 RESUMED = ["stage_2_own_optimizer", "stage_3", "stage_3_offload"]
 RESUMED_ALSO = ["stage_0", "stage_2", "stage_2_offload"]
@@ -58,6 +57,7 @@ def test_a_resumed_run_is_that_which_was_not_interrupted(found: Found, name: str
     check_resumed(found, f"resume_{name}")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", RESUMED_ALSO)
 def test_a_resumed_run_is_that_which_was_not_interrupted_at_more_settings(found_in_soak: Found, name: str) -> None:
     check_resumed(found_in_soak, f"resume_{name}")
@@ -109,6 +109,7 @@ def test_the_best_model_is_loaded_at_the_end(found: Found) -> None:
     check_best_at_end(found, "best_at_end_stage_3")
 
 
+@pytest.mark.soak
 def test_the_best_model_is_loaded_at_the_end_at_stage_2(found_in_soak: Found) -> None:
     check_best_at_end(found_in_soak, "best_at_end_stage_2")
 
@@ -127,6 +128,7 @@ def test_a_saved_model_loads_without_the_engine(found: Found) -> None:
         assert rank == {stage: {"equal": True, "tied": True} for stage in ("2", "3")}
 
 
+@pytest.mark.soak
 def test_each_node_saves_what_it_needs_to_resume(found_in_soak: Found) -> None:
     check_resumed(found_in_soak, "save_on_each_node")
     for number, rank in enumerate(returned(found_in_soak, "save_on_each_node")):
@@ -152,6 +154,7 @@ def test_a_trainer_evaluates_without_training(found: Found) -> None:
         assert "ZeRO inference only makes sense with ZeRO Stage 3" in said
 
 
+@pytest.mark.soak
 def test_evaluation_leaves_the_training_as_it_is(found_in_soak: Found) -> None:
     for rank in returned(found_in_soak, "evaluate_between"):
         assert rank["plain"] == rank["evaluated"]
