@@ -50,7 +50,7 @@ def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange
     error = exchange.all_succeeded(_misfit(source, target, is_strict=is_strict), timeout_s=READ_TIMEOUT_S)
     if error:
         raise CheckpointError(error, where=source.where)
-    is_near = _is_on_one_host(exchange) and "://" not in source.where
+    is_near = _have_one_folder(exchange, source) and "://" not in source.where
     said: str | None = None
     for unit in target.units:
         # Of every unit: other ranks gather with this one.
@@ -67,10 +67,13 @@ def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange
         )
 
 
-def _is_on_one_host(exchange: Exchange) -> bool:
-    """Return whether all ranks run on one host, alike on every rank. Collective."""
-    hosts = exchange.gather(socket.gethostname(), timeout_s=READ_TIMEOUT_S)
-    return bool(exchange.broadcast(hosts is not None and len(set(hosts)) == 1, timeout_s=READ_TIMEOUT_S))
+def _have_one_folder(exchange: Exchange, source: CheckpointSource) -> bool:
+    """Return whether all ranks run on one host and find all files there, alike on every rank. Collective."""
+    is_node_local = isinstance(source, NativeSource) and source.manifest.is_node_local
+    folders = exchange.gather(
+        f"{socket.gethostname()} {source.where if is_node_local else ''}", timeout_s=READ_TIMEOUT_S
+    )
+    return bool(exchange.broadcast(folders is not None and len(set(folders)) == 1, timeout_s=READ_TIMEOUT_S))
 
 
 def _is_its_own_master(unit: FlatUnit) -> bool:
