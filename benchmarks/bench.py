@@ -77,10 +77,10 @@ SECTIONS = (
     Section("step_time_mlp", "step_time.py --models mlp --rounds 6", 2),
     Section("step_time_gpt", "step_time.py --models gpt --rounds 5", 2),
     Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),
-    Section("pipeline", "pipeline.py --rounds 2 --width 512", 2),
+    Section("pipeline", "pipeline.py --rounds 4 --width 512", 2),
     Section(
         "pipeline_768",
-        "pipeline.py --rounds 3 --width 768 --micro-batches 8"
+        "pipeline.py --rounds 6 --width 768 --micro-batches 8"
         " --engines 'launch GPipe,launch 1F1B,torch GPipe,DeepSpeed'",
         2,
     ),
