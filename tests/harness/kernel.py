@@ -13,6 +13,7 @@ from typing import Any
 import nbformat
 from harness.launching import ROOT
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 DEADLINE_S = 120.0
 
@@ -39,6 +40,8 @@ class Kernel:
             kernel_name="python3",
             allow_errors=True,
             resources={"metadata": {"path": str(folder)}},
+            # Not TCP: the kernel binds ports that were free a second before, and another test may have taken them since.
+            config=Config({"KernelManager": {"transport": "ipc", "ip": str(folder / "kernel")}}),
         )
         self._setup = self.client.async_setup_kernel(env={**os.environ, "PYTHONPATH": str(ROOT)})
 
