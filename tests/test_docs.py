@@ -13,6 +13,9 @@ from harness.pages import PAGES, ROOT, prose_of, resolved
 
 from launcher.base import env
 from launcher.cli import reference
+from launcher.cli.commands.run import run
+from launcher.cli.options.accepted import without_counterpart
+from launcher.cli.options.command import Option, spelled
 from launcher.config.load import load_config
 from launcher.planner.memory import rank_memory
 from launcher.planner.model import ModelFacts, Parameter
@@ -165,6 +168,21 @@ def test_every_command_has_a_man_page() -> None:
     for name, page in pages.items():
         requests = set(re.findall(r"^[.'](\S*)", page, re.MULTILINE))
         assert requests <= {"TH", "SH", "PP", "TP", "B", "BR", "nf", "fi"}, name
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
+def test_options_of_other_launchers_are_taken_or_explained(launcher: str) -> None:
+    text = (ROOT / "docs" / f"coming_from_{launcher}.md").read_text()
+    _, _, table = text.partition("\n## Options\n")
+    names = [
+        spelled(name)
+        for row in re.findall(r"^\| (`-.*?) \|", table.partition("\n## ")[0], re.MULTILINE)
+        for name in re.findall(r"`(--\w[\w-]+)", row)
+    ]
+    assert len(names) > 20
+    params = [each for each in run.params if isinstance(each, Option)]
+    taken = {spelled(name) for each in params for name in (*each.opts, *each.also)}
+    assert [name for name in names if name not in taken and without_counterpart(name) is None] == []
 
 
 def test_environment_page_lists_every_variable() -> None:

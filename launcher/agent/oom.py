@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     _Path = str | os.PathLike[str]
 
-_UNLIMITED_BYTES = 1 << 60  # version 1 of control groups writes the largest multiple of a page for no limit
+_UNLIMITED_BYTES = 1 << 60  # version 1 of cgroups writes the largest multiple of a page for no limit
 
 
 class _Counter(Record):
@@ -70,7 +70,7 @@ def _whose(limit: str) -> str:
         if limit_bytes >= _UNLIMITED_BYTES:
             return "the host ran out of memory"
         size = f", limit {format_bytes(limit_bytes)}"
-    return f"the memory limit of the control group was reached{size}"
+    return f"the memory limit of the cgroup was reached{size}"
 
 
 def _lines(path: str) -> list[str]:

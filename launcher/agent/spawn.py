@@ -32,7 +32,7 @@ _FILES_A_RANK = 3  # its two pipes and its counter; a third pipe where it makes 
 _OWN_FILES = 24  # the agent's own, and those that are open while a rank is started
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
 _HINTS = {
-    errno.EAGAIN: "the limit of processes is reached: see ulimit -u, and pids.max of the container or control group",
+    errno.EAGAIN: "the limit of processes is reached: see ulimit -u, and pids.max of the container or cgroup",
     errno.EMFILE: "the limit of open files is reached: see ulimit -n",
     errno.ENFILE: "the host's limit of open files is reached: see /proc/sys/fs/file-max",
     errno.ENOMEM: "the host has too little memory: start fewer ranks on it",

@@ -32,22 +32,30 @@ OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", "CPU threads of a rank; a value alre
 JOB_ID = EnvVar("LAUNCH_JOB_ID", "id of the job; every process of the job carries it", "set")
 ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (JSON)", "set")
 ARGUMENTS_FD = EnvVar(
-    "LAUNCH_ARGUMENTS_FD", "where the worker reads the script's arguments; taken out before the script runs", "set"
+    "LAUNCH_ARGUMENTS_FD",
+    "where the worker reads the script's arguments; unset before the script runs",
+    "set",
 )
 CALL_FD = EnvVar(
-    "LAUNCH_CALL_FD", "where a rank of `launcher.run` reads the call; taken out before the function runs", "set"
+    "LAUNCH_CALL_FD",
+    "where a rank of `launcher.run` reads the call; unset before the function runs",
+    "set",
 )
 RESULT_FD = EnvVar(
-    "LAUNCH_RESULT_FD", "where a rank of `launcher.run` leaves the result; taken out before the function runs", "set"
+    "LAUNCH_RESULT_FD",
+    "where a rank of `launcher.run` leaves the result; unset before the function runs",
+    "set",
 )
 STDIN_FD = EnvVar(
     "LAUNCH_STDIN_FD",
-    "where the agent finds the standard input of `launch`, for a job of one rank; taken out before the rank starts",
+    "where the agent finds the standard input of `launch`, for a job of one rank; unset before the rank starts",
     "set",
 )
 PROGRESS_FILE = EnvVar("LAUNCH_PROGRESS_FILE", "where `launcher.heartbeat()` counts", "set")
 STACKS_FILE = EnvVar(
-    "LAUNCH_STACKS_FILE", "where a rank dumps its Python stacks; the worker takes it out before the script runs", "set"
+    "LAUNCH_STACKS_FILE",
+    "where a rank dumps its Python stacks; unset before the script runs",
+    "set",
 )
 RESTART_COUNT = EnvVar("LAUNCH_RESTART_COUNT", "how often the job was started again, from 0", "set")
 TORCHELASTIC_RESTART_COUNT = EnvVar(

@@ -6,7 +6,7 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.suggest import did_you_mean, nearest
-from launcher.cli.options.accepted import ELSEWHERE
+from launcher.cli.options.accepted import without_counterpart
 from launcher.cli.options.command import Option, spelled
 
 _NO_COMMAND = "No such command "  # how click begins what it says of one
@@ -34,7 +34,7 @@ def _no_such_option(error: click.NoSuchOption) -> UsageError:
     name = spelled(error.option_name)
     known = [spelled(option) for option in _spellings(error.ctx)]
     near = nearest(name, known, cutoff=0.7)
-    hint = ELSEWHERE.get(name) or (f"did you mean {near}?" if near else _usage(error))
+    hint = without_counterpart(name) or (f"did you mean {near}?" if near else _usage(error))
     return UsageError(f"there is no option {error.option_name}", hint=hint)
 
 

@@ -261,7 +261,7 @@ class Elasticity(Section):
     ignore_non_elastic_batch_info: Flag = key(False, "let it override the batch keys")
     num_gpus_per_node: PositiveInt = key(1, "worlds are whole nodes of this many ranks (version 0.2)")
     model_parallel_size: PositiveInt = key(
-        1, "ranks of one model", unsupported("only data parallelism is in this release; remove the key")
+        1, "ranks of one model", unsupported("elasticity counts data-parallel ranks only; remove the key")
     )
     version: Number = key(0.2, "0.1 or 0.2")
 

@@ -90,7 +90,11 @@ class DataTypes(Section):
 class Optimizer(Section):
     """`optimizer`: type and its parameters; `params` is checked against the type."""
 
-    type: Text = key("AdamW", "Adam, AdamW, Adagrad, Lion, SGD, or another elementwise class of torch.optim")
+    type: Text = key(
+        "AdamW",
+        "Adam, AdamW, Adagrad, Lamb, Lion, SGD, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, or another elementwise class"
+        " of torch.optim",
+    )
     params: Mapping_ = key({}, "parameters of the type")
     legacy_fusion: Flag = key(False, "old fused form", inert("it is obsolete"))
 

@@ -17,6 +17,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _TEMPLATES = _PACKAGE / "slurm_templates"
 TIME_FORM = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _GPUS_FORM = re.compile(r"(?:[A-Za-z][\w.-]*:)?([1-9]\d{0,3})")
+_GPUS_OF_GRES = re.compile(r"(?:^|,)gpu(?::[A-Za-z][\w.-]*)?(?::([1-9]\d{0,3}))?(?=,|$)")
 _NOTICE = "B:USR1@120"  # two minutes before the end, to the batch script
 _SAFE = re.compile(r"[\w@%+=:,./*|&!()\[\]<>~^-]+")
 
@@ -28,14 +29,20 @@ class BatchOptions:
     job_name: str | None = None
     nodes: int = 1
     gpus_per_node: str | None = None  # "8" or "a100:8"
+    gres: str | None = None  # other resources of each node, or the GPUs too: "gpu:a100:8,nvme:1"
     cpus_per_task: int | None = None  # CPUs of each node: one task on each
     time: str | None = None
     output: str | None = None
+    error: str | None = None
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
     mem: str | None = None
+    mem_per_cpu: str | None = None
     exclusive: bool = False
     mail_user: str | None = None
     mail_type: str | None = None
@@ -55,6 +62,10 @@ class BatchOptions:
                 where="--gpus-per-node",
                 hint='expected "8" or "a100:8"',
             )
+        if self.gpus_per_node is not None and _GPUS_OF_GRES.search(self.gres or ""):
+            raise UsageError("--gpus-per-node and --gres both name GPUs", hint="leave one of them out")
+        if self.mem is not None and self.mem_per_cpu is not None:
+            raise UsageError("--mem and --mem-per-cpu exclude each other", hint="leave one of them out")
         if self.requeue and self.container_image is not None:
             raise UsageError(
                 "--requeue and --container-image exclude each other: no `launch` outlives the ranks of a container",
@@ -67,26 +78,35 @@ class BatchOptions:
     @property
     def ranks_per_node(self) -> int:
         """GPUs of each node, 1 without."""
-        match = _GPUS_FORM.fullmatch(self.gpus_per_node or "1")
-        return int(match[1]) if match else 1
+        if self.gpus_per_node is not None:
+            match = _GPUS_FORM.fullmatch(self.gpus_per_node)
+        else:
+            match = _GPUS_OF_GRES.search(self.gres or "")
+        return int(match[1] or 1) if match else 1
 
     def directives(self) -> list[str]:
         """Return the options of sbatch, one for each `#SBATCH` line. Raises: UsageError for control characters."""
         log = "%x-%A_%a.out" if self.array else "%x-%j.out"
+        gpus = f"gpu:{self.gpus_per_node}" if self.gpus_per_node else None
         values: list[tuple[str, str | int | None]] = [
             ("job-name", self.job_name),
             ("nodes", self.nodes),
             # One launcher's agent on each node, which starts the ranks. More tasks would be more launchers.
             ("ntasks-per-node", 1),
             ("cpus-per-task", self.cpus_per_task),
-            ("gres", f"gpu:{self.gpus_per_node}" if self.gpus_per_node else None),
+            ("gres", ",".join(filter(None, (gpus, self.gres))) or None),
             ("mem", self.mem),
+            ("mem-per-cpu", self.mem_per_cpu),
             ("time", self.time),
             ("output", self.output or log),
+            ("error", self.error),
             ("partition", self.partition),
             ("account", self.account),
             ("qos", self.qos),
             ("constraint", self.constraint),
+            ("nodelist", self.nodelist),
+            ("exclude", self.exclude),
+            ("reservation", self.reservation),
             ("dependency", self.dependency),
             ("array", self.array),
             ("signal", self.signal or (_NOTICE if self.requeue else None)),

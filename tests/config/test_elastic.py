@@ -268,7 +268,7 @@ def test_a_section_that_is_off_leaves_the_batch_keys_alone() -> None:
         ({}, 5, "world size 5 does not fit the elastic batch 12; the nearest that fit: 4 and 6"),
         ({"version": 3}, None, "elasticity.version: 3 is not a known version; use 0.2, or 0.1"),
         ({"micro_batch_sizes": []}, None, "elasticity.micro_batch_sizes: no micro-batch to choose from"),
-        ({"model_parallel_size": 2}, None, "elasticity.model_parallel_size 2 is not supported; only data"),
+        ({"model_parallel_size": 2}, None, "elasticity.model_parallel_size 2 is not supported; elasticity counts"),
         ({"max_train_batch_size": 10**300}, 17, "world size 17 does not fit the elastic batch 4324320"),
     ],
 )

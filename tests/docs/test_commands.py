@@ -106,9 +106,9 @@ ELSEWHERE = {
     "launch checkpoint import deepspeed_checkpoints checkpoints": IMPORT,
     "launch checkpoint import deepspeed_checkpoints checkpoints --tag global_step500": IMPORT,
     "launch report": REPORT,
-    "launch exec --hostfile hosts -- launch report": REPORT,
-    "launch exec --hostfile hosts -- launch io /local_nvme": "tests/cli/test_io.py",
-    "launch exec -H hosts -- launch io /local_nvme": "tests/cli/test_io.py",
+    'launch exec --hostfile hosts -- "$(command -v launch)" report': REPORT,
+    'launch exec --hostfile hosts -- "$(command -v launch)" io /local_nvme': "tests/cli/test_io.py",
+    'launch exec -H hosts -- "$(command -v launch)" io /local_nvme': "tests/cli/test_io.py",
     "launch exec --hostfile hosts nvidia-smi -L": (
         f"{EXEC}::test_options_of_the_command_and_odd_words_reach_it_untouched"
     ),
@@ -123,7 +123,7 @@ ELSEWHERE = {
 OTHERS = {
     "pip install .",
     "pip install 'launch-zero @ git+https://...'",
-    "pip install 'launch-zero[notebook]'",
+    "pip install '.[notebook]'",
     "source .venv/bin/activate",
     "py-spy dump --native --pid PID",
 }
@@ -349,5 +349,5 @@ def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
 
 def test_extras_that_pages_install_exist() -> None:
     known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    named = {name for page in PAGES for name in re.findall(r"launch-zero\[(\w+)\]", page.read_text())}
+    named = {name for page in PAGES for name in re.findall(r"'\.\[(\w+)\]", page.read_text())}
     assert {"hf", "notebook"} <= named <= set(known)

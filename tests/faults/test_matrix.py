@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from fault_matrix import FAULTS, Fault, Places, run_fault  # benchmarks are not a package
 
 NEEDS = {
-    "local": lambda: None if os.geteuid() == 0 else "control groups and mounts need root",
+    "local": lambda: None if os.geteuid() == 0 else "cgroups and mounts need root",
     "ssh": lambda: sshd.available() or nodes.available(),
     "srun": lambda: slurm.available() or nodes.available(),
 }

@@ -19,10 +19,10 @@ _LIMIT_BYTES = 200 << 20
 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
-    """A control group with a limit."""
+    """A cgroup with a limit."""
     with memory_groups(1, _LIMIT_BYTES) as groups:
         if not groups:
-            need("no control group with a memory limit can be made here")
+            need("no cgroup with a memory limit can be made here")
         yield groups[0]
 
 
@@ -50,7 +50,7 @@ def test_the_limit_and_what_was_held_are_told(memory_group: Path, tmp_path: Path
     assert done.returncode == 137, done.stderr
     assert "✗ rank 1" in done.stderr
     assert "killed by SIGKILL, out of memory" in done.stderr
-    assert "the memory limit of the control group was reached, limit 200.0 MiB" in done.stderr
+    assert "the memory limit of the cgroup was reached, limit 200.0 MiB" in done.stderr
     assert "this rank held up to" in done.stderr
     page = (ROOT / "docs" / "guides.md").read_text()
     shown = done.stderr[done.stderr.index("  next  ") :].rstrip()

@@ -40,7 +40,7 @@ class Kernel:
             kernel_name="python3",
             allow_errors=True,
             resources={"metadata": {"path": str(folder)}},
-            # Not TCP: the kernel binds ports that were free a second before, and another test may have taken them since.
+            # Not TCP: the kernel binds ports that were free a second before, and another test may have them by then.
             config=Config({"KernelManager": {"transport": "ipc", "ip": str(folder / "kernel")}}),
         )
         self._setup = self.client.async_setup_kernel(env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -57,10 +57,42 @@ def test_every_option_has_a_line() -> None:
         dependency="afterok:1",
         signal="B:USR1@120",
         array="0-7%2",
+        gres="nvme:1",
+        gpus_per_node="a100:4",
+        nodelist="node[1-4]",
+        exclude="node7",
+        reservation="maintenance",
+        error="err-%j.txt",
     )
     lines = directives(render_script(options, ["run", "train.py"]))
     assert {'--job-name="a b"', "--exclusive", "--array=0-7%2", "--signal=B:USR1@120"} < set(lines)
     assert {"--constraint=a100|h100", "--mail-user=me@example.org", "--output=%x-%A_%a.out"} < set(lines)
+    assert {"--gres=gpu:a100:4,nvme:1", "--nodelist=node[1-4]", "--exclude=node7"} < set(lines)
+    assert {"--reservation=maintenance", "--error=err-%j.txt"} < set(lines)
+    assert "--mem-per-cpu=4G" in BatchOptions(mem_per_cpu="4G").directives()
+
+
+@pytest.mark.parametrize(
+    ("gres", "num_ranks"),
+    [("gpu:8", 8), ("gpu:a100:4,nvme:1", 4), ("nvme:2,gpu", 1), ("nvme:2", 1), ("gpu:h100", 1), ("mygpu:3", 1)],
+)
+def test_gpus_in_gres_are_ranks(gres: str, num_ranks: int) -> None:
+    options = BatchOptions(gres=gres)
+    assert options.ranks_per_node == num_ranks
+    assert f"--gres={gres}" in options.directives()
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"gpus_per_node": "8", "gres": "nvme:1,gpu:4"}, ("--gpus-per-node", "--gres")),
+        ({"mem": "0", "mem_per_cpu": "4G"}, ("--mem", "--mem-per-cpu")),
+    ],
+)
+def test_options_that_contradict_each_other(values: dict[str, str], names: tuple[str, str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        BatchOptions(**values)
+    assert all(name in str(caught.value) for name in names)
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1, max_size=4))

@@ -21,7 +21,7 @@ _EPILOG = """\b
 examples:
   launch io /local_nvme
   launch io /local_nvme --size 8GiB --seconds 60
-  launch exec --hostfile hosts -- launch io /local_nvme
+  launch exec --hostfile hosts -- "$(command -v launch)" io /local_nvme
 """
 
 

@@ -25,8 +25,10 @@ _WITHOUT_EFFECT = {
 _ALWAYS = ("--run-path", "--use-env", "--multi-gpu")
 _BACKENDS = ("c10d", "static")
 NOTES = "launcher.notes"  # key of click's `Context.meta`
+_PLUGIN = "write it into the config, and give the script that: --deepspeed FILE behind SCRIPT, or a DeepSpeedPlugin"
+_FSDP = "leave it out: FSDP is set up in the script, by FullyShardedDataParallelPlugin"
 # Options that have no counterpart, and what to do.
-ELSEWHERE = {
+_ELSEWHERE = {
     "--virtual-local-rank": "leave it out: scripts read LOCAL_RANK",
     "--numa-binding": "write --bind-cores-to-rank",
     "--launcher-args": "leave it out; SSH options belong into ~/.ssh/config or a file for --ssh-config",
@@ -36,15 +38,42 @@ ELSEWHERE = {
     "--autotuning": "leave it out; `launch estimate` says which settings fit into memory",
     "--num-processes": "accelerate counts the ranks of all machines; write --num-gpus N with those of one",
     "--mixed-precision": "write --env ACCELERATE_MIXED_PRECISION=bf16, which Accelerator() reads",
-    "--gpu-ids": "write --include localhost:0,1",
-    "--cpu": "write --num-gpus N with CUDA_VISIBLE_DEVICES= in front of `launch`",
-    "--use-deepspeed": "leave it out, and give the script the config: --deepspeed FILE",
-    "--deepspeed-config-file": "give the script the config: --deepspeed FILE behind SCRIPT",
-    "--zero-stage": "write it into the config that the script gets: --deepspeed FILE behind SCRIPT",
-    "--use-fsdp": "leave it out: the script or the config that it gets says how it trains",
-    "--dynamo-backend": "write --env ACCELERATE_DYNAMO_BACKEND=inductor",
+    "--gpu-ids": "write --include localhost:0,1 with their numbers",
+    "--cpu": "write --num-gpus N --env ACCELERATE_USE_CPU=true",
+    "--use-deepspeed": _PLUGIN,
+    "--deepspeed-config-file": _PLUGIN,
+    "--use-fsdp": _FSDP,
+    "--use-megatron-lm": "leave it out: tensor_parallel and pipeline are sections of the config",
+    "--use-parallelism-config": "leave it out: give Accelerator a ParallelismConfig",
+    "--fp8-backend": "leave it out: the engine does not train in fp8",
+    "--tpu": "leave it out: TPUs are not supported",
+    "--dynamo-backend": "write --env ACCELERATE_DYNAMO_BACKEND=INDUCTOR",
+    "--dynamo-mode": "write --env ACCELERATE_DYNAMO_MODE=max-autotune",
+    "--gradient-accumulation-steps": "write --env ACCELERATE_GRADIENT_ACCUMULATION_STEPS=N",
+    "--num-cpu-threads-per-process": "write --env OMP_NUM_THREADS=N",
+    "--enable-cpu-affinity": "write --bind-cores-to-rank",
+    "--same-network": "leave it out: hosts are reached over SSH",
+    "--no-ssh-check": "leave it out: hosts are connected once, and errors name them",
+    "--logs-specs": "leave it out: --log-dir, --redirects and --tee say what is kept and shown",
+    "--event-log-handler": "leave it out: what happened is in report.json of the run folder",
     "--config-file": "options of a run can be in a job file: `launch job.yaml`",
 }
+# The same for all options that begin so.
+_ELSEWHERE_BY_PREFIX = {
+    "--deepspeed-": _PLUGIN,
+    "--zero-": _PLUGIN,
+    "--zero3-": _PLUGIN,
+    "--offload-": _PLUGIN,
+    "--fsdp-": _FSDP,
+    "--megatron-lm-": "leave it out: tensor_parallel and pipeline are sections of the config",
+    "--duplicate-": "leave it out, and filter the logs of the run folder with grep",
+}
+
+
+def without_counterpart(name: str) -> str | None:
+    """Return what to do in place of an option of another launcher, of which `launch` has none; None for others."""
+    by_prefix = (hint for prefix, hint in _ELSEWHERE_BY_PREFIX.items() if name.startswith(prefix))
+    return _ELSEWHERE.get(name) or next(by_prefix, None)
 
 
 def _note(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:

@@ -1,7 +1,7 @@
 """How the options of our commands are declared, spelled and listed.
 
 An option has one spelling that is shown, in kebab-case. `_` stands for `-` in whatever a user types (`spelled`), which
-is DeepSpeed's way; other launchers' names for it are accepted, and shown nowhere.
+is DeepSpeed's way; other launchers' names for it are accepted, and listed in docs/options.md only.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ _OPTIONS = (
         "--master-port",
         also=("--main-process-port",),
         type=Whole(1, 65535),
-        help="Port on node 0. Default: a free one.",
+        help="Port on node 0. Default: a free one; needed with --node-rank or --no-ssh on several nodes.",
     ),
     _ranks("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m."),
     _ranks("--no-python", is_flag=True, help="SCRIPT is an executable: run it without Python."),
