@@ -37,3 +37,12 @@ def random_numbers_kept() -> Iterator[None]:
 def device_module(device: torch.device | str) -> Any:
     """Return torch's module of a type of device, such as `torch.cuda`: streams, events, memory, random states."""
     return torch.get_device_module(device)
+
+
+def offset_seed(device: torch.device, offset: int) -> None:
+    """Have this rank's device draw other random numbers than ranks with another offset and the same seed.
+
+    Not on a CPU: there the samplers of scripts draw from the same generator, and ranks need the same samples.
+    """
+    if device.type != "cpu":
+        device_module(device).manual_seed(torch.initial_seed() + offset)

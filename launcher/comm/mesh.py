@@ -22,6 +22,7 @@ from launcher.comm.device import local_device
 from launcher.comm.groups import RankGroup, with_reductions
 from launcher.comm.hosts import node_names
 from launcher.sharding.mesh import AXES, MeshSizes
+from launcher.sharding.pipeline import num_links
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ParallelMesh:
     model: RankGroup | None = None  # ranks that have one copy of the model together; None: each has all of it
     tensor: RankGroup | None = None  # of these, the ranks that have the same layers, each a part of them
     pipeline: RankGroup | None = None  # of these, the ranks that have the same parts of different layers
+    links: tuple[RankGroup, ...] = ()  # the same ranks as `pipeline`, for transfers; see `Links`
     sequence: RankGroup | None = None  # the ranks that have the same samples, each a part of every sequence
     layers: RankGroup | None = None  # all ranks with the same layers, whole or in parts; None: `world`
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))  # of all axes
@@ -188,7 +190,18 @@ def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
         model = pipeline
         if tensor is not None:
             model = world.of_ranks(subgroup(sizes.ranks_along("pipeline", "tensor"), "model"))
-    return ParallelMesh(world, data, data, None, None, model, tensor, pipeline, sequence, layers, sizes)
+    return ParallelMesh(
+        world,
+        data,
+        data,
+        model=model,
+        tensor=tensor,
+        pipeline=pipeline,
+        links=() if pipeline is None else _links(world, sizes, pipeline),
+        sequence=sequence,
+        layers=layers,
+        sizes=sizes,
+    )
 
 
 def _pipeline(world: RankGroup, sizes: MeshSizes) -> RankGroup:
@@ -196,6 +209,15 @@ def _pipeline(world: RankGroup, sizes: MeshSizes) -> RankGroup:
     ranks = sizes.ranks_along("pipeline")
     hosts = subgroup(ranks, "hosts of pipeline", "gloo") if world.runtime.runs_behind_host else None
     return world.of_ranks(subgroup(ranks, "pipeline"), host_process_group=hosts)
+
+
+def _links(world: RankGroup, sizes: MeshSizes, pipeline: RankGroup) -> tuple[RankGroup, ...]:
+    """Return the groups in which ranks of a pipeline exchange tensors: see the order in `Links`."""
+    number = num_links(sizes.pipeline) if world.runtime.runs_behind_host else 1
+    if number == 1:
+        return (pipeline,)
+    ranks = sizes.ranks_along("pipeline")
+    return tuple(world.of_ranks(subgroup(ranks, f"links {index} of pipeline")) for index in range(number))
 
 
 # By the default group, the ranks of all subgroups, and what these are for. Process groups cannot be freed one by one.

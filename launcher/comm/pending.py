@@ -33,6 +33,11 @@ class Pending:
         """Whether nothing is left to wait for, nor to do."""
         return not self.works and self.finish is None
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` of this phase would return at once."""
+        return all(work.is_completed() for work in self.works)
+
     def advance(self) -> Pending:
         """Block until this phase has ended; return the next one, or a finished collective."""
         span = observe.wait_span()

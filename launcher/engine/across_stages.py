@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.exchange import error_text
@@ -74,7 +75,8 @@ def check_all(pipeline: RankGroup | None, error: Exception | None) -> None:
 
 
 def _in_host_memory(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in values.items()}
+    found: dict[str, Any] = tree_map_only(Tensor, Tensor.cpu, dict(values))  # in extra state, tensors may be inside
+    return found
 
 
 def _hosts(pipeline: RankGroup) -> dist.ProcessGroup | None:

@@ -14,6 +14,7 @@ from launcher.base.errors import ConfigError, EngineError
 from launcher.base.log import get_logger
 from launcher.base.malloc import keep_freed_memory
 from launcher.comm import collectives, pending
+from launcher.comm.accelerator import offset_seed
 from launcher.comm.exit import leave_in_order
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import ParallelMesh, build_mesh
@@ -64,6 +65,7 @@ from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
 from launcher.optim.rules import COLLECTIVE
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
+from launcher.parallel.expert.share import expert_buffers
 from launcher.parallel.pipeline.divide import requested_stages
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.mesh import MeshSizes
@@ -142,10 +144,11 @@ def initialize(
     if staged is not None:
         model, model_parameters = staged.model, staged.own_parameters(optimizer, model_parameters)
     split_notices += split_over_ranks(model, settings, mesh) + check_sequence(model, mesh)
+    _offset_seed(mesh)
     expert_notices, model_parameters = spread_over_ranks(model, settings, mesh, optimizer, model_parameters)
     casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
-    _place_buffers(model, settings, policy.precision, mesh.layers or mesh.world)
+    _place_buffers(model, settings, policy.precision, mesh)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
     check_optimizer(plan, mesh)
@@ -263,23 +266,33 @@ def _mark_leaves(model: nn.Module, settings: Config, group: RankGroup) -> None:
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
 
 
-def _place_buffers(model: nn.Module, settings: Config, precision: Precision, group: RankGroup) -> None:
+def _offset_seed(mesh: ParallelMesh) -> None:
+    """Have ranks with other positions, heads or layers of the same samples drop out others, too."""
+    for axis in filter(None, (mesh.sequence, mesh.pipeline)):
+        offset_seed(mesh.world.device, axis.rank)
+
+
+def _place_buffers(model: nn.Module, settings: Config, precision: Precision, mesh: ParallelMesh) -> None:
     """Bring everything but parameters to the device, buffers in their configured type and with rank 0's values.
 
-    Parameters stay where they are until their unit is built: the device may not hold them all.
+    Those of experts get the values of the first rank that has the same experts. Parameters stay where they are until
+    their unit is built: the device may not hold them all.
     """
     buffers = settings.data_types.buffer_dtype
     named = None if buffers is None else TORCH_DTYPES[DType(buffers)]
     param_dtype = precision.param_dtype
     with (
         params_left_out(model),
-        buffers_kept(model, group.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)),
+        buffers_kept(model, mesh.data.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)),
     ):
-        model.to(device=group.device, dtype=param_dtype)
+        model.to(device=mesh.data.device, dtype=param_dtype)
     for buffer in model.buffers():
         if has_shared_elements(buffer):  # as `expand` makes them: nothing can be written to one of them alone
             buffer.data = buffer.data.contiguous()
-    collectives.broadcast(group, [buffer.data for buffer in model.buffers()])
+    of_experts = expert_buffers(model)
+    others = [buffer for buffer in model.buffers() if all(buffer is not each for each in of_experts)]
+    collectives.broadcast(mesh.layers or mesh.world, [buffer.data for buffer in others])
+    collectives.broadcast((mesh.of_experts or mesh).data, [buffer.data for buffer in of_experts])
 
 
 def _place_others(model: nn.Module, precision: Precision, mesh: ParallelMesh) -> None:
@@ -328,7 +341,7 @@ def _shard(
     state_dtype = policy.precision.param_dtype if policy.precision.has_16bit_states else torch.float32
     found = {kind: kernel_for(kind) for kind in (group.device.type, "cpu")}
     if group.device.type != "cpu":
-        found[group.device.type] = trusted_kernel(found[group.device.type], plan, shards, state_dtype, mesh.data)
+        found[group.device.type] = trusted_kernel(found[group.device.type], plan, shards, state_dtype, mesh.world)
     found = {kind: kernel or last_resort for kind, kernel in found.items()}
     backend = OptimizerBackend(
         {kind: kernel for kind, kernel in found.items() if kernel is not None},

@@ -25,6 +25,7 @@ def trusted_kernel(
 ) -> Kernel | None:
     """Return a kernel of the group's device if it takes the plan's steps as the reference does on every rank.
 
+    group: all ranks, of other stages and tensor parts too: what they have alike must be updated alike.
     Else None: torch's own optimizer or the reference serves, which rank 0 says. Every rank must call it.
     """
     if plan.kind is None:

@@ -18,6 +18,7 @@ from launcher.engine import across_stages
 from launcher.engine.backward import scaled_up
 from launcher.engine.engine import Engine, EngineParts
 from launcher.parallel.pipeline.actions import Action, evaluation_actions, training_actions
+from launcher.parallel.pipeline.links import Links
 from launcher.parallel.pipeline.runtime import EngineVerbs, PipelineRuntime
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.parallel.pipeline.tied import TiedParameters
@@ -41,10 +42,11 @@ class PipelineEngine(Engine):
         self._pipeline = group
         self._staged = model
         self._plan = plan
+        verbs = EngineVerbs(self._forward_context, self._backward_context, self._scaled, self._take_left)
+        links = Links(group, plan.rank_of, parts.mesh.links)  # before any transfer: see there
+        self._runtime = PipelineRuntime(model, links, plan.rank_of, verbs)
         self._tied = TiedParameters(model, parts.sharded.units, group, plan.rank_of)
         self._tied.copy_from_owner()
-        verbs = EngineVerbs(self._forward_context, self._backward_context, self._scaled, self._take_left)
-        self._runtime = PipelineRuntime(model, group, plan.rank_of, verbs)
         self._actions: dict[tuple[bool, int], list[Action]] = {}  # by whether it trains, and number of micro-batches
         self._iterator: Iterator[Any] | None = None
         self._batch_function: Callable[[Any], Any] | None = None
@@ -129,7 +131,11 @@ class PipelineEngine(Engine):
         device, casting = self.device, self._parts.casting
         if self._batch_function is not None:
             found = list(map(self._batch_function, found))
-        return [casting.inputs(tree_map_only(Tensor, lambda each: each.to(device), each)) for each in found]
+        # Not blocking: the copy queues behind the update of the last step, which the host would wait for.
+        return [
+            casting.inputs(tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True), each))
+            for each in found
+        ]
 
     def _next_of_loader(self) -> Any:
         assert self.training_dataloader is not None

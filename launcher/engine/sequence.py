@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.comm import collectives
-from launcher.comm.accelerator import device_module
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.engine.inputs import fingerprint
@@ -68,7 +66,6 @@ def check_groups(mpu: Any, mesh: ParallelMesh) -> None:
 def check_sequence(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     """Return what to say about the attention of a model whose ranks have parts of sequences.
 
-    Random numbers of the device become others on each rank of a sequence: it drops out other positions or heads.
     Raises: EngineError for a model of transformers that cannot be computed so.
     """
     if mesh.sequence is None:
@@ -76,9 +73,6 @@ def check_sequence(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     models = hugging_face_models(model)
     for found in models:
         check_model(found, mesh.sequence.world_size, mesh.sizes.tensor)
-    device = mesh.world.device
-    if device.type != "cpu":  # on a CPU the samplers of scripts draw from the same generator
-        device_module(device).manual_seed(torch.initial_seed() + mesh.sequence.rank)
     names = [type(found).__name__ for found in models]
     names += ["DistributedAttention" for module in model.modules() if isinstance(module, DistributedAttention)][:1]
     if not names:

@@ -180,3 +180,21 @@ def _most_alike(sums: Sequence[float], num_stages: int, bound: float) -> list[in
     for k in range(num_stages, 0, -1):
         cuts.append(starts[k][cuts[-1]])
     return cuts[::-1]
+
+
+def num_links(num_ranks: int) -> int:
+    """Return how many process groups a pipeline needs so that transfers of neighbouring pairs do not wait for others.
+
+    The pairs are the edges of a ring, which two colours are enough for, and three where their number is odd.
+    """
+    return 1 if num_ranks <= 2 else 2 + num_ranks % 2
+
+
+def link_between(rank: int, peer: int, num_ranks: int) -> int:
+    """Return which of `num_links` groups two neighbours use; the last and the first rank are neighbours, too."""
+    low, high = sorted((rank, peer))
+    if num_ranks <= 2:
+        return 0
+    if (low, high) == (0, num_ranks - 1):
+        return num_links(num_ranks) - 1
+    return low % 2

@@ -122,7 +122,9 @@ def step_units(
     gradients = [unit.grads for unit in trained if unit.grads is not None]
     for unit in trained:
         unit.take_edits()
-    is_behind = mesh.data.runtime.runs_behind_host and policy.offload.optimizer is Place.DEVICE and bool(gradients)
+    # The same on all ranks that have one model together: a stage of a pipeline may have frozen parameters only.
+    has_gradients = bool(gradients) or mesh.model is not None
+    is_behind = mesh.data.runtime.runs_behind_host and policy.offload.optimizer is Place.DEVICE and has_gradients
     if is_behind and loss_scale is None and isinstance(optimizer, DeviceScaled) and optimizer.takes_device_scale:
         is_any_unused = _complete_sums_behind_host(gradients, reducer, mesh)
         check(trained)

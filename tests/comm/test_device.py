@@ -18,6 +18,7 @@ from torch import nn
 import launcher
 from launcher.activation.rng import CudaRNGStatesTracker
 from launcher.base.errors import EngineError
+from launcher.comm.accelerator import offset_seed
 from launcher.comm.communicator import Alone
 from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.device import DeviceRuntime, local_device
@@ -257,3 +258,14 @@ def _lines_beside_gpus(rank: int, world_size: int) -> tuple[str, bool]:
 def test_idle_gpus_are_named() -> None:
     """Whoever asks for gloo on a host with GPUs learns from rank 0 what that costs."""
     assert run_on_ranks(2, _lines_beside_gpus) == [("cpu", True), ("cpu", False)]
+
+
+def test_ranks_with_other_parts_of_a_model_drop_out_others() -> None:
+    seeds: list[int] = []
+    torch.manual_seed(40)
+    with mock.patch("launcher.comm.accelerator.device_module", return_value=SimpleNamespace(manual_seed=seeds.append)):
+        offset_seed(torch.device("cuda"), 2)
+        before = torch.get_rng_state()
+        offset_seed(CPU, 2)
+    assert seeds == [42]
+    assert torch.equal(torch.get_rng_state(), before), "samplers draw from it"

@@ -262,6 +262,45 @@ def test_all_units_are_measured_and_updated_in_one_launch_each(stage: int) -> No
     assert others == [(["sum_of_squares", "update_unless_skipped"], ["float32"])] * 2  # hyper-parameters
 
 
+# ---- stages of a pipeline ----
+
+
+def _pipeline(rank: int, world_size: int, is_behind: bool, optimizer: str) -> tuple[list[float], list[float], int]:
+    """Train stages of which the first has frozen parameters only; return losses, norms and the groups of transfers."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(2 * world_size)]
+    for index in (0, world_size):
+        layers[index].requires_grad_(False)
+    model = launcher.PipelineModule(layers=layers, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2 * world_size,
+        "gradient_clipping": 0.1,
+        "steps_per_print": 0,
+        "optimizer": {"type": optimizer, "params": {"lr": 0.01}},
+        "pipeline": {"stages": world_size, "virtual_stages": 2, "schedule": "interleaved_1f1b"},
+    }
+    losses, norms = [], []
+    with runs_behind_host() if is_behind else contextlib.nullcontext():
+        engine: Any = launcher.initialize(model=model, config=config)[0]
+        for step in range(4):
+            data = [torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + i)) for i in range(20)]
+            losses.append(engine.train_batch(iter([(x, torch.zeros(2, 8)) for x in data])).item())
+            norms.append(engine.get_global_grad_norm())
+        return losses, norms, len(engine._runtime._links._links)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_pipeline_with_a_frozen_stage(world_size: int, optimizer: str) -> None:
+    found, expected = (run_on_ranks(world_size, _pipeline, is_behind, optimizer) for is_behind in (True, False))
+    assert [each[2] for each in found] == [3 if world_size == 3 else 1] * world_size
+    for (losses, norms, _), (true_losses, true_norms, _) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(true_losses, rel=1e-6)
+        assert norms == pytest.approx(true_norms, rel=1e-6)
+    assert len({*expected[0][1]}) == 4, "the norms of four steps"
+
+
 # ---- what hosts tell each other ----
 
 

@@ -15,6 +15,7 @@ import launcher
 from launcher.base.errors import EngineError
 from launcher.moe import MoE
 from launcher.parallel.expert.gating import GateOptions, Routing, route
+from launcher.parallel.expert.share import share_of
 
 
 def _logits(num_tokens: int = 40, num_experts: int = EXPERTS) -> Tensor:
@@ -192,3 +193,38 @@ def test_models_and_settings_that_the_engine_refuses() -> None:
             strict=True,
         ):
             assert words in text
+
+
+class _Scaled(Expert):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+
+def _buffers(rank: int, world_size: int) -> dict[str, float]:
+    layer = MoE(WIDTH, _Scaled(), num_experts=4, ep_size=2)
+    for name, buffer in layer.named_buffers():  # other values on each rank, and for each expert
+        buffer.fill_(100 * rank + int(next(part for part in name.split(".") if part.isdigit())))
+    model = nn.Sequential(layer)
+    model.register_buffer("shared", torch.full((1,), float(rank)))
+    engine, _, _, _ = launcher.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})
+    return {name.removeprefix("0.deepspeed_moe."): value.item() for name, value in engine.module.named_buffers()}
+
+
+def test_buffers_of_experts_are_those_of_the_first_rank_with_the_same_experts() -> None:
+    found = run_on_ranks(4, _buffers)
+    for rank, buffers in enumerate(found):
+        first = rank % 2  # ranks 0 and 2 have experts 0 and 1
+        own = {number: value for name, value in buffers.items() for number in name.split(".") if number.isdigit()}
+        assert own == {str(number): 100 * first + number for number in (2 * first, 2 * first + 1)}
+        assert buffers["shared"] == 0
+
+
+def _shares(rank: int, world_size: int) -> tuple[int, int]:
+    layers = [MoE(WIDTH, Expert(), num_experts=4, ep_size=size) for size in (2, 2, 1, 1)]
+    groups = [share_of(layer.deepspeed_moe.experts.deepspeed_experts).group for layer in layers]  # type: ignore[union-attr]
+    return len({id(group) for group in groups}), len({id(group.runtime) for group in groups})
+
+
+def test_layers_share_what_exchanges_their_tokens() -> None:
+    assert run_on_ranks(2, _shares) == [(2, 2)] * 2

@@ -6,7 +6,7 @@ import pytest
 
 from launcher.base.errors import ConfigError
 from launcher.parallel.pipeline.actions import Action, Kind, evaluation_actions, training_actions
-from launcher.sharding.pipeline import PipelinePlan
+from launcher.sharding.pipeline import PipelinePlan, link_between, num_links
 
 PLANS = [
     PipelinePlan(p, v, schedule, m)
@@ -108,3 +108,113 @@ def test_1f1b_runs_fewer_micro_batches_than_ranks() -> None:
     plan = PipelinePlan(4, 1, "1f1b", 2)
     idle, _ = _run(plan, _order(plan))
     assert idle == pytest.approx(plan.idle_fraction)
+
+
+# ---- transfers on a device: those of a process group are queued, and each waits for its peer ----
+
+_SENT = {Kind.SEND_FORWARD: 1, Kind.SEND_BACKWARD: -1}
+_RECEIVED = {Kind.RECEIVE_FORWARD: -1, Kind.RECEIVE_BACKWARD: 1}
+_TRANSFER = 0.05
+
+
+def _transfer_of(plan: PipelinePlan, action: Action) -> tuple[tuple[str, int, int], int] | None:
+    """Return a name that both sides have for a transfer, and the peer; None for what is computed."""
+    kind, stage, batch = action
+    if kind in _SENT:
+        other = stage + _SENT[kind]
+        return ("forward" if kind is Kind.SEND_FORWARD else "backward", other, batch), plan.rank_of(other)
+    if kind in _RECEIVED:
+        return ("forward" if kind is Kind.RECEIVE_FORWARD else "backward", stage, batch), plan.rank_of(
+            stage + _RECEIVED[kind]
+        )
+    return None
+
+
+class _Queues:
+    """The streams of all ranks: one for computing, and one for each group of transfers. Hosts wait for nothing."""
+
+    def __init__(self, plan: PipelinePlan, order: dict[int, list[Action]], *, has_links: bool) -> None:
+        self.plan = plan
+        self.computing: dict[int, list[tuple[Action, list[tuple[str, int, int]]]]] = {rank: [] for rank in order}
+        self.transfers: dict[tuple[int, int], list[tuple[tuple[str, int, int], int, int]]] = {}
+        for rank, actions in order.items():
+            for action in actions:
+                found = _transfer_of(plan, action)
+                if found is None:
+                    self.computing[rank].append((action, _received_before(plan, rank, action)))
+                    continue
+                name, peer = found
+                link = link_between(rank, peer, plan.num_ranks) if has_links else 0
+                self.transfers.setdefault((rank, link), []).append((name, peer, len(self.computing[rank])))
+
+    def run(self) -> float:
+        """Return when the last rank has ended. A deadlock is an error."""
+        ended: dict[tuple[str, int, int], float] = {}
+        clock = dict.fromkeys(self.computing, 0.0)
+        busy = dict.fromkeys(self.transfers, 0.0)
+        done: dict[int, list[float]] = {rank: [0.0] for rank in self.computing}  # when so many actions had ended
+        while any(self.computing.values()) or any(self.transfers.values()):
+            has_moved = False
+            for rank, actions in self.computing.items():
+                while actions and all(name in ended for name in actions[0][1]):
+                    action, needs = actions.pop(0)
+                    clock[rank] = max([clock[rank], *(ended[name] for name in needs)]) + _DURATION[action.kind]
+                    done[rank].append(clock[rank])
+                    has_moved = True
+            for (rank, link), queue in self.transfers.items():
+                if not queue:
+                    continue
+                name, peer, after = queue[0]
+                others = self.transfers[peer, link]
+                if not others or others[0][0] != name:
+                    continue
+                sides = ((rank, after), (peer, others[0][2]))
+                if any(len(done[side]) <= count for side, count in sides):
+                    continue
+                begin = max(busy[rank, link], busy[peer, link], *(done[side][count] for side, count in sides))
+                ended[name] = busy[rank, link] = busy[peer, link] = begin + _TRANSFER
+                queue.pop(0)
+                others.pop(0)
+                has_moved = True
+            assert has_moved, "a deadlock"
+        return max(clock.values())
+
+
+def _received_before(plan: PipelinePlan, rank: int, action: Action) -> list[tuple[str, int, int]]:
+    """Name what must have arrived before an action."""
+    kind, stage, batch = action
+    if kind is Kind.FORWARD:
+        return [("forward", stage, batch)] if stage and plan.rank_of(stage - 1) != rank else []
+    is_last = stage == plan.num_stages - 1
+    if kind is Kind.BACKWARD_WEIGHT or is_last or plan.rank_of(stage + 1) == rank:
+        return []
+    return [("backward", stage, batch)]
+
+
+ODD = [PipelinePlan(p, v, name, 2 * p) for p in (3, 5) for name, v in (("1f1b", 1), ("interleaved_1f1b", 2))]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *ODD], ids=str)
+def test_queued_transfers_never_block_each_other_for_ever(plan: PipelinePlan) -> None:
+    for actions in (training_actions, evaluation_actions):
+        order = {rank: actions(plan, rank) for rank in range(plan.num_ranks)}
+        assert _Queues(plan, order, has_links=True).run() <= _Queues(plan, order, has_links=False).run() + 1e-9
+
+
+def test_pairs_of_ranks_with_groups_of_their_own_keep_what_virtual_stages_gain() -> None:
+    plan, plain = PipelinePlan(8, 2, "interleaved_1f1b", 16), PipelinePlan(8, 1, "1f1b", 16)
+    order = _order(plan)
+    queued, linked = (_Queues(plan, order, has_links=each).run() for each in (False, True))
+    assert linked < 0.75 * queued
+    # A stage of `plain` has the work of two.
+    assert linked < 2 * _Queues(plain, _order(plain), has_links=True).run() < queued
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 10))
+def test_neighbouring_pairs_have_different_links(num_ranks: int) -> None:
+    pairs = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
+    links = [link_between(*pair, num_ranks) for pair in pairs]
+    assert links == [link_between(*reversed(pair), num_ranks) for pair in pairs]
+    assert set(links) == set(range(num_links(num_ranks)))
+    if num_ranks > 2:
+        assert all(links[i] != links[i - 1] for i in range(num_ranks))

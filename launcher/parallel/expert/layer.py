@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -202,6 +204,18 @@ def _group_of_experts(ep_size: int) -> RankGroup:
     """Return the `ep_size` neighbouring ranks that this one belongs to. Collective. Raises: EngineError."""
     if ep_size > 1:
         init_distributed()
+    key = dist.group.WORLD, ep_size
+    found = _groups.get(key)
+    if found is None:
+        found = _groups[key] = _new_group_of_experts(ep_size)
+    return found
+
+
+# Those in use: all layers share one, as each has streams of its own.
+_groups: weakref.WeakValueDictionary[tuple[dist.ProcessGroup | None, int], RankGroup] = weakref.WeakValueDictionary()
+
+
+def _new_group_of_experts(ep_size: int) -> RankGroup:
     world = world_group()
     if ep_size == 1:
         return RankGroup(0, 1, None, world.runtime)

@@ -65,6 +65,11 @@ def spread_containers(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertShar
     return {name: (module, share) for name, module, share in found if share is not None and share.group.world_size > 1}
 
 
+def expert_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the buffers of this rank's experts of containers that several ranks share, in the order of the model."""
+    return [buffer for module, _ in spread_containers(model).values() for buffer in module.buffers()]
+
+
 @contextlib.contextmanager
 def with_absent(model: nn.Module) -> Iterator[None]:
     """Have lists of experts hold the modules of all ranks within the block: those of others have no values."""

@@ -5,6 +5,11 @@ the same types and shapes have the same shapes everywhere, so all ranks of a pip
 signature of each micro-batch (`agree`). The first micro-batch of a signature is announced: its shapes travel ahead of
 it, through host memory. Later ones are received at once, beside the computing. So shapes may differ from one
 micro-batch to the next.
+
+[Note: order] NCCL takes the transfers of a process group one after the other, whoever the peer is: a receive from the
+rank before, started early, would hold up a send to the rank after. So neighbouring pairs of ranks use different groups
+(`links` of the mesh): two, and a third one for the pair of the last and the first rank where their number is odd. All
+ranks start all transfers in one total order, of which each group has a part: no order can deadlock.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from launcher.comm import collectives
 from launcher.comm.communicator import Transfer
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
+from launcher.sharding.pipeline import link_between
 
 RankOf = Callable[[int], int]  # from a stage to the rank of the pipeline that has it
 _ANNOUNCEMENT_BYTES = 4096
@@ -58,14 +64,16 @@ class Receiving:
 class Links:
     """The transfers of one rank of a pipeline, in the order of its actions."""
 
-    def __init__(self, group: RankGroup, rank_of: RankOf) -> None:
-        """group: the ranks of one pipeline. Every rank must call it."""
-        self._group = group
+    def __init__(self, group: RankGroup, rank_of: RankOf, links: Sequence[RankGroup] = ()) -> None:
+        """group: the ranks of one pipeline. links: groups of the same ranks for transfers. Every rank must call it."""
+        self.group = group
+        self._links = tuple(links) or (group,)
         self._hosts = group.host_process_group or group.process_group
         self._rank_of = rank_of
         # NCCL connects the ranks of a group in its first collective, which must not be a transfer between two of them:
         # see the documentation of `torch.distributed.batch_isend_irecv`.
-        collectives.gather_scalars(group, 0.0)
+        for each in dict.fromkeys((group, *self._links)):
+            collectives.gather_scalars(each, 0.0)
         self._facts: dict[tuple[int, int], tuple[TensorFacts, ...]] = {}  # by receiving stage and signature
         self._sends: deque[tuple[Pending, list[Tensor]]] = deque()
 
@@ -103,7 +111,7 @@ class Links:
         """Return the numbers of all ranks of the pipeline. Collective, between hosts."""
         if self._hosts is None:
             return [own]
-        rows = [torch.empty(len(own), dtype=torch.int64) for _ in range(self._group.world_size)]
+        rows = [torch.empty(len(own), dtype=torch.int64) for _ in range(self.group.world_size)]
         dist.all_gather(rows, torch.tensor(own, dtype=torch.int64), group=self._hosts)
         return [row.tolist() for row in rows]
 
@@ -154,18 +162,32 @@ class Links:
         while len(self._sends) > num_left:
             self._sends.popleft()[0].wait()
 
+    def _between(self, peer: int) -> RankGroup:
+        """Return the group whose transfers wait for no other neighbour of this rank. See [Note: order]."""
+        if len(self._links) == 1:
+            return self._links[0]
+        return self._links[link_between(self.group.rank, peer, self.group.world_size)]
+
+    def _drop_sent(self) -> None:
+        """Free the tensors of sends that the device has ended: each may be as large as a micro-batch's activations."""
+        while self.group.runtime.runs_behind_host and self._sends and self._sends[0][0].has_arrived:
+            self._sends.popleft()[0].wait()
+
     def _send(self, tensors: Sequence[Tensor], to_stage: int) -> None:
+        self._drop_sent()
         dense = [each.contiguous() for each in tensors if each.numel()]
         self.finish_sends(_MAX_SENDS - 1)  # each is received at an earlier place of the order than the next one
         peer = self._rank_of(to_stage)
-        pending = self._group.communicator.transfer([Transfer(_bytes(each), peer, is_sent=True) for each in dense])
+        pending = self._between(peer).communicator.transfer(
+            [Transfer(_bytes(each), peer, is_sent=True) for each in dense]
+        )
         self._sends.append((pending, dense))
 
     def _receive(self, facts: Sequence[TensorFacts], from_stage: int) -> Receiving:
-        tensors = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._group.device) for each in facts)
+        tensors = tuple(torch.empty(each.shape, dtype=each.dtype, device=self.group.device) for each in facts)
         peer = self._rank_of(from_stage)
         transfers = [Transfer(_bytes(each), peer, is_sent=False) for each in tensors if each.numel()]
-        return Receiving(self._group.communicator.transfer(transfers), tensors)
+        return Receiving(self._between(peer).communicator.transfer(transfers), tensors)
 
     def _announce(self, facts: tuple[TensorFacts, ...], to_stage: int) -> None:
         plain = [[each.shape, str(each.dtype).removeprefix("torch."), each.needs_grad] for each in facts]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import EngineError
-from launcher.comm.groups import RankGroup
 from launcher.parallel.pipeline.actions import Action, Kind
 from launcher.parallel.pipeline.links import Links, RankOf, Receiving
 from launcher.parallel.pipeline.stages import StagedModel
@@ -47,15 +46,15 @@ class _Forward:
 class PipelineRuntime:
     """One rank of a pipeline. All ranks of the pipeline must call each method together."""
 
-    def __init__(self, model: StagedModel, group: RankGroup, rank_of: RankOf, verbs: EngineVerbs) -> None:
-        """group: the ranks of the pipeline."""
+    def __init__(self, model: StagedModel, links: Links, rank_of: RankOf, verbs: EngineVerbs) -> None:
+        """links: to the other ranks of the pipeline."""
         self._model = model
-        self._links = Links(group, rank_of)
+        self._links = links
         self._rank_of = rank_of
-        self._rank = group.rank
+        self._rank = links.group.rank
         self._verbs = verbs
         self._last_stage = model.num_stages - 1
-        self.stopwatch = Stopwatch(group.device)
+        self.stopwatch = Stopwatch(links.group.device)
         self._has_compared = False
         self._micro_batches: Sequence[Any] | None = None
         self._signatures: list[int] = []
