@@ -48,6 +48,7 @@ lint: $(VENV)/.installed-dev ## style, floors, generated pages against the code
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m launcher.config.reference | diff -u docs/config.md -
 	$(BIN)/python -m launcher.cli.reference | diff -u docs/options.md -
+	$(BIN)/python -m launcher.probes.reference | diff -u docs/api.md -
 
 types: $(VENV)/.installed-dev ## mypy, strict
 	$(BIN)/mypy
@@ -78,6 +79,7 @@ soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md
 	$(BIN)/python -m launcher.cli.reference > docs/options.md
+	$(BIN)/python -m launcher.probes.reference > docs/api.md
 
 man: $(VENV)/.installed-dev ## write man pages into build/man: `man -l build/man/launch.1`
 	$(BIN)/python -m launcher.cli.reference build/man

@@ -11,6 +11,7 @@ import click
 import pytest
 from harness.pages import PAGES, ROOT, prose_of, resolved
 
+import launcher
 from launcher.base import env
 from launcher.cli import reference
 from launcher.cli.commands.run import run
@@ -20,6 +21,8 @@ from launcher.config.load import load_config
 from launcher.planner.memory import rank_memory
 from launcher.planner.model import ModelFacts, Parameter
 from launcher.planner.settings import setting_of
+from launcher.probes.reference import markdown as api_page
+from launcher.probes.reference import public_names
 
 
 @pytest.mark.parametrize("world_size", [1, 8])
@@ -159,6 +162,11 @@ def test_messages_keep_to_the_glossary() -> None:
 
 def test_the_page_of_options_is_that_of_the_commands() -> None:
     assert (ROOT / "docs/options.md").read_text() == reference.markdown(), "make docs"
+
+
+def test_the_page_of_python_names_has_them_all() -> None:
+    assert public_names() == set(launcher.__all__)
+    assert (ROOT / "docs/api.md").read_text() == api_page(), "make docs"
 
 
 def test_every_command_has_a_man_page() -> None:

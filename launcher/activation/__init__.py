@@ -1,4 +1,4 @@
-"""Floor 4: activation checkpointing, what scripts call through `launcher.checkpointing`.
+"""Layer 4: activation checkpointing, what scripts call through `launcher.checkpointing`.
 
 `checkpoint` runs a function and keeps its inputs alone; how they are kept is configured here or by the config's
 `activation_checkpointing` section. The work is done by `torch.utils.checkpoint` and by hooks on what it saves.

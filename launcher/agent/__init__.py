@@ -1,1 +1,1 @@
-"""Floor 4: one agent per node spawns, streams and supervises its ranks. Standard library only."""
+"""Layer 4: one agent per node spawns, streams and supervises its ranks. Standard library only."""

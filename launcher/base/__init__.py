@@ -1,1 +1,1 @@
-"""Floor 0: errors, suggestions, units, environment names, files. Standard library only."""
+"""Layer 0: errors, suggestions, units, environment names, files. Standard library only."""

@@ -1,1 +1,1 @@
-"""Floor 6: the click commands; the only place that prints."""
+"""Layer 6: the click commands; the only place that prints."""

@@ -1,1 +1,1 @@
-"""Floor 2: hostfiles, filters, hosts, slots and ranks. Pure: no sockets, no processes."""
+"""Layer 2: hostfiles, filters, hosts, slots and ranks. Pure: no sockets, no processes."""

@@ -1,4 +1,4 @@
-"""Floor 1: process groups and collectives on flat buffers."""
+"""Layer 1: process groups and collectives on flat buffers."""
 
 from launcher.comm.log import log_summary
 

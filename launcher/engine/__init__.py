@@ -1,1 +1,1 @@
-"""Floor 5: `initialize()` and the Engine users hold."""
+"""Layer 5: `initialize()` and the Engine users hold."""

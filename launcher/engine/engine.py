@@ -160,7 +160,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide the boundary by hand from now on. Call it before `backward`, alike on every rank."""
+        """Decide the boundary yourself from now on. Call it before `backward`, alike on every rank."""
         self._boundary_override = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

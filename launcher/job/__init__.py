@@ -1,1 +1,1 @@
-"""Floor 5: one run as a whole: plan, controller, report."""
+"""Layer 5: one run as a whole: plan, controller, report."""

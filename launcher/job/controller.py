@@ -381,7 +381,7 @@ class Controller:
             num_stopped=num_stopped,
             stop_s=end_s - self._stop_started_s if self._stop_started_s is not None else 0.0,
             unconfirmed_hosts=unconfirmed,
-            swept_hosts=tuple(host.name for host in lost if host.name not in unconfirmed),
+            cleaned_hosts=tuple(host.name for host in lost if host.name not in unconfirmed),
             left_pids=tuple((node.name, node.left_pids) for node in self._nodes if node.left_pids),
             restart=self._plan.restart,
         )

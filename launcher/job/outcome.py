@@ -63,7 +63,7 @@ class RunReport:
     num_stopped: int  # ranks that were ended because of it
     stop_s: float  # how long ending them took, without asking lost hosts
     unconfirmed_hosts: tuple[str, ...]  # lost hosts where the clean-up could not be verified
-    swept_hosts: tuple[str, ...] = ()  # lost hosts where no process with the job's id is left
+    cleaned_hosts: tuple[str, ...] = ()  # lost hosts where no process with the job's id is left
     left_pids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # host, and processes there that could not be killed
     restart: int = 0  # how often the job had been started before
 

@@ -1,1 +1,1 @@
-"""Floor 2: timers and throughput."""
+"""Layer 2: timers and throughput."""

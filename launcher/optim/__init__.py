@@ -1,1 +1,1 @@
-"""Floor 2: optimizers over flat shards, and learning-rate schedules."""
+"""Layer 2: optimizers over flat shards, and learning-rate schedules."""

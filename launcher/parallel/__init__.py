@@ -1,1 +1,1 @@
-"""Floor 4: models that several ranks compute together."""
+"""Layer 4: models that several ranks compute together."""

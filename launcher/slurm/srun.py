@@ -73,7 +73,7 @@ _NOT_FOR_SRUN = (
 class SrunTransport:
     """Starts the agents of `hosts` with the first `open`, all at once; implements `Transport`.
 
-    A host opened a second time gets a step of its own: that is how a lost host is swept.
+    A host opened a second time gets a step of its own: that is how a lost host is cleaned up.
     """
 
     name = "srun"

@@ -1,1 +1,1 @@
-"""Floor 1: swap files on fast disks, for states that memory does not hold. Standard library only, for both columns."""
+"""Layer 1: swap files on fast disks, for states that memory does not hold. Standard library only, for both sides."""

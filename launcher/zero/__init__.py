@@ -1,6 +1,6 @@
-"""Floor 3: flat units, their layout, gradient reduction and the sharded step.
+"""ZeRO: models that are sharded as they are built, access to sharded parameters, leaf modules, tiled layers.
 
-What users of `launcher.zero` touch is loaded when it is touched.
+Names are loaded when they are touched.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _NAMES = {
         for what in ("fp32_param", "grad", "optimizer_state")
     },
 }
+__all__ = sorted(_NAMES)
 
 if TYPE_CHECKING:
     from launcher.zero.access import safe_get_full_fp32_param as safe_get_full_fp32_param

@@ -263,8 +263,8 @@ class Console(Watcher):
             others = counted(report.num_stopped, "other rank")
             lines.append(f"  {others} {were} stopped ({format_duration(report.stop_s)}).")
         if not (report.unconfirmed_hosts or report.left_pids):
-            swept = f"No process with the job's id is left on {', '.join(report.swept_hosts)}."
-            lines.append(f"  {swept if report.swept_hosts else 'Nothing is left running.'}")
+            cleaned = f"No process with the job's id is left on {', '.join(report.cleaned_hosts)}."
+            lines.append(f"  {cleaned if report.cleaned_hosts else 'Nothing is left running.'}")
         if failure.log:
             lines.append(f"  log   {failure.log}")
         if failure.oom and failure.max_rss_bytes:
