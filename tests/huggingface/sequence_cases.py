@@ -228,6 +228,7 @@ def _batches() -> dict[str, dict[str, Any]]:
     return {
         "whole": whole,
         "padding in front": {**whole, "attention_mask": left},
+        "padding that predicts": {**whole, "labels": tokens.masked_fill(left == 0, -100), "attention_mask": left},
         "padding behind": {**whole, "labels": behind, "attention_mask": right},
         "two documents": {**whole, "position_ids": torch.cat([torch.arange(6), torch.arange(10)]).repeat(2, 1)},
     }

@@ -70,7 +70,7 @@ def test_a_loop_of_accelerate_trains_as_torch_alone_does(found: dict[str, list[A
 
 def test_masks_and_documents_are_those_of_whole_sequences(found: dict[str, list[Any]]) -> None:
     for run in returned(found, "masks"):
-        assert len(run) == 8
+        assert len(run) == 10
         for name, pair in run.items():
             assert pair["parts"] == pytest.approx(pair["alone"], rel=1e-6), name
 

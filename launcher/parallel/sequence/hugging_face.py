@@ -73,7 +73,7 @@ class WholeSequence:
         if self._document is not None:
             sees = sees & (self._document[:, :, None] == self._document[:, None])
         if padding is not None:
-            sees = sees & padding[:, None] | (place[:, None] == place)  # a row without any token would give NaN
+            sees = sees & padding[:, None]  # padding in front sees nothing, as in transformers: torch returns zeros
         return sees[:, None]
 
 
