@@ -263,6 +263,41 @@ def case_both_directions(folder: Path) -> dict[str, list[float]]:
     return found
 
 
+def case_own_positions(folder: Path) -> dict[str, tuple[str, list[float]]]:
+    """Return what is said of positions that are not the model's own, and losses of those: alone, and on parts."""
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM, RobertaConfig, RobertaForMaskedLM
+
+    import launcher
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    roberta = RobertaConfig(**sizes, intermediate_size=48, max_position_embeddings=32, pad_token_id=1)
+    opt = OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=32)
+    behind, front = _batches()["padding behind"], _batches()["padding that predicts"]
+    mask = front["attention_mask"]
+    behind["input_ids"] = behind["input_ids"].clamp(min=2).masked_fill(behind["attention_mask"] == 0, 1)
+    counted = (behind["attention_mask"].cumsum(-1) * behind["attention_mask"] + 1, mask.cumsum(-1) * mask - 1)
+    found = {}
+    for name, kind, config, batch, positions in (
+        ("roberta", RobertaForMaskedLM, roberta, behind, counted[0]),
+        ("opt", OPTForCausalLM, opt, front, counted[1]),
+    ):
+        torch.manual_seed(0)
+        model = kind._from_config(config, attn_implementation="sdpa").eval()
+        alone = model(**batch).loss.item()
+        engine = launcher.initialize(model=model, config=_sgd())[0]
+        engine.eval()
+        shifts = name == "opt"
+        own = launcher.shard_sequence({**batch, "position_ids": positions}, shifts_labels=shifts)
+        labels = own["shift_labels" if shifts else "labels"]
+        loss = launcher.sequence_loss(engine(**{**own, "labels": labels}).loss, labels).item()
+        made = launcher.shard_sequence(batch, shifts_labels=shifts)
+        said = _said(lambda own=made, labels=labels, engine=engine: engine(**{**own, "labels": labels}))
+        found[name] = (said, [alone, loss])
+        engine.destroy()
+    return found
+
+
 def case_generates(folder: Path) -> list[list[int]]:
     """Return what a model generates alone, and what each rank of one sequence generates with the same text."""
     import torch

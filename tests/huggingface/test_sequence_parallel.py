@@ -10,7 +10,7 @@ import pytest
 from harness.hf_job import returned, run_cases
 
 CASES = ["sequence_parallel", "sequence_parallel_resumed", "sequence_parallel_evaluated"]
-CASES += ["accelerate_sequence_parallel", "masks", "both_directions", "generates", "refused"]
+CASES += ["accelerate_sequence_parallel", "masks", "both_directions", "own_positions", "generates", "refused"]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,16 @@ def test_masks_and_documents_are_those_of_whole_sequences(found: dict[str, list[
 def test_attention_in_both_directions_is_that_of_whole_sequences(found: dict[str, list[Any]]) -> None:
     for run in returned(found, "both_directions"):
         assert run["parts"] == pytest.approx(run["alone"], rel=1e-6)
+
+
+def test_positions_that_a_model_counts_itself_are_asked_for(found: dict[str, list[Any]]) -> None:
+    for run in returned(found, "own_positions"):
+        said, losses = run.pop("roberta")
+        assert "RobertaForMaskedLM counts positions from 2, and those of the batch begin at 0" in said
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+        said, losses = run.pop("opt")
+        assert "OPTForCausalLM leaves out padding when it counts positions" in said
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_every_rank_generates_from_the_whole_text(found: dict[str, list[Any]]) -> None:

@@ -23,6 +23,7 @@ from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.parallel.sequence.exchange import check_heads, gather_heads, scatter_heads
+from launcher.parallel.sequence.positions import OwnPositions
 from launcher.zero.compiled import outside_graphs
 
 _KEYWORD = "sequence_parallel"
@@ -167,6 +168,7 @@ class _BeforeForward:
         self._shifts_labels = callable(loss) and "shift_labels" in inspect.signature(loss).parameters
         self._ranks = ranks
         self._disable_in_eval = disable_in_eval
+        self._positions = OwnPositions(model)
 
     def __deepcopy__(self, _: Any) -> _BeforeForward:
         return self
@@ -187,6 +189,7 @@ class _BeforeForward:
                 hint="give it shift_labels, as launcher.shard_sequence returns them, and labels=shift_labels",
             )
         whole = self._whole(tokens, given.get("position_ids"), given.get("attention_mask"))
+        self._positions.check(whole.position_ids, whole.is_token)
         part = slice(self._ranks.rank * tokens.shape[1], (self._ranks.rank + 1) * tokens.shape[1])
         own = given.get("position_ids")
         own = whole.position_ids[:, part] if own is None else own
