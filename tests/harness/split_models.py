@@ -58,6 +58,23 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "FalconForCausalLM",
         {**_COMMON, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     ),
+    "falcon with alibi": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**_COMMON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    ),
+    "mpt": (
+        "MptConfig",
+        "MptForCausalLM",
+        {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
+        | {"expansion_ratio": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None},
+    ),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_DECODER, "head_dim": 16, "sliding_window": 4}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**_DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    ),
 }
 EXAMPLE, TORCH = "examples/train_gpt.py", "torch.nn.TransformerEncoder"
 
@@ -77,7 +94,8 @@ def build(name: str) -> nn.Module:
     transformers = importlib.import_module("transformers")
     config_class, model_class, values = FAMILIES[family]
     if num_blocks:
-        values = {**values, "n_layer" if "n_layer" in values else "num_hidden_layers": int(num_blocks)}
+        key = next(key for key in ("n_layer", "n_layers", "num_hidden_layers") if key in values)
+        values = {**values, key: int(num_blocks)}
     config = getattr(transformers, config_class)(**values)
     model: nn.Module = getattr(transformers, model_class)(config)
     for param in model.parameters():  # those that begin at zero, biases above all, would hide what is wrong with them

@@ -354,9 +354,9 @@ def test_words_of_hugging_face_that_are_not_known() -> None:
 
 
 def test_a_parameter_in_hugging_face_s_plan_that_is_no_layer() -> None:
-    model: Any = with_hf_plan({"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.sinks": "local_rowwise"})
-    model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(4))
-    assert "layers.0.self_attn.sinks: the plan that the model brings along splits a parameter" in error_of(model)
+    model: Any = with_hf_plan({"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.scales": "local_rowwise"})
+    model.layers[0].self_attn.scales = nn.Parameter(torch.zeros(4))
+    assert "layers.0.self_attn.scales: the plan that the model brings along splits a parameter" in error_of(model)
 
 
 class Adapted(nn.Linear):

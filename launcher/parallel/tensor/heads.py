@@ -15,6 +15,10 @@ from launcher.parallel.tensor import names
 
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+# Parameters of an attention with one value for each head of queries: gpt-oss' logits of attending to nothing.
+PARAMETERS = frozenset({"sinks"})
+# Arguments of an attention's forward that it has for each head.
+_BIASES, _MASK = ("alibi", "position_bias"), "attention_mask"
 # Numbers of features of all heads together, which reshapes count with.
 _WIDTHS = ("split_size", "all_head_size", "embed_dim", "hidden_size", "inner_dim", "dim")
 
@@ -74,32 +78,41 @@ def divide_heads(attention: nn.Module, group: RankGroup, widths: frozenset[int])
         attention.config = config = copy.copy(config)
         for name in counted:
             setattr(config, name, getattr(config, name) // group.world_size)
-    if "alibi" in inspect.signature(forward).parameters:
-        attention.register_forward_pre_hook(_AlibiPart(group, forward), with_kwargs=True)
+    num_own = next((count for name in QUERY_HEADS if type(count := getattr(attention, name, None)) is int), None)
+    parameters = list(inspect.signature(forward).parameters)[1:]  # without self
+    if num_own is not None and any(name in parameters for name in _BIASES):
+        positions = {name: parameters.index(name) for name in (*_BIASES, _MASK) if name in parameters}
+        attention.register_forward_pre_hook(_BiasParts(group, num_own, positions), with_kwargs=True)
 
 
-class _AlibiPart:
-    """Cuts the argument `alibi`, [batch * heads, 1, keys], to this rank's heads."""
+class _BiasParts:
+    """Cuts what an attention gets for all heads to this rank's heads: its biases, and a mask that has them inside."""
 
-    def __init__(self, group: RankGroup, forward: Any) -> None:
+    def __init__(self, group: RankGroup, num_own: int, positions: Mapping[str, int]) -> None:
+        """num_own: heads of this rank. positions: of the arguments, by their names."""
         self._group = group
-        self._position = list(inspect.signature(forward).parameters).index("alibi") - 1  # without self
+        self._num_own = num_own
+        self._positions = positions
 
-    def __deepcopy__(self, _: Any) -> _AlibiPart:
+    def __deepcopy__(self, _: Any) -> _BiasParts:
         return self
 
     def __call__(self, attention: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        if "alibi" in named:
-            return given, {**named, "alibi": self._cut(attention, named["alibi"])}
-        at = self._position
-        return (*given[:at], self._cut(attention, given[at]), *given[at + 1 :]), named
+        args, kwargs = list(given), dict(named)
+        for name, position in self._positions.items():
+            if name in kwargs:
+                kwargs[name] = self._cut(name, kwargs[name])
+            elif position < len(args):
+                args[position] = self._cut(name, args[position])
+        return tuple(args), kwargs
 
-    def _cut(self, attention: Any, alibi: Tensor | None) -> Tensor | None:
-        if alibi is None:
-            return None
-        by_head = alibi.unflatten(0, (-1, self._group.world_size, attention.num_heads))
-        own: Tensor = by_head[:, self._group.rank]
-        return own.flatten(0, 1)
+    def _cut(self, name: str, bias: Any) -> Any:
+        """bias: [batch * heads or heads, queries, keys], or [batch, heads or 1, queries, keys]."""
+        if isinstance(bias, Tensor) and bias.dim() == 4 and bias.shape[1] == self._num_own * self._group.world_size:
+            return bias.chunk(self._group.world_size, dim=1)[self._group.rank]
+        if name == _MASK or not isinstance(bias, Tensor) or bias.dim() != 3:
+            return bias
+        return bias.unflatten(0, (-1, self._group.world_size, self._num_own))[:, self._group.rank].flatten(0, 1)
 
 
 def _text_config(model: nn.Module) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.base.suggest import did_you_mean
-from launcher.parallel.tensor import names
+from launcher.parallel.tensor import heads, names
 from launcher.parallel.tensor.styles import (
     HF_EXPERTS,
     HF_STYLES,
@@ -126,7 +126,7 @@ def _is_planned(name: str, module: nn.Module, style: Style, whole: set[str]) -> 
 def _check_parameter(name: str, word: str, whole: set[str]) -> None:
     if "expert" in name or word in HF_EXPERTS:
         whole.add(names.parent_of(name))
-    elif word in HF_STYLES and HF_STYLES[word].is_split:
+    elif word in HF_STYLES and HF_STYLES[word].is_split and names.last(name) not in heads.PARAMETERS:
         raise EngineError(
             f'the plan that the model brings along splits a parameter that is not a layer\'s weight ("{word}")',
             where=name,

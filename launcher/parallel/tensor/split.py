@@ -101,6 +101,10 @@ def _splits(model: nn.Module, found: ModelPlan, group: RankGroup) -> dict[nn.Par
         splits[weight] = split(tuple(weight.shape), split_dim(module, plan.style))
         if bias is not None and plan.style in (Style.COLUMN, Style.COLUMN_GATHERED, Style.PACKED_COLUMN):
             splits[bias] = split(tuple(bias.shape), 0)
+    for attention in attentions(found.layers):
+        for name, param in modules[attention].named_parameters(recurse=False):
+            if name in heads.PARAMETERS:
+                splits[param] = TensorSplit(tuple(param.shape), 0, group.rank, group.world_size, (param.numel(),))
     return splits
 
 
