@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import decoder
+from harness import decoder, split_models
 from harness.decoder import LENGTH, PARITY_STEPS, VOCABULARY, WIDTH, Block, Decoder
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
@@ -133,6 +133,46 @@ def test_every_mesh_trains_as_one_process_does(
     world_size: int, pipeline: dict[str, Any], stage: int, more: dict[str, Any], num_steps: int
 ) -> None:
     check_parity(world_size, config_of(pipeline, world_size, stage, **more), num_steps)
+
+
+# ---- models of transformers whose stages are split ----
+
+
+def _split_stages(rank: int, world_size: int, name: str, tensor_parallel: dict[str, Any]) -> Any:
+    sizes = {"train_micro_batch_size_per_gpu": split_models.SAMPLES, "gradient_clipping": 0.0}
+    optimizer = {"type": "SGD", "params": {"lr": split_models.LR}}
+    parallel = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2, **tensor_parallel}}
+    try:
+        engine = launcher.initialize(
+            model=split_models.build(name), config={**sizes, **parallel, "optimizer": optimizer}
+        )[0]
+    except EngineError as error:
+        return str(error)
+    batches = [split_models.tokens(step) for step in range(3)]
+    losses = [engine.train_batch(iter([{"input_ids": batch, "labels": batch}])).item() for batch in batches]
+    return losses, engine.state_dict()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "bert"])
+def test_an_embedding_is_split_alike_on_the_stages_that_share_it(name: str) -> None:
+    """Its class, or the name of the head, tells nothing: the model itself does."""
+    if not split_models.has(name):
+        pytest.skip("transformers is not installed")
+    model = split_models.build(name)
+    wanted = [loss for loss, _ in split_models.train(model)]
+    weights = {own: param.detach() for own, param in model.named_parameters()}
+    for losses, found in run_on_ranks(4, _split_stages, name, {}):
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        assert weight_distance({own: found[own] for own in weights}, weights) <= 1e-4
+
+
+def test_stages_that_split_a_shared_parameter_differently_are_told() -> None:
+    if not split_models.has("gpt2"):
+        pytest.skip("transformers is not installed")
+    specs = [{"patterns": [".*lm_head"], "partition_type": "skip"}]
+    for error in run_on_ranks(4, _split_stages, "gpt2", {"partition_config": {"layer_specs": specs}}):
+        assert "transformer.wte.weight" in error, error
+        assert "stages share this parameter and have different parts of it" in error
 
 
 # ---- checkpoints ----

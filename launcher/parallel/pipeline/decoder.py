@@ -29,6 +29,9 @@ from launcher.parallel.pipeline.stages import StagedModel, StageLayers, find_tie
 from launcher.parallel.pipeline.weights import LayerFacts
 from launcher.sharding.pipeline import partition
 
+# What tensor parallelism asks a model of transformers: its plan, and which embeddings share the vocabulary.
+_OF_HUGGING_FACE = ("tp_plan", "base_model_prefix", "get_input_embeddings", "get_output_embeddings")
+
 
 class StagedDecoder(StagedModel):
     """A model that is divided between its blocks.
@@ -48,6 +51,9 @@ class StagedDecoder(StagedModel):
         for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[table] = model.__dict__[table]
         self.config = getattr(model, "config", None)
+        for name in _OF_HUGGING_FACE:
+            if hasattr(model, name):
+                self.__dict__[name] = getattr(model, name)
         self.training = model.training
         self.whole_names = frozenset(name for name, _ in model.named_parameters())
         self._run = StageRun()

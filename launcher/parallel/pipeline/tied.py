@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from launcher.base.errors import EngineError
 from launcher.comm.communicator import Transfer
 from launcher.comm.groups import RankGroup
 from launcher.parallel.pipeline.links import RankOf
@@ -39,6 +40,7 @@ class TiedParameters:
         """Give all copies the values of the first stage's. Every rank of the pipeline must call it."""
         for name, (owner, *others) in self._shared:
             param = self._params[name]
+            self._check_alike(name, param, [peer for peer in (owner, *others) if peer != self._group.rank])
             dense = param.data.contiguous()
             sent = dense.view(-1).view(torch.uint8)
             if self._group.rank == owner:
@@ -51,6 +53,22 @@ class TiedParameters:
                 found = unit_params_of(param)
                 if found is not None:
                     found.refresh()
+
+    def _check_alike(self, name: str, param: torch.Tensor, peers: Sequence[int]) -> None:
+        """Raise EngineError, on all ranks with a copy, where tensor parallelism has split the copies differently."""
+        own = torch.tensor([param.numel()], device=param.device)
+        sizes = [torch.empty_like(own) for _ in peers]
+        transfers = [Transfer(own, peer, is_sent=True) for peer in peers]
+        transfers += [Transfer(size, peer, is_sent=False) for peer, size in zip(peers, sizes, strict=True)]
+        self._group.communicator.transfer(transfers).wait()
+        found = sorted({int(size) for size in (own, *sizes)})
+        if len(found) > 1:
+            raise EngineError(
+                "stages share this parameter and have different parts of it, of"
+                f" {' and '.join(map(str, found))} values",
+                where=name,
+                hint="split all layers that use it alike: tensor_parallel.partition_config names them",
+            )
 
     def add_gradients(self) -> None:
         """Replace this rank's gradients by the sums, which have the same bits on all ranks with a copy.

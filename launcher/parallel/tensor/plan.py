@@ -35,7 +35,7 @@ def make_plan(
     given: a plan in Python, {pattern: style}, which alone counts then. Else the config's `partition_config`, then
     Hugging Face's plan, then the names of layers. Raises: EngineError for what cannot be split so.
     """
-    modules = dict(model.named_modules())
+    modules = {name: module for name, module in model.named_modules() if not _is_elsewhere(module)}
     notices: list[str] = []
     found = _sourced(model, modules, settings, given, notices)
     found = {name: plan for name, plan in found.items() if plan.style is not Style.REPLICATED}
@@ -53,6 +53,11 @@ def split_dim(module: nn.Module, style: Style) -> int:
     """Return the dimension along which a layer's weight is split."""
     is_first = style in _OF_OUTPUTS
     return int(is_first) if names.is_conv1d(module) else int(not is_first)
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether a module stands for one of another pipeline stage."""
+    return getattr(module, "is_placeholder", False) is True
 
 
 def _sourced(
@@ -97,7 +102,7 @@ def _with_tied(modules: Mapping[str, nn.Module], found: sources.Plan) -> sources
     users: dict[int, list[str]] = defaultdict(list)
     for name, module in modules.items():
         weight = module._parameters.get("weight")
-        if weight is not None and not getattr(module, "is_placeholder", False):  # of a layer of another stage
+        if weight is not None:
             users[id(weight)].append(name)
     result = dict(found)
     for tied in users.values():

@@ -268,6 +268,6 @@ def _embedding_of(model: nn.Module, getter: str) -> nn.Module | None:
     get = getattr(model, getter, None)
     try:
         found = get() if callable(get) else None
-    except NotImplementedError:  # a model of transformers without tokens
+    except (NotImplementedError, AttributeError):  # a model without tokens, or a stage without what is asked for
         return None
     return found if isinstance(found, nn.Module) else None
