@@ -372,6 +372,25 @@ def test_layers_of_other_classes_are_refused_by_name() -> None:
     assert 'with partition_type "skip"' in text
 
 
+class Wrapped(nn.Module):
+    """An adapter around a layer, which is no linear layer itself: as PEFT makes them."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_layers_with_adapters_beside_split_ones_are_refused_by_name() -> None:
+    model: Any = Model()
+    attention = model.layers[0].self_attn
+    attention.q_proj = Wrapped(attention.q_proj)
+    text = error_of(model)
+    assert "layers.0.self_attn.q_proj: " in text
+    assert "Wrapped cannot be split (column)" in text
+    attention.k_proj, attention.v_proj = Wrapped(attention.k_proj), Wrapped(attention.v_proj)
+    assert not [name for name in plan(model) if "self_attn" in name], "all of them are whole, and fit together"
+
+
 class OwnLookup(nn.Embedding):
     """An embedding that reads its weight itself."""
 

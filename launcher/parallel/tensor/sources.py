@@ -183,8 +183,8 @@ def from_names(modules: Mapping[str, nn.Module], notices: list[str]) -> Plan:
             continue
         is_gathered = any(_has_norm_of_all_heads(column, modules) for column in before)
         found[name] = LayerPlan(Style.ROW_SPLIT_INPUT if is_gathered else Style.ROW)
-        for column in before:
-            found[column] = LayerPlan(Style.COLUMN_GATHERED if is_gathered else columns[column])
+        for column in [*before, *_adapted_beside(before, modules)]:
+            found[column] = LayerPlan(Style.COLUMN_GATHERED if is_gathered else columns.get(column, Style.COLUMN))
         if not is_gathered:
             found.update(_norms_of_heads(before, modules))
     return found
@@ -192,6 +192,20 @@ def from_names(modules: Mapping[str, nn.Module], notices: list[str]) -> Plan:
 
 def _has_other_layout(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return type(modules[names.parent_of(name)]).__name__ in names.OTHER_LAYOUTS
+
+
+def _adapted_beside(columns: list[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the layers with adapters that compute the rest of what these do: whole, they would not fit together."""
+    parents = {names.parent_of(name) for name in columns}
+    is_attention = names.is_named(columns[0], names.ATTENTION)
+    return [
+        name
+        for name, module in modules.items()
+        if hasattr(module, "base_layer")
+        and names.parent_of(name) in parents
+        and names.is_named(name, names.COLUMN | names.FUSED)
+        and names.is_named(name, names.ATTENTION) == is_attention
+    ]
 
 
 def _column_style(name: str, module: nn.Module) -> Style | None:
