@@ -28,7 +28,7 @@ from launcher.config.findings import Finding
 from launcher.config.mesh import mesh_sizes
 from launcher.config.normalise import Normalised, normalise
 from launcher.config.positions import Path
-from launcher.config.rules import one_bit_problems, precision_problems
+from launcher.config.rules import one_bit_problems, precision_problems, unused_expert_size
 from launcher.config.rules_checkpoint import checkpoint_problems
 from launcher.config.rules_offload import offload_problems
 from launcher.config.rules_pipeline import micro_batch_problems, pipeline_problems, unused_schedule
@@ -346,7 +346,8 @@ def _between_keys(
     wrong_number, slow = micro_batch_problems(config, num_micro_batches)
     notices = [Finding(*problem) for problem in slow]
     if world_size is not None:
-        notices += [Finding(path, message, None, True) for path, message in unused_schedule(config)]
+        unused = unused_schedule(config) + unused_expert_size(config)
+        notices += [Finding(path, message, None, True) for path, message in unused]
     return errors + wrong_batch + [Finding(*problem) for problem in wrong_number], notices
 
 

@@ -1,4 +1,4 @@
-"""Rules between the keys of precision, of how gradients travel, and of optimizers that decide it."""
+"""Rules between the keys of precision, of how gradients travel, of optimizers that decide it, and of experts."""
 
 from __future__ import annotations
 
@@ -90,3 +90,12 @@ def one_bit_problems(config: Config) -> list[Problem]:
         path = ("fp16", "loss_scale")
         problems.append((path, f"{name} needs a dynamic loss scale, as in DeepSpeed", 'use "loss_scale": 0'))
     return problems
+
+
+def unused_expert_size(config: Config) -> list[tuple[Path, str]]:
+    """Return that a number of ranks for experts has no effect, where no experts are spread."""
+    size = config.expert_parallel.autoep_size
+    if config.expert_parallel.enabled is True or size in (1, AUTO):
+        return []
+    message = f"expert_parallel.autoep_size {size} has no effect: expert_parallel.enabled is not true"
+    return [(("expert_parallel", "autoep_size"), message)]

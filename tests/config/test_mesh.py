@@ -118,3 +118,11 @@ def test_a_batch_that_counts_all_ranks_as_transformers_does_is_taken_over() -> N
     assert solve_batch(8, 2, 2, 2, 2).sizes == (8, 2, 2)
     with pytest.raises(ConfigError, match="train_batch_size 16"):
         load_config({**keys, "train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}, world_size=4)
+
+
+def test_a_size_of_experts_that_are_not_spread_has_no_effect() -> None:
+    data = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"autoep_size": 2}}
+    (notice,) = load_config(data, world_size=4).notices
+    assert "expert_parallel.autoep_size 2 has no effect: expert_parallel.enabled is not true" in str(notice)
+    data["expert_parallel"] = {"autoep_size": 2, "enabled": True}
+    assert load_config(data, world_size=4).notices == ()
