@@ -73,6 +73,14 @@ def _split_port(text: str) -> tuple[tuple[str, ...], str | None]:
     return names, port_text if colon else None
 
 
+def split_endpoint(text: str) -> tuple[str, str | None]:
+    """Return host and port of `HOST[:PORT]` as texts, unchecked; port None where there is none, as of a bare `::1`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]") or is_ipv6(text):
+        return text.removeprefix("[").removesuffix("]"), None
+    return host.removeprefix("[").removesuffix("]"), port
+
+
 def is_loopback(address: str) -> bool:
     """Tell whether `address` means to every machine that machine itself."""
     import ipaddress

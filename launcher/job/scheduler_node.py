@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from launcher.base import env
 from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import SchedulerRank
+from launcher.cluster.hostname import split_endpoint
 
 DEFAULT_PORT = 29500  # torchrun's
 _ALONE = "; --standalone: use this machine only"
@@ -78,7 +79,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> SchedulerNode:
         )
     num_nodes = _number(env.PET_NNODES, least)
     node_rank = _agreed(environ, (env.PET_NODE_RANK, env.NODE_RANK, env.GROUP_RANK)) if num_nodes > 1 else 0
-    endpoint, _, port = environ.get(env.PET_RDZV_ENDPOINT.name, "").rpartition(":")
+    endpoint, port = split_endpoint(environ.get(env.PET_RDZV_ENDPOINT.name, ""))
     address = environ.get(env.PET_MASTER_ADDR.name) or endpoint or environ.get(env.MASTER_ADDR.name)
     port = environ.get(env.PET_MASTER_PORT.name) or port or environ.get(env.MASTER_PORT.name, "")
     ranks = environ.get(env.PET_NPROC_PER_NODE.name)

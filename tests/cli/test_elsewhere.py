@@ -70,7 +70,23 @@ def test_torchrun_s_endpoint_on_one_machine_is_a_port() -> None:
     assert plan("--rdzv-endpoint", "localhost:4321")["master_port"] == 4321
     assert "does not say which node this is" in error("--rdzv-endpoint=a:1", "--nnodes=1:4")
     assert plan("--rdzv-endpoint=localhost:0", "--nnodes=1:4")["master_port"] is None
-    assert plan("--rdzv-endpoint", "[::1]:7", "--nnodes", "2", "--node-rank", "0")["master_addr"] == "::1"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "master"),
+    [
+        ("a", ("a", 29500)),
+        ("a:7", ("a", 7)),
+        ("[::1]:7", ("::1", 7)),
+        ("[::1]", ("::1", 29500)),
+        ("2001:db8::7", ("2001:db8::7", 29500)),
+    ],
+)
+def test_an_endpoint_may_be_an_ipv6_address(endpoint: str, master: tuple[str, int]) -> None:
+    found = plan("--rdzv-endpoint", endpoint, "--nnodes", "2", "--node-rank", "0")
+    assert (found["master_addr"], found["master_port"]) == master
+    found = plan(env={"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": endpoint})
+    assert (found["master_addr"], found["master_port"]) == master
 
 
 def test_accelerate_s_line_for_one_of_several_machines() -> None:

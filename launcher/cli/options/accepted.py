@@ -130,10 +130,10 @@ def _is_here(host: str) -> bool:
 
 def _split(endpoint: str) -> tuple[str, int | None]:
     """Return host and port of `HOST[:PORT]`, `[::1]:29500`; port None where there is none, or 0: a free one."""
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or endpoint.endswith("]"):
-        host, port = endpoint, "0"
-    host = host.removeprefix("[").removesuffix("]")
+    from launcher.cluster.hostname import split_endpoint
+
+    host, given = split_endpoint(endpoint)
+    port = "0" if given is None else given
     if not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise UsageError(f'"{endpoint}" is not HOST or HOST:PORT', where="--rdzv-endpoint", hint="such as node-a:29500")
     return host, int(port) or None
