@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from launcher.base import env
 from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import SchedulerRank
-from launcher.cluster.hostname import split_endpoint
+from launcher.cluster.hostname import MAX_PORT, split_endpoint
 
 DEFAULT_PORT = 29500  # torchrun's
 _ALONE = "; --standalone: use this machine only"
@@ -81,19 +81,21 @@ def _of_torchrun(environ: Mapping[str, str]) -> SchedulerNode:
     node_rank = _agreed(environ, (env.PET_NODE_RANK, env.NODE_RANK, env.GROUP_RANK)) if num_nodes > 1 else 0
     endpoint, port = split_endpoint(environ.get(env.PET_RDZV_ENDPOINT.name, ""))
     address = environ.get(env.PET_MASTER_ADDR.name) or endpoint or environ.get(env.MASTER_ADDR.name)
-    port = environ.get(env.PET_MASTER_PORT.name) or port or environ.get(env.MASTER_PORT.name, "")
+    port = "" if port in (None, "0") else port  # 0: any free one
+    own, common = environ.get(env.PET_MASTER_PORT.name), environ.get(env.MASTER_PORT.name)
+    ports = ((env.PET_MASTER_PORT, own), (env.PET_RDZV_ENDPOINT, port), (env.MASTER_PORT, common))
     ranks = environ.get(env.PET_NPROC_PER_NODE.name)
     is_word = ranks in ("gpu", "cpu", "auto")
     num_ranks = ranks if is_word or ranks is None else _number(env.PET_NPROC_PER_NODE, ranks)
-    return _checked("PET_* variables", environ, node_rank, num_nodes, (address, port), num_ranks)
+    return _checked("PET_* variables", node_rank, num_nodes, (address, _first_port(*ports)), num_ranks)
 
 
 def _of_mpi(environ: Mapping[str, str], started: SchedulerRank) -> SchedulerNode:
     """Read one process of mpirun on each node: it starts all ranks of its node."""
     address = environ.get(env.MASTER_ADDR.name) or started.first_node
-    port = environ.get(env.MASTER_PORT.name) or str(started.port or "")
+    port = _first_port((env.MASTER_PORT, environ.get(env.MASTER_PORT.name))) or started.port
     by = f"{started.started_by}, one process on each node"
-    return _checked(by, environ, started.rank, started.world_size, (address, port), None)
+    return _checked(by, started.rank, started.world_size, (address, port), None)
 
 
 def _of_variables(environ: Mapping[str, str]) -> SchedulerNode | None:
@@ -125,16 +127,15 @@ def _of_variables(environ: Mapping[str, str]) -> SchedulerNode | None:
     if num_nodes <= 1 and node_rank == 0:
         return None  # left over in a shell, or a job of one process
     names = [known.name for known in numbers if known.name in environ] + [counted.name, env.MASTER_ADDR.name]
-    master = (environ[env.MASTER_ADDR.name], environ.get(env.MASTER_PORT.name, ""))
-    return _checked(", ".join(names), environ, node_rank, num_nodes, master, num_ranks)
+    master = (environ[env.MASTER_ADDR.name], _first_port((env.MASTER_PORT, environ.get(env.MASTER_PORT.name))))
+    return _checked(", ".join(names), node_rank, num_nodes, master, num_ranks)
 
 
 def _checked(
     known_by: str,
-    environ: Mapping[str, str],
     node_rank: int,
     num_nodes: int,
-    master: tuple[str | None, str],
+    master: tuple[str | None, int | None],
     num_ranks: int | str | None,
 ) -> SchedulerNode:
     """Raises: UsageError for a node that is none of the job's, or a job without a master."""
@@ -151,8 +152,20 @@ def _checked(
             where=known_by,
             hint=f"export {env.MASTER_ADDR.name} on every node, or give --node-rank and --master-addr",
         )
-    number = _number(env.MASTER_PORT, port) if port else DEFAULT_PORT
-    return SchedulerNode(known_by, node_rank, max(num_nodes, 1), address, number, num_ranks)
+    return SchedulerNode(known_by, node_rank, max(num_nodes, 1), address, port or DEFAULT_PORT, num_ranks)
+
+
+def _first_port(*said: tuple[env.EnvVar, str | None]) -> int | None:
+    """Return the port of the first variable that says one. Raises: UsageError, with that variable."""
+    for variable, text in said:
+        if text:
+            port = _number(variable, text)
+            if not 1 <= port <= MAX_PORT:
+                raise UsageError(
+                    f"port {port} is not from 1 to {MAX_PORT}", where=variable.name, hint="mend the variable"
+                )
+            return port
+    return None
 
 
 def _agreed(environ: Mapping[str, str], variables: tuple[env.EnvVar, ...]) -> int:
