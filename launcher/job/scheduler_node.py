@@ -115,20 +115,33 @@ def _of_variables(environ: Mapping[str, str]) -> SchedulerNode | None:
             where=env.NNODES.name,
             hint=f"export {env.NNODES.name}, or give --num-nodes and --node-rank{_ALONE}",
         )
-    num_nodes = _number(counted, environ[counted.name])
-    if counted is env.WORLD_SIZE and num_ranks:
-        if num_nodes % num_ranks:
-            raise UsageError(
-                f"{num_nodes} ranks are not a multiple of {num_ranks} on each node",
-                where=f"{env.WORLD_SIZE.name}, {env.LOCAL_WORLD_SIZE.name}",
-                hint=f"mend the variables, or give --num-nodes and --node-rank{_ALONE}",
-            )
-        num_nodes //= num_ranks
+    num_nodes = _num_nodes(environ, counted, num_ranks)
     if num_nodes <= 1 and node_rank == 0:
         return None  # left over in a shell, or a job of one process
     names = [known.name for known in numbers if known.name in environ] + [counted.name, env.MASTER_ADDR.name]
     master = (environ[env.MASTER_ADDR.name], _first_port((env.MASTER_PORT, environ.get(env.MASTER_PORT.name))))
     return _checked(", ".join(names), node_rank, num_nodes, master, num_ranks)
+
+
+def _num_nodes(environ: Mapping[str, str], counted: env.EnvVar, num_ranks: int | None) -> int:
+    """Return how many nodes there are. Raises: UsageError when the numbers of nodes and ranks contradict each other."""
+    number = _number(counted, environ[counted.name])
+    if not num_ranks or env.WORLD_SIZE.name not in environ:
+        return number
+    world_size = _number(env.WORLD_SIZE, environ[env.WORLD_SIZE.name])
+    if counted is env.WORLD_SIZE:
+        problem = (
+            f"{world_size} ranks are not a multiple of {num_ranks} on each node" if world_size % num_ranks else None
+        )
+        number = world_size // num_ranks
+    else:
+        fits = world_size in (number, number * num_ranks)  # some schedulers count nodes in it
+        problem = None if fits else f"{number} nodes with {num_ranks} ranks each are not {world_size} ranks"
+    if problem is not None:
+        where = ", ".join(dict.fromkeys((counted.name, env.LOCAL_WORLD_SIZE.name, env.WORLD_SIZE.name)))
+        hint = f"mend the variables, or give --num-nodes and --node-rank{_ALONE}"
+        raise UsageError(problem, where=where, hint=hint)
+    return number
 
 
 def _checked(

@@ -132,6 +132,7 @@ def test_what_was_recognised_is_said() -> None:
         ({"NODE_RANK": "1", "NNODES": "3"}, (1, 3, 29500, None)),
         ({"GROUP_RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "7"}, (1, 3, 7, None)),
         ({"NODE_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (1, 2, 29500, 4)),
+        ({"NODE_RANK": "1", "NNODES": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (1, 2, 29500, 4)),
         ({"RANK": "2", "WORLD_SIZE": "3"}, (2, 3, 29500, None)),
         ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, None),  # a rank of another launcher
         ({"NODE_RANK": "0", "WORLD_SIZE": "3", "LAUNCH_JOB_ID": "a"}, None),  # a rank of ours
@@ -154,6 +155,10 @@ def test_master_addr_and_a_node_s_number(environ: dict[str, str], expected: obje
         ({"NODE_RANK": "1"}, "not how many there are"),
         ({"NODE_RANK": "x", "NNODES": "3"}, '"x" is not a number'),
         ({"NODE_RANK": "0", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4"}, "7 ranks are not a multiple of 4"),
+        (
+            {"NODE_RANK": "0", "NNODES": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"},
+            "NNODES, LOCAL_WORLD_SIZE, WORLD_SIZE: 2 nodes with 2 ranks each are not 3 ranks",
+        ),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "0", "MASTER_ADDR": ""}, "the address of node 0 is not known"),
         ({"NODE_RANK": "0", "NNODES": "2", "MASTER_PORT": "70000"}, "MASTER_PORT: port 70000 is not from 1 to 65535"),
         (KUBEFLOW | {"PET_MASTER_PORT": "x"}, 'PET_MASTER_PORT: "x" is not a number'),
