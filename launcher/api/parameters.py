@@ -17,9 +17,10 @@ from launcher.base.errors import Diagnostic, JobError, LauncherError, UsageError
 from launcher.base.fields import filled
 from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
+from launcher.cluster.hostname import MAX_PORT
 from launcher.compat import ENGINES
 from launcher.job.offered import offered_hosts
-from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
+from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, LONGEST_S, Command
 from launcher.job.planning import Here, num_ranks
 from launcher.job.request import Request
 from launcher.slurm.allocation import in_allocation
@@ -31,6 +32,9 @@ StrPath = str | os.PathLike[str]
 _RANK_MODULE = "launcher.api.rank"
 _WORDS = ("gpu", "cpu", "auto")
 _OPTION = re.compile(r"--([a-z]+(?:[-_][a-z]+)*)")
+# The limits that the options of `launch` have.
+_WHOLE = {"num_nodes": 65_536, "min_nodes": 65_536, "master_port": MAX_PORT, "ssh_port": MAX_PORT}  # the most
+_SECONDS = {"grace_s": 0.0, "lease_s": 2.0, "hang_timeout_s": 0.001}  # the least
 _LINES = "hosts"  # what errors call the lines of `hosts`
 
 
@@ -57,6 +61,22 @@ class Options:
         for name, value, known in (("engine", self.engine, ENGINES), ("ssh", self.ssh, WAYS)):
             if value not in known:
                 raise UsageError(f'Options({name}=) is "{value}"', hint=f"give one of {', '.join(known)}")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        """Raises: UsageError for what would end an agent, or the job at once, without a word about its cause."""
+        for name, most in _WHOLE.items():
+            number = getattr(self, name)
+            if number is not None and not (isinstance(number, int) and 1 <= number <= most):
+                raise UsageError(f"Options({name}=) is {number!r}", hint=f"give a whole number from 1 to {most}")
+        for name, least in _SECONDS.items():
+            seconds = getattr(self, name)
+            if seconds is None and name == "hang_timeout_s":
+                continue
+            if not (isinstance(seconds, (int, float)) and least <= seconds <= LONGEST_S):
+                raise UsageError(
+                    f"Options({name}=) is {seconds!r}", hint=f"give seconds from {least:g} to {LONGEST_S:.0f}"
+                )
 
     @property
     def ssh_options(self) -> SshOptions:

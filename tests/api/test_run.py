@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import threading
 import time
@@ -172,6 +173,26 @@ def test_what_is_wrong_is_said_in_the_words_of_python_before_anything_starts(
 def test_options_are_of_the_values_that_there_are() -> None:
     with pytest.raises(UsageError, match=r'Options\(ssh=\) is "plink"; give one of auto, paramiko, openssh'):
         launcher.Options(ssh="plink")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"grace_s": math.inf},
+        {"grace_s": "5"},
+        {"lease_s": 0},
+        {"hang_timeout_s": 0},
+        {"hang_timeout_s": math.nan},
+        {"master_port": 99_999},
+        {"ssh_port": 0},
+        {"num_nodes": 0},
+        {"min_nodes": 1.5},
+    ],
+)
+def test_options_have_the_limits_of_the_command(values: dict[str, Any]) -> None:
+    (name,) = values
+    with pytest.raises(UsageError, match=rf"Options\({name}=\) is .*; give "):
+        launcher.Options(**values)
 
 
 def test_targets_and_arguments_that_cannot_be_are_refused() -> None:

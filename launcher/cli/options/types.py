@@ -16,13 +16,12 @@ import click
 from launcher.base.errors import UsageError
 from launcher.base.resume import AUTO, NEVER
 from launcher.cluster.cluster import NodeRange
+from launcher.job.plan import LONGEST_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from click.shell_completion import CompletionItem
-
-_LONGEST_S = 10 * 366 * 24 * 3600.0  # ten years: a deadline of `inf` is none
 
 
 class Whole(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
@@ -81,7 +80,7 @@ class Seconds(click.ParamType):  # type: ignore[type-arg]  # as above
         except (TypeError, ValueError):
             seconds = math.nan
         is_enough = seconds > self._least if self._min_open else seconds >= self._least
-        if not (is_enough and seconds <= _LONGEST_S):
+        if not (is_enough and seconds <= LONGEST_S):
             limit = f"{'more than' if self._min_open else 'at least'} {self._least:g}"
             self.fail(f"expected seconds, {limit}, got {str(value)!r:.80}", param, ctx)
         return seconds
