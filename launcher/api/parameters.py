@@ -116,6 +116,8 @@ class Parameters:
         for name, value in self.env.items():
             if not isinstance(name, str) or not isinstance(value, str) or "=" in name:
                 raise UsageError("names and values are texts, and a name has no =", where=f"env: {name}")
+            if "\0" in name + value:
+                raise UsageError("it holds a NUL byte, which no variable can", where=f"env: {name}")
 
     @property
     def is_call(self) -> bool:

@@ -160,6 +160,7 @@ def test_a_host_that_cannot_be_reached_is_named(sshd: LoopbackSshd, folder: Path
         ({"env": {"RANK": "1"}}, UsageError, "RANK would have no effect"),
         ({"env": {"A=B": "1"}}, UsageError, "env: A=B"),
         ({"env": {"A": 1}}, UsageError, "env: A"),
+        ({"env": {"A": "x\0y"}}, UsageError, "env: A: it holds a NUL byte"),
     ],
 )
 def test_what_is_wrong_is_said_in_the_words_of_python_before_anything_starts(
