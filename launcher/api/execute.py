@@ -30,7 +30,7 @@ def _ending_after(timeout_s: float | None, signals: SignalQueue) -> Iterator[thr
         is_over.set()
         signals.ask(signal.SIGTERM)
 
-    timer = threading.Timer(timeout_s or 0.0, end)
+    timer = threading.Timer(min(timeout_s or 0.0, threading.TIMEOUT_MAX), end)  # more, as `inf` is, no lock can wait
     timer.daemon = True
     if timeout_s is not None:
         timer.start()

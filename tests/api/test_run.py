@@ -58,6 +58,11 @@ def test_the_time_of_a_job_counts_before_its_ranks_start(folder: Path) -> None:
         launcher.run(time.sleep, 600, timeout_s=1e-6, log_dir="logs")
 
 
+@pytest.mark.filterwarnings("error")  # of a thread that dies
+def test_a_time_without_end_is_one() -> None:
+    assert launcher.run(os.getpid, timeout_s=math.inf)
+
+
 def test_a_script_that_fails_raises_and_what_it_wrote_is_there(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
