@@ -144,6 +144,7 @@ def test_what_slurm_refuses_is_passed_on(slurm: LoopbackSlurm, tmp_path: Path) -
         ([], "SCRIPT is missing"),
         (["--submit", "nosuch.py"], "nosuch.py does not exist here, and the job would look for it from this folder"),
         (["--launch-args", "--nosuch", "train.py"], "✗ --launch-args: there is no option --nosuch"),
+        (["--launch-args", "--bogus", "train.py"], "there is no option --bogus\n  → launch run --help lists"),
         (["--launch-args", "--num_gpus two", "train.py"], "✗ --launch-args: --num-gpus: expected a whole number"),
     ],
 )

@@ -108,7 +108,7 @@ def _parsed_run(ctx: click.Context, words: list[str]) -> dict[str, Any]:
     from launcher.cli.usage import as_usage_error
 
     try:
-        return run.make_context("launch run", words, parent=ctx.parent).params
+        return run.make_context("run", words, parent=ctx.parent).params
     except click.ClickException as error:
         found = as_usage_error(error).diagnostics[0]
         raise UsageError(
