@@ -51,6 +51,11 @@ def is_ipv6(text: str) -> bool:
     return True
 
 
+def is_host(text: str) -> bool:
+    """Tell whether `text` is one name or address, without user and port."""
+    return is_ipv6(text) or bool(len(text) <= _MAX_NAME_LENGTH and _NAME.fullmatch(text))
+
+
 def _split_port(text: str) -> tuple[tuple[str, ...], str | None]:
     """Return the names and the port text of `text`, which has no user part any more."""
     if is_ipv6(text):

@@ -11,7 +11,7 @@ from launcher.base.errors import HostfileError, UsageError
 from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import given_devices, local_device_tokens
-from launcher.cluster.hostname import is_loopback
+from launcher.cluster.hostname import is_host, is_loopback
 from launcher.job.envfile import JobEnvironment
 from launcher.job.environment import forwarded
 from launcher.job.plan import JobPlan, Settings
@@ -192,6 +192,11 @@ def _master_addr(
     request: Request, placement: Placement, kinds: dict[int, str], address_of: Callable[[Host], str]
 ) -> str:
     if request.master_addr is not None:
+        if not is_host(request.master_addr):
+            raise UsageError(
+                f'--master-addr "{request.master_addr}" is not the name or address of a host',
+                hint="such as node-a, 10.0.0.7 or fe80::1%eth0; a port is for --master-port",
+            )
         return request.master_addr
     if placement.num_nodes == 1 or set(kinds.values()) == {"local"}:
         return "127.0.0.1"

@@ -24,6 +24,17 @@ def planned(request: Request, here: Here, offered: Cluster | None = None) -> Job
     return make_plan(request, here, cluster, "calm-otter-0001", JobEnvironment({}, ()), lambda host: f"{host.name}.lan")
 
 
+@pytest.mark.parametrize("address", ["", "a b", "node-a:29500", "[::1]", "-x"])
+def test_a_master_address_is_one_host(address: str) -> None:
+    with pytest.raises(UsageError, match="is not the name or address of a host"):
+        planned(Request(command=SCRIPT, master_addr=address), machine(0), OTHERS)
+
+
+@pytest.mark.parametrize("address", ["node_a.lan", "10.0.0.7", "2001:db8::7", "fe80::1%eth0"])
+def test_a_master_address_may_be_of_any_kind(address: str) -> None:
+    assert planned(Request(command=SCRIPT, master_addr=address), machine(0), OTHERS).master_addr == address
+
+
 def test_settings_reach_the_plan_by_their_names() -> None:
     request = Request(command=SCRIPT, grace_s=7.0, bound_cores=(3, 4), engine="builtin", max_restarts=2)
     plan = planned(request, machine(0))
