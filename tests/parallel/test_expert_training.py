@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from harness import mixtures
+from harness.behind import Waits, runs_behind_host
 from harness.decoder import PARITY_STEPS
 from harness.ranks import run_on_ranks
 from torch import Tensor
@@ -199,3 +201,20 @@ def _with_and_without(rank: int, world_size: int) -> tuple[list[float], list[flo
 def test_blocks_that_are_recomputed() -> None:
     for recomputed, kept in run_on_ranks(2, _with_and_without):
         assert recomputed == kept
+
+
+def _waits(rank: int, world_size: int, kind: str) -> Counter[str]:
+    waits = Waits()
+    with runs_behind_host(None):
+        engine = _engine(kind, 2, 1)
+        model = engine.module
+        with waits.counting():
+            torch.autograd.grad(model(mixtures.batch(kind, 0, rank)), model.first.weight)  # not the engine's own steps
+        engine.destroy()
+    return waits.counts
+
+
+@pytest.mark.parametrize("kind", ["moe", "listed"])
+def test_a_layer_without_drops_reads_all_its_sizes_at_once(kind: str) -> None:
+    num_layers = 2
+    assert run_on_ranks(2, _waits, kind) == [Counter({"tolist": num_layers})] * 2

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from launcher.parallel.expert.compute import run_each, sizes_of
+from launcher.parallel.expert.compute import run_each
 from launcher.parallel.expert.exchange import at_experts, untouched
 from launcher.parallel.expert.share import local_experts, share_of
 from launcher.zero.compiled import outside_graphs
@@ -51,7 +51,7 @@ def stacked_class(kind: type[nn.Module]) -> type[nn.Module]:
         def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             """hidden_states: [tokens, width]; index, weights: [tokens, k] -> [tokens, width]."""
 
-            def run(rows: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
+            def run(rows: Tensor, expert: Tensor, _: Sequence[int], weights: Tensor) -> Tensor:
                 if not len(rows):
                     return untouched(rows, list(self.parameters()))
                 found: Tensor = kind.forward(self, rows, expert[:, None], weights[:, None])
@@ -68,8 +68,8 @@ def stacked_class(kind: type[nn.Module]) -> type[nn.Module]:
 def _of_list(x: Tensor, chosen: Tensor, weights: Tensor, experts: nn.ModuleList) -> Tensor:
     own = local_experts(experts)
 
-    def run(rows: Tensor, expert: Tensor, row_weights: Tensor) -> Tensor:
-        return run_each(own, rows, sizes_of(expert, len(own))) * row_weights[:, None]
+    def run(rows: Tensor, _: Tensor, sizes: Sequence[int], row_weights: Tensor) -> Tensor:
+        return run_each(own, rows, sizes) * row_weights[:, None]
 
     return _at_ranks(x, chosen, weights, experts, run)
 

@@ -18,12 +18,6 @@ def run_each(experts: Sequence[nn.Module], rows: Tensor, sizes: Sequence[int]) -
     return torch.cat([output_of(module, part) for module, part in zip(experts, parts, strict=True)])
 
 
-def sizes_of(expert: Tensor, num_experts: int) -> list[int]:
-    """Return how many rows each expert has; the host waits for it. expert: int64 [n], the number of each row's."""
-    counts = expert.new_zeros(num_experts).scatter_add_(0, expert, torch.ones_like(expert))
-    return [int(count) for count in counts.tolist()]
-
-
 def output_of(expert: nn.Module, rows: Tensor) -> Tensor:
     """Return the output of an expert; the first one where it returns several, such as a bias besides."""
     output = expert(rows)

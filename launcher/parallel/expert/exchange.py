@@ -1,9 +1,9 @@
 """How tokens reach the ranks of their experts and come back, with the way of their gradients.
 
 Two forms. Without drops (Gale et al., "MegaBlocks", https://arxiv.org/abs/2211.15841, section 3) ranks exchange how
-many tokens they send, then the tokens: `at_experts`. With a capacity (Lepikhin et al., "GShard",
-https://arxiv.org/abs/2006.16668, section 3.2) every rank sends as many places as any other, filled or not, so that no
-size is exchanged and the host waits for no device: `swap_chunks`.
+many tokens they send, and how many each expert gets, then the tokens: `at_experts`. With a capacity (Lepikhin et al.,
+"GShard", https://arxiv.org/abs/2006.16668, section 3.2) every rank sends as many places as any other, filled or not, so
+that no size is exchanged and the host waits for no device: `swap_chunks`.
 
 [Note: a backward on every rank] The backward of an exchange is an exchange, so it must run on all ranks or on none. A
 rank to which no token came has nothing between what it received and what it sends back. So both ends of an exchange
@@ -12,6 +12,10 @@ without drops are joined by an anchor, a number that carries no value and is the
 [Note: recomputation] Activation checkpointing repeats a forward and stops at the last tensor that backward needs, which
 may differ between ranks where their tokens do. `_Combine` saves a tensor when its exchange has ended, so that all of
 them repeat all exchanges.
+
+[Note: one read] The host needs sizes before it can queue work on a GPU, and each one that it reads lets the GPU run
+out of work. So all sizes of an exchange without drops are read at once, and index lists are made from sizes that are
+known, where `nonzero` would wait to find its own. (`nonzero_static` fails on a GPU for no element before torch 2.10.)
 """
 
 from __future__ import annotations
@@ -28,9 +32,9 @@ from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.parallel.expert.share import ExpertShare
 
-# rows [pairs, width], the expert of each counted from this rank's first, ascending [pairs], and its weight [pairs] ->
-# weighted outputs [pairs, width].
-RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+# rows [pairs, width], the expert of each counted from this rank's first, ascending [pairs], how many rows each expert
+# has, and the weight of each row [pairs] -> weighted outputs [pairs, width].
+RunExperts = Callable[[Tensor, Tensor, Sequence[int], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class _Route:
     num_tokens: int
     num_sent: list[int]  # rows to each rank
     num_received: list[int]  # rows from each rank
+    sizes: list[int]  # rows of each expert here; one that came for two of them counts twice
 
 
 def at_experts(
@@ -56,23 +61,20 @@ def at_experts(
 
     A token is sent once to each rank that has some of its experts, and comes back from it as one partial sum.
     """
-    group, num_local = share.group, share.num_local
+    num_local = share.num_local
     if trains and torch.is_grad_enabled() and not (x.requires_grad or weights.requires_grad):
         x = x.detach().requires_grad_()  # or a rank that no token reaches would have no way back
     with torch.no_grad():
-        is_sent = torch.zeros(x.shape[0], group.world_size + 1, dtype=torch.bool, device=x.device)
-        rank = experts.div(num_local, rounding_mode="floor").long()
-        is_sent.scatter_(1, torch.where(experts < 0, group.world_size, rank), True)
-        route, to_rank = _route(is_sent[:, : group.world_size].t(), group)
+        route, to_rank = _route(experts, share)
         ids = experts[route.token] - to_rank[:, None] * num_local
         ids = torch.where((ids >= 0) & (ids < num_local), ids, -1)
     rows, row_weights, row_ids, anchor = _Dispatch.apply(x, weights, ids, route)
     with torch.no_grad():
-        row, slot = (row_ids >= 0).nonzero(as_tuple=True)
-        expert = row_ids[row, slot]
-        order = expert.argsort(stable=True)
-        row, slot, expert = row[order], slot[order], expert[order]
-    outputs = run(rows[row], expert, row_weights[row, slot])
+        # What another rank computes comes last, and is left out.
+        expert, pair = torch.where(row_ids < 0, num_local, row_ids).reshape(-1).sort(stable=True)
+        expert, pair = expert[: sum(route.sizes)], pair[: sum(route.sizes)]
+        row = pair // row_ids.shape[1]
+    outputs = run(rows[row], expert, route.sizes, row_weights.reshape(-1)[pair])
     sums = torch.zeros(rows.shape, dtype=outputs.dtype, device=rows.device).index_add(0, row, outputs)
     combined: Tensor = _Combine.apply(sums.to(x.dtype), anchor, route)
     return combined
@@ -88,17 +90,34 @@ def swap_chunks(x: Tensor, group: RankGroup) -> Tensor:
     return swapped
 
 
-def _route(is_sent: Tensor, group: RankGroup) -> tuple[_Route, Tensor]:
-    """Return the route of tokens, and to which rank each row goes. Collective; the host waits for the sizes.
+def _route(experts: Tensor, share: ExpertShare) -> tuple[_Route, Tensor]:
+    """Return the route of tokens, and to which rank each row goes. Collective; the host waits for the sizes, once.
 
-    is_sent: bool [ranks, tokens].
+    experts: see `at_experts`.
     """
-    counts = is_sent.sum(1)
-    received = torch.empty_like(counts)
-    collectives.all_to_all(group, counts, received).wait()
-    num_sent, num_received = torch.stack([counts, received]).tolist()
-    to_rank, token = is_sent.nonzero(as_tuple=True)
-    return _Route(group, token, is_sent.shape[1], num_sent, num_received), to_rank
+    group, num_ranks = share.group, share.group.world_size
+    number = torch.where(experts < 0, share.num_experts, experts).long()  # the last: of no expert, and of no rank
+    is_sent = torch.zeros(num_ranks + 1, len(number), dtype=torch.bool, device=number.device)
+    is_sent = is_sent.scatter_(0, (number // share.num_local).t(), True)[:num_ranks]
+    of_expert = number.new_zeros(share.num_experts + 1)
+    of_expert.scatter_add_(0, number.reshape(-1), number.new_ones(number.numel()))
+    # [ranks, 1 + experts of a rank]: rows, and those of each expert.
+    sent = torch.cat([is_sent.sum(1, keepdim=True), of_expert[:-1].view(num_ranks, -1)], 1)
+    received = torch.empty_like(sent)
+    collectives.all_to_all(group, sent.view(-1), received.view(-1)).wait()
+    to_ranks, from_ranks = torch.stack([sent, received]).tolist()
+    num_sent, num_received = ([counts[0] for counts in each] for each in (to_ranks, from_ranks))
+    sizes = [sum(counts) for counts in list(zip(*from_ranks, strict=True))[1:]]
+    place = _places_of(is_sent.view(-1), sum(num_sent))
+    to_rank, token = place // len(number), place % len(number)
+    return _Route(group, token, len(number), num_sent, num_received, sizes), to_rank
+
+
+def _places_of(mask: Tensor, num_true: int) -> Tensor:
+    """Return where `mask` is true, as `nonzero` does, which would wait for the number. mask: bool [n] -> [num_true]."""
+    goes_to = torch.where(mask, mask.cumsum(0), 0)  # place 0 is one more, for what is false
+    found = goes_to.new_empty(num_true + 1)
+    return found.scatter_(0, goes_to, torch.arange(len(mask), device=mask.device))[1:]
 
 
 def _exchange(rows: Tensor, group: RankGroup, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:

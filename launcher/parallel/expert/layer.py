@@ -18,7 +18,7 @@ from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.hosts import largest_of_hosts
 from launcher.comm.mesh import expert_group
 from launcher.config.mesh import divisors
-from launcher.parallel.expert.compute import output_of, run_each, sizes_of
+from launcher.parallel.expert.compute import output_of, run_each
 from launcher.parallel.expert.exchange import at_experts, swap_chunks
 from launcher.parallel.expert.gating import GateOptions, Routing, jittered, route
 from launcher.parallel.expert.share import ExpertShare, keep_share, local_experts, share_of
@@ -176,8 +176,8 @@ class MOELayer(nn.Module):
         share = self.experts.share
         trains = any(param.requires_grad for param in self.experts.parameters())
 
-        def run(rows: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
-            outputs: Tensor = self.experts(rows, sizes_of(expert, share.num_local))
+        def run(rows: Tensor, _: Tensor, sizes: Sequence[int], weights: Tensor) -> Tensor:
+            outputs: Tensor = self.experts(rows, sizes)
             return outputs * weights[:, None]
 
         return at_experts(x, routing.experts, routing.weights, share, run, trains=trains)
