@@ -16,7 +16,7 @@ from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import current_mesh, subgroup
-from launcher.parallel.sequence.batch import part_of_batch
+from launcher.parallel.sequence.batch import cut, part_of_batch, with_positions
 from launcher.parallel.sequence.hugging_face import check_implementation, check_model, hugging_face_models
 from launcher.parallel.sequence.ranks import sequence_ranks
 from launcher.sharding.mesh import MeshSizes
@@ -210,7 +210,7 @@ class SequenceLoader(IterableDataset[dict[str, Any]]):
         if batch is None or ranks is None:
             return [], None
         try:
-            parts = [part_of_batch(batch, rank, ranks.world_size) for rank in range(ranks.world_size)]
+            parts = [cut(batch, rank, ranks.world_size) for rank in range(ranks.world_size)]
         except EngineError as error:  # all ranks raise it: one alone would leave the others waiting
             return [], str(error)
         return parts, {
@@ -226,13 +226,12 @@ class SequenceLoader(IterableDataset[dict[str, Any]]):
         collectives.exchange(ranks, sent, arrived).wait()
         for description, received in zip(described, arrived, strict=True):
             taken = iter(received.split([_num_bytes(entry) for entry in description.values()]))
-            yield self._moved(
-                {
-                    # A copy: in the middle of a buffer there may be no place for a wider type.
-                    name: data.clone().view(entry[0]).view(entry[1]) if _is_tensor(entry) else entry
-                    for (name, entry), data in zip(description.items(), taken, strict=True)
-                }
-            )
+            part = {
+                # A copy: in the middle of a buffer there may be no place for a wider type.
+                name: data.clone().view(entry[0]).view(entry[1]) if _is_tensor(entry) else entry
+                for (name, entry), data in zip(description.items(), taken, strict=True)
+            }
+            yield with_positions(self._moved(part), ranks.rank, ranks.world_size)
 
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {name: value.to(self._device) if isinstance(value, Tensor) else value for name, value in batch.items()}

@@ -234,6 +234,46 @@ def _batches() -> dict[str, dict[str, Any]]:
     }
 
 
+def case_reads(folder: Path) -> dict[str, list[int]]:
+    """Return how often a forward gathers, and how often its host waits for a device, by what positions it gets."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from harness.behind import Waits
+
+    import launcher
+    from launcher.comm import collectives
+    from launcher.compat.ulysses import SequenceLoader
+
+    engine = launcher.initialize(model=model_of(), config=_sgd())[0]
+    whole, documents = _batches()["whole"], _batches()["two documents"]
+    part = launcher.shard_sequence(whole)
+    engine(**part)  # the first forward looks at the batch
+    changed = launcher.shard_sequence(whole)
+    changed["position_ids"] += 1
+
+    def loaded(batch: dict[str, Any]) -> dict[str, Any]:
+        group: Any = dist.group.WORLD
+        return next(iter(SequenceLoader([batch], group.rank(), group, group.size())))
+
+    found = {}
+    for name, given in {
+        "made here": part,
+        "made by a loader": loaded(whole),
+        "none": {**part, "position_ids": None},
+        "a copy": {**part, "position_ids": part["position_ids"].clone()},
+        "changed in place": changed,
+        "two documents": launcher.shard_sequence(documents),
+        "two documents of a loader": loaded(documents),
+    }.items():
+        waits = Waits()
+        with mock.patch.object(collectives, "gather_rows", wraps=collectives.gather_rows) as gathers, waits.counting():
+            engine(**given)
+        found[name] = [gathers.call_count, waits.counts.total()]
+    engine.destroy()
+    return found
+
+
 def case_both_directions(folder: Path) -> dict[str, list[float]]:
     """Return loss and norm of the gradients of a model that sees both ways, within a window and past padding."""
     import torch

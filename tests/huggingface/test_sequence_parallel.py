@@ -10,7 +10,7 @@ import pytest
 from harness.hf_job import returned, run_cases
 
 CASES = ["sequence_parallel", "sequence_parallel_resumed", "sequence_parallel_evaluated"]
-CASES += ["accelerate_sequence_parallel", "masks", "both_directions", "own_positions", "generates", "refused"]
+CASES += ["accelerate_sequence_parallel", "masks", "reads", "both_directions", "own_positions", "generates", "refused"]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,16 @@ def test_masks_and_documents_are_those_of_whole_sequences(found: dict[str, list[
         assert len(run) == 10
         for name, pair in run.items():
             assert pair["parts"] == pytest.approx(pair["alone"], rel=1e-6), name
+
+
+def test_positions_that_were_made_here_are_neither_gathered_nor_read(found: dict[str, list[Any]]) -> None:
+    for run in returned(found, "reads"):
+        known = [run.pop(name) for name in ("made here", "made by a loader", "none")]
+        assert known == [[0, 0]] * 3
+        assert len(run) == 4
+        for name, (num_gathers, num_waits) in run.items():
+            assert num_gathers == 1, name
+            assert num_waits > 0, name
 
 
 @since_5

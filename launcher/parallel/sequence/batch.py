@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
+from launcher.parallel.sequence.positions import made_positions
 from launcher.parallel.sequence.ranks import sequence_ranks
 
 IGNORED = -100  # label of a token that counts in no loss
@@ -26,7 +26,8 @@ def shard_sequence(
     batch: with `input_ids` or `inputs_embeds`, [batch, length, ...]. Tensors of that length along dimension 1 are cut
     into contiguous parts, one for each rank; the rest stays whole. `labels` become `shift_labels`: position i has the
     token after it, also where that is on the next rank, and the last one of a sequence has -100. `position_ids` are
-    made where there are none, 0 to length - 1.
+    made where there are none, 0 to length - 1; a model of transformers that gets the same tensor knows what the other
+    ranks have without asking them, so move a batch to its device before, not after.
     shifts_labels: False for labels of the tokens themselves, as of masked language models: they stay `labels`.
     group: the ranks of one sequence; None: those of the engine that was built last. Without several ranks labels are
     shifted and positions made all the same, so that a script works with any number of them.
@@ -40,8 +41,12 @@ def shard_sequence(
 
 def part_of_batch(batch: Mapping[str, Any], rank: int, num_ranks: int, *, shifts_labels: bool = True) -> dict[str, Any]:
     """Return the part of rank `rank` of `num_ranks`: see `shard_sequence`."""
-    tokens = _tokens(batch)
-    size, length = tokens.shape[:2]
+    return with_positions(cut(batch, rank, num_ranks, shifts_labels=shifts_labels), rank, num_ranks)
+
+
+def cut(batch: Mapping[str, Any], rank: int, num_ranks: int, *, shifts_labels: bool = True) -> dict[str, Any]:
+    """Return the part of rank `rank` of `num_ranks`, with positions only where the batch has them."""
+    length = _tokens(batch).shape[1]
     if length % num_ranks:
         raise EngineError(
             f"{num_ranks} ranks do not divide a sequence of {length} tokens",
@@ -51,8 +56,6 @@ def part_of_batch(batch: Mapping[str, Any], rank: int, num_ranks: int, *, shifts
     if shifts_labels and isinstance(whole.get("labels"), Tensor):
         labels = whole.pop("labels")
         whole.setdefault("shift_labels", F.pad(labels, (0, 1), value=IGNORED)[..., 1:])
-    if whole.get("position_ids") is None:
-        whole["position_ids"] = torch.arange(length, device=tokens.device).expand(size, -1)
     part = slice(rank * (length // num_ranks), (rank + 1) * (length // num_ranks))
     found = {}
     for name, value in whole.items():
@@ -64,6 +67,13 @@ def part_of_batch(batch: Mapping[str, Any], rank: int, num_ranks: int, *, shifts
             )
         found[name] = value[:, part].contiguous() if is_cut else value
     return found
+
+
+def with_positions(part: dict[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Return a part with its positions, counted from the begin of the whole sequence, where it has none."""
+    if part.get("position_ids") is not None:
+        return part
+    return {**part, "position_ids": made_positions(_tokens(part), rank, num_ranks)}
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:

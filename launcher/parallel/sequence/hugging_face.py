@@ -23,7 +23,8 @@ from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.parallel.sequence.exchange import check_heads, gather_heads, scatter_heads
-from launcher.parallel.sequence.positions import OwnPositions
+from launcher.parallel.sequence.model_positions import OwnPositions
+from launcher.parallel.sequence.positions import are_made_positions
 from launcher.zero.compiled import outside_graphs
 
 _KEYWORD = "sequence_parallel"
@@ -204,6 +205,8 @@ class _BeforeForward:
                     f"{name} is not of this rank's part, {size} × {length} tokens",
                     hint="cut the batch with launcher.shard_sequence; masks are [batch, length]",
                 )
+        if are_made_positions(position_ids, self._ranks.rank, self._ranks.world_size):
+            known["position_ids"] = None  # nothing to ask the ranks for, nor the device
         sent = [value.to(torch.int64).expand(size, length) for value in known.values() if value is not None]
         rows: list[Tensor] = []
         if sent:
