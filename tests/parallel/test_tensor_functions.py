@@ -10,6 +10,7 @@ import torch
 from harness.ranks import run_on_ranks
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.comm import collectives
 from launcher.comm.groups import world_group
@@ -137,3 +138,38 @@ def test_layers_with_one_input_share_one_sum_behind_the_weight_gradient(
             part = tensor.grad.chunk(world_size)[rank]
             torch.testing.assert_close(grad, part.t() if is_transposed and index < 2 else part)
         assert found["order"] == (["begin", "wait"] if frozen == "weight" else ["begin", "weight", "wait"])
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def _in_two_parts(rank: int, world_size: int, is_transposed: bool) -> dict[str, Any]:
+    """The backward of the input, then that of the weight, as pipelines of zero bubble part them; and both at once."""
+    weight = random(5, 6) if is_transposed else random(6, 5)
+    x, bias = random(3, 5, seed=1), random(6, seed=2)
+    found: dict[str, Any] = {}
+    for name in ("together", "apart"):
+        y, _ = functions.column_linear(x * 2, weight, bias, world_group(), is_transposed=is_transposed)
+        products = []
+        for inputs in ((x, weight, bias),) if name == "together" else ((x,), (weight, bias)):
+            with Products() as counted:
+                found[name] = found.get(name, ()) + torch.autograd.grad(y.sin().sum(), inputs, retain_graph=True)
+            products.append(counted.count)
+        found[f"products {name}"] = products
+    return found
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_backward_in_two_parts_computes_each_gradient_once(is_transposed: bool) -> None:
+    for found in run_on_ranks(2, _in_two_parts, is_transposed):
+        assert found["products together"] == [2]
+        assert found["products apart"] == [1, 1]
+        for whole, part in zip(found["together"], found["apart"], strict=True):
+            assert torch.equal(whole, part)

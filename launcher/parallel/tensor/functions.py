@@ -237,12 +237,25 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad_rows = grad.reshape(-1, grad.shape[-1])
-        ctx.work.kept = (x.reshape(-1, x.shape[-1]), grad_rows)
-        grad_x = grad_rows @ (weight.t() if ctx.work.is_transposed else weight)
-        return grad_x.view(x.shape), grad.new_zeros(()), None, None, None
+        for_input, for_weight = (_is_run(node) for node, _ in ctx.next_functions[:2])
+        grad_x = None
+        if for_weight:
+            ctx.work.kept = (x.reshape(-1, x.shape[-1]), grad_rows)
+        if for_input:
+            grad_x = (grad_rows @ (weight.t() if ctx.work.is_transposed else weight)).view(x.shape)
+        return grad_x, grad.new_zeros(()) if for_weight else None, None, None, None
+
+
+def _is_run(node: Any) -> bool:
+    """Whether the backward that runs now needs what a node gets; called within it, for a node that is no leaf's.
+
+    `ctx.needs_input_grad` says what some backward needs. A schedule of pipelines that parts the backward of inputs from
+    that of weights goes through a layer twice, and would compute the gradient of its input twice.
+    """
+    return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
 class _WeightLater(torch.autograd.Function):
