@@ -102,17 +102,19 @@ class Parameters:
     options: Options = Options()
 
     def __post_init__(self) -> None:
-        if self.hosts is not None and (self.hostfile is not None or isinstance(self.hosts, str)):
+        is_list = not isinstance(self.hosts, str) and all(isinstance(host, str) for host in self.hosts or ())
+        if self.hosts is not None and (self.hostfile is not None or not is_list):
             raise UsageError(
                 "hosts is a list of host names, and takes the place of hostfile",
                 hint='such as hosts=["node-a", "node-b"] or hostfile="hosts.txt"',
             )
         if self.ranks not in (None, *_WORDS) and not (isinstance(self.ranks, int) and self.ranks > 0):
             raise UsageError(f"ranks is {self.ranks!r}", hint=f"give 1 or more, or one of {', '.join(_WORDS)}")
-        if self.max_restarts < 0:
-            raise UsageError(f"max_restarts is {self.max_restarts}", hint="give 0 or more")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise UsageError(f"timeout_s is {self.timeout_s}", hint="give seconds above 0, or None")
+        if not (isinstance(self.max_restarts, int) and self.max_restarts >= 0):
+            raise UsageError(f"max_restarts is {self.max_restarts!r}", hint="give 0 or more")
+        is_time = isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0
+        if self.timeout_s is not None and not is_time:
+            raise UsageError(f"timeout_s is {self.timeout_s!r}", hint="give seconds above 0, or None")
         for name, value in self.env.items():
             if not isinstance(name, str) or not isinstance(value, str) or "=" in name:
                 raise UsageError("names and values are texts, and a name has no =", where=f"env: {name}")

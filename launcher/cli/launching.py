@@ -38,6 +38,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     job = Job(request, here, offered, options.ssh, local=local)
     plan = job.plan()
     _check_script(plan)
+    _check_local_ranks(options, plan)
     if options.dry_run:
         plan = _with_commands(plan, job.reach)
         sizes = job.mesh_of(plan)
@@ -72,6 +73,17 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
             display.close()
     display.check()
     return report.exit_code
+
+
+def _check_local_ranks(options: RunOptions, plan: JobPlan) -> None:
+    """Raise UsageError for a local rank that no node has: the option would do nothing."""
+    num_ranks_of_node = max(node.num_ranks for node in plan.placement.nodes)
+    for option, named in options.output.local_ranks.items():
+        wrong = [rank for rank in sorted(named) if rank >= num_ranks_of_node]
+        if wrong:
+            raise UsageError(
+                f"no node has a local rank {wrong[0]}", where=option, hint=f"use 0 to {num_ranks_of_node - 1}"
+            )
 
 
 def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ TIME_FORM = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINIT
 _GPUS_FORM = re.compile(r"(?:[A-Za-z][\w.-]*:)?([1-9]\d{0,3})")
 _GPUS_OF_GRES = re.compile(r"(?:^|,)gpu(?::[A-Za-z][\w.-]*)?(?::([1-9]\d{0,3}))?(?=,|$)")
 _NOTICE = "B:USR1@120"  # two minutes before the end, to the batch script
+_ARRAY_FORM = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_SIGNAL_FORM = re.compile(r"(?:[RB]{1,2}:)?(\w+)(?:@\d{1,5})?")
 _SAFE = re.compile(r"[\w@%+=:,./*|&!()\[\]<>~^-]+")
 
 
@@ -61,6 +64,14 @@ class BatchOptions:
                 f'"{self.gpus_per_node}" is not a number of GPUs',
                 where="--gpus-per-node",
                 hint='expected "8" or "a100:8"',
+            )
+        if self.array is not None and not _ARRAY_FORM.fullmatch(self.array):
+            raise UsageError(
+                f'"{self.array}" is not a range', where="--array", hint='expected "0-7", "0-7%2" or "1,3,5"'
+            )
+        if self.signal is not None and not _is_signal(self.signal):
+            raise UsageError(
+                f'"{self.signal}" is not a signal', where="--signal", hint='expected "USR1@120" or "B:USR1@120"'
             )
         if self.gpus_per_node is not None and _GPUS_OF_GRES.search(self.gres or ""):
             raise UsageError("--gpus-per-node and --gres both name GPUs", hint="leave one of them out")
@@ -119,6 +130,12 @@ class BatchOptions:
         return [*lines, *(flag for flag, is_on in flags if is_on)]
 
 
+def _is_signal(text: str) -> bool:
+    match = _SIGNAL_FORM.fullmatch(text)
+    name = match[1].upper().removeprefix("SIG") if match else ""
+    return name.isdigit() or f"SIG{name}" in signal.Signals.__members__
+
+
 def job_name_of(script: str) -> str:
     """Return a name for the job that runs `script`, which a batch script can hold whatever the file is called."""
     return re.sub(r"[^\w.+@-]+", "-", Path(script).stem).strip("-") or "launch"
@@ -150,7 +167,7 @@ def render_script(
         raise UsageError(f"the template is wrong: {error.message}", where=f"{error.name}:{error.lineno}") from None
     except jinja2.TemplateNotFound as error:
         hint = f"ours are in {_TEMPLATES}"
-        raise UsageError(f"there is no template {error}", where=str(template), hint=hint) from None
+        raise UsageError(f'there is no template "{error.name}"', where=str(template), hint=hint) from None
     except (jinja2.TemplateError, UnicodeDecodeError) as error:
         raise UsageError(f"the template cannot be used: {error}", where=str(template or name)) from None
 

@@ -153,7 +153,10 @@ def test_a_host_that_cannot_be_reached_is_named(sshd: LoopbackSshd, folder: Path
     [
         ({"ranks": 0}, UsageError, "ranks is 0"),
         ({"timeout_s": -1}, UsageError, "timeout_s is -1"),
+        ({"timeout_s": "2"}, UsageError, "timeout_s is '2'"),
         ({"max_restarts": -1}, UsageError, "max_restarts is -1"),
+        ({"max_restarts": "2"}, UsageError, "max_restarts is '2'"),
+        ({"hosts": [5]}, UsageError, "hosts is a list of host names"),
         ({"output": "nowhere"}, UsageError, "output is 'nowhere'"),
         ({"hosts": "node-a"}, UsageError, "hosts is a list of host names"),
         ({"hosts": ["node-a"], "hostfile": "x"}, UsageError, "takes the place of hostfile"),

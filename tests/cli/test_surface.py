@@ -189,6 +189,14 @@ def test_torchrun_s_words_for_a_number_of_ranks(tmp_path: Path, monkeypatch: pyt
         (["--rdzv-backend=etcd"], "there is no rendezvous by etcd: nodes meet at the master address"),
         (["--tee", "4"], "--tee: expected 0 to 3, or such as 0:1,1:3 by local rank, got '4'"),
         (["--redirects", "0:1,x"], "--redirects: expected 0 to 3, or such as 0:1,1:3 by local rank"),
+        (
+            ["--redirects", "0:1,7:1", "--num-gpus", "2", "--dry-run", __file__],
+            "--redirects: no node has a local rank 7",
+        ),
+        (
+            ["--local_ranks_filter", "5", "--num-gpus", "2", "--dry-run", __file__],
+            "--local-ranks-filter: no node has a local rank 5\n  → use 0 to 1",
+        ),
         (["--local_ranks_filter", "0;1"], "--local-ranks-filter: expected whole numbers such as 0,1, got '0;1'"),
         (["--num_processes", "8"], "no option --num-processes\n  → accelerate counts the ranks of all machines"),
         (["--mixed_precision", "bf16"], "write --env ACCELERATE_MIXED_PRECISION=bf16"),

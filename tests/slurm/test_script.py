@@ -87,12 +87,20 @@ def test_gpus_in_gres_are_ranks(gres: str, num_ranks: int) -> None:
     [
         ({"gpus_per_node": "8", "gres": "nvme:1,gpu:4"}, ("--gpus-per-node", "--gres")),
         ({"mem": "0", "mem_per_cpu": "4G"}, ("--mem", "--mem-per-cpu")),
+        ({"array": "x"}, ('"x" is not a range', "--array")),
+        ({"array": "0-7%"}, ('"0-7%" is not a range', "--array")),
+        ({"signal": "foo@60"}, ('"foo@60" is not a signal', "--signal")),
     ],
 )
-def test_options_that_contradict_each_other(values: dict[str, str], names: tuple[str, str]) -> None:
+def test_options_that_are_wrong_or_contradict_each_other(values: dict[str, str], names: tuple[str, str]) -> None:
     with pytest.raises(UsageError) as caught:
         BatchOptions(**values)
     assert all(name in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize("text", ["USR1", "B:USR1@120", "R:SIGTERM@60", "BR:10@5"])
+def test_signals_are_those_of_sbatch(text: str) -> None:
+    assert f"--signal={text}" in BatchOptions(signal=text).directives()
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1, max_size=4))

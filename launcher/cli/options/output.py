@@ -81,6 +81,15 @@ class OutputOptions:
         """Whether nothing of any rank is hidden."""
         return self.redirects == NO_STREAMS and self.local_ranks_filter is None
 
+    @property
+    def local_ranks(self) -> dict[str, set[int]]:
+        """The local ranks that options name, by option."""
+        return {
+            "--redirects": {*self.redirects.by_local_rank},
+            "--tee": {*self.tee.by_local_rank},
+            "--local-ranks-filter": {*(self.local_ranks_filter or ())},
+        }
+
     def shows(self, local_rank: int, stream: str) -> bool:
         """Whether the console shows a rank's stream, "stdout" or "stderr"; its log file has it in any case."""
         if self.local_ranks_filter is not None and local_rank not in self.local_ranks_filter:
