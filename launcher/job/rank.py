@@ -33,3 +33,4 @@ class Rank:
     has_traceback: bool = False  # its traceback is in its log
     stack: str | None = None  # its answer to the last request for stacks
     failure: Candidate | None = None
+    done_s: float | None = None  # when it ended with 0

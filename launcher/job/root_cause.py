@@ -8,6 +8,7 @@ set; those of other hosts are converted.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import time
@@ -64,7 +65,19 @@ class RootCause:
         """The failure that the others followed from, None when nothing failed."""
         every = (self._hang, *(node.failure for node in self._nodes), *(rank.failure for rank in self._ranks))
         found = [candidate for candidate in every if candidate is not None]
-        return min(found, key=lambda candidate: (candidate.is_lost_peer, candidate.died_s)).failure if found else None
+        if not found:
+            return None
+        first = min(found, key=lambda candidate: (candidate.is_lost_peer, candidate.died_s))
+        early = [
+            rank.number for rank in self._ranks if rank.done_s is not None and rank.done_s <= first.died_s + _SLACK_S
+        ]
+        if not (first.is_lost_peer and early):
+            return first.failure
+        return dataclasses.replace(
+            first.failure,
+            hint=f"{_named(early)} had ended with 0 before: do all ranks take the same number of steps, and get as many"
+            " batches?",
+        )
 
     def stopping(self, *, by_user: bool) -> None:
         """Note that the ranks are being stopped: deaths from now on are our own doing. The first call counts."""
@@ -80,6 +93,8 @@ class RootCause:
         if message.status == 0 and self._stop_s is None:
             rank.failure = None  # it had raised, but what ended it says that all is well
         died_s = float((message.record or {}).get("time_s", message.time_s)) + node.clock_offset_s
+        if message.status == 0:
+            rank.done_s = died_s
         if message.status == 0 or not self._may_be_cause(message.status, died_s):
             return None
         failure = rank_failure(node, rank, message, max(0.0, died_s - self._start_s))
@@ -140,6 +155,11 @@ class RootCause:
             return True
         by_us = status in _STOPPED  # or by another process, a moment before
         return died_s <= self._stop_s + (0.0 if by_us else self._slack_s)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def _is_about_lost_peer(message: Exited, failure: Failure) -> bool:

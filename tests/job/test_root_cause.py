@@ -130,6 +130,16 @@ def test_an_error_raised_from_one_about_a_lost_peer_is_no_cause_either(tmp_path:
     assert rank_of(book_of(tmp_path, now_s, (node(), victim), (node(), exited(1, 3, now_s)))) == 1
 
 
+def test_a_rank_that_left_the_loop_before_the_others_is_named(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    lost, own = raised(0, now_s, *LOST_PEER[1]), raised(0, now_s, "KeyError", "'x'")
+    for done_s, failed, is_named in ((0.2, lost, True), (0.2, own, False), (-9.0, lost, False)):
+        book = book_of(tmp_path, now_s, (node(), exited(1, 0, now_s - done_s)), (node(), failed))
+        assert book.cause is not None
+        assert book.cause.rank == 0
+        assert ("rank 1 had ended with 0 before" in (book.cause.hint or "")) == is_named
+
+
 @pytest.mark.parametrize(("kind", "message"), OWN)
 def test_words_of_the_network_in_other_errors_and_in_paths_mean_nothing(
     tmp_path: Path, kind: str, message: str
