@@ -234,6 +234,7 @@ def test_the_notebook_side_loads_neither_torch_nor_ipython() -> None:
 
 INTERRUPTED = """
     import launcher, signal, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in the background of a script
     def wait():
         print("READY", flush=True)
         time.sleep(600)
