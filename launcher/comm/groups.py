@@ -206,12 +206,12 @@ def _incomplete(missing: list[str]) -> EngineError:
     )
 
 
-def world_group(*, has_reductions: bool = False) -> RankGroup:
-    """Return the group of all ranks, or of this process alone when none was started, with a device runtime of its own.
+def world_group(*, has_reductions: bool = False, runtime: DeviceRuntime | None = None) -> RankGroup:
+    """Return the group of all ranks, or of this process alone when none was started.
 
-    has_reductions: see `with_reductions`.
+    has_reductions: see `with_reductions`. runtime: of its device; None: a new one.
     """
-    runtime = DeviceRuntime(local_device())
+    runtime = runtime or DeviceRuntime(local_device())
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return RankGroup(0, 1, None, runtime)
     world = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, runtime)

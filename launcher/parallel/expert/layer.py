@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import weakref
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives
+from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.hosts import largest_of_hosts
 from launcher.comm.mesh import expert_group
@@ -200,23 +200,14 @@ class MOELayer(nn.Module):
         return (found * routing.weights[..., None]).sum(1).to(x.dtype)
 
 
+_runtime = functools.cache(DeviceRuntime)  # all layers share it: each runtime takes streams, of which torch has 32
+
+
 def _group_of_experts(ep_size: int) -> RankGroup:
     """Return the `ep_size` neighbouring ranks that this one belongs to. Collective. Raises: EngineError."""
     if ep_size > 1:
         init_distributed()
-    key = dist.group.WORLD, ep_size
-    found = _groups.get(key)
-    if found is None:
-        found = _groups[key] = _new_group_of_experts(ep_size)
-    return found
-
-
-# Those in use: all layers share one, as each has streams of its own.
-_groups: weakref.WeakValueDictionary[tuple[dist.ProcessGroup | None, int], RankGroup] = weakref.WeakValueDictionary()
-
-
-def _new_group_of_experts(ep_size: int) -> RankGroup:
-    world = world_group()
+    world = world_group(runtime=_runtime(local_device()))
     if ep_size == 1:
         return RankGroup(0, 1, None, world.runtime)
     if world.world_size % ep_size:

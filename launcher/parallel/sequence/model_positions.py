@@ -27,7 +27,7 @@ class OwnPositions:
     def check(self, position_ids: Tensor, is_token: Tensor | None) -> None:
         """Raise EngineError for positions that the model would not give to these tokens.
 
-        position_ids, is_token: [batch, length], of whole sequences; None: there is no padding.
+        position_ids, is_token: [batch, length], of whole sequences. is_token is False at padding; None without any.
         """
         own = position_ids[:, 0] if is_token is None else position_ids[is_token]
         if self._first and bool((own < self._first).any()):

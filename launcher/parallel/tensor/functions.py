@@ -250,10 +250,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_run(node: Any) -> bool:
-    """Whether the backward that runs now needs what a node gets; called within it, for a node that is no leaf's.
+    """Whether the backward that runs now executes a node of the autograd graph. Call it within a backward.
 
-    `ctx.needs_input_grad` says what some backward needs. A schedule of pipelines that parts the backward of inputs from
-    that of weights goes through a layer twice, and would compute the gradient of its input twice.
+    `ctx.needs_input_grad` says what some backward needs. A schedule of pipelines that splits the backward into that of
+    inputs and that of weights runs this function twice, and would compute the gradient of the input twice.
     """
     return node is not None and bool(torch._C._will_engine_execute_node(node))
 

@@ -56,7 +56,7 @@ def split_dim(module: nn.Module, style: Style) -> int:
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether a module stands for one of another pipeline stage."""
+    """Whether a module is the placeholder of one on another pipeline stage."""
     return getattr(module, "is_placeholder", False) is True
 
 

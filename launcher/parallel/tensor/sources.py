@@ -282,6 +282,6 @@ def _embedding_of(model: nn.Module, getter: str) -> nn.Module | None:
     get = getattr(model, getter, None)
     try:
         found = get() if callable(get) else None
-    except (NotImplementedError, AttributeError):  # a model without tokens, or a stage without what is asked for
+    except (NotImplementedError, AttributeError):  # no embedding: not a model of text, or it is on another stage
         return None
     return found if isinstance(found, nn.Module) else None
