@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import decoder, split_models
 from harness.decoder import LENGTH, PARITY_STEPS, VOCABULARY, WIDTH, Block, Decoder
+from harness.needs import need
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from torch import Tensor, nn
@@ -157,7 +158,7 @@ def _split_stages(rank: int, world_size: int, name: str, tensor_parallel: dict[s
 def test_an_embedding_is_split_alike_on_the_stages_that_share_it(name: str) -> None:
     """Its class, or the name of the head, tells nothing: the model itself does."""
     if not split_models.has(name):
-        pytest.skip("transformers is not installed")
+        need("transformers is not installed")
     model = split_models.build(name)
     wanted = [loss for loss, _ in split_models.train(model)]
     weights = {own: param.detach() for own, param in model.named_parameters()}
@@ -168,7 +169,7 @@ def test_an_embedding_is_split_alike_on_the_stages_that_share_it(name: str) -> N
 
 def test_stages_that_split_a_shared_parameter_differently_are_told() -> None:
     if not split_models.has("gpt2"):
-        pytest.skip("transformers is not installed")
+        need("transformers is not installed")
     specs = [{"patterns": [".*lm_head"], "partition_type": "skip"}]
     for error in run_on_ranks(4, _split_stages, "gpt2", {"partition_config": {"layer_specs": specs}}):
         assert "transformer.wte.weight" in error, error
