@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # How long an example takes says nothing where other tests share the cores.
 hypothesis.settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared cores")
+
+
+# What a shell inside of a job, or on a machine with GPUs, may have set: tests say themselves what they start with.
+_OF_THE_CALLER = re.compile(
+    r"(SLURM|PET|OMPI|PMI|PMIX|TORCHELASTIC|DLTS|LAUNCH)_(?!TIMEOUT_SCALE)\w+"
+    r"|(LOCAL_|GROUP_|ROLE_|NODE_|CROSS_)?(RANK|WORLD_SIZE|SIZE)|NNODES|MASTER_(ADDR|PORT)|ACCELERATE_\w+"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in list(os.environ):
+        if _OF_THE_CALLER.fullmatch(name):
+            del os.environ[name]
+    if config.option.markexpr != "gpu":  # there it chooses the card
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
