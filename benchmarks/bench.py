@@ -4,7 +4,8 @@
     python benchmarks/bench.py --page           only write the page
 
 Each section is a file in benchmarks/results, written by the script that measured it, with date, commit and command.
-The page is header.md and these files in the order of SECTIONS. docs/scale.md is written whole by its own script.
+The page is header.md, the figures that `figures.py` takes from these files, and the files in the order of SECTIONS.
+docs/scale.md is written whole by its own script.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import figures
 from common import BIN, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,13 +111,22 @@ SECTIONS = (
 
 
 def assemble() -> str:
-    """Return docs/benchmarks.md: the header, and what was measured of each section."""
-    parts = [(ROOT / "benchmarks" / "header.md").read_text()]
+    """Return docs/benchmarks.md: the header, the figures of the first page, and what was measured of each section."""
+    parts = [
+        (ROOT / "benchmarks" / "header.md").read_text(),
+        f"![The figures]({figures.PICTURE.name})",
+        figures.summary(),
+    ]
     for section in SECTIONS:
         if section.page is None:
             missing = f"## {section.name}\n\nNot measured yet: `make bench SECTION={section.name}`.\n"
             parts.append(section.output.read_text() if section.output.exists() else missing)
     return "\n".join(part.strip() + "\n" for part in parts)
+
+
+def _write_page() -> None:
+    PAGE.write_text(assemble())
+    figures.write_picture()
 
 
 def main() -> int:
@@ -134,8 +145,8 @@ def main() -> int:
             code = section.measure()
             print(f"{section.name}: exit code {code} after {time.monotonic() - start_s:.0f} s", flush=True)
             failed += [section.name] * bool(code)
-            PAGE.write_text(assemble())
-    PAGE.write_text(assemble())
+            _write_page()
+    _write_page()
     if failed:
         print(f"failed, or found something out of bounds: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)

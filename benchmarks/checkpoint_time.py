@@ -360,7 +360,7 @@ def main() -> None:
     CANDIDATES.pop(options.without, None)
     launcher.init_distributed()
     torch.set_num_threads(1)
-    page = Section("Time of checkpoints", "torch", "deepspeed")
+    page = Section(f"Time of checkpoints: {options.sizes} M parameters", "torch", "deepspeed")
     places: list[Any] = [tempfile.mkdtemp(dir=options.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(places)
     parts = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import shlex
@@ -54,7 +55,9 @@ def spread(values: Sequence[float]) -> str:
     if len(values) < 2:
         return "one sample"
     low, _, high = statistics.quantiles(values, n=4)
-    return f"{low:.4g}-{high:.4g}"
+    largest = max(abs(low), abs(high))
+    digits = max(0, 2 - math.floor(math.log10(largest))) if largest else 0  # three that count, alike in both
+    return f"{low:.{digits}f}{'-' if low >= 0 else ' to '}{high:.{digits}f}"
 
 
 def rounds_text(rounds: int, details: str = "candidates in turns") -> str:

@@ -15,6 +15,7 @@ from harness.launching import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench  # benchmarks are not a package
+import figures
 
 # What a section must say of itself: date, commit, hardware and versions, samples, command.
 PROVENANCE = re.compile(
@@ -115,7 +116,7 @@ def run_for_itself(script: str, arguments: str, num_ranks: int, folder: Path, ou
 
 
 def test_every_benchmark_has_a_short_form_or_needs_a_gpu() -> None:
-    helpers = {"bench", "common", "fault_places"}
+    helpers = {"bench", "common", "fault_places", "figures"}
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     assert scripts - helpers - {"gpu_kernels"} == set(SHORT)
     assert {section.command.split()[0].removesuffix(".py") for section in bench.SECTIONS} == set(SHORT)
@@ -128,6 +129,14 @@ def test_the_gpu_benchmark_can_be_imported(tmp_path: Path) -> None:
 
 def test_the_page_is_what_the_scripts_wrote() -> None:
     assert bench.PAGE.read_text() == bench.assemble(), "write it with: make bench-page"
+
+
+def test_the_first_page_has_the_figures_that_were_measured() -> None:
+    assert figures.PICTURE.read_text() == figures.picture(), "write it with: make bench-page"
+    first_page = " ".join((ROOT / "README.md").read_text().split())
+    for figure in figures.FIGURES:
+        for who, value, unit in figure.values():
+            assert figures.shown(value, unit) in first_page, (figure.title, who)
 
 
 @pytest.mark.parametrize("section", bench.SECTIONS, ids=lambda section: section.name)
