@@ -108,13 +108,18 @@ def markdown() -> str:
         "as formulas give them: they are rounded, and what they became is printed. `launch config check FILE` says",
         "everything that is wrong with a file at once, and `launch config explain KEY` explains a key.",
         "",
-        "| key | type | default | meaning | status |",
-        "|---|---|---|---|---|",
+        "A key belongs to the section whose name is above its table.",
     ]
+    sections: dict[str, list[KeyFacts]] = {}
     for fact in keys:
-        names = " ".join(f"`{name}`" for name in (fact.path, *fact.aliases))
-        cells = (names, fact.type, f"`{fact.default}`" if fact.default else "", fact.doc, fact.status)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        sections.setdefault(fact.path.rpartition(".")[0], []).append(fact)
+    for section, facts in sections.items():
+        lines += ["", f"## {section or 'Top level'}", "", "| key | type | default | meaning | status |"]
+        lines.append("|---|---|---|---|---|")
+        for fact in facts:
+            names = " ".join(f"`{name}`" for name in (fact.path.rpartition(".")[2], *fact.aliases))
+            cells = (names, fact.type, f"`{fact.default}`" if fact.default else "", fact.doc, fact.status)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
