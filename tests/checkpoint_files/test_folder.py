@@ -52,6 +52,10 @@ def test_every_name_on_the_way_to_a_checkpoint_is_on_the_disk_before_it(
         assert ("fsync", folder) in calls[:commit], f"the name of a new folder in {folder}"
     assert ("fsync", draft) in calls[:manifest]
     assert ("fsync", draft) in calls[manifest:commit]
+    tensors = [tensors for tensors, _ in read_manifest(root / "global_step1").ranks]
+    assert len(tensors) == 2
+    for name in tensors:
+        assert ("fsync", draft / name) in calls[:manifest], "a power loss would leave a manifest without its tensors"
     assert ("fsync", root) in calls[commit : calls.index(("replace", root / "latest"))]
     assert calls[-1] == ("fsync", root)
 

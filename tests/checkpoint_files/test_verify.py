@@ -30,6 +30,19 @@ def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path, seed: int) -> None:
     assert verify(folder) == []
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b'"F32"', b'"I32"'), (b'"shape":[14]', b'"shape":[13]'), (b'"data_offsets":[0', b'"data_offsets":[4')],
+)
+def test_a_header_of_another_meaning_is_found(tmp_path: Path, before: bytes, after: bytes) -> None:
+    path = write_checkpoint(tmp_path, 2) / "rank-00000.safetensors"
+    content = path.read_bytes()
+    assert before in content
+    path.write_bytes(content.replace(before, after, 1))
+    (finding, *_) = verify(path.parent)
+    assert (finding.file, "its header" in finding.message) == (str(path), True)
+
+
 def test_files_that_are_missing_or_cut_off_are_all_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, 2)
     (folder / "rank-00000.safetensors").unlink()

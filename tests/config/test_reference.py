@@ -172,6 +172,12 @@ def test_auto_sizes_follow_from_the_batch_equation() -> None:
     }
 
 
+def test_ranks_of_one_model_count_once_in_an_automatic_batch() -> None:
+    sizes = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4}
+    config, _ = resolve_auto(load_config(sizes).config, AutoFacts(world_size=8, model_size=2))
+    assert config.train_batch_size == 16
+
+
 def test_a_key_is_explained_by_the_end_of_its_path() -> None:
     found = CliRunner().invoke(config_group, ["explain", "offload_param.device", "--json"])
     assert [fact["path"] for fact in json.loads(found.output)] == ["zero_optimization.offload_param.device"]
