@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import EngineError
-from launcher.base.log import get_logger
-from launcher.comm.groups import is_first_rank
 from launcher.engine.watch import Watch
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
@@ -31,18 +29,6 @@ def check_loss(loss: Tensor) -> None:
 def scaled_up(loss: Tensor, loss_scale: float) -> Tensor:
     """Return the loss times its scale, in fp32: a 16-bit product would overflow."""
     return loss if loss_scale == 1.0 else loss.float() * loss_scale
-
-
-def first_of_sum(micro_step: int, num_parts: int) -> int:
-    """Return the first micro-step of an accumulation of `num_parts` whose sums were dropped, and warn of that."""
-    num_dropped = micro_step % num_parts
-    if num_dropped and is_first_rank():
-        get_logger().warning(
-            "an exception ended a backward pass: the gradients of %d micro-batches before it, which were summed with"
-            " its own, are dropped, and the accumulation begins anew",
-            num_dropped,
-        )
-    return micro_step - num_dropped
 
 
 class BackwardPass:

@@ -166,7 +166,7 @@ class Checkpoints:
         return RunState(
             global_steps=engine.global_steps,
             global_samples=engine.global_samples,
-            micro_steps=engine.micro_steps,
+            micro_steps=engine.complete_micro_steps,
             skipped_steps=engine.skipped_steps,
             optimizer=None if optimizer is None else optimizer.optimizer.name,
             groups=[] if optimizer is None else optimizer.optimizer.saved_groups(),

@@ -20,7 +20,7 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
 from launcher.engine.autosave import Autosave
-from launcher.engine.backward import BackwardPass, check_loss, first_of_sum, scaled_up
+from launcher.engine.backward import BackwardPass, check_loss, scaled_up
 from launcher.engine.casting import Casting
 from launcher.engine.checkpoints import Checkpoints
 from launcher.engine.data import DistributedLoader
@@ -82,8 +82,11 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self.global_steps = 0  # optimizer steps taken or skipped
         self.global_samples = 0
         self.micro_steps = 0
-        self._batch = parts.batch
+        self._batch = self._next_batch = parts.batch
         self._boundary_override: bool | None = None
+        self._num_summed = 0  # micro-batches since the last optimizer step that `step()` has ended
+        self._has_divided = False  # a loss since then was divided by the accumulation steps
+        self._num_drops = 0  # calls of `zero_grad()` since then that dropped such micro-batches
         self._is_in_no_sync = False
         self._layer_ranks = LayerRanks(parts.mesh.tensor)
         self._num_path_changes = 0
@@ -157,28 +160,58 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             return True
         if self._boundary_override is not None:
             return self._boundary_override
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._num_summed + 1 >= self.gradient_accumulation_steps()
+
+    @property
+    def complete_micro_steps(self) -> int:
+        """The micro-steps so far without those of an accumulation under way, which no checkpoint has."""
+        return self.micro_steps - self._num_summed
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide the boundary yourself from now on. Call it before `backward`, alike on every rank."""
         self._boundary_override = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples of an optimizer step from the next one on, by the accumulation steps.
+        """Change the samples of an optimizer step, by the accumulation steps.
 
-        Raises: ConfigError when it is not a multiple of micro-batch times ranks.
+        In the middle of an accumulation the sizes change after its step, which has as many micro-batches as the losses
+        so far were divided by. Raises: ConfigError when it is not a multiple of micro-batch times ranks.
         """
-        self._set_batch(solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.dp_world_size))
+        self._set_batch(solve_batch(train_batch_size, self._next_batch.micro_batch_size, None, self.dp_world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a micro-batch of one rank; the accumulation steps stay. Your loader must follow."""
+        """Change the samples of a micro-batch of one rank, at the same time as `set_train_batch_size` does.
+
+        The accumulation steps stay. Your loader must follow.
+        """
         if micro_batch_size < 1:
             raise EngineError(f"a micro-batch needs at least 1 sample, got {micro_batch_size}")
-        self._set_batch(solve_batch(None, micro_batch_size, self._batch.accumulation_steps, self.dp_world_size))
+        self._set_batch(solve_batch(None, micro_batch_size, self._next_batch.accumulation_steps, self.dp_world_size))
 
     def _set_batch(self, batch: BatchPlan) -> None:
-        self._batch = batch
-        self._timer = ThroughputTimer(batch.train_batch_size, self._steps_per_print or 1)
+        self._next_batch = batch
+        if not self._has_divided:
+            self._begin_sum()
+
+    def _begin_sum(self) -> None:
+        """Begin an accumulation: no micro-batch is summed, and the sizes are those that were set last."""
+        self._num_summed, self._has_divided, self._backward_done = 0, False, False
+        if self._batch is not self._next_batch:
+            self._batch = self._next_batch
+            self._timer = ThroughputTimer(self._batch.train_batch_size, self._steps_per_print or 1)
+
+    def _begin_sum_anew(self, why: str) -> None:
+        """Begin again with an accumulation whose gradients were dropped, and warn where micro-batches were in it."""
+        if self._num_summed and self.global_rank == 0:
+            get_logger().warning(
+                "%s: the gradients of %d micro-batches before it, which were summed for the next step, are dropped, and"
+                " the accumulation begins anew",
+                why,
+                self._num_summed,
+            )
+        self.micro_steps -= self._num_summed
+        self._losses.clear()
+        self._begin_sum()
 
     # ---- one micro-batch ----
 
@@ -191,9 +224,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
                 " trainer.model_wrapped = trainer.model",
             )
         if self._pass.recover():
-            self._losses.clear()
-            self._backward_done, num_parts = False, self.gradient_accumulation_steps()
-            self.micro_steps = first_of_sum(self.micro_steps, num_parts if self._boundary_override is None else 1)
+            self._begin_sum_anew("an exception ended a backward pass")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; its parameters are waited for unit by unit."""
@@ -220,6 +251,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._begin()
         self._last_step.report()
         self._losses.append(loss.detach())
+        self._has_divided = True
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
         with self._pass.running(is_boundary=self._reduces_at_boundary()):
@@ -238,6 +270,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._begin()
         self._last_step.report()
         self._losses.append(loss.detach())
+        self._has_divided = True
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
 
         def begin() -> bool:
@@ -285,6 +318,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         boundary = self.is_gradient_accumulation_boundary()
         self._backward_done, self._ended_accumulation = False, boundary
         self.micro_steps += 1
+        self._num_summed += 1
         if boundary:
             self._model_facts.check()
             self._autosave.begin_step()
@@ -294,12 +328,26 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         if boundary:
             tell(step=self.global_steps)  # heartbeats count micro-batches
             self._report()
+            self._begin_sum()
+            self._num_drops = 0
             self._autosave.after_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients gathered since the last step."""
+        """Drop the gradients gathered since the last step: the accumulation begins anew. `step()` does it by itself.
+
+        Raises: EngineError where it drops micro-batches that `step()` has ended again and again: no step would come.
+        """
         self._begin()
+        is_between = self._num_summed > 0 and not self._backward_done
+        if is_between and self._num_drops:
+            raise EngineError(
+                "engine.zero_grad() was called between the micro-batches of an accumulation again, and dropped their"
+                f" gradients: an optimizer step needs {self.gradient_accumulation_steps()} in a row",
+                hint="leave it out: engine.step() drops gradients after each optimizer step",
+            )
+        self._num_drops += is_between
         self._sharded.reducer.discard()
+        self._begin_sum_anew("engine.zero_grad() was called within an accumulation")
 
     def _take_step(self) -> None:
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
@@ -390,10 +438,10 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
     def take_counters(self, state: RunState) -> None:
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""
         self.global_steps, self.global_samples = state.global_steps, state.global_samples
-        num_parts = self.gradient_accumulation_steps() if self._boundary_override is None else 1
-        self.micro_steps = first_of_sum(state.micro_steps, num_parts)
+        self.micro_steps = state.micro_steps
+        self._sharded.reducer.discard()
         self._losses.clear()
-        self._backward_done = False
+        self._begin_sum()
         self._last_step.restart(state.skipped_steps)
         if self._sharded.delayed is not None:
             self._sharded.delayed.restart(state.global_steps - state.skipped_steps)

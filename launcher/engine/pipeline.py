@@ -169,6 +169,7 @@ class PipelineEngine(Engine):
         self._losses = [loss]
         self._backward_done = True
         self.micro_steps += count - 1
+        self._num_summed = count - 1
         super().step()
         return loss
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import zoo
+from harness.logs import logged
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from harness.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build
@@ -314,3 +316,108 @@ def test_sizes_change_between_steps() -> None:
     assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 2)
     with pytest.raises(ConfigError, match="not divisible"):
         engine.set_train_batch_size(3)
+
+
+# Micro-batch after which the sizes change -> the accumulation steps, and where within the micro-batch.
+CHANGES = {5: (4, "end"), 7: (2, "after_backward"), 12: (3, "after_forward"), 13: (5, "after_scale"), 17: (1, "end")}
+ACCUMULATIONS = [3, 3, 4, 2, 3, 5, 1, 1]  # each change holds from the next step on, counted from that step
+
+
+def _train_with_changes(rank: int, world_size: int, stage: int, resume_at: int | None, folder: str) -> Any:
+    """Return the number of micro-batches at each optimizer step, and the weights."""
+
+    def start() -> Any:
+        more = {"gradient_accumulation_steps": 3}
+        return launcher.initialize(model=build("Plain"), config=config(stage, world_size, **more))[0]
+
+    engine, ends, number = start(), [], 0
+    data = batches(sum(ACCUMULATIONS))
+    while number < len(data):
+        x, y = (tensor.chunk(world_size)[rank] for tensor in data[number])
+        number += 1
+        count, where = CHANGES.get(number - 1, (0, ""))
+
+        loss = engine(x, y)
+        if where == "after_forward":
+            engine.set_train_batch_size(count * SAMPLES)
+        scaled = engine.scale(loss)
+        if where == "after_scale":
+            engine.set_train_batch_size(count * SAMPLES)
+        scaled.backward()
+        if where == "after_backward":
+            engine.set_train_batch_size(count * SAMPLES)
+        is_boundary, num_steps = engine.is_gradient_accumulation_boundary(), engine.global_steps
+        engine.step()
+        if where == "end":
+            engine.set_train_batch_size(count * SAMPLES)
+        assert is_boundary == (engine.global_steps > num_steps)
+        if is_boundary:
+            ends.append(number)
+        if number == resume_at:
+            engine.save_checkpoint(folder)
+            accumulation = engine.gradient_accumulation_steps()
+            engine = start()
+            engine.load_checkpoint(folder)
+            engine.set_train_batch_size(accumulation * SAMPLES)
+            number, resume_at = ends[-1], None  # a sum that was not finished is not in the checkpoint
+            assert engine.micro_steps == number
+    return ends, engine.state_dict()
+
+
+@pytest.mark.parametrize(("stage", "resume_at"), [(0, None), (0, 8), (2, None), (3, None), (2, 10)])
+def test_sizes_that_change_in_training_count_from_the_next_step(
+    stage: int, resume_at: int | None, tmp_path: Path
+) -> None:
+    model = build("Plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    data = iter(batches(sum(ACCUMULATIONS)))
+    for count in ACCUMULATIONS:
+        optimizer.zero_grad()
+        for _ in range(count):
+            (model(*next(data)) / count).backward()
+        optimizer.step()
+    steps = [sum(ACCUMULATIONS[: number + 1]) for number in range(len(ACCUMULATIONS))]
+    for ends, weights in run_on_ranks(2, _train_with_changes, stage, resume_at, str(tmp_path)):
+        assert ends == steps
+        assert weight_distance(weights, dict(model.state_dict())) <= 2e-6
+
+
+def test_a_boundary_of_your_own_stays_where_you_put_it() -> None:
+    engine = alone(gradient_accumulation_steps=3)
+    taken = []
+    for number, (x, y) in enumerate(batches(8)):
+        if number == 4:
+            engine.set_train_batch_size(2 * SAMPLES)
+        engine.set_gradient_accumulation_boundary(number in (1, 6))
+        engine.backward(engine(x, y))
+        engine.step()
+        taken.append((engine.global_steps, engine.gradient_accumulation_steps()))
+    # The losses of one step are divided by one number: that of its first micro-batch.
+    assert taken == [(0, 3), (1, 3), (1, 3), (1, 3), (1, 3), (1, 3), (2, 2), (2, 2)]
+
+
+def test_what_is_dropped_is_not_counted() -> None:
+    """`zero_grad()` drops what is left over of an epoch; called before each micro-batch it is refused."""
+    engine, once = alone(), alone()
+    first, *others = batches(1 + PARTS)
+    engine.backward(engine(*first))
+    engine.step()
+    with logged() as lines:
+        engine.zero_grad()
+    assert any("the gradients of 1 micro-batches before it" in line for line in lines)
+    for batch in others:
+        for each in (engine, once):
+            each.backward(each(*batch))
+            each.step()
+    assert engine.global_steps == 1
+    assert engine.micro_steps == PARTS
+    assert weight_distance(engine.state_dict(), once.state_dict()) == 0
+
+    def loop() -> None:
+        for batch in batches(2 * PARTS):
+            engine.zero_grad()
+            engine.backward(engine(*batch))
+            engine.step()
+
+    with pytest.raises(EngineError, match=r"zero_grad\(\) was called between the micro-batches .*leave it out"):
+        loop()
