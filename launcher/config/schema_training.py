@@ -83,7 +83,7 @@ class DataTypes(Section):
         None, "precision of the parameters; must agree with fp16 and bf16"
     )
     buffer_dtype: Annotated[str | None, choice("fp32", "fp16", "bf16", null=True)] = key(
-        None, "precision of module buffers; null: as the parameters"
+        None, "precision of floating-point buffers of modules; null: each keeps its type"
     )
 
 

@@ -32,7 +32,9 @@ from launcher.engine.casting import (
     has_shared_elements,
     keep_autocast_to,
     params_left_out,
+    said_of_mixed_types,
     set_tf32,
+    widen_batch_norms,
 )
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.dynamo import without_dynamo
@@ -146,9 +148,9 @@ def initialize(
     split_notices += split_over_ranks(model, settings, mesh) + check_sequence(model, mesh)
     _offset_seed(mesh)
     expert_notices, model_parameters = spread_over_ranks(model, settings, mesh, optimizer, model_parameters)
-    casting = _casting(model, settings, policy.precision, group)
     _mark_leaves(model, settings, group)
     _place_buffers(model, settings, policy.precision, mesh)
+    casting = _casting(model, settings, policy.precision, group)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
     check_optimizer(plan, mesh)
@@ -279,13 +281,13 @@ def _place_buffers(model: nn.Module, settings: Config, precision: Precision, mes
     their unit is built: the device may not hold them all.
     """
     buffers = settings.data_types.buffer_dtype
-    named = None if buffers is None else TORCH_DTYPES[DType(buffers)]
-    param_dtype = precision.param_dtype
+    configured = None if buffers is None else TORCH_DTYPES[DType(buffers)]
     with (
         params_left_out(model),
-        buffers_kept(model, mesh.data.device, lambda buffer: buffer_dtype(buffer.dtype, param_dtype, named)),
+        buffers_kept(model, mesh.data.device, lambda buffer: buffer_dtype(buffer.dtype, configured)),
     ):
-        model.to(device=mesh.data.device, dtype=param_dtype)
+        model.to(device=mesh.data.device, dtype=precision.param_dtype)
+    widen_batch_norms(model, precision.dtype_of)
     for buffer in model.buffers():
         if has_shared_elements(buffer):  # as `expand` makes them: nothing can be written to one of them alone
             buffer.data = buffer.data.contiguous()
@@ -311,7 +313,12 @@ def _casting(model: nn.Module, settings: Config, precision: Precision, group: Ra
     if modules is not None and settings.torch_autocast.enabled:
         keep_autocast_to(model, modules, device_type)
     casts_inputs = settings.fp16.enabled and settings.fp16.auto_cast
-    return Casting(device_type, precision.param_dtype if casts_inputs else None, precision.autocast_dtype)
+    return Casting(
+        device_type,
+        precision.param_dtype if casts_inputs else None,
+        precision.autocast_dtype,
+        said_of_mixed_types(model, precision.param_dtype),
+    )
 
 
 def _shard(

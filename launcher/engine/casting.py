@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
+from launcher.base.log import get_logger
 from launcher.zero.autocast import mark_fp32
+
+_WIDE = (torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,27 +26,52 @@ class Casting:
     device_type: str
     input_dtype: torch.dtype | None = None  # floating-point inputs are cast to it; None: they are left alone
     autocast_dtype: torch.dtype | None = None  # None: no autocast
+    mixed_types: str = ""  # what is said of buffers in another type than the parameters where a forward fails
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward."""
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device_type, dtype=self.autocast_dtype)
+        if self.autocast_dtype is not None:
+            return torch.autocast(self.device_type, dtype=self.autocast_dtype)
+        return _explained(self.mixed_types) if self.mixed_types else contextlib.nullcontext()
 
     def inputs(self, value: Any) -> Any:
         """Return what a forward is given, cast."""
         return value if self.input_dtype is None else cast_floats(value, self.input_dtype)
 
 
-def buffer_dtype(own: torch.dtype, param_dtype: torch.dtype, named: torch.dtype | None) -> torch.dtype:
-    """Return what a buffer of type `own` becomes. named: the config's `data_types.buffer_dtype`.
+@contextlib.contextmanager
+def _explained(mixed_types: str) -> Iterator[None]:
+    """Say what may be the cause of an error about types, which names no tensor."""
+    try:
+        yield
+    except RuntimeError as error:
+        if re.search(r"type.*(BFloat16|Half)", str(error), re.DOTALL) or "mixed dtype" in str(error):
+            get_logger().error("%s", mixed_types)
+        raise
 
-    A 16-bit model has 16-bit buffers. One in fp32 leaves them as they are, float64 for example. Integers and complex
-    numbers, such as rotary frequencies, are never cast, nor is what is quantized to 8 bits or fewer.
+
+def said_of_mixed_types(model: nn.Module, param_dtype: torch.dtype) -> str:
+    """Return what to do about buffers in fp32 or fp64 beside 16-bit parameters; "" where there are none."""
+    others = {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.dtype in _WIDE}
+    if param_dtype in _WIDE or not others:
+        return ""
+    name, dtype = next(iter(others.items()))
+    short = "bf16" if param_dtype == torch.bfloat16 else "fp16"
+    return (
+        f"the forward may have mixed types: parameters are {param_dtype}, and {len(others)} buffers have kept their"
+        f" type, such as {name} ({dtype}). Build the model in 16 bits, as from_pretrained(dtype={param_dtype}) does; or"
+        f' cast that buffer before initialize(); or all of them with "data_types": {{"buffer_dtype": "{short}"}}'
+    )
+
+
+def buffer_dtype(own: torch.dtype, configured: torch.dtype | None) -> torch.dtype:
+    """Return what a buffer of type `own` becomes. configured: the config's `data_types.buffer_dtype`.
+
+    Without it buffers keep their type, as in DeepSpeed 0.19: rotary frequencies and running statistics are in fp32 on
+    purpose, and 8 bits of mantissa turn a token at position 4,000 by a wrong angle. Integers and complex numbers are
+    never cast, nor is what is quantized to 8 bits or fewer.
     """
-    if not own.is_floating_point or own.itemsize == 1:
-        return own
-    return named or (own if param_dtype == torch.float32 else param_dtype)
+    return own if configured is None or not own.is_floating_point or own.itemsize == 1 else configured
 
 
 @contextlib.contextmanager
@@ -74,6 +104,33 @@ def has_shared_elements(tensor: Tensor) -> bool:
         return False
     is_expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return is_expanded or tensor.untyped_storage().nbytes() < tensor.nbytes
+
+
+def widen_batch_norms(model: nn.Module, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> None:
+    """Have batch norms read their weights in the type of their running statistics.
+
+    Torch normalises a 16-bit input with weights and statistics of one type, and raises where only the statistics are in
+    fp32. dtype_of: the type that a parameter is going to have.
+    """
+    for module in model.modules():
+        weight, mean = module._parameters.get("weight"), module._buffers.get("running_mean")
+        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if not is_batch_norm or weight is None or mean is None or dtype_of(weight) == mean.dtype:
+            continue
+        own = module.__dict__.get("forward")
+        if not isinstance(own, functools.partial) or own.func is not _with_wide_weights:  # of an engine before
+            module.forward = functools.partial(_with_wide_weights, module, module.forward)
+
+
+def _with_wide_weights(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    own, mean = module._parameters, module._buffers["running_mean"]
+    assert mean is not None
+    wide: Any = {name: None if param is None else param.to(mean.dtype) for name, param in own.items()}
+    module._parameters = wide
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._parameters = own
 
 
 @contextlib.contextmanager

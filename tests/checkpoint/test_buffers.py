@@ -78,6 +78,26 @@ def test_buffers_of_every_type_are_saved_and_loaded(tmp_path: Path, stage: int, 
         assert problems == []
 
 
-def test_a_model_in_16_bits_keeps_quantized_buffers() -> None:
-    assert buffer_dtype(torch.float8_e4m3fn, torch.bfloat16, None) == torch.float8_e4m3fn
-    assert buffer_dtype(torch.float64, torch.bfloat16, None) == torch.bfloat16
+def test_only_ordinary_numbers_are_cast_where_the_config_says_so() -> None:
+    assert buffer_dtype(torch.float8_e4m3fn, torch.bfloat16) == torch.float8_e4m3fn
+    assert buffer_dtype(torch.complex64, torch.bfloat16) == torch.complex64
+    assert buffer_dtype(torch.float64, torch.bfloat16) == torch.bfloat16
+    assert buffer_dtype(torch.float64, None) == torch.float64
+
+
+def _half_then_full(rank: int, world_size: int, folder: str) -> list[Tensor]:
+    """Save statistics in bf16, as runs did before buffers kept their type, and load them into fp32."""
+    settings = config(world_size, 2, bf16={"enabled": True})
+    older = {**settings, "data_types": {"buffer_dtype": "bf16"}}
+    engine = launcher.initialize(model=nn.BatchNorm1d(4), config=older)[0]
+    engine.module.running_mean.fill_(1 / 3)
+    engine.save_checkpoint(folder)
+    engine = launcher.initialize(model=nn.BatchNorm1d(4), config=settings)[0]
+    engine.load_checkpoint(folder)
+    return [engine.module.running_mean.clone()]
+
+
+def test_16_bit_buffers_of_a_checkpoint_load_into_wider_ones(tmp_path: Path) -> None:
+    for (mean,) in run_on_ranks(2, _half_then_full, str(tmp_path)):
+        assert mean.dtype == torch.float32
+        assert torch.equal(mean, torch.full((4,), 1 / 3).bfloat16().float())

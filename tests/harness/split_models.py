@@ -52,7 +52,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "bert": ("BertConfig", "BertForMaskedLM", {**_COMMON, "intermediate_size": 48, **_BERT_DROPOUT}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {**_COMMON, "n_head": 4, "n_layer": 2}),
-    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**_COMMON, "intermediate_size": 48}),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {**_COMMON, "intermediate_size": 48, "rotary_pct": 0.5},  # of 8: more than the one frequency that is 1
+    ),
     "falcon": (
         "FalconConfig",
         "FalconForCausalLM",

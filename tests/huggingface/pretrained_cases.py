@@ -175,6 +175,30 @@ def case_buffers(folder: Path) -> Any:
     return [sharded, differing(model, expected), distance]
 
 
+def case_half(folder: Path) -> Any:
+    """Rotary frequencies of a model loaded at stage 3 in 16 bits or 32: types, and losses of tokens far apart."""
+    from transformers import LlamaForCausalLM
+
+    path = saved(plain(lambda: LlamaForCausalLM(llama(initializer_range=0.3, pad_token_id=None))), folder, "half")
+    tokens = torch.randint(128, (2, 10), generator=torch.Generator().manual_seed(3))
+    positions = (torch.arange(10) * 600).expand_as(tokens)
+    batch = {
+        "input_ids": tokens,
+        "labels": tokens,
+        "position_ids": positions,
+        "attention_mask": torch.ones_like(tokens),
+    }
+    expected = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    losses, dtypes = [expected(**batch).loss.item()], []
+    for dtype in (torch.bfloat16, torch.float32):
+        config = {"bf16": {"enabled": True}}
+        model, _alive = loaded(LlamaForCausalLM, path, config, dtype=dtype)
+        engine = engine_of(model, config).eval()
+        losses.append(engine(**batch).loss.item())
+        dtypes += [str(each.dtype) for each in engine.module.buffers()]
+    return [losses, expected.to(torch.bfloat16)(**batch).loss.item(), dtypes]
+
+
 # ---- new sizes of the vocabulary ----
 
 

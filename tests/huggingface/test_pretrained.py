@@ -15,6 +15,7 @@ CASES = [
     "missing_keys",
     "from_config",
     "buffers",
+    "half",
     "resized",
     "generated",
     "generated_by_t5",
@@ -61,6 +62,13 @@ def test_buffers_of_a_checkpoint_are_on_every_rank(found: dict[str, list[Any]]) 
     for sharded, differing, distance in returned(found, "buffers"):
         assert (sharded, differing) == (True, [])
         assert distance <= 1e-6
+
+
+def test_rotary_frequencies_stay_in_fp32_in_16_bit_models(found: dict[str, list[Any]]) -> None:
+    for losses, rounded, dtypes in returned(found, "half"):
+        assert losses == [losses[0]] * 3
+        assert rounded != losses[0]
+        assert set(dtypes) == {"torch.float32"}
 
 
 @pytest.mark.parametrize("name", ["grown", "grown_tied", "shrunk", "shrunk_tied"])
