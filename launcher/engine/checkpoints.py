@@ -29,6 +29,7 @@ from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import Place
 from launcher.config.schema import Config
 from launcher.engine import across_stages
+from launcher.engine.data import keeps_position
 from launcher.parallel.expert.share import absent_parameters
 from launcher.zero.gathered import GatheredParameters
 
@@ -68,6 +69,7 @@ class Checkpoints:
         self._section = settings.checkpoint
         self._is_rank0 = engine.global_rank == 0
         self._saver = BackgroundSaver(is_rank0=self._is_rank0)
+        self._has_warned_of_data = False
 
     # ---- save ----
 
@@ -182,15 +184,39 @@ class Checkpoints:
     def _private(self) -> dict[str, Any]:
         """Return what only this rank has; `of_world` is of use to as many ranks only."""
         engine, optimizer = self._engine, self._engine.optimizer
-        loader = engine.training_dataloader
         return {
             "rng": rng_state(engine.device),
-            "data": None if loader is None else loader.state_dict(),
+            "data": self._position(),
             "of_world": {
                 "optimizer": {} if optimizer is None else optimizer.optimizer.rank_state(),
                 "buffers": _buffers_of(engine.module),
             },
         }
+
+    def _position(self) -> Any:
+        """Return how far this rank is in the data; None, with a warning, where its loader cannot say."""
+        loader, problem = self._engine.training_dataloader, ""
+        if loader is None:
+            return None
+        if not keeps_position(loader):
+            problem = "it has no state_dict() and load_state_dict()"
+        else:
+            state = loader.state_dict()
+            try:
+                Encoded.of(state, "its state_dict()", copies=False)
+            except CheckpointError as error:
+                problem = str(error)
+            else:
+                return state
+        if self._is_rank0 and not self._has_warned_of_data:
+            get_logger().warning(
+                "the position in the data is not saved: engine.training_dataloader is a %s, and %s. A run that"
+                " continues reads it from its beginning; the loader of initialize(training_data=...) knows its place",
+                type(loader).__name__,
+                problem,
+            )
+        self._has_warned_of_data = True
+        return None
 
     def _of_modules(self) -> tuple[dict[str, Any], _OfModules]:
         """Return plain facts for readers, and what modules hold beside parameters, of all stages. Collective.
@@ -327,8 +353,7 @@ class Checkpoints:
             if optimizer.loss_scaler is not None and state.loss_scaler is not None:
                 optimizer.loss_scaler.load_state_dict(state.loss_scaler)
         engine.take_counters(state)
-        if engine.training_dataloader is not None and private.get("data") is not None:
-            engine.training_dataloader.load_state_dict(private["data"])
+        engine.continue_data(private.get("data"))
         if "rng" in private:
             restore_rng(private["rng"], engine.device)
 

@@ -162,7 +162,7 @@ class DistributedLoader:
             "world_size": self._world_size,
         }
         # The copies in worker processes read ahead, and cannot be asked.
-        if at is not None and self.options.num_workers == 0 and self._has_own_state():
+        if at is not None and self.options.num_workers == 0 and keeps_position(self.dataset):
             state["dataset"] = self.dataset.state_dict()  # type: ignore[attr-defined]  # just looked
         return state
 
@@ -222,7 +222,7 @@ class DistributedLoader:
         if resumed is None or newest.position == 0:
             return iter(loader)
         is_same_share = (resumed["rank"], resumed["world_size"]) == (self._rank, self._world_size)
-        if "dataset" in resumed and is_same_share and self.options.num_workers == 0 and self._has_own_state():
+        if "dataset" in resumed and is_same_share and self.options.num_workers == 0 and keeps_position(self.dataset):
             self.dataset.load_state_dict(resumed["dataset"])  # type: ignore[attr-defined]  # just looked
             return iter(loader)
         num_batches = newest.position // (self.options.batch_size * self._world_size)
@@ -252,9 +252,10 @@ class DistributedLoader:
         if self._current is at:
             self._current = None
 
-    def _has_own_state(self) -> bool:
-        methods = (getattr(self.dataset, name, None) for name in ("state_dict", "load_state_dict"))
-        return all(callable(method) for method in methods)
+
+def keeps_position(loader: Any) -> bool:
+    """Whether a loader or data set says how far it is, and continues there. Torch's own, lists, generators do not."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _counted(num_samples: int | None) -> str:

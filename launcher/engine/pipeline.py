@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -49,6 +50,7 @@ class PipelineEngine(Engine):
         self._tied.copy_from_owner()
         self._actions: dict[tuple[bool, int], list[Action]] = {}  # by whether it trains, and number of micro-batches
         self._iterator: Iterator[Any] | None = None
+        self._position: Any = None  # in the data, of a checkpoint that was loaded before there was a loader
         self._batch_function: Callable[[Any], Any] | None = None
         self._reads = any(model.needs_batch(stage) for stage in model.own_stages) or self.is_last_stage()
 
@@ -100,8 +102,23 @@ class PipelineEngine(Engine):
         self._batch_function = function
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Have `train_batch()` read this loader of micro-batches, again and again."""
+        """Have `train_batch()` read this loader of micro-batches, again and again.
+
+        One with `state_dict()` and `load_state_dict()` is saved with the engine, and continues where a checkpoint that
+        was loaded before says.
+        """
         self.training_dataloader, self._iterator = loader, None  # type: ignore[assignment]  # any loader will do
+        position, self._position = self._position, None
+        self.continue_data(position)
+
+    def continue_data(self, position: Any) -> None:
+        """See `Engine.continue_data`. A pass that was being read ends; a loader that is set later continues."""
+        if position is not None and self.training_dataloader is None:
+            self._position = position
+            return
+        if self.training_dataloader is not None:
+            self._iterator = None
+        super().continue_data(position)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Have `train_batch()` read this iterator over micro-batches."""
@@ -110,7 +127,7 @@ class PipelineEngine(Engine):
     def _micro_batches(self, data_iter: Iterator[Any] | None, count: int) -> list[Any] | None:
         """Return micro-batches on the device; fewer where the data has ended, None where this rank reads none."""
         if data_iter is None and self.training_dataloader is not None:
-            found = [self._next_of_loader() for _ in range(count)]
+            read = self._next_of_loader
         elif not self._reads:
             return None
         else:
@@ -120,12 +137,13 @@ class PipelineEngine(Engine):
                     "train_batch() has no data: no data_iter was given, and initialize() got no training_data",
                     hint="engine.train_batch(data_iter), or initialize(training_data=...)",
                 )
-            found = []
-            for _ in range(count):
-                micro_batch = next(source, None)
-                if micro_batch is None:
-                    break
-                found.append(micro_batch)
+            read = functools.partial(next, source, None)
+        found = []
+        for _ in range(count):
+            micro_batch = read()
+            if micro_batch is None:
+                break
+            found.append(micro_batch)
         if not self._reads:
             return None
         device, casting = self.device, self._parts.casting
@@ -138,13 +156,14 @@ class PipelineEngine(Engine):
         ]
 
     def _next_of_loader(self) -> Any:
+        """Return the next micro-batch; None where a new pass gives none, such as a generator that has ended."""
         assert self.training_dataloader is not None
         if self._iterator is not None:
             micro_batch = next(self._iterator, None)
             if micro_batch is not None:
                 return micro_batch
         self._iterator = iter(self.training_dataloader)
-        return next(self._iterator)
+        return next(self._iterator, None)
 
     # ---- one step ----
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.base.errors import EngineError
+from launcher.base.log import get_logger
 from launcher.checkpoint_files.place import place_of
 from launcher.engine.checkpoints import Checkpoints, LoadOptions
+from launcher.engine.data import keeps_position
 from launcher.engine.export import WeightExport
 from launcher.engine.resume import Resumed, begin_in_folder, resume_from
 from launcher.engine.state import load_state
@@ -20,6 +22,7 @@ class SavesCheckpoints(WeightExport):
     global_rank: int
     global_steps: int
     client_state: dict[str, Any]
+    training_dataloader: Any
     _checkpoints: Checkpoints
     _resumed: Resumed | None
 
@@ -133,6 +136,23 @@ class SavesCheckpoints(WeightExport):
         elif self._parts.settings.checkpoint.folder is None:
             raise EngineError("engine.resume() names no folder", hint="give one, or set checkpoint.folder")
         return None if self._resumed is None else self._resumed.client_state
+
+    def continue_data(self, position: Any) -> None:
+        """Have the loader continue at the position that a checkpoint holds; None: it holds none.
+
+        Raises: CheckpointError where it is not that of such a loader.
+        """
+        loader = self.training_dataloader
+        if position is None or loader is None:
+            return
+        if keeps_position(loader):
+            loader.load_state_dict(position)
+        elif self.global_rank == 0:
+            get_logger().warning(
+                "the checkpoint holds a position in the data, which %s cannot take over, without load_state_dict(): it"
+                " is read from its beginning",
+                type(loader).__name__,
+            )
 
     def begin_in_folder(self) -> None:
         """Load what this start continues from, where the config names a folder: the end of `initialize`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 from harness import decoder, split_models
 from harness.decoder import LENGTH, PARITY_STEPS, VOCABULARY, WIDTH, Block, Decoder
+from harness.logs import logged
 from harness.needs import need
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import launcher
 from launcher.base.errors import EngineError
@@ -309,6 +311,103 @@ def test_a_module_of_layers_trains_evaluates_and_refuses(tmp_path: Path) -> None
     assert "stages of a pipeline got different micro-batches" in differing
     assert "engine(...) cannot be used with pipeline parallelism" in forward
     assert "engine.step() cannot be used" in step
+
+
+class Stateful:
+    """A loader of the micro-batches of all steps, as torchdata has them: it says how far it is, and continues there."""
+
+    def __init__(self, steps: Any = range(SAVED + CONTINUED)) -> None:
+        self.micro_batches = [each for step in steps for each in batch_of(step).split(BATCH // MICRO)]
+        self.position: Any = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < len(self.micro_batches):
+            self.position += 1
+            yield self.micro_batches[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Foreign(Stateful):
+    """Its state is nothing that a checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": object()}
+
+
+# Loaders of whole steps, by name. Those that say no position begin anew when the run continues.
+LOADERS: dict[str, Callable[[Any], Any]] = {
+    "torch": lambda steps: DataLoader(Stateful(steps).micro_batches, batch_size=None),  # type: ignore[arg-type]
+    "list": lambda steps: Stateful(steps).micro_batches,
+    "generator": lambda steps: (each for each in Stateful(steps).micro_batches),
+    "foreign": Foreign,
+    "stateful": Stateful,
+    "stateful, set after the load": Stateful,
+}
+
+
+def _with_loader(rank: int, world_size: int, name: str, folder: str) -> tuple[list[float], list[str], list[str]]:
+    make, is_late = LOADERS[name], "after" in name
+    engine = launcher.initialize(model=make_decoder(), config=config_of({"stages": 2}, 2))[0]
+    engine.set_dataloader(make(range(SAVED + CONTINUED)))
+    losses = [engine.train_batch().item() for _ in range(SAVED)]
+    with logged() as warnings:
+        engine.save_checkpoint(folder, tag="first")
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = launcher.initialize(model=make_decoder(), config=config_of({"stages": 2}, 2))[0]
+    left = make(range(SAVED + CONTINUED) if "stateful" in name else range(SAVED, SAVED + CONTINUED))
+    if not is_late:
+        engine.set_dataloader(left)
+    engine.load_checkpoint(folder)
+    if name == "stateful":  # to load again ends the pass that was begun
+        engine.train_batch()
+        engine.load_checkpoint(folder)
+    if is_late:
+        engine.set_dataloader(left)
+    losses += [engine.train_batch().item() for _ in range(CONTINUED)]
+    errors = []
+    if name == "generator":
+        try:
+            engine.train_batch()
+        except StopIteration as error:
+            errors.append(str(error))
+    engine.destroy()
+    return losses, [line for line in warnings if "position" in line], errors
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_run_is_saved_and_continues_whatever_loader_it_reads(name: str, tmp_path: Path) -> None:
+    expected = reference(SAVED + CONTINUED)[0]
+    for rank, (losses, warnings, errors) in enumerate(run_on_ranks(2, _with_loader, name, str(tmp_path))):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert len(warnings) == (rank == 0 and "stateful" not in name)
+        if warnings:
+            kind = {"torch": "DataLoader", "foreign": "Foreign"}.get(name, name)
+            assert f"engine.training_dataloader is a {kind}, and it" in warnings[0]
+        assert ["the data ended before" in error for error in errors] == [True] * (name == "generator")
+
+
+def _position_lost(rank: int, world_size: int, folder: str) -> list[str]:
+    engine = launcher.initialize(model=make_decoder(), config=config_of({"stages": 2}, 2))[0]
+    engine.set_dataloader(Stateful())
+    engine.train_batch()
+    engine.save_checkpoint(folder)
+    with logged() as lines:
+        engine.set_dataloader(Stateful().micro_batches)
+        engine.load_checkpoint(folder)
+    return [line for line in lines if "cannot take over" in line]
+
+
+def test_a_loader_that_cannot_continue_is_named(tmp_path: Path) -> None:
+    (line,), others = run_on_ranks(2, _position_lost, str(tmp_path))
+    assert "which list cannot take over" in line
+    assert others == []
 
 
 def _overflowed(rank: int, world_size: int) -> tuple[list[float], int, float]:
