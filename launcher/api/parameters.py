@@ -55,7 +55,7 @@ class Options:
     ssh_port: int | None = None
     accept_new_host_keys: bool = False
     remote_python: str | None = None
-    setup: str = ""  # shell text that runs on a host first
+    setup: str = ""  # shell text that runs on every host first
 
     def __post_init__(self) -> None:
         for name, value, known in (("engine", self.engine, ENGINES), ("ssh", self.ssh, WAYS)):

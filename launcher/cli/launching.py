@@ -46,7 +46,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
             plan = dataclasses.replace(
                 plan, notes=(*plan.notes, f"mesh        {sizes.text(plan.placement.hosts_of_ranks)}")
             )
-        render.show_plan(plan, as_json=options.as_json)
+        render.show_plan(plan, options.ssh.setup, as_json=options.as_json, has_whole_commands=options.ssh.verbose)
         if not options.as_json:
             click.echo("nothing was started (--dry-run)")
         return 0

@@ -66,7 +66,7 @@ class Transports:
         self._options = replace(options, shell_only=shell_only)
         self._only_local = only_local
         self._only_ssh = only_ssh
-        self._local = local or LocalTransport(shell_only=shell_only)
+        self._local = local or LocalTransport(shell_only=shell_only, setup=options.setup)
         self._opened: list[Transport] = []  # those over SSH
         self._reasons: dict[Host, str | None] = {}
         self._lock = threading.RLock()  # hosts are opened by many threads, and one transport is to hold them all

@@ -18,6 +18,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     Root = str | os.PathLike[str]
@@ -27,6 +28,7 @@ SHELL_ARGV = ("/bin/sh",)  # reads what it is to do from its stdin
 SHELL_COMMAND = "exec /bin/sh"
 NEUTRAL_FOLDER = "/"
 SETUP_FAILED = "launch: the setup failed"  # the last words of a host whose setup did
+_POSIX_SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 _SPECIAL = frozenset("\\'!")
 _SETUP = (
     "_launch_setup=$1 _launch_command=$2; set --; "
@@ -94,6 +96,18 @@ def agent_shell_command(
     if setup:
         return with_setup(setup, argv, folder)
     return " ".join(("exec /bin/sh -c", quote(f'{folder}exec "$0" "$@"'), *map(quote, argv)))
+
+
+def local_setup_argv(setup: str, argv: Sequence[str]) -> list[str]:
+    """Return the argument list that runs `setup` on this machine, and then `argv` unless that failed.
+
+    The user's own shell runs it, as `with_setup` has it elsewhere, where that is a POSIX shell; else /bin/sh.
+    """
+    import shlex
+
+    own = os.environ.get("SHELL", "")
+    shell = own if os.path.basename(own) in _POSIX_SHELLS and os.access(own, os.X_OK) else SHELL_ARGV[0]
+    return [shell, "-c", _SETUP, shell, setup, f"exec {shlex.join(argv)}"]
 
 
 def is_relative(python: str | None) -> bool:

@@ -36,13 +36,13 @@ def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") ->
         return TransportError(
             f"python was not found (exit status {status}): {last}",
             where=where,
-            hint="every host needs python at the same path: install it there, or name another with --remote_python",
+            hint="every host needs python at the same path: install it there, or name another with --remote-python",
         )
     if status == _NOT_EXECUTABLE:
         return TransportError(
             f"python may not be executed (exit status {status}): {last}",
             where=where,
-            hint="let this user execute it there, folders above it included, or name another with --remote_python",
+            hint="let this user execute it there, folders above it included, or name another with --remote-python",
         )
     ended = "the connection was lost" if status is None else f"exit status {status}"
     words = last_words(stderr, printed)
@@ -55,17 +55,17 @@ def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") ->
 
 
 def setup_failure(where: str, status: int | None, stderr: str) -> TransportError:
-    """Say that what --setup or --venv_script asked for failed."""
+    """Say that what --setup or --venv-script asked for failed."""
     said = stderr.partition(SETUP_FAILED)[0].strip().splitlines()
-    what, hint = "it failed", "nothing is started where this fails: mend the command, or leave the option out"
+    what, hint = "it failed", "nothing is started where this fails: fix the command, or leave the option out"
     if status == _COMMAND_NOT_FOUND:
         what = "a command of it was not found"
         hint = (
-            "the text is run by the login shell there, or /bin/sh, without its interactive start-up files: "
+            "the text is run by the login shell, or /bin/sh, without its interactive start-up files: "
             "name what defines the command, such as '. /etc/profile.d/modules.sh && module load cuda'"
         )
     words = said[-1] if said else "no message"
-    return TransportError(f"--setup or --venv_script: {what} (exit status {status}): {words}", where=where, hint=hint)
+    return TransportError(f"--setup or --venv-script: {what} (exit status {status}): {words}", where=where, hint=hint)
 
 
 def last_words(stderr: str, printed: bytes) -> str:

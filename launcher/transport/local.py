@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from launcher.base import env
 from launcher.base.errors import TransportError
-from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, own_argv
+from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, local_setup_argv, own_argv
 from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
@@ -50,10 +50,18 @@ class LocalTransport:
         root: Path | None = None,
         shell_only: bool = False,
         passes_stdin: bool = False,
+        setup: str = "",
     ) -> None:
-        """shell_only: start /bin/sh instead of python and a module. passes_stdin: agents get our standard input."""
+        """shell_only: start /bin/sh instead of python and a module. passes_stdin: agents get our standard input.
+
+        setup: shell text that runs first, as on hosts reached over SSH, but in this process's folder.
+        """
         self._passes_stdin = passes_stdin
         self._argv = list(SHELL_ARGV) if shell_only else own_argv(module, root)
+        # Closing stdin ends an agent, not a setup that still runs; under a plain shell the group is the user's command.
+        self._kills_group = bool(setup) and not shell_only
+        if setup:
+            self._argv = local_setup_argv(setup, self._argv)
         self._lock = threading.Lock()
         self._channels: list[LocalChannel] = []
         self._ahead: subprocess.Popen[bytes] | None = None
@@ -90,7 +98,7 @@ class LocalTransport:
                 where=host.name,
                 hint="check that it can be executed, and the limits of `ulimit -a`",
             ) from None
-        channel = watched(process, host.name, lambda: LocalChannel(host.name, process))
+        channel = watched(process, host.name, lambda: LocalChannel(host.name, process, kills_group=self._kills_group))
         with self._lock:
             self._channels.append(channel)
         return channel
@@ -151,11 +159,13 @@ class LocalChannel:
 
     window_bytes = None
 
-    def __init__(self, host_name: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, host_name: str, process: subprocess.Popen[bytes], *, kills_group: bool = False) -> None:
+        """kills_group: `close` kills the process's whole group, which it leads."""
         if process.stdin is None or process.stdout is None or process.stderr is None:
             raise ValueError("the process needs pipes on stdin, stdout and stderr")
         self.host_name = host_name
         self._process = process
+        self._kills_group = kills_group
         self._stdin = process.stdin
         # A bare descriptor: a file object could be collected, and closed, before this one.
         self._stdout = os.dup(process.stdout.fileno())
@@ -222,6 +232,8 @@ class LocalChannel:
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
+            if self._kills_group and self._process.poll() is None:  # not reaped, so the group's number is ours
+                os.killpg(self._process.pid, signal.SIGKILL)
             # Popen.send_signal checks that the child is not reaped yet, so no other process can be hit.
             self._process.send_signal(signal.SIGKILL)
 

@@ -51,6 +51,11 @@ def test_two_at_once_on_other_threads_are_two_jobs_and_one_that_hangs_is_ended(f
     assert not members_of_job(job_ids(folder / "slow")[0])
 
 
+def test_a_setup_runs_before_the_ranks() -> None:
+    options = launcher.Options(setup="export FROM_SETUP=1")
+    assert launcher.run(os.getenv, "FROM_SETUP", ranks=2, options=options) == ["1", "1"]
+
+
 def test_the_time_of_a_job_counts_before_its_ranks_start(folder: Path) -> None:
     with pytest.raises(launcher.JobTimeout):
         launcher.run(time.sleep, 600, timeout_s=1e-6)

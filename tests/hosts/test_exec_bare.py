@@ -151,6 +151,8 @@ def test_what_login_scripts_print_is_no_output(sshd: LoopbackSshd, tmp_path: Pat
         tmp_path, "exec", *on_hosts(sshd, tmp_path), "--setup", setup, "--", "sh", "-c", "echo $SET_UP; echo e >&2"
     )
     assert (result.out, result.err) == ("127.0.0.[1-2]:\nyes\n", "127.0.0.[1-2]:\ne\n")
+    here = run_launch(tmp_path, "exec", "--setup", setup, "--", "sh", "-c", "echo $SET_UP; echo e >&2")
+    assert (here.out, here.err) == ("yes\n", "e\n")
     failing = run_launch(tmp_path, "exec", *on_hosts(sshd, tmp_path), "--setup", "echo no >&2; false", "true")
     assert failing.code == 69
-    assert "--setup or --venv_script: it failed (exit status 1): no\n" in failing.err
+    assert "--setup or --venv-script: it failed (exit status 1): no\n" in failing.err

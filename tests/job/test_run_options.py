@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from harness import scripts
-from harness.launching import ROOT, Launch, run_here, run_launch, wait_until
+from harness.launching import ROOT, Launch, nap, run_here, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.cli.main import cli
@@ -49,6 +50,50 @@ def test_a_setup_that_fails_is_told(sshd: LoopbackSshd, tmp_path: Path) -> None:
     result = run_launch(tmp_path, *options, "--setup", "echo no module cuda >&2; false", script)
     assert result.code == 69
     assert "no module cuda" in result.err
+
+
+@pytest.mark.parametrize("lines", [None, f"{socket.gethostname()} slots=1\nlocalhost slots=1\n"])
+def test_setup_runs_on_this_machine_too(tmp_path: Path, lines: str | None) -> None:
+    (tmp_path / "venv.sh").write_text("export FROM_VENV=1\n")
+    script = scripts.write(tmp_path, "import os; print('GOT', os.environ['FROM_VENV'], os.environ['FROM_SETUP'])")
+    (tmp_path / "hosts").write_text(lines or "")
+    hosts = ("--hostfile", "hosts") if lines else ()
+    setup = ("--venv-script", "./venv.sh", "--setup", "export FROM_SETUP=2")
+    result = run_launch(tmp_path, *hosts, *setup, script)
+    assert (result.code, result.out.count("GOT 1 2")) == (0, 2 if lines else 1), result.err
+    planned = run_here(tmp_path, *hosts, *setup, "--dry-run", script)
+    assert "  setup       . ./venv.sh && export FROM_SETUP=2\n" in planned.out
+    failing = run_here(tmp_path, *hosts, "--setup", "echo no module cuda >&2; false", script)
+    assert (failing.code, "it failed (exit status 1): no module cuda" in failing.err) == (69, True)
+
+
+def is_running(words: str) -> bool:
+    """Whether a process has these words on its command line."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if path.read_bytes() == words.replace(" ", "\0").encode() + b"\0":
+                return True
+    return False
+
+
+def test_an_interrupt_ends_a_setup_that_takes_long(tmp_path: Path) -> None:
+    words = f"sleep {nap('1234')}"
+    run = Launch(tmp_path, "--num-gpus", "1", "--setup", f"touch begun; {words}; true", scripts.write(tmp_path, ""))
+    wait_until((tmp_path / "begun").exists, "the setup")
+    wait_until(lambda: is_running(words), "its command")
+    run.signal(signal.SIGINT)
+    assert run.wait().code == 130
+    wait_until(lambda: not is_running(words), "the end of what the setup has started")
+
+
+def test_a_plan_shows_the_beginning_of_long_commands(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "")
+    setup = ("--setup", "export A=" + "x" * 300)
+    short = run_here(tmp_path, *setup, "--dry-run", script)
+    whole = run_here(tmp_path, *setup, "--dry-run", "-v", script)
+    assert "… (-v: all of it)\n" in short.out
+    assert "launcher.agent.main" not in short.out
+    assert "launcher.agent.main" in whole.out
 
 
 def test_new_host_keys_are_recorded_when_asked(sshd: LoopbackSshd, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def launch(sshd: LoopbackSshd, folder: Path, command: str, *options: str) -> Res
 def test_a_failed_setup_is_not_blamed_on_python(sshd: LoopbackSshd, tmp_path: Path, command: str) -> None:
     result = launch(sshd, tmp_path, command, "--setup", "no-such-module load cuda")
     assert result.code == 69
-    assert "--setup or --venv_script: a command of it was not found (exit status 127)" in result.err
+    assert "--setup or --venv-script: a command of it was not found (exit status 127)" in result.err
     assert "no-such-module" in result.err
     assert "python" not in result.err
     assert "install" not in result.err

@@ -83,7 +83,7 @@ def test_a_job_through_a_bastion_with_certificates(certified: Path, hosts: Path,
     assert sorted(line.partition("] ")[2] for line in result.out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
     note = "127.0.0.[1-2]: by the system's ssh, for ProxyCommand of the SSH config"
     assert note in result.err
-    plan = run_here(tmp_path, "--dry-run", *words).out
+    plan = run_here(tmp_path, "--dry-run", "-v", *words).out
     assert note in plan
     assert re.search(r"ssh -T .* -- 127\.0\.0\.2 '?exec /bin/sh", plan), "the command is one to try in a shell"
     refused = run_here(tmp_path, "--ssh", "paramiko", *words)

@@ -51,9 +51,10 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         return
     from launcher.transport.local import LocalTransport
 
-    local = LocalTransport(passes_stdin=True)
+    local = LocalTransport(passes_stdin=True, setup=options.ssh.setup)
     try:
-        if options.request.is_here_only and not options.dry_run:
+        # A setup does not end with its stdin, and Ctrl-C during the imports leaves at once.
+        if options.request.is_here_only and not (options.dry_run or options.ssh.setup):
             local.start_ahead()  # the agent's interpreter starts while this one imports the rest
         from launcher.cli.launching import launch
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from launcher.job.plan import JobPlan
 
 _MAX_STACK_LINES = 200
+_MAX_COMMAND_CHARS = 80  # that --dry-run shows of what starts an agent
 _OUT_OF_MEMORY = (  # what to do about it
     "next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less; so do",
     '      offload_optimizer and offload_param with "device": "nvme" in place of "cpu"',
@@ -59,24 +60,31 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def show_plan(plan: JobPlan, *, as_json: bool) -> None:
-    """Print what would happen."""
-    click.echo(json.dumps(plan.describe(), indent=2) if as_json else "\n".join(_plan_lines(plan)))
+def show_plan(plan: JobPlan, setup: str, *, as_json: bool, has_whole_commands: bool) -> None:
+    """Print what would happen. setup: shell text that runs on each host first."""
+    if as_json:
+        click.echo(json.dumps(plan.describe(), indent=2))
+        return
+    click.echo("\n".join(_plan_lines(plan, setup, None if has_whole_commands else _MAX_COMMAND_CHARS)))
 
 
-def _plan_lines(plan: JobPlan) -> list[str]:
+def _plan_lines(plan: JobPlan, setup: str = "", max_command_chars: int | None = None) -> list[str]:
     lines = [_headline(plan)]
     port = plan.master_port if plan.master_port is not None else "a free port"
     lines.append(f"  rendezvous  {plan.master_addr}, {port}")
     lines.append(f"  in          {plan.cwd}")
     words = [plan.command.target, *mask_arguments(plan.command.arguments)]
     lines.append(f"  ranks run   {plan.command.kind} {shlex.join(words).replace(shlex.quote(MASK), MASK)}")
+    lines += [f"  setup       {printable(setup)}"] if setup else []
     for node in plan.placement.nodes:
         ranks = f"{node.ranks.start}-{node.ranks.stop - 1}" if node.num_ranks > 1 else str(node.ranks.start)
         slots = ",".join(map(str, node.host.slots))
         transport = plan.transports[node.node_rank]
         lines.append(f"  node {node.node_rank}  {node.host.name}  ranks {ranks}  slots {slots}  by {transport}")
-        lines.append(f"          {plan.agent_commands.get(node.node_rank, '')}")
+        command = printable(plan.agent_commands.get(node.node_rank, ""))
+        if max_command_chars is not None and len(command) > max_command_chars:
+            command = f"{command[:max_command_chars]}… (-v: all of it)"
+        lines.append(f"          {command}")
     if plan.given_env:
         lines.append(f"  environment given (names): {', '.join(sorted(plan.given_env))}")
     lines += [f"  {note}" for note in plan.notes]
