@@ -45,7 +45,7 @@ _RUNPY_FILES = ("<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "ru
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _NO_INPUT = (
     "ranks have no standard input, except the only one of a job on this machine that runs in the foreground: try"
-    " --num_gpus 1, or see with `launch stacks` where ranks stand"
+    " --num-gpus 1, or see with `launch stacks` where ranks stand"
 )
 
 

@@ -101,7 +101,7 @@ class Output(Watcher):
 
 
 class ConsoleOutput(Output):
-    """Shows lines of ranks as `launch` does: behind `[rank]`, stdout on sys.stdout and stderr on sys.stderr."""
+    """Shows lines of ranks as `launch` does: prefixed with `[rank]`, stdout on sys.stdout and stderr on sys.stderr."""
 
     def __init__(self) -> None:
         super().__init__()

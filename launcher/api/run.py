@@ -65,8 +65,8 @@ def run(
     max_restarts: start again after a failure, so often.
     log_dir: parent of the run folder with all output; default $LAUNCH_LOG_DIR, else `runs`.
     timeout_s: end the job when it takes longer, its start included.
-    output: "console" shows lines of ranks behind `[rank]` on sys.stdout and sys.stderr; "files" shows nothing; a
-    function gets rank, stream and line of each.
+    output: "console" shows lines of ranks, prefixed with `[rank]`, on sys.stdout and sys.stderr; "files" shows nothing;
+    a function gets rank, stream and line of each.
     options: what is seldom needed.
 
     Raises: RankFailed for the first rank that failed, its own exception as the cause; JobTimeout; UsageError when the

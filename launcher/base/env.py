@@ -66,7 +66,7 @@ TORCHELASTIC_MAX_RESTARTS = EnvVar(
 )
 TORCHELASTIC_RUN_ID = EnvVar(
     "TORCHELASTIC_RUN_ID",
-    "name of the job that all its ranks share: LAUNCH_JOB_ID, or `--job_id` where each node runs its own command",
+    "name of the job that all its ranks share: LAUNCH_JOB_ID, or `--job-id` where each node runs its own command",
     "set",
 )
 RESUME = EnvVar(

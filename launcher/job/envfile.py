@@ -32,12 +32,12 @@ _SET_FOR_RANKS = {variable.name for variable in env.ALL if variable.direction ==
 _SET_FOR_RANKS |= {env.HIP_VISIBLE_DEVICES.name, env.ZE_AFFINITY_MASK.name, env.ASCEND_RT_VISIBLE_DEVICES.name}
 _IS_SET = "`launch` sets it for every rank"
 _HINTS = {
-    env.MASTER_ADDR.name: "give --master_addr",
-    env.MASTER_PORT.name: "give --master_port",
+    env.MASTER_ADDR.name: "give --master-addr",
+    env.MASTER_PORT.name: "give --master-port",
     env.CUDA_VISIBLE_DEVICES.name: "choose GPUs with --include, or set it for `launch` itself",
-    env.WORLD_SIZE.name: "give --num_gpus and --num_nodes",
-    env.LOCAL_WORLD_SIZE.name: "give --num_gpus",
-    env.NODE_RANK.name: "give --node_rank",
+    env.WORLD_SIZE.name: "give --num-gpus and --num-nodes",
+    env.LOCAL_WORLD_SIZE.name: "give --num-gpus",
+    env.NODE_RANK.name: "give --node-rank",
 }
 
 

@@ -139,7 +139,7 @@ def _num_nodes(environ: Mapping[str, str], counted: env.EnvVar, num_ranks: int |
         problem = None if fits else f"{number} nodes with {num_ranks} ranks each are not {world_size} ranks"
     if problem is not None:
         where = ", ".join(dict.fromkeys((counted.name, env.LOCAL_WORLD_SIZE.name, env.WORLD_SIZE.name)))
-        hint = f"mend the variables, or give --num-nodes and --node-rank{_ALONE}"
+        hint = f"fix the variables, or give --num-nodes and --node-rank{_ALONE}"
         raise UsageError(problem, where=where, hint=hint)
     return number
 
@@ -157,7 +157,7 @@ def _checked(
         raise UsageError(
             f"this is node {node_rank} of {num_nodes}, counted from 0",
             where=known_by,
-            hint=f"mend the variables, or give --num-nodes and --node-rank{_ALONE}",
+            hint=f"fix the variables, or give --num-nodes and --node-rank{_ALONE}",
         )
     if num_nodes > 1 and not address:
         raise UsageError(
@@ -175,7 +175,7 @@ def _first_port(*said: tuple[env.EnvVar, str | None]) -> int | None:
             port = _number(variable, text)
             if not 1 <= port <= MAX_PORT:
                 raise UsageError(
-                    f"port {port} is not from 1 to {MAX_PORT}", where=variable.name, hint="mend the variable"
+                    f"port {port} is not from 1 to {MAX_PORT}", where=variable.name, hint="fix the variable"
                 )
             return port
     return None
@@ -194,12 +194,12 @@ def _agreed(environ: Mapping[str, str], variables: tuple[env.EnvVar, ...]) -> in
         raise UsageError(
             " and ".join(f"{known.name}={number}" for known, number in found.items()) + " contradict each other",
             where=variables[0].name,
-            hint=f"mend the variables, or give --node-rank{_ALONE}",
+            hint=f"fix the variables, or give --node-rank{_ALONE}",
         )
     return next(iter(found.values()))
 
 
 def _number(variable: env.EnvVar, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UsageError(f'"{text[:80]}" is not a number', where=variable.name, hint="mend the variable")
+        raise UsageError(f'"{text[:80]}" is not a number', where=variable.name, hint="fix the variable")
     return int(text)

@@ -173,7 +173,7 @@ def advice(found: Estimate) -> list[Advice]:
     if work is not None and work.batch_size > 1:
         tries.append(("--batch 1", machines, replace(work, batch_size=1)))
     twice = replace(machines, num_nodes=2 * machines.num_nodes)
-    tries.append((f"--num_nodes {twice.num_nodes}", twice, work))
+    tries.append((f"--num-nodes {twice.num_nodes}", twice, work))
     before = tightest(found.ladder).memory.device
     better: list[tuple[int, Advice]] = []
     for option, machine, workload in tries:

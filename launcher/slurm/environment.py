@@ -75,7 +75,7 @@ def parse_nodelist(text: str) -> tuple[str, ...]:
         raise HostfileError(what, where=env.SLURM_JOB_NODELIST.name, hint='expected for example "node[01-04],gpu7"')
     if len(set(names)) != len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise HostfileError(f"{twice} stands twice in the list of nodes", where=env.SLURM_JOB_NODELIST.name)
+        raise HostfileError(f"{twice} is listed twice", where=env.SLURM_JOB_NODELIST.name)
     return tuple(names)
 
 

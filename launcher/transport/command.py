@@ -1,5 +1,5 @@
 """The commands that start this package's own processes. They hold no environment and no secrets, and no text of a user
-but that of --setup and --venv_script.
+but that of --setup and --venv-script.
 
 In none of them is the working folder, or the home folder of another machine, on the module search path. On this
 machine `launcher/start.py` sees to that. Where the package lies on another machine is not known, so a fixed `-c`

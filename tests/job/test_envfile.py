@@ -136,7 +136,7 @@ def test_a_nul_byte_is_called_by_its_name() -> None:
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("MASTER_PORT", "--master_port"), ("CUDA_VISIBLE_DEVICES", "--include"), ("RANK", "leave it out")],
+    [("MASTER_PORT", "--master-port"), ("CUDA_VISIBLE_DEVICES", "--include"), ("RANK", "leave it out")],
 )
 def test_what_would_have_no_effect_is_refused(name: str, remedy: str) -> None:
     with pytest.raises(UsageError, match=rf"--env {name} would have no effect.*{remedy}"):

@@ -75,7 +75,7 @@ def test_several_ranks_say_why_there_is_nothing_to_read(code: str, tmp_path: Pat
     result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, code))
     assert result.code == 1
     (line,) = [line for line in result.err.splitlines() if HINT in line]
-    assert "--num_gpus 1" in line
+    assert "--num-gpus 1" in line
     assert "worker.py" not in result.err
 
 

@@ -89,5 +89,5 @@ def test_an_authority_is_named_and_its_key_is_no_host_key(sshd: LoopbackSshd, tm
     transport.close()
     text = str(caught.value)
     assert f"is not known: {known}:2 trusts an authority, but host certificates need --ssh openssh" in text
-    assert "--accept_new_host_keys" in text
+    assert "--accept-new-host-keys" in text
     assert "accept the key with: ssh" not in text, "OpenSSH would record nothing"

@@ -90,7 +90,7 @@ def test_a_python_that_cannot_run_there(sshd: LoopbackSshd, tmp_path: Path, make
     result = launch(sshd, tmp_path, "run", "--remote_python", str(python))
     assert result.code == 69
     assert words in result.err
-    assert "name another with --remote_python" in result.err
+    assert "name another with --remote-python" in result.err
 
 
 @pytest.mark.cluster

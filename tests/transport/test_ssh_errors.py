@@ -75,7 +75,7 @@ def test_unknown_host_key(config: Path, tmp_path: Path, sshd: LoopbackSshd) -> N
     empty.touch()
     text = failure(config, known_hosts=empty)
     assert "is not known" in text
-    assert "--accept_new_host_keys" in text
+    assert "--accept-new-host-keys" in text
     command = re.findall(r"accept the key with: (ssh .+ true);", text)[0]
     # What a person answers to its question, this option does for a test.
     command = command.replace("ssh ", "ssh -o StrictHostKeyChecking=accept-new ", 1)
@@ -259,7 +259,7 @@ def test_identical_findings_of_hosts_are_told_once(tmp_path: Path, sshd: Loopbac
     assert '✗ no-such-[1-2].invalid: host name "HOST" cannot be resolved\n' in result.err
     assert len(result.err.strip().splitlines()) == 4
     accepted = run_launch(tmp_path, "exec", "-H", hostfile, "-i", "127.0.0.[1-8]", "-F", config,
-                          "--accept_new_host_keys", "true")  # fmt: skip
+                          "--accept-new-host-keys", "true")  # fmt: skip
     assert accepted.code == 0, accepted.err
 
 

@@ -88,7 +88,7 @@ def _load(path: Path) -> Mapping[str, Any]:
             for key, _ in node.value:
                 if key.value in seen:
                     place = f"{path}:{key.start_mark.line + 1}:{key.start_mark.column + 1}"
-                    raise UsageError(f'"{key.value}" stands twice', where=place, hint="keep one of them")
+                    raise UsageError(f'duplicate key "{key.value}"', where=place, hint="keep one of them")
                 seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
             found: dict[Any, Any] = super().construct_mapping(node, deep)
             return found

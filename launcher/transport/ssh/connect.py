@@ -194,7 +194,7 @@ def _verify(target: SshTarget, connection: paramiko.Transport, known: list[Known
 def _refuse(target: SshTarget, finding: Finding, shown: str) -> NoReturn:
     """Say why a host key is not accepted. shown: its type and fingerprint."""
     known, problem = finding.key, "host key of {t.login} is not known"
-    record = "let launch record the keys of new hosts with --accept_new_host_keys"
+    record = "let launch record the keys of new hosts with --accept-new-host-keys"
     if known is None:
         accept = "compare the fingerprint and accept the key with: {t.ssh_command} true"
         # Of several hosts no single key can be shown.
