@@ -7,6 +7,7 @@ has ended, `ended`, both pickles; `number`, Slurm's own; the batch script, its l
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pickle
 import stat
@@ -18,10 +19,11 @@ from typing import Any
 from launcher.api.outcome import Ended, JobTimeout
 from launcher.api.parameters import Options, Parameters, StrPath, command_for, in_python_words
 from launcher.base import env as variables
-from launcher.base.errors import JobError, LauncherError, TransportError, UsageError
+from launcher.base.errors import JobError, LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
 from launcher.base.private_files import make_private_folder, write_private
+from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.job.plan import new_job_id
 from launcher.slurm import queue
@@ -35,7 +37,6 @@ REQUEST_FILE, ENDED_FILE, NUMBER_FILE, SCRIPT_FILE, LOG_FILE = "request", "ended
 _LOOK_INTERVAL_S = 0.5  # between two looks for `ended`
 _FORGOTTEN = "FORGOTTEN"  # Slurm keeps a job that has ended for some minutes
 _ENDED_BY_SLURM = ("CANCELLED", "TIMEOUT", "PREEMPTED")
-_DISK_S = 5.0  # until a shared disk shows what a job has written at its end
 _LOG_LINES = 20
 
 
@@ -115,19 +116,25 @@ class SlurmJob:
 
         Raises: TransportError when Slurm does not answer.
         """
-        state = self._slurm_state()
+        state = queue.job_state(self.job_id)
         return _FORGOTTEN if state is None else state.state
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the job has ended; False when that takes longer than `timeout_s`. Raises: TransportError."""
+        """Wait until the job has ended; False when that takes longer than `timeout_s`.
+
+        Raises: TransportError when Slurm has not answered for ten minutes.
+        """
+        return self._wait(timeout_s, self._watch())
+
+    def _wait(self, timeout_s: float | None, watch: queue.JobWatch) -> bool:
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         polls = queue.poll_intervals()
         ask_at_s = time.monotonic()
-        while not self._ended_file.exists():
+        while not self._has_ended():
             now_s = time.monotonic()
             if now_s >= ask_at_s:
                 ask_at_s = now_s + next(polls)
-                state = self._slurm_state()
+                state = watch.state()
                 if state is None or state.is_over:
                     return True
             if end_s is not None and now_s >= end_s:
@@ -141,24 +148,25 @@ class SlurmJob:
         Raises: what `launcher.run` raises; JobError when Slurm ended the job; JobTimeout after `timeout_s`, and the job
         continues.
         """
-        if not self.wait(timeout_s):
+        watch = self._watch()
+        if not self._wait(timeout_s, watch):
             raise JobTimeout(
                 f"the job has not ended after {format_duration(timeout_s or 0.0)}, and continues",
                 where=f"Slurm job {self.job_id}",
                 hint="wait longer, or end it with cancel()",
             )
-        end_s = time.monotonic() + _DISK_S
-        while not self._ended_file.exists():
-            state = self._slurm_state()
+        end_s = time.monotonic() + timeouts().shared_disk_s
+        while not self._has_ended():
+            state = watch.state()
             has_run_to_its_end = state is None or state.state in ("COMPLETED", "FAILED")
             if not has_run_to_its_end or time.monotonic() > end_s:
                 raise self._ended_by_slurm(state)
             time.sleep(_LOOK_INTERVAL_S)
-        ended: Ended | LauncherError = pickle.loads(self._ended_file.read_bytes())
+        ended: Ended | LauncherError = pickle.loads((self.folder / ENDED_FILE).read_bytes())
         if isinstance(ended, LauncherError):
             raise ended
         if ended.report.failure is not None and ended.report.failure.signal_name == "SIGTERM":
-            state = self._slurm_state()  # scancel ends ranks and launcher at once: either may be the first to notice
+            state = watch.state()  # scancel ends ranks and launcher at once: either may be the first to notice
             if state is not None and state.state in _ENDED_BY_SLURM:
                 raise self._ended_by_slurm(state)
         parameters: Parameters = pickle.loads((self.folder / REQUEST_FILE).read_bytes())
@@ -173,18 +181,14 @@ class SlurmJob:
         logs = sorted(self.folder.glob(f"**/rank_{rank}.log"), key=lambda path: path.stat().st_mtime)
         return logs[-1].read_text(errors="replace") if logs else ""
 
-    @property
-    def _ended_file(self) -> Path:
-        return self.folder / ENDED_FILE
+    def _has_ended(self) -> bool:
+        """Whether the job has left how it ended."""
+        queue.refresh(self.folder)
+        return (self.folder / ENDED_FILE).exists()
 
-    def _slurm_state(self) -> queue.JobState | None:
-        """Return what Slurm says of the job, None when it has forgotten it."""
-        try:
-            return queue.job_state(self.job_id)
-        except TransportError as error:
-            if "Invalid job id" not in str(error):
-                raise
-            return None
+    def _watch(self) -> queue.JobWatch:
+        where = f"Slurm job {self.job_id}"
+        return queue.JobWatch(self.job_id, lambda text: logging.getLogger(__name__).warning("%s: %s", where, text))
 
     def _ended_by_slurm(self, state: queue.JobState | None) -> JobError:
         log = self.folder / LOG_FILE

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.errors import TransportError, UsageError
 from launcher.base.timeouts import timeouts
+from launcher.base.units import format_duration
 
+_UNKNOWN = "UNKNOWN"  # Slurm has not answered yet
 _LIVE_STATES = {
+    _UNKNOWN,
     "CONFIGURING", "COMPLETING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESIZING",
     "RESV_DEL_HOLD", "RUNNING", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED",
 }  # fmt: skip
+
+
+class NoAnswerError(TransportError):
+    """Slurm's controller did not answer, or refused to."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,14 @@ def job_detail(job_id: str) -> str:
     return _run(["scontrol", "show", "job", "-d", job_id])
 
 
-def job_state(job_id: int) -> JobState:
-    """Return the state of a job. Raises: TransportError, also for a job that Slurm has forgotten."""
-    text = job_detail(str(job_id))
+def job_state(job_id: int) -> JobState | None:
+    """Return the state of a job, None for one that Slurm has forgotten. Raises: TransportError."""
+    try:
+        text = job_detail(str(job_id))
+    except NoAnswerError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
     code, _, number = _value(text, "ExitCode").partition(":")
     number, code = (part if part.isdigit() else "0" for part in (number, code))
     log = _value(text, "StdOut")
@@ -74,6 +89,50 @@ def job_state(job_id: int) -> JobState:
         log=Path(log) if log else None,
         reason=_value(text, "Reason"),
     )
+
+
+class JobWatch:
+    """Asks for the state of one job again and again.
+
+    The controller of a cluster is started anew now and then, and a job of days is waited for: a question without an
+    answer ends no wait until there was none for some minutes.
+    """
+
+    def __init__(self, job_id: int, say: Callable[[str], object]) -> None:
+        """say: gets a line when Slurm begins not to answer."""
+        self._job_id = job_id
+        self._say = say
+        self._last = JobState(_UNKNOWN, 0, None, "None")
+        self._silent_since_s: float | None = None  # monotonic
+
+    def state(self) -> JobState | None:
+        """Return the state, the last one known while Slurm does not answer; None when it has forgotten the job.
+
+        Raises: TransportError when there are no commands of Slurm, or no answers for too long.
+        """
+        try:
+            state = job_state(self._job_id)
+        except NoAnswerError as error:
+            now_s, limit_s = time.monotonic(), timeouts().slurm_silence_s
+            if self._silent_since_s is None:
+                self._silent_since_s = now_s
+                self._say(f"Slurm does not answer ({error}); asking again for {format_duration(limit_s)}")
+            elif now_s - self._silent_since_s > limit_s:
+                raise
+            return self._last
+        self._silent_since_s = None
+        if state is not None:
+            self._last = state
+        return state
+
+
+def refresh(folder: Path) -> None:
+    """Have the next look into a folder of a shared disk see what other machines have written there.
+
+    A client of NFS remembers for half a minute and longer that a file does not exist; a change of the folder ends that.
+    """
+    with contextlib.suppress(OSError):  # it is not ours: the client finds out by itself, later
+        os.utime(folder)
 
 
 def _value(text: str, name: str) -> str:
@@ -98,9 +157,9 @@ def _run(command: Sequence[str], text: str | None = None) -> str:
             f"{command[0]} is not in PATH", hint="run this where Slurm's commands are, on a login node"
         ) from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise TransportError(f"{command[0]}: {error}") from None
+        raise NoAnswerError(f"{command[0]}: {error}") from None
     if result.returncode != 0:
         reason = result.stderr.strip() or f"exit code {result.returncode}"
-        kind = TransportError if text is None else UsageError
+        kind = NoAnswerError if text is None else UsageError
         raise kind(reason.removeprefix(f"{command[0]}: "), where=command[0])
     return result.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -11,14 +12,15 @@ from typing import Any
 
 import click
 
-from launcher.base.errors import LauncherError, UsageError
+from launcher.base.errors import LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import filled
 from launcher.base.folders import working_folder
+from launcher.base.timeouts import timeouts
 from launcher.cli.options.command import declared
 from launcher.cli.options.types import Whole
 from launcher.slurm.lint import lint_script
-from launcher.slurm.queue import JobState, job_state, poll_intervals, submit
+from launcher.slurm.queue import JobState, JobWatch, poll_intervals, refresh, submit
 from launcher.slurm.script import BatchOptions, job_name_of, render_script
 
 _READ_INTERVAL_S = 1.0  # of the log
@@ -158,20 +160,30 @@ def _lint(path: str) -> int:
 def _follow(job_id: int) -> int:
     """Copy the job's log to stdout until the job is over; returns its exit code. Ctrl-C leaves the job running."""
     position, told = 0, "None"
-    state, polls = job_state(job_id), poll_intervals()
-    ask_at_s = time.monotonic() + next(polls)
+    watch = JobWatch(job_id, lambda text: click.echo(click.style("! ", fg="yellow") + text, err=True))
+    state, polls = _known(watch, job_id), poll_intervals()
+    ask_at_s, give_up_at_s = time.monotonic() + next(polls), math.inf
     try:
         while True:
-            if time.monotonic() >= ask_at_s:
-                before, state = state, job_state(job_id)
+            if time.monotonic() >= ask_at_s and not state.is_over:
+                before, state = state, _known(watch, job_id)
                 polls = polls if state.state == before.state else poll_intervals()
                 ask_at_s = time.monotonic() + next(polls)
             if state.state == "PENDING" and state.reason != told:
                 told = state.reason
                 click.echo(f"job {job_id} waits in the queue: {told}", err=True)
-            position = _copy_new(state, position)
+            log = state.log
+            if log is not None and not log.exists() and state.state != "PENDING":
+                refresh(log.parent)  # once it is there, opening it shows all that was written
+            has_log = log is not None and log.exists()
+            if log is not None and has_log:
+                position = _copy_new(log, position)
             if state.is_over:
-                break
+                if has_log or state.state not in ("COMPLETED", "FAILED") or time.monotonic() > give_up_at_s:
+                    break
+                if give_up_at_s == math.inf:
+                    give_up_at_s = time.monotonic() + timeouts().shared_disk_s
+                    click.echo(f"job {job_id} has ended; waiting for its log, {state.log}", err=True)
             time.sleep(_READ_INTERVAL_S)
     except KeyboardInterrupt:
         click.echo(f"\njob {job_id} continues: end it with `scancel {job_id}`", err=True)
@@ -187,11 +199,19 @@ def _follow(job_id: int) -> int:
     raise error
 
 
-def _copy_new(state: JobState, position: int) -> int:
+def _known(watch: JobWatch, job_id: int) -> JobState:
+    """Return the state of the job. Raises: TransportError, also when Slurm has forgotten it."""
+    state = watch.state()
+    if state is None:
+        raise TransportError(
+            f"Slurm has forgotten job {job_id}", hint=f"sacct -j {job_id} shows how it ended, where accounts are kept"
+        )
+    return state
+
+
+def _copy_new(path: Path, position: int) -> int:
     """Write what the log has got since `position`; returns the new position."""
-    if state.log is None or not state.log.exists():
-        return position
-    with state.log.open("rb") as log:
+    with path.open("rb") as log:
         position = min(position, os.fstat(log.fileno()).st_size)  # a job that starts again truncates its log
         log.seek(position)
         while data := log.read(_READ_BYTES):
