@@ -2,7 +2,8 @@
 
 `${XDG_STATE_HOME:-~/.local/state}/launch/jobs/ID.json`, readable by the user only: a command line may hold secrets. The
 folder may be on a disk that several machines share, so that an entry names its machine, and a process is known by
-boot, pid and start time: a pid alone may be another process by now.
+boot, pid and start time: a pid alone may be another process by now. A running job touches its file every minute, by
+which other machines know that its launcher lives.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ from launcher.base.secrets import mask_arguments
 from launcher.base.suggest import did_you_mean
 from launcher.job.plan import JobPlan
 
-_KEPT_S = 7 * 24 * 3600.0  # how long entries of ended jobs are kept
+_KEPT_S = 7 * 24 * 3600.0  # how long entries of jobs that have ended, or are lost, are kept
+_TOUCH_INTERVAL_S = 60.0
+_SILENCE_S = 15 * 60.0  # of a job on another machine, whose clock may differ, before it is lost
 _BEYOND_NUMBERS = 1e11  # no pid, and no time a calendar has
 _MAX_NAMED = 5  # candidates an error lists
 
@@ -48,14 +52,21 @@ class JobEntry:
     grace_s: float
     ended_s: float | None = None
     exit_code: int | None = None
+    slurm_job: str | None = None  # number of the Slurm job that the launcher runs in
+    touched_s: float = 0.0  # when the file was last written or touched; in no file
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the launcher runs, or ran, on this machine."""
+        return self.machine == os.uname().nodename
 
     @property
     def state(self) -> str:
         """One of "running", "ended", "lost" (the launcher has gone without a word), "elsewhere" (another machine)."""
         if self.ended_s is not None:
             return "ended"
-        if self.machine != os.uname().nodename:
-            return "elsewhere"
+        if not self.is_here:
+            return "elsewhere" if time.time() - self.touched_s < _SILENCE_S else "lost"
         return "running" if process_identity(self.pid) == self.process else "lost"
 
 
@@ -85,16 +96,20 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
         cwd=plan.cwd,
         run_folder=str(Path(plan.cwd, plan.run_folder)),
         grace_s=plan.grace_s,
+        slurm_job=os.environ.get(env.SLURM_JOB_ID.name),
     )
     problem = _why_not_written(entry)
     if problem is not None:
         warn(f"{problem}; launch ps will not show this job")
+    is_over = threading.Event()
+    threading.Thread(target=_keep_touching, args=(entry, is_over), name="registry", daemon=True).start()
     try:
         yield registration
     except LauncherError as error:
         registration.exit_code = error.exit_code
         raise
     finally:
+        is_over.set()
         ended = dataclasses.replace(entry, ended_s=time.time(), exit_code=int(registration.exit_code))
         if problem is None:
             problem = _why_not_written(ended)
@@ -173,7 +188,9 @@ def _why_not_written(entry: JobEntry) -> str | None:
     try:
         folder = jobs_folder()
         make_private_folder(folder)
-        write_private(folder / f"{entry.job_id}.json", json.dumps(dataclasses.asdict(entry)).encode())
+        values = dataclasses.asdict(entry)
+        del values["touched_s"]
+        write_private(_file_of(entry), json.dumps(values).encode())
     except UsageError as error:
         return str(error)
     except OSError as error:
@@ -181,11 +198,22 @@ def _why_not_written(entry: JobEntry) -> str | None:
     return None
 
 
+def _file_of(entry: JobEntry) -> Path:
+    return jobs_folder() / f"{entry.job_id}.json"
+
+
+def _keep_touching(entry: JobEntry, is_over: threading.Event) -> None:
+    """Say on a shared disk that this launcher lives. On a thread of its own, which such a disk may hold up."""
+    while not is_over.wait(_TOUCH_INTERVAL_S):
+        with contextlib.suppress(OSError, UsageError):
+            os.utime(_file_of(entry))
+
+
 def _read(path: Path) -> JobEntry | None:
     try:
         values: dict[str, Any] = json.loads(path.read_text())
         values.update({name: tuple(value) for name, value in values.items() if isinstance(value, list)})
-        entry = JobEntry(**values)
+        entry = JobEntry(**values | {"touched_s": path.stat().st_mtime})
         return entry if entry.job_id == path.stem and _is_sound(entry) else None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # half a file, or another version's
         return None
@@ -196,14 +224,14 @@ def _is_sound(entry: JobEntry) -> bool:
     numbers = (entry.pid, entry.started_s, entry.grace_s, entry.ended_s or 0.0)
     if not all(0 <= number < _BEYOND_NUMBERS for number in numbers):  # nan is not either
         return False
-    texts = (entry.machine, entry.process, entry.run_folder, *entry.hosts, *entry.command)
+    texts = (entry.machine, entry.process, entry.run_folder, *entry.hosts, *entry.command, entry.slurm_job or "")
     return all(isinstance(n, (int, float)) for n in numbers) and all(isinstance(text, str) for text in texts)
 
 
 def _drop_old(before_s: float) -> None:
-    """Remove entries that were last written before a time, those of running jobs aside. Raises: OSError."""
+    """Remove entries of jobs that have ended, or are lost, last touched before a time. Raises: OSError."""
     for path in jobs_folder().glob("*.json"):
         if path.stat().st_mtime < before_s:
             entry = _read(path)
-            if entry is None or entry.state != "running":
+            if entry is None or entry.state in ("ended", "lost"):
                 path.unlink(missing_ok=True)

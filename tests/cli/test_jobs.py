@@ -141,6 +141,18 @@ def test_a_job_of_another_machine_is_not_killed_from_here(tmp_path: Path) -> Non
     assert result.code == 2
     assert "runs on node-z" in result.err
     assert "on node-z" in launch(tmp_path, "ps").out
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"slurm_job": "4711"}))
+    result = launch(tmp_path, "kill", job_id)
+    assert f"→ scancel 4711 ends its Slurm job; or on node-z: launch kill {job_id}" in result.err
+    assert "on node-z, Slurm job 4711" in launch(tmp_path, "ps").out
+
+
+def test_following_ends_with_the_machine_of_the_job(tmp_path: Path) -> None:
+    job_id = run_launch(tmp_path, scripts.write(tmp_path, "print('all')")).job_id
+    path = tmp_path / "state/launch/jobs" / f"{job_id}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": "node-z", "ended_s": None}))
+    os.utime(path, (1000.0, 1000.0))
+    assert launch(tmp_path, "logs", "--follow", job_id).out == "[0] all\n"
 
 
 def test_dry_runs_leave_no_entry(tmp_path: Path) -> None:

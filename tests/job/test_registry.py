@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness.launching import wait_until
 
 from launcher.base.errors import LauncherError, TransportError, UsageError
 from launcher.base.secrets import MASK
@@ -168,6 +169,36 @@ def test_old_entries_are_dropped_and_running_ones_kept() -> None:
         with registry.registered(plan("new-job-0003"), fail):
             pass
         assert [entry.job_id for entry in registry.all_jobs()] == ["old-running-0002", "new-job-0003"]
+
+
+def entry_elsewhere(job_id: str, silent_s: float) -> None:
+    """Leave the entry of a job that another machine has begun, and that was touched so long ago."""
+    with registry.registered(plan(job_id), fail):
+        pass
+    path = registry.jobs_folder() / f"{job_id}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": "other", "ended_s": None}))
+    os.utime(path, (time.time() - silent_s,) * 2)
+
+
+def test_a_job_of_another_machine_is_kept_while_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_KEPT_S", 60.0)
+    entry_elsewhere("calm-otter-0001", 120.0)
+    entry_elsewhere("keen-lynx-0002", 3600.0)
+    assert {entry.job_id: entry.state for entry in registry.all_jobs()} == {
+        "calm-otter-0001": "elsewhere",
+        "keen-lynx-0002": "lost",
+    }
+    with registry.registered(plan("new-job-0003"), fail):
+        pass
+    assert {entry.job_id for entry in registry.all_jobs()} == {"calm-otter-0001", "new-job-0003"}
+
+
+def test_a_running_job_touches_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_TOUCH_INTERVAL_S", 0.02)
+    with registry.registered(plan(), fail):
+        (path,) = registry.jobs_folder().iterdir()
+        os.utime(path, (1000.0, 1000.0))
+        wait_until(lambda: registry.find_job("calm").touched_s > 1000.0, "the next touch", 10)
 
 
 def test_a_job_of_another_user_is_not_ours_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

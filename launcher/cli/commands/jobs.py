@@ -88,7 +88,7 @@ def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
         "running": "running",
         "ended": f"exit {entry.exit_code}",
         "lost": "launcher gone",
-        "elsewhere": f"on {entry.machine}",
+        "elsewhere": f"on {entry.machine}" + (f", Slurm job {entry.slurm_job}" if entry.slurm_job else ""),
     }[state]
     started = datetime.fromtimestamp(entry.started_s)
     since = started.strftime("%H:%M" if started.date() == date.today() else "%b %d %H:%M")
@@ -150,9 +150,11 @@ def _no_log(entry: JobEntry, rank: int | None, ranks: list[int]) -> LauncherErro
 def kill(job: str, now: bool) -> None:
     """End JOB on all its hosts and wait until it is gone. JOB is an id of `launch ps`, or the beginning of one."""
     entry = find_job(job)
-    if entry.state == "elsewhere":
+    if entry.ended_s is None and not entry.is_here:
+        by_slurm = f"scancel {entry.slurm_job} ends its Slurm job; or " if entry.slurm_job else ""
         raise UsageError(
-            f"the launcher of {entry.job_id} runs on {entry.machine}", hint=f"there: launch kill {entry.job_id}"
+            f"the launcher of {entry.job_id} runs on {entry.machine}",
+            hint=f"{by_slurm}on {entry.machine}: launch kill {entry.job_id}",
         )
     start_s = time.monotonic()
     if entry.ended_s is None and send_signal(entry, signal.SIGTERM):
