@@ -159,13 +159,43 @@ def _read_trusted(path: Path) -> bytes | None:
             data = file.read()
     except OSError as error:
         raise UsageError(f"the environment file cannot be read: {error.strerror}", where=str(path)) from None
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or not is_same:
+    by_others = bool(status.st_mode & stat.S_IWOTH) or not is_same
+    by_group = bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status)
+    if by_others or by_group:
+        who = "other users" if by_others else f"users of the group {_group_name(status.st_gid)}"
         raise UsageError(
-            "other users can write to the file, and so decide what your ranks run",
+            f"{who} can write to the file, and so decide what your ranks run",
             where=str(path),
             hint=f"chmod go-w {shlex.quote(str(path))}",
         )
     return data
+
+
+def _is_private_group(status: os.stat_result) -> bool:
+    """Whether the group of a file is its owner's own, without other members, as most distributions make one for a user.
+
+    There an editor leaves files that the group can write to. The name is compared, too: a directory of users on the
+    network does not always list all whose first group it is.
+    """
+    import grp
+    import pwd
+
+    try:
+        owner, group = pwd.getpwuid(status.st_uid), grp.getgrgid(status.st_gid)
+    except KeyError:
+        return False
+    is_own = owner.pw_gid == group.gr_gid and owner.pw_name == group.gr_name
+    others = {one.pw_name for one in pwd.getpwall() if one.pw_gid == group.gr_gid} | {*group.gr_mem}
+    return is_own and others <= {owner.pw_name}
+
+
+def _group_name(gid: int) -> str:
+    import grp
+
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 def _hint_for(name: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -104,12 +106,46 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, is_link: bool) -> Non
         given_by(tmp_path)
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_a_file_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+def user(name: str, uid: int, gid: int) -> pwd.struct_passwd:
+    return pwd.struct_passwd((name, "x", uid, gid, "", "/", "/bin/sh"))
+
+
+def private_group(monkeypatch: pytest.MonkeyPatch, name: str, members: list[str], others: list[str]) -> None:
+    """Let the group of our files be `name`, with these members, and the first group of these others."""
+    ours = user("ada", os.geteuid(), os.getegid())
+    monkeypatch.setattr(pwd, "getpwuid", lambda _uid: ours)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [ours, *(user(other, 77, os.getegid()) for other in others)])
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((name, "x", gid, members)))
+
+
+@pytest.mark.parametrize("members", [[], ["ada"]])
+def test_a_group_without_other_members_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: list[str]
+) -> None:
+    private_group(monkeypatch, "ada", members, [])
+    (tmp_path / ".deepspeed_env").write_text("A=1\n")
+    (tmp_path / ".deepspeed_env").chmod(0o664)
+    assert given_by(tmp_path).values == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "members", "others"),
+    [
+        (0o602, "ada", [], []),
+        (0o620, "users", [], []),
+        (0o620, "ada", ["ada", "bob"], []),
+        (0o620, "ada", [], ["bob"]),
+    ],
+)
+def test_a_file_that_others_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, name: str, members: list[str], others: list[str]
+) -> None:
+    private_group(monkeypatch, name, members, others)
     path = tmp_path / ".deepspeed_env"
     path.write_text("A=1\n")
     path.chmod(mode)
-    with pytest.raises(UsageError, match=r"other users can write to the file.*chmod go-w"):
+    who = "other users" if mode & 2 else f"users of the group {name}"
+    with pytest.raises(UsageError, match=rf"{who} can write to the file.*chmod go-w"):
         given_by(tmp_path)
     assert job_environment([], [path], {}, []).values == {"A": "1"}, "one that the user names is the user's choice"
 
