@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.comm.groups import group_of_notices
-from launcher.comm.pending import Pending
+from launcher.comm.pending import Pending, begin_call, end_call
 
 
 class Agreement:
@@ -27,11 +27,13 @@ class Agreement:
         """Begin a round. holds: on this rank."""
         self.result()  # an exception has left a round open
         self._flag.fill_(holds)
-        works = []
-        if self._process_group is not None:
-            work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._process_group, async_op=True)
-            works = [work] if work is not None else []
-        self._pending = Pending(works)
+        if self._process_group is None:
+            self._pending = Pending()
+            return
+        begin_call("all_reduce", self._process_group)
+        work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._process_group, async_op=True)
+        self._pending = Pending([work] if work is not None else [])
+        end_call()
 
     def result(self) -> bool:
         """End the round, and return whether it held on any rank, now or in an earlier round."""

@@ -10,16 +10,21 @@ from torch import Tensor
 
 from launcher.comm import observe
 from launcher.comm.groups import RankGroup
-from launcher.comm.pending import Pending
+from launcher.comm.pending import Pending, begin_call, end_call, name_next
 
 
-def _begin(group: RankGroup) -> float | None:
-    """Return the time at which a call begins; None when it is not measured."""
-    return None if group.process_group is None else observe.begin(group.device)
+def _begin(kind: str, group: RankGroup) -> float | None:
+    """Count a call; return the time at which it begins, None when it is not measured."""
+    if group.process_group is None:
+        name_next("")  # nothing is begun
+        return None
+    begin_call(kind, group.process_group)
+    return observe.begin(group.device)
 
 
 def _observed(kind: str, group: RankGroup, tensors: list[Tensor], begun_s: float | None, pending: Pending) -> Pending:
     """Give a collective its name; when calls are measured, wait for it."""
+    end_call()
     pending.kind = kind
     if begun_s is not None:
         pending.wait()
@@ -34,7 +39,7 @@ def reduce_scatter(group: RankGroup, flat: Tensor, output: Tensor, scale: float 
     `flat` is sent as it is. On gloo the sum is taken in fp32 and in rank order, on NCCL in the type of `flat` and in
     NCCL's order. Every rank must call it, in the same order among all collectives.
     """
-    begun_s = _begin(group)
+    begun_s = _begin("reduce_scatter", group)
     return _observed("reduce_scatter", group, [flat], begun_s, group.communicator.reduce_scatter(flat, output, scale))
 
 
@@ -47,7 +52,7 @@ def all_gather(group: RankGroup, flat: Tensor, own: Tensor | None = None) -> Pen
     if own is None:
         numel = flat.numel() // group.world_size
         own = flat[group.rank * numel : (group.rank + 1) * numel]
-    begun_s = _begin(group)
+    begun_s = _begin("all_gather", group)
     return _observed("all_gather", group, [flat], begun_s, group.communicator.all_gather(flat, own))
 
 
@@ -57,7 +62,7 @@ def all_to_all(group: RankGroup, flat: Tensor, output: Tensor) -> Pending:
     flat, output: 1-D, of the same dtype, numel = world size * chunk; they must not overlap. Every rank must call it, in
     the same order.
     """
-    begun_s = _begin(group)
+    begun_s = _begin("all_to_all", group)
     return _observed("all_to_all", group, [flat], begun_s, group.communicator.all_to_all(flat, output))
 
 
@@ -67,7 +72,7 @@ def exchange(group: RankGroup, sends: list[Tensor], receives: list[Tensor]) -> P
     sends, receives: 1-D, of one dtype and any sizes, where the two sides of each transfer agree; 0 sends nothing. Every
     rank must call it, in the same order.
     """
-    begun_s = _begin(group)
+    begun_s = _begin("exchange", group)
     return _observed("all_to_all", group, sends, begun_s, group.communicator.exchange(sends, receives))
 
 
@@ -79,7 +84,7 @@ def all_reduce(group: RankGroup, flat: Tensor, scale: float = 1.0, *, sent: Tens
     its own content is undefined afterwards. The sum is taken as by `reduce_scatter`. Every rank must call it, and
     advance or wait, in the same order.
     """
-    begun_s = _begin(group)
+    begun_s = _begin("all_reduce", group)
     pending = group.communicator.all_reduce(flat, flat if sent is None else sent, scale)
     return _observed("all_reduce", group, [flat], begun_s, pending)
 
@@ -91,7 +96,7 @@ def sum_scalars(group: RankGroup, values: Tensor) -> Tensor:
 
 def gather_rows(group: RankGroup, values: Tensor) -> Tensor:
     """Return every rank's small tensor, [world size, *shape] in rank order. Every rank must call it."""
-    begun_s = _begin(group)
+    begun_s = _begin("gather_rows", group)
     rows = group.communicator.gather_rows(values.reshape(-1))
     _observed("all_gather", group, [rows], begun_s, Pending())
     return rows.view(group.world_size, *values.shape)
@@ -106,6 +111,6 @@ def gather_scalars(group: RankGroup, value: float) -> list[float]:
 
 def broadcast(group: RankGroup, tensors: list[Tensor], source: int = 0) -> None:
     """Overwrite every rank's tensors with those of rank `source`. Every rank must call it with equal shapes."""
-    begun_s = _begin(group)
+    begun_s = _begin("broadcast", group)
     group.communicator.broadcast(tensors, source)
     _observed("broadcast", group, tensors, begun_s, Pending())

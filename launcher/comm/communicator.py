@@ -132,8 +132,7 @@ class Connected:
         # As bytes: backends lack types that buffers have, such as uint16, and complex numbers.
         sent = [each.view(-1).view(torch.uint8) for each in dense]
         works = [dist.broadcast(t, group=self.process_group, group_src=source, async_op=True) for t in sent]
-        for work in works:
-            work.wait()
+        Pending(works).wait()
         for mine, received in zip(tensors, dense, strict=True):
             if received is not mine:
                 mine.copy_(received)

@@ -1,16 +1,101 @@
-"""Collectives in flight."""
+"""Collectives in flight, and by number what each group of ranks has begun: see `launcher.zero.order_watch`."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from launcher.comm import observe
+
+
+class Call(NamedTuple):
+    """One collective of a process group."""
+
+    calls: Calls  # those of its kind in the group
+    number: int  # its place among these, from 1 on: ranks of a group begin them in one order
+    what: str  # for messages
+
+
+@dataclass
+class Calls:
+    """What this process has begun of one kind of collective in one process group."""
+
+    name: str  # of the group and the kind, alike on every rank
+    ranks: list[int]  # of the world, that belong to the group
+    number: int = 0  # how many so far
+    begun_s: float = 0.0  # when the last one was begun (`time.monotonic`)
+    what: str = ""  # the last one is, for messages
+
+
+class Wait(NamedTuple):
+    """The host waits for other ranks."""
+
+    since_s: float  # `time.monotonic`
+    call: Call | None  # None: for a transfer between two ranks, or a later phase of a collective
+    kind: str
+
+
+class _Issued:
+    """The collectives that this process has begun since its default group was made."""
+
+    def __init__(self) -> None:
+        self.world: weakref.ref[dist.ProcessGroup] | None = None
+        self.calls: dict[str, Calls] = {}  # by name
+        self.current: Call | None = None  # which is being begun: what is put in flight belongs to it
+        self.next_name = ""
+        self.thread_id = 0  # of the thread that has begun the last one
+
+
+_issued = _Issued()
+
+
+def name_next(what: str) -> None:
+    """Say for messages what the collective is that is begun next."""
+    _issued.next_name = what
+
+
+def begin_call(kind: str, process_group: dist.ProcessGroup) -> None:
+    """Count a collective that is about to be begun. Every rank of the group must call it in the same order."""
+    world = dist.group.WORLD
+    if world is not None and (_issued.world is None or _issued.world() is not world):
+        _issued.world = weakref.ref(world)
+        _issued.calls.clear()
+    name = f"{process_group.group_name}/{kind}"
+    calls = _issued.calls.get(name)
+    if calls is None:
+        calls = _issued.calls[name] = Calls(name, dist.get_process_group_ranks(process_group))
+    calls.number += 1
+    calls.begun_s = time.monotonic()
+    calls.what = _issued.next_name or f"the {kind} of {_purpose(process_group)}"
+    _issued.current, _issued.next_name = Call(calls, calls.number, calls.what), ""
+    _issued.thread_id = threading.get_ident()
+
+
+def _purpose(process_group: dist.ProcessGroup) -> str:
+    return "all ranks" if process_group is dist.group.WORLD else str(process_group.group_desc)
+
+
+def end_call() -> None:
+    """The collective is in flight."""
+    _issued.current = None
+
+
+def issued_calls() -> dict[str, Calls]:
+    """Return what was begun, by names that are alike on every rank."""
+    return dict(_issued.calls)
+
+
+def issuing_thread() -> int:
+    """Return which thread begins collectives."""
+    return _issued.thread_id
 
 
 @dataclass(eq=False)
@@ -23,8 +108,10 @@ class Pending:
     works: list[dist.Work] = field(default_factory=list)
     finish: Callable[[], Pending | None] | None = None  # local work left after the last byte has arrived
     kind: str = ""  # of the collective; "" inside of another one
+    call: Call | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.call = _issued.current
         if self.works:
             _in_flight[self] = None
 
@@ -47,15 +134,15 @@ class Pending:
             return self._complete()
 
     def _complete(self) -> Pending:
-        global _waiting_since_s
         works = self._take_works()
         if works:
-            _waiting_since_s = time.monotonic()
+            thread_id = threading.get_ident()
+            _waits[thread_id] = Wait(time.monotonic(), self.call, self.kind)
             try:
                 for work in works:
                     work.wait()
             finally:
-                _waiting_since_s = None
+                del _waits[thread_id]
         finish, self.finish = self.finish, None
         next_phase = finish() if finish is not None else None
         if next_phase is None:
@@ -88,12 +175,12 @@ class Pending:
         return works
 
 
-_waiting_since_s: float | None = None
+_waits: dict[int, Wait] = {}  # by thread
 
 
-def waiting_since_s() -> float | None:
-    """Return when this process began to wait for a collective (`time.monotonic`); None: it does not wait."""
-    return _waiting_since_s
+def waiting() -> Wait | None:
+    """Return what the thread that begins collectives waits for; None: it does not wait."""
+    return _waits.get(_issued.thread_id)
 
 
 # Held until they have been waited for, also when their engine has gone: gloo forgets a transfer whose handle is freed,

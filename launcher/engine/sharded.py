@@ -11,7 +11,7 @@ from launcher.base.errors import EngineError
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.hooks import InstalledHooks
-from launcher.zero.order_watch import watch_order
+from launcher.zero.order_watch import unwatch_order, watch_order
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.unit import FlatUnit, unit_of
@@ -40,7 +40,7 @@ class ShardedModel:
         self._hooks = hooks
         self.optimizer = optimizer
         self.delayed = delayed
-        self._watch = watch_order(reducer.order, reducer.group) if any(unit.is_sharded for unit in units) else None
+        watch_order(reducer.order, reducer.group)
         self.has_ended = False
         model.__dict__[_OF_MODEL] = self
 
@@ -60,8 +60,7 @@ class ShardedModel:
         if self.has_ended:
             return
         self.has_ended = True
-        if self._watch is not None:
-            self._watch.stop()
+        unwatch_order(self.reducer.order)
         self.schedule.reset()
         self.reducer.wait()
         if self.delayed is not None:

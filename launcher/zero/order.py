@@ -16,7 +16,7 @@ import datetime
 import itertools
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from launcher.base.errors import EngineError
 from launcher.base.timeouts import timeouts
+from launcher.comm import pending
 from launcher.comm.groups import RankGroup
 
-_HINT = (
-    "at stage 3 every rank must run the same modules in the same order: name the module that chooses among others in"
-    ' "zero_optimization": {"leaf_module": {"classes": [...]}}, or use stage 2'
+HINT = (
+    "at stage 3 every rank must run the same modules in the same order, in evaluation too: name the module that chooses"
+    ' among others in "zero_optimization": {"leaf_module": {"classes": [...]}}, or use stage 2'
 )
 # What forwards without gradients need, which no step follows.
 EVALUATION_HINT = (
@@ -65,7 +66,7 @@ class CollectiveOrder:
         self.is_evaluation = False  # the pass under way is a forward without gradients
         self._digests = dict.fromkeys(Collective, 0)
         self._num_steps = 0
-        self._number = next(_ORDER_NUMBERS)
+        self.number = next(_ORDER_NUMBERS)
         self._num_rendezvous = 0
         self._parted: EngineError | None = None  # why the ranks cannot go on together
 
@@ -75,7 +76,8 @@ class CollectiveOrder:
         return list(self._digests.values())
 
     def note(self, kind: Collective, unit: int) -> None:
-        """Note that a collective is issued now."""
+        """Note that a collective is issued next."""
+        pending.name_next(f"the {kind.name.lower()} of {self._unit_names[unit]}")
         issued = self.issued[kind]
         issued.append(unit)
         if len(issued) > _MAX_ISSUED:
@@ -103,7 +105,7 @@ class CollectiveOrder:
             raise self._parted
         self._num_rendezvous += 1
         ranks = dist.get_process_group_ranks(group.process_group)  # of the world, whose store it is
-        keys = [f"launch/rendezvous/{self._number}/{self._num_rendezvous}/{rank}" for rank in ranks]
+        keys = [f"launch/rendezvous/{self.number}/{self._num_rendezvous}/{rank}" for rank in ranks]
         store = dist.distributed_c10d._get_default_store()
         try:
             store.set(keys[group.rank], json.dumps([ended, self._orders()]))
@@ -126,56 +128,31 @@ class CollectiveOrder:
         own = self._orders()
         kind = next((kind for kind in Collective if any(orders[kind] != own[kind] for orders in everywhere)), None)
         if kind is None:  # where they part is forgotten
-            return EngineError("ranks took different paths through the model since the last step", hint=_HINT)
+            return EngineError("ranks took different paths through the model since the last step", hint=HINT)
         return self._difference(kind, {rank: orders[kind] for rank, orders in enumerate(everywhere)})
 
-    def difference_of_waiting(self, group: RankGroup) -> EngineError | None:
-        """Return an error that names where this rank and another one that waits part; None where no two do.
+    def difference_among(self, published: Mapping[int, Sequence[_Order]]) -> EngineError | None:
+        """Return an error that names where orders part, None where each is the beginning of another one.
 
-        Not collective: it publishes what this rank has issued, and compares it with what others have published.
+        published: the orders of some ranks since the same step.
         """
-        return self._difference_in(self._publish(group))
-
-    def _difference_in(self, published: dict[int, list[_Order]]) -> EngineError | None:
-        for kind, own in enumerate(self._orders()):
+        for kind in Collective:
             orders = {rank: everywhere[kind] for rank, everywhere in published.items()}
-            if any(_part(own, order) for order in orders.values()):
-                return self._difference(Collective(kind), orders)
+            first = next(iter(orders.values()), None)
+            if first is not None and any(_part(first, order) for order in orders.values()):
+                return self._difference(kind, orders)
         return None
 
-    def warning_of_waiting(self, group: RankGroup) -> str | None:
-        """Return what to say of a forward without gradients in which other ranks do not wait with this one, or None.
-
-        Not collective, as `difference_of_waiting`.
-        """
-        published = self._publish(group)
-        if not self.is_evaluation or group.rank not in published:
-            return None
-        ends = {rank: sum(_end(order) for order in orders) for rank, orders in published.items()}
-        absent = [str(rank) for rank in range(group.world_size) if ends.get(rank, -1) < ends[group.rank]]
-        if not absent:
-            return None
-        others = ", ".join(absent[:8])
-        return f"rank {group.rank} waits for rank {others} in a forward without gradients: {EVALUATION_HINT}"
+    def published(self, most: int) -> list[Any]:
+        """Return the steps so far, and the last `most` collectives of each kind since then."""
+        orders = [
+            (end - len(units), units) for end, units in ((_end(each), each[1][-most:]) for each in self._orders())
+        ]
+        return [self._num_steps, orders]
 
     def _orders(self) -> list[_Order]:
         """Return for each kind the number of collectives that are forgotten, and those after them."""
         return [(self._num_forgotten[kind], list(self.issued[kind])) for kind in Collective]
-
-    def _publish(self, group: RankGroup) -> dict[int, list[_Order]]:
-        """Publish the orders of this rank, which waits; return, by rank, those that were published since the step."""
-        if group.process_group is None:
-            return {}
-        try:
-            keys = [
-                f"launch/waiting/{self._number}/{rank}" for rank in dist.get_process_group_ranks(group.process_group)
-            ]
-            store = dist.distributed_c10d._get_default_store()
-            store.set(keys[group.rank], json.dumps([self._num_steps, self._orders()]))
-            published = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-        except (RuntimeError, ValueError, KeyError):  # the store or the process group has gone
-            return {}
-        return {rank: orders for rank, (step, orders) in published.items() if step == self._num_steps}
 
     def _difference(self, kind: Collective, orders: dict[int, _Order]) -> EngineError:
         """Return an error that names the first collective in which these ranks part."""
@@ -191,7 +168,7 @@ class CollectiveOrder:
                 what = f"the {kind.name.lower()} of {self._unit_names[unit]}"
             ranks_of.setdefault(what, []).append(str(rank))
         parts = "; ".join(f"{what} on rank {', '.join(ranks[:8])}" for what, ranks in ranks_of.items())
-        return EngineError(f"ranks took different paths through the model since the last step: {parts}", hint=_HINT)
+        return EngineError(f"ranks took different paths through the model since the last step: {parts}", hint=HINT)
 
 
 def _end(order: _Order) -> int:

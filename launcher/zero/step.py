@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
+from launcher.comm import collectives, pending
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import Readback, largest_of_hosts, on_any_rank
 from launcher.comm.mesh import ParallelMesh
@@ -45,6 +45,7 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
     total = sum_of_squares(gradients, group)
     counts = [sum(own.used.count(False) for own in gradients), reducer.num_late, *reducer.order.digests]
     facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
+    pending.name_next("the norm of the gradients")
     rows = collectives.gather_rows(group, facts)
     digests = rows[:, 3:]
     has_orders = (digests != digests[0]).any().to(rows.dtype)

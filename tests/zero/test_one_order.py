@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import scripts
-from harness.forked import run_ranks
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from harness.zoo import WIDTH, Plain
@@ -281,87 +277,6 @@ def test_ranks_that_part_are_an_error_that_names_the_unit() -> None:
         assert "leaf_module" in message
 
 
-PARTED = """
-    import os, torch, launcher
-    import launcher.zero.order_watch as order_watch
-    from launcher.base.timeouts import Timeouts
-
-    order_watch.timeouts = lambda: Timeouts(order_check_s=1.0)
-    rank = int(os.environ["RANK"])
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            sizes = (8, 16, 24, 32)
-            self.blocks = torch.nn.ModuleList(
-                torch.nn.Sequential(torch.nn.Linear(8, size), torch.nn.Linear(size, 8)) for size in sizes
-            )
-
-        def forward(self, x):
-            for index, block in enumerate(self.blocks):
-                if index != 1 or rank == 0:
-                    x = x + block(x)
-            return x.sum()
-
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "AdamW", "params": {}},
-    }
-    engine = launcher.initialize(model=Model(), config=config)[0]
-    engine.backward(engine(torch.ones(2, 8)))
-    engine.step()
-    print("not reached")
-"""
-
-
-def test_ranks_that_wait_for_each_other_say_where_they_part(tmp_path: Path) -> None:
-    """A block that one rank alone uses, of another size than the next one: gloo would end the process, or wait."""
-    result = run_ranks(tmp_path, 3, scripts.write(tmp_path, PARTED))
-    assert (result.code, "not reached" in result.out) == (1, False)
-    found = re.search(r"took different paths through the model since the last step: (.*)", result.out + result.err)
-    assert found is not None, result.out + result.err
-    assert re.match(
-        r"the gather of blocks\.1\..* on rank 0; the gather of blocks\.2\..* on rank (1, 2|1|2); ", found[1]
-    )
-    assert "leaf_module" in found[1]
-
-
-ALONE = """
-    import logging, os, time, torch, launcher
-    import launcher.zero.order_watch as order_watch
-    from pathlib import Path
-    from launcher.base.timeouts import Timeouts
-
-    order_watch.timeouts = lambda: Timeouts(order_check_s=0.5)
-    rank = int(os.environ["RANK"])
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    engine = launcher.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
-    warned = Path("warned")
-    logger = logging.getLogger("launcher")
-    logger.addHandler(logging.StreamHandler())
-    logger.addFilter(lambda record: "waits for rank 0" not in record.getMessage() or warned.touch() is None)
-    with torch.no_grad():
-        for _ in range(3 + 2 * rank):
-            engine(torch.ones(2, 64))
-    while not warned.exists():  # rank 0 does something else meanwhile
-        time.sleep(0.05)
-"""
-
-
-def test_a_rank_that_generates_longer_than_others_names_synced_gpus(tmp_path: Path) -> None:
-    """It warns while the others do something else, and its error says the same where they have ended."""
-    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, ALONE))
-    assert result.code == 1
-    text = result.out + result.err
-    remedy = r".*pass synced_gpus=True to generate\(\)"
-    assert re.search("rank 1 waits for rank 0 in a forward without gradients" + remedy, text)
-    assert re.search("EngineError: the gather of weight.* has failed: another rank has ended" + remedy, text)
-
-
 def test_the_order_of_a_long_evaluation_is_forgotten_but_for_its_end() -> None:
     ahead, behind = CollectiveOrder(["a", "b", "c"]), CollectiveOrder(["a", "b", "c"])
     for number in range(50_001):
@@ -369,8 +284,8 @@ def test_the_order_of_a_long_evaluation_is_forgotten_but_for_its_end() -> None:
         if number < 45_000:
             behind.note(Collective.GATHER, number % 3)
     assert len(ahead.issued[Collective.GATHER]) <= 20_000
-    assert ahead._difference_in(dict(enumerate((ahead._orders(), behind._orders())))) is None
+    assert ahead.difference_among(dict(enumerate((ahead._orders(), behind._orders())))) is None
     behind.note(Collective.GATHER, 2)
-    difference = ahead._difference_in(dict(enumerate((ahead._orders(), behind._orders()))))
+    difference = ahead.difference_among(dict(enumerate((ahead._orders(), behind._orders()))))
     assert difference is not None
     assert "the gather of a on rank 0; the gather of c on rank 1" in str(difference)
