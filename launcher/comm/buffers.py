@@ -31,13 +31,13 @@ from launcher.comm.streams import NoStreams, Side, StreamEvent, Streams
 
 # Moves memory from one storage to another, so that tensors (and what autograd saved of them) keep their storage while
 # its memory comes and goes. torch has it since 2.12; before, and on GPUs, the allocator's own cache is used.
-_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 _LARGE_NUMEL = 2**18  # a freed tensor of this size is worth giving back to the system
 
 
 def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # private: see `_CAN_SWAP`
+    one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # private: see `CAN_SWAP`
 
 
 class BufferPool:
@@ -59,7 +59,7 @@ class BufferPool:
         self._owners: dict[int, Side | None] = {}  # storage -> the stream it was lent memory on
         self._held: defaultdict[Side | None, list[tuple[torch.UntypedStorage, StreamEvent]]] = defaultdict(list)
         self._allocate = allocate
-        self._pools = device.type == "cpu" and _CAN_SWAP
+        self._pools = device.type == "cpu" and CAN_SWAP
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)  # bytes -> memory to lend
         self._free_bytes = 0
         self.lent_bytes = 0

@@ -6,6 +6,7 @@ should take. Memory that is registered with CUDA where it is takes what was aske
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import weakref
@@ -48,6 +49,7 @@ class PinnedMemory:
         if error == 0:
             return lambda: runtime.cudaHostUnregister(address)
         self._has_failed = True
+        _take_last_error()
         get_logger().warning(
             "cudaHostRegister refused to page-lock %s of host memory (error %d): copies between it and the GPU block"
             " the host. `ulimit -l` bounds the memory that may be page-locked",
@@ -55,3 +57,13 @@ class PinnedMemory:
             error,
         )
         return None
+
+
+def _take_last_error() -> None:
+    """Launch a kernel for CUDA's last error, which a call that was refused leaves behind.
+
+    The runtime keeps it for whoever asks next: torch does after each of its kernels, and would raise it as that of a
+    kernel which ran well. `torch.cuda.cudart()` has no `cudaGetLastError`.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from launcher.base.errors import EngineError
 from launcher.base.units import format_bytes
+from launcher.comm import buffers
 from launcher.comm.device import local_device
 from launcher.comm.groups import RankGroup
 from launcher.config.auto import AutoFacts, resolve_auto
@@ -65,6 +66,11 @@ class Disks:
         for store in stores:
             sizes[store.folder] = sizes.get(store.folder, 0) + store.size_bytes
         said = [f"{folder}: {format_bytes(size)} reserved for this rank" for folder, size in sizes.items()]
+        if stores and not buffers.CAN_SWAP:
+            said.append(
+                f"torch {torch.__version__} cannot move memory between tensors, as 2.12 can: what is read and written"
+                " is copied through aligned blocks and not page-locked, which takes several times as long"
+            )
         return [*said, *dict.fromkeys(store.notice for store in stores if store.notice is not None)]
 
 

@@ -12,8 +12,10 @@ from harness.cudart import Cudart
 from harness.launching import wait_until
 from harness.logs import logged
 
+from launcher.comm import buffers
 from launcher.storage.store import AioSettings, Store
 from launcher.zero.disk import Disk, Swapped
+from launcher.zero.placement import Disks
 
 
 def _swap_in_and_out(folder: Path, cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> Disk:
@@ -47,10 +49,26 @@ def test_memory_that_cuda_does_not_register_serves_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudart = Cudart(error=2)
+    monkeypatch.setattr(torch, "ones", cudart.ones)
     with logged() as lines:
         _swap_in_and_out(tmp_path, cudart, monkeypatch)
     assert [line for line in lines if "refused to page-lock 8.0 KiB" in line and "(error 2)" in line]
     assert cudart.num_calls == 1
+    assert cudart.last_error == 0, "the next kernel, which torch asks about the last error, would raise it"
+
+
+def test_a_torch_that_moves_no_memory_swaps_all_the_same_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch before 2.12 has no `_swap_data_ptr_`: the memory of a storage is what its own allocator gives."""
+    monkeypatch.setattr(buffers, "CAN_SWAP", False)
+    cudart = Cudart()
+    disk = _swap_in_and_out(tmp_path, cudart, monkeypatch)
+    assert cudart.num_calls == 0
+    (notice,) = [notice for notice in Disks(params=disk, optimizer=disk).notices if "2.12" in notice]
+    assert f"torch {torch.__version__} cannot move memory" in notice
+    monkeypatch.undo()
+    assert not [notice for notice in Disks(params=disk).notices if "2.12" in notice]
 
 
 def test_a_disk_that_is_collected_is_closed_by_a_thread_of_its_own(
