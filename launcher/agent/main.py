@@ -15,8 +15,8 @@ from launcher.base.processes import adopt_orphans
 from launcher.base.signals import NOTICE_SIGNAL
 
 
-def main() -> int:
-    """Serve until all ranks are gone. Returns the exit status."""
+def main(*, is_in_step: bool = False) -> int:
+    """Serve until all ranks are gone. Returns the exit status. is_in_step: see `Supervisor`."""
     # Protocol bytes only on the real stdout: a stray print of ours would damage the stream.
     output = os.dup(1)
     os.dup2(2, 1)
@@ -25,7 +25,7 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [NOTICE_SIGNAL])
     adopt_orphans()
     try:
-        supervisor = Supervisor(sys.stdin.fileno(), output)
+        supervisor = Supervisor(sys.stdin.fileno(), output, is_in_step=is_in_step)
     except OSError as error:  # too few descriptors: the launcher shows these words
         sys.stderr.write(f"the agent cannot work on this host: {error.strerror or error}\n")
         return 1

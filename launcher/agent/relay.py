@@ -113,7 +113,7 @@ def main() -> int:
         os.dup2(output_write, 1)
         for descriptor in (command_read, command_write, output_read, output_write):
             os.close(descriptor)
-        return agent_main()
+        return agent_main(is_in_step=True)
     os.close(command_read)
     os.close(output_write)
     # Slurm signals every process of a step; the agent obeys, and its last words still have to pass through here.

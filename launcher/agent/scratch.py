@@ -13,6 +13,8 @@ import fcntl
 import os
 import time
 
+from launcher.base.preemption import stop_file
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +45,11 @@ class Scratch:
                 failure = failure or OSError(error.errno, error.strerror, place)
                 _remove(self.path)
         raise failure or OSError(errno.ENOENT, "there is no folder for temporary files")
+
+    def say_stopping(self) -> None:
+        """Let ranks know that the SIGTERM which follows is to end them. What keeps it from that, SIGKILL repairs."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(stop_file(self.path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     def remove(self) -> None:
         """Remove the folder with its files, and those that killed agents have left."""

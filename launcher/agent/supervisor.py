@@ -53,7 +53,7 @@ from launcher.agent.wire import (
 from launcher.base.errors import LauncherError, ProtocolError
 from launcher.base.processes import descendants, name_of, send, sweep_job
 from launcher.base.progress import read_counter
-from launcher.base.signals import NOTICE_SIGNAL, STACKS_SIGNAL
+from launcher.base.signals import NOTICE_SIGNAL, STACKS_SIGNAL, term_is_notice
 from launcher.base.timeouts import timeouts
 from launcher.cluster.devices import given_devices
 
@@ -85,7 +85,9 @@ class _State(Enum):
 class Supervisor:
     """Owns the ranks of one node."""
 
-    def __init__(self, command_fd: int, output_fd: int) -> None:
+    def __init__(self, command_fd: int, output_fd: int, *, is_in_step: bool = False) -> None:
+        """is_in_step: a task of srun, so that Slurm signals this process and its ranks alike."""
+        self._is_in_step = is_in_step
         self._command_fd = command_fd
         self._output_fd = output_fd
         self._decoder = Decoder(expect_magic=False)
@@ -191,9 +193,12 @@ class Supervisor:
         number, self._ending_signal = self._ending_signal, None
         if number is None:
             return
+        if number == signal.SIGTERM and term_is_notice():
+            return  # Slurm's, to all processes: the launcher got it, too, and says what it means
         if self._state is _State.WAITING:
             sys.stderr.write(f"the agent got {signal.Signals(number).name} before it had started any rank\n")
-        self._stop(self._spec.grace_s if self._spec else 0.0)
+        # Slurm signals every process of a step: the ranks have got it.
+        self._stop(self._spec.grace_s if self._spec else 0.0, is_known=self._is_in_step and number == signal.SIGTERM)
 
     # ---- controller ----
 
@@ -406,15 +411,21 @@ class Supervisor:
 
     # ---- ending ----
 
-    def _stop(self, grace_s: float) -> None:
-        """Send SIGTERM to every descendant, once; SIGKILL follows after the grace. A shorter grace wins."""
+    def _stop(self, grace_s: float, *, is_known: bool = False) -> None:
+        """Send SIGTERM to every descendant, once; SIGKILL follows after the grace. A shorter grace wins.
+
+        is_known: they have got it from elsewhere.
+        """
         kill_at_s = time.monotonic() + grace_s
         if self._state is _State.WAITING:
             self._state = _State.GONE
         elif self._state is _State.RUNNING:
             self._state = _State.STOPPING
             self._kill_at_s = kill_at_s
-            send(descendants(os.getpid()), signal.SIGTERM)
+            if self._scratch is not None and term_is_notice():
+                self._scratch.say_stopping()
+            if not is_known:
+                send(descendants(os.getpid()), signal.SIGTERM)
         elif self._state is _State.STOPPING and self._kill_at_s is not None:
             self._kill_at_s = min(self._kill_at_s, kill_at_s)
 

@@ -76,6 +76,11 @@ RESUME = EnvVar(
 )
 ENGINE = EnvVar("LAUNCH_ENGINE", "what `import deepspeed` finds: `auto` or `builtin` (`--engine`)", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
+TERM_IS_NOTICE = EnvVar(
+    "LAUNCH_TERM_IS_NOTICE",
+    "1: the first SIGTERM is a preemption notice; set by the batch scripts of `launch sbatch --requeue`",
+    "read",
+)
 TIMEOUT_SCALE = EnvVar(
     "LAUNCH_TIMEOUT_SCALE",
     "multiplies how long `launch` waits where no option says it (`launcher/base/timeouts.py`); default 1",

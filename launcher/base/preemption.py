@@ -8,10 +8,12 @@ only: the worker imports this before the script runs.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 
+from launcher.base import env
 from launcher.base.exit_codes import ExitCode
-from launcher.base.signals import NOTICE_SIGNAL
+from launcher.base.signals import NOTICE_SIGNAL, term_is_notice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 EXIT_REQUEUE = int(ExitCode.REQUEUE)
+
+
+def stop_file(scratch: str) -> str:
+    """Return the file that an agent makes in its folder before it sends SIGTERM, where that may be a notice, too."""
+    return os.path.join(scratch, "stopping")
 
 
 class _Notice:
@@ -31,8 +38,39 @@ class _Notice:
     is_launch_notice = True
     has_come = False
 
-    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+    def __init__(self) -> None:
+        error_file = os.environ.get(env.ERROR_FILE.name)
+        self._stop_file = stop_file(os.path.dirname(error_file)) if error_file is not None else None
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        # Slurm sends SIGTERM to every process of the job; the agent, when it ends the ranks, says so first.
+        if number == signal.SIGTERM and self._stop_file is not None and os.path.exists(self._stop_file):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self.has_come = True
+
+    def listen_to_term(self) -> None:
+        """Take SIGTERM for the notice too, but not in forks of the rank: there it ends them, as others expect.
+
+        It is blocked as long as a fork has our handler: one that came then would be lost.
+        """
+        signal.signal(signal.SIGTERM, self)
+        signal.siginterrupt(signal.SIGTERM, False)
+        masks: list[set[int]] = []
+
+        def restore() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+        def leave_child() -> None:
+            if signal.getsignal(signal.SIGTERM) is self:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            restore()
+
+        os.register_at_fork(
+            before=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])),
+            after_in_parent=restore,
+            after_in_child=leave_child,
+        )
 
 
 def _in_force() -> _Notice | None:
@@ -67,6 +105,8 @@ def listen() -> None:
             _notice = notice
             signal.siginterrupt(NOTICE_SIGNAL, False)  # libraries that do not expect EINTR must not fail of it
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE_SIGNAL])
+            if term_is_notice() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                notice.listen_to_term()
 
 
 def ignore() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+from launcher.base import env
 from launcher.base.exit_codes import ExitCode
 
 # The job will soon be taken off its nodes, see `preemption`.
@@ -22,6 +23,11 @@ def hold_notices() -> None:
     A handler, because a signal that is blocked or ignored would be so in every program that is started, too.
     """
     signal.signal(NOTICE_SIGNAL, lambda number, _frame: _held.append(number))
+
+
+def term_is_notice() -> bool:
+    """Whether the first SIGTERM is a notice: Slurm, as it comes, gives no other before it takes the nodes away."""
+    return os.environ.get(env.TERM_IS_NOTICE.name) == "1"
 
 
 def leave_at_interrupt() -> None:

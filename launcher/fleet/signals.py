@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from launcher.base.signals import NOTICE_SIGNAL, take_held
+from launcher.base.signals import NOTICE_SIGNAL, take_held, term_is_notice
 
 STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show the stacks of all ranks, and continue
 SUSPEND_SIGNAL = signal.SIGTSTP  # Ctrl-Z
+# Signals within this time are one: GNU timeout sends its signal to a process and then to its group, systemd SIGTERM and
+# SIGHUP. Who presses Ctrl-C twice may be quicker.
+_SAME_S = 1.0
+_SAME_INTERRUPT_S = 0.1
 
 
 class SignalQueue:
@@ -28,11 +33,20 @@ class SignalQueue:
         self._others = others
         self._arrived: list[int] = []
         self._num_taken = 0
+        self._kept: list[int] = []  # signals that a wait found and that are not about leaving it
+        self._counted_s = -math.inf  # monotonic, of the last stop signal that counted
+        self._noticed_s = -math.inf  # the same of notices
+        self._term_is_notice = NOTICE_SIGNAL in others and term_is_notice()
 
     @property
     def first_stop(self) -> int | None:
         """The first signal that asked for the end, None when none did."""
         return next((number for number in self._arrived if number in self._stop_signals), None)
+
+    @property
+    def was_noticed(self) -> bool:
+        """Whether a notice has come: the job will lose its nodes."""
+        return NOTICE_SIGNAL in self._arrived
 
     def ask(self, number: int) -> None:
         """Have the same done as if this signal had come. Any thread."""
@@ -40,16 +54,22 @@ class SignalQueue:
         self.wake()
 
     def take(self) -> Sequence[int]:
-        """Return the signals that came since the last call."""
+        """Return the signals that came since the last call, but for stop signals that have ended a wait."""
         new = self._arrived[self._num_taken :]
         self._num_taken += len(new)
-        return new
+        kept, self._kept = self._kept, []
+        return [*kept, *new]
 
     def asks_to_leave(self) -> bool:
-        """Whether a stop signal came since signals were last taken; for waits that only wait. Obeys Ctrl-Z."""
+        """Whether a stop signal came since signals were last taken; for waits that only wait. Obeys Ctrl-Z.
+
+        What else has come is kept for `take`: a notice may be the only one, however long the wait is.
+        """
         if self.wants_suspension:
             self.suspend()
-        return any(number in self._stop_signals for number in self.take())
+        new = self.take()
+        self._kept += [number for number in new if number not in self._stop_signals]
+        return any(number in self._stop_signals for number in new)
 
     def suspend(self) -> float:
         """Stop this process, as Ctrl-Z would have, until SIGCONT. Returns how long that was, in seconds."""
@@ -60,6 +80,22 @@ class SignalQueue:
         signal.signal(SUSPEND_SIGNAL, ours)
         return wall_s() - start_s
 
+    def _count(self, number: int) -> None:
+        """Note a signal that has come, unless it is the one before once more. In signal handlers."""
+        now_s = time.monotonic()
+        if number == signal.SIGTERM and self._term_is_notice:  # the first one; what follows at once is the same
+            self._term_is_notice, self._counted_s, number = False, now_s, int(NOTICE_SIGNAL)
+        if number == NOTICE_SIGNAL:
+            before_s, self._noticed_s = self._noticed_s, now_s
+            is_new = now_s - before_s > _SAME_S
+        elif number in self._stop_signals:
+            is_new = now_s - self._counted_s > (_SAME_INTERRUPT_S if number == signal.SIGINT else _SAME_S)
+            self._counted_s = now_s if is_new else self._counted_s
+        else:
+            is_new = True
+        if is_new:
+            self._arrived.append(number)
+
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Handle signals here as long as the context lasts. Main thread only."""
@@ -68,10 +104,12 @@ class SignalQueue:
             if number == SUSPEND_SIGNAL:
                 self.wants_suspension = True
             else:
-                self._arrived.append(number)
+                self._count(number)
             self.wake()
 
         handled: set[int] = {*self._stop_signals, *self._others}
+        if self._term_is_notice:
+            handled.add(signal.SIGTERM)
         for number in (signal.SIGHUP, SUSPEND_SIGNAL):
             if signal.getsignal(number) is signal.SIG_IGN:
                 handled.discard(number)  # `nohup launch`: the job is to outlive its terminal

@@ -7,6 +7,7 @@ This thread decides and never waits for a terminal, a disk or a host: what may b
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import threading
 import time
@@ -53,6 +54,8 @@ _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events co
 _BLOCKED_S = 1.0  # a write that takes longer holds the ranks up
 # Most ranks that have raised end within this, with an interpreter full of transformers too; then the user is warned.
 _WARN_OF_EXIT_S = 2.0
+# Slurm's SIGTERM comes to all nodes, and each agent ends its ranks then: who were told again would be told twice.
+_SLURM_TERM_S = 1.0
 _LOGS, _DISPLAY = 0, 1  # the ways of output
 
 
@@ -84,6 +87,7 @@ class Controller:
         self._has_news = False  # events since the last look
         self._stop_started_s: float | None = None
         self._interrupt: int | None = None  # the first signal that stopped the ranks
+        self._late_stop_s = math.inf  # when agents are asked to end ranks that Slurm has signalled
         self._root_cause = RootCause(self._start_s, self._nodes, self._ranks)
         self._has_warned_of_exit = False
         self._stacks = StackCollector(plan, watcher, self._files.put)
@@ -171,6 +175,9 @@ class Controller:
             self._lose_host(node, str(error))
         self._check_progress(now_s)
         self._check_raised(now_s)
+        if now_s >= self._late_stop_s:
+            self._fleet.stop(self._plan.grace_s - _SLURM_TERM_S)
+            self._late_stop_s = math.inf
         self._fleet.overdue(now_s)
 
     def _handle(self, node: Node, event: Event) -> None:
@@ -312,7 +319,8 @@ class Controller:
         if self._has_running_ranks:
             self._watcher.stopping(why)
         self._stop_started_s = self._stop_started_s or time.monotonic()
-        self._fleet.stop(grace_s)
+        if grace_s == 0 or self._late_stop_s == math.inf:
+            self._fleet.stop(grace_s)
 
     @property
     def _has_running_ranks(self) -> bool:
@@ -333,14 +341,17 @@ class Controller:
         name, is_first = signal.Signals(number).name, self._interrupt is None
         self._interrupt = self._interrupt or number
         why = f"{name}: stopping all ranks" if is_first else f"{name} again: killing all ranks"
-        self._stop(why, self._plan.grace_s if is_first else 0.0, by_user=True)
+        grace_s = self._plan.grace_s if is_first else 0.0
+        if number == signal.SIGTERM and grace_s > _SLURM_TERM_S and "srun" in self._plan.transports.values():
+            self._late_stop_s = time.monotonic() + _SLURM_TERM_S
+        self._stop(why, grace_s, by_user=True)
         if is_first and self._plan.grace_s > 0 and self._has_running_ranks:
             grace = format_duration(self._plan.grace_s)
             self._watcher.waiting(f"the ranks to end, at most {grace}; a second {name} kills them")
 
     def _pass_notice_on(self) -> None:
         """Warn all ranks that the job will be preempted; what they exit with from now on may ask for a requeue."""
-        self._watcher.warning(f"{NOTICE_SIGNAL.name}: the job is about to be preempted, warning all ranks")
+        self._watcher.warning("notice: the job is about to be preempted, warning all ranks")
         self._root_cause.was_warned = True
         for node in self._nodes:
             if node.has_running_ranks:

@@ -17,6 +17,7 @@ from typing import Any
 
 from launcher.agent.wire import Exited, Raised, SpawnFailed
 from launcher.base.exit_codes import ExitCode
+from launcher.base.signals import term_is_notice
 from launcher.job.node import Node
 from launcher.job.outcome import Failure, FailureKind, describe_status, shell_code, signal_name
 from launcher.job.rank import Candidate, Rank
@@ -57,7 +58,8 @@ class RootCause:
         self._hang: Candidate | None = None
         self._stop_s: float | None = None
         self._slack_s = 0.0
-        self.was_warned = False  # the ranks know that the job will be preempted
+        # The ranks know that the job will be preempted; where SIGTERM says so, Slurm tells them, maybe earlier than us.
+        self.was_warned = term_is_notice()
         self.wants_requeue = False  # and one of them has ended because of it
 
     @property

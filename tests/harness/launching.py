@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from launcher.base.processes import die_with_parent, members_of_job
 
 ROOT = Path(__file__).resolve().parents[2]
+_GAP_S = {signal.SIGINT: 0.2, signal.SIGTERM: 1.1, signal.SIGHUP: 1.1}  # see `fleet.signals`
 DEADLINE_S = 240.0  # on a machine with other work, a start of torch alone may take half a minute
 
 
@@ -55,6 +57,7 @@ class Launch:
         in_our_session: the command can be suspended by SIGTSTP, which means nothing to a session of its own.
         """
         self.folder = folder
+        self._signalled_s = -math.inf
         self._out, self._err = folder / "launch.out", folder / "launch.err"
         command = [sys.executable, *map(str, program), *map(str, args)]
         our_pid = os.getpid()
@@ -102,8 +105,11 @@ class Launch:
         return Result(code, self.out, self.err)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the launcher alone."""
+        """Send a signal to the launcher alone; not so soon after the last one that both would count as one."""
+        gap_s = _GAP_S.get(number, 0.0)
+        time.sleep(max(0.0, self._signalled_s + gap_s - time.monotonic()))
         os.kill(self.process.pid, number)
+        self._signalled_s = time.monotonic() if gap_s else self._signalled_s
 
 
 def run_launch(folder: Path, *args: str | Path, env: dict[str, str] | None = None) -> Result:

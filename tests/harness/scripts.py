@@ -41,6 +41,19 @@ STUBBORN = """
     time.sleep(600)
 """
 
+# Every rank needs a while to save, says how often it was asked to, and ends in order.
+SAVES = """
+    import signal, sys, time
+    def save(*_):
+        print("ASKED", flush=True)
+        time.sleep(1.5)
+        print("SAVED", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    print("READY", flush=True)
+    time.sleep(600)
+"""
+
 
 def write(folder: Path, text: str, name: str = "script.py") -> Path:
     """Write a script and return its path."""

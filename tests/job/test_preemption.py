@@ -97,6 +97,35 @@ def test_a_notice_that_comes_while_launch_is_still_starting_is_kept_for_the_rank
     assert result.out.count("SAVED") == 2
 
 
+BOTH = """
+    import multiprocessing, os, signal, sys, time
+    import launcher
+    if os.environ["RANK"] == "1":
+        while not os.path.exists("enough"):
+            time.sleep(0.02)
+        sys.exit(3)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    child.terminate()
+    child.join(30)
+    print("CHILD", child.exitcode, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("PREEMPTED", launcher.preempted(), flush=True)
+    open("enough", "w").close()
+    time.sleep(600)
+"""
+
+
+def test_where_slurm_s_sigterm_is_a_notice_that_of_the_agent_still_ends_ranks(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, BOTH)
+    job = Launch(tmp_path, "--num_gpus", "2", "--grace", "200", script, env={"LAUNCH_TERM_IS_NOTICE": "1"})
+    result = job.wait(60)
+    assert result.code == 3
+    assert "CHILD -15\n" in result.out
+    assert "PREEMPTED True\n" in result.out
+    assert "1 other rank was stopped" in result.err
+
+
 def catches(pid: int, number: int) -> bool:
     """Tell whether a process has a handler for a signal: proc(5), SigCgt."""
     status = Path(f"/proc/{pid}/status").read_text()

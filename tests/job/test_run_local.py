@@ -113,6 +113,21 @@ def test_signals_end_all_ranks(tmp_path: Path, number: int, code: int) -> None:
     assert not members_of_job(result.job_id)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_process_and_group_leaves_the_ranks_their_grace(tmp_path: Path, number: int) -> None:
+    """GNU timeout and others signal a process, and a moment later its group."""
+    job = Launch(tmp_path, "--num_gpus", "2", "--grace", "60", scripts.write(tmp_path, scripts.SAVES))
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    os.kill(job.process.pid, number)
+    wait_until(lambda: "stopping all ranks" in job.err, "the first signal's effect", 20)
+    if number == signal.SIGTERM:  # for SIGINT this may be too late by now
+        os.killpg(job.process.pid, number)
+    result = job.wait()
+    assert result.code == 128 + number
+    assert "again" not in result.err
+    assert (result.out.count("ASKED"), result.out.count("SAVED")) == (2, 2)
+
+
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, scripts.STUBBORN)
     job = Launch(tmp_path, "--num_gpus", "2", "--grace", "300", script)

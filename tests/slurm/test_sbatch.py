@@ -200,6 +200,59 @@ def test_a_preempted_job_saves_and_starts_again(slurm: LoopbackSlurm, tmp_path: 
     wait_until(lambda: states(slurm, job) == ["COMPLETED"], "the end", 30)
 
 
+@pytest.mark.parametrize("options", [[], ["--requeue"]])
+def test_a_cancelled_job_leaves_the_ranks_their_grace(slurm: LoopbackSlurm, tmp_path: Path, options: list[str]) -> None:
+    """Slurm signals every process: the script, `launch`, srun, the agents, the ranks. It kills after KillWait, 5 s."""
+    script = scripts.write(tmp_path, scripts.SAVES)
+    result = sbatch(slurm, tmp_path, *options, "--nodes", "2", "--time", "5", "--submit", script)
+    job = result.out.strip()
+    log = tmp_path / f"script-{job}.out"
+    wait_until(lambda: log.exists() and log.read_text().count("READY") == 2, "the ranks", 60)
+    slurm.run("scancel", job)
+    wait_until(lambda: log.read_text().count("SAVED") == 2, "the ranks to save", 30)
+    text = log.read_text()
+    assert text.count("ASKED") == 2, f"once each: {text}"
+    assert "again" not in text
+    wait_until(lambda: states(slurm, job) == ["CANCELLED"], "the end", 30)
+
+
+def test_preemption_as_slurm_does_it_by_default_is_a_notice(slurm: LoopbackSlurm, tmp_path: Path) -> None:
+    """Without PreemptParameters=send_user_signal there is SIGTERM alone, to all processes, and SIGKILL later."""
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        import launcher
+        saved = pathlib.Path("saved_" + os.environ["RANK"])
+        if saved.exists():
+            print("RESUMED", flush=True)
+            sys.exit(0)
+        print("READY", flush=True)
+        while not launcher.preempted():
+            time.sleep(0.02)
+        time.sleep(float(os.environ["RANK"]))  # one rank saves longer than the other
+        saved.touch()
+        sys.exit(launcher.EXIT_REQUEUE)
+        """,
+    )
+    low = [*OPTIONS["requeue"], "--partition", "low", "--time", "5", "--submit"]
+    job = sbatch(slurm, tmp_path, *low, script).out.strip()
+    log = tmp_path / f"script-{job}.out"
+    wait_until(lambda: log.exists() and log.read_text().count("READY") == 2, "the first run", 60)
+    whole = ["--partition", "high", "--nodes", "3", "--exclusive", "--time", "1", "--output", "/dev/null"]
+    other = slurm.run("sbatch", "--parsable", *whole, "--wrap", "true").strip()
+    wait_until(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", job), "the requeue", 30)
+    wait_until(lambda: states(slurm, other) == ["COMPLETED"], "the job that preempts", 60)
+    text = log.read_text()
+    assert "DUE TO PREEMPTION" in text
+    assert "the job is about to be preempted" in text
+    assert "✗" not in text
+    assert (tmp_path / "saved_0").exists()
+    assert (tmp_path / "saved_1").exists()
+    wait_until(lambda: log.read_text().count("RESUMED") == 2, "the second run", 150)
+    wait_until(lambda: states(slurm, job) == ["COMPLETED"], "the end", 30)
+
+
 @pytest.mark.soak
 def test_a_preempted_training_continues_from_its_checkpoint(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     """The script knows nothing of checkpoints: the config says where, the notice when, the requeue to continue."""

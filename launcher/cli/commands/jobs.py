@@ -31,7 +31,7 @@ from launcher.job.registry import JobEntry, all_jobs, find_job, process_identity
 
 _POLL_S = 0.1
 _TELL_AFTER_S = 2.0
-_REPEAT_S = 0.5  # two signals that come at once count as one
+_REPEAT_S = 1.2  # two signals within a second count as one, see `fleet.signals`
 _MAX_COMMAND_CHARS = 60
 
 _LOGS_EPILOG = """\b
