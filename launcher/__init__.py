@@ -22,7 +22,7 @@ _LAZY_NAMES = {
     "Outcome": "launcher.api.outcome",
     "PipelineModule": "launcher.parallel.pipeline.module",
     "RankFailed": "launcher.api.outcome",
-    "Sbatch": "launcher.api.submit",
+    "Sbatch": "launcher.slurm.script",
     "SlurmJob": "launcher.api.submit",
     "TiedLayerSpec": "launcher.parallel.pipeline.specs",
     "add_config_arguments": "launcher.engine.arguments",
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from launcher.api.outcome import JobTimeout, Outcome, RankFailed
     from launcher.api.parameters import Options
     from launcher.api.run import run
-    from launcher.api.submit import Sbatch, SlurmJob, submit
+    from launcher.api.submit import SlurmJob, submit
     from launcher.base.errors import JobError
     from launcher.base.preemption import EXIT_REQUEUE, preempted
     from launcher.base.progress import heartbeat
@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from launcher.parallel.sequence.batch import shard_sequence
     from launcher.parallel.sequence.loss import sequence_loss
     from launcher.parallel.tensor.init import tp_model_init
+    from launcher.slurm.script import Sbatch
 
 
 def __getattr__(name: str) -> Any:

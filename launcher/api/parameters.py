@@ -102,6 +102,14 @@ class Parameters:
     options: Options = Options()
 
     def __post_init__(self) -> None:
+        for name, value, kind, example in (
+            ("options", self.options, Options, "launcher.Options(grace_s=1)"),
+            ("env", self.env, Mapping, '{"NCCL_DEBUG": "INFO"}'),
+            ("include", self.include, str, '"node-a@node-b:0,2"'),
+            ("exclude", self.exclude, str, '"node-a@node-b:0,2"'),
+        ):
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} is a {type(value).__name__}", hint=f"such as {name}={example}")
         is_list = not isinstance(self.hosts, str) and all(isinstance(host, str) for host in self.hosts or ())
         if self.hosts is not None and (self.hostfile is not None or not is_list):
             raise UsageError(

@@ -33,7 +33,11 @@ def main() -> None:
         with contextlib.suppress(UsageError, OSError):  # without it the traceback, which is text, has to do
             _send(result_fd, pack_answer(RAISED, error, "the error"))
         raise
-    _send(result_fd, pack_answer(RETURNED, result, f"the result, a {type(result).__name__},"))
+    try:
+        answer = pack_answer(RETURNED, result, f"the result, a {type(result).__name__},")
+    except UsageError as error:
+        raise error.with_traceback(None)  # noqa: B904  # shown without our frames; its cause is the user's own error
+    _send(result_fd, answer)
 
 
 def _import_as(interpreter: object, search_path: list[str]) -> None:

@@ -27,10 +27,8 @@ from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.job.plan import new_job_id
 from launcher.slurm import queue
-from launcher.slurm.script import BatchOptions, job_name_of, render_script
+from launcher.slurm.script import Sbatch, job_name_of, render_script
 from launcher.transport.command import own_argv
-
-Sbatch = BatchOptions  # the name that callers know
 
 _BATCH_MODULE = "launcher.api.batch"
 REQUEST_FILE, ENDED_FILE, NUMBER_FILE, SCRIPT_FILE, LOG_FILE = "request", "ended", "number", "batch.sh", "slurm.out"
@@ -58,6 +56,8 @@ def submit(
 
     Raises: UsageError when the call is wrong or cannot be sent, and with what sbatch says; TransportError without it.
     """
+    if not isinstance(slurm, Sbatch):
+        raise UsageError(f"slurm is a {type(slurm).__name__}", hint='such as slurm=launcher.Sbatch(time="20:00:00")')
     if slurm.array is not None or slurm.container_image is not None:
         raise UsageError(
             "an array makes several jobs, and a container has a Python of its own: neither can give results back",
@@ -166,7 +166,11 @@ class SlurmJob:
         if isinstance(ended, LauncherError):
             raise ended
         if ended.report.failure is not None and ended.report.failure.signal_name == "SIGTERM":
-            state = watch.state()  # scancel ends ranks and launcher at once: either may be the first to notice
+            # scancel ends ranks and launcher at once: either may be the first to notice, and Slurm takes a while to.
+            state = watch.state()
+            while state is not None and not state.is_over and time.monotonic() < end_s:
+                time.sleep(_LOOK_INTERVAL_S)
+                state = watch.state()
             if state is not None and state.state in _ENDED_BY_SLURM:
                 raise self._ended_by_slurm(state)
         parameters: Parameters = pickle.loads((self.folder / REQUEST_FILE).read_bytes())

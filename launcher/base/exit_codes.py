@@ -11,7 +11,7 @@ class ExitCode(IntEnum):
     OK = 0
     FAILURE = 1  # a rank failed without a code of its own, or an internal error
     USAGE = 2  # wrong options, hostfile or config: nothing was started
-    HANG = 124  # a rank made no progress for --hang-timeout (the code of `timeout`)
+    HANG = 124  # a rank made no progress for --hang-timeout ; of `launch exec`: --timeout (the code of `timeout`)
     REQUEUE = 75  # the ranks saved and ended because the job is to be started again (EX_TEMPFAIL)
     UNREACHABLE = 69  # a host could not be reached or its agent could not start (EX_UNAVAILABLE)
     INTERRUPTED = 130  # Ctrl-C

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -107,6 +108,20 @@ def _check_script(plan: JobPlan) -> None:
         return
     script = plan.command.target
     if not os.path.exists(script):
-        raise UsageError(f"script {script} does not exist", where=plan.cwd, hint="check the path")
+        raise _no_script(script, plan.cwd)
     if os.path.isdir(script) and not any(os.path.exists(os.path.join(script, name)) for name in _FOLDER_MAINS):
         raise UsageError(f"the folder {script} has no __main__.py", where=plan.cwd, hint="name a file in it")
+
+
+def _no_script(script: str, cwd: str) -> UsageError:
+    try:
+        os.stat(script)
+    except PermissionError:
+        return UsageError(
+            f"script {script} cannot be read: one of its folders may not be entered",
+            where=cwd,
+            hint=f"namei -l {shlex.quote(os.path.abspath(script))} shows which",
+        )
+    except OSError:
+        pass
+    return UsageError(f"script {script} does not exist", where=cwd, hint="check the path")

@@ -21,6 +21,11 @@ from launcher.cluster.hostname import is_ipv6
 from launcher.cluster.nodeset import expand, expand_numbers
 
 _FORM = 'expected "host", "host:0,2" or several of them joined by "@"'
+_MORE_HOSTS = {"hostfile": "add hosts to the hostfile", "Slurm": "ask Slurm for more nodes"}
+_MORE_SLOTS = {
+    "hostfile": "raise slots= in the hostfile if there are more devices",
+    "Slurm": "ask Slurm for more with --gpus-per-node",
+}
 _MAX_LISTED = 8  # host names or slots listed in a message
 _MAX_DIAGNOSTICS = 50  # a mistyped range must not print a line for each of its hosts
 _BRACKETED = re.compile(r"\[(?P<address>[^\]]*)\](?::(?P<slots>.*))?", re.DOTALL)
@@ -39,9 +44,11 @@ def select(
     exclude: str = "",
     num_nodes: int | None = None,
     num_gpus: int | None = None,
+    source: str = "hostfile",
 ) -> Cluster:
     """Return the part of `cluster` that the options choose, in cluster order, hosts without slots dropped.
 
+    source: where the hosts come from, for hints: "hostfile" or "Slurm".
     Raises: UsageError when options contradict each other or ask for more than there is; HostfileError
     when a filter is malformed, names an unknown host or slot, or leaves nothing.
     """
@@ -56,10 +63,10 @@ def select(
         return _keep(cluster, _parse(cluster, include, "--include"))
     if exclude:
         return _drop(cluster, _parse(cluster, exclude, "--exclude"))
-    return _first(cluster, num_nodes, num_gpus)
+    return _first(cluster, num_nodes, num_gpus, source)
 
 
-def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None) -> Cluster:
+def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None, source: str) -> Cluster:
     """Return the first `num_nodes` hosts with their first `num_gpus` slots."""
     hosts = cluster.hosts
     if num_nodes is not None:
@@ -68,7 +75,7 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None) -> Clu
         if num_nodes > len(hosts):
             raise UsageError(
                 f"--num-nodes is {num_nodes}, but there are only {len(hosts)} hosts: {_listed(cluster)}",
-                hint="add hosts to the hostfile or lower --num-nodes",
+                hint=f"{_MORE_HOSTS[source]}, or lower --num-nodes",
             )
         hosts = hosts[:num_nodes]
     if num_gpus is not None:
@@ -79,15 +86,15 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None) -> Clu
             if len(host.slots) < num_gpus:
                 short.setdefault(len(host.slots), []).append(host.name)
         if short:
-            raise UsageError.from_diagnostics([_short(num_gpus, *members) for members in short.items()])
+            raise UsageError.from_diagnostics([_short(num_gpus, *members, source) for members in short.items()])
         hosts = tuple(replace(host, slots=host.slots[:num_gpus]) for host in hosts)
     return Cluster(hosts)
 
 
-def _short(num_gpus: int, num_slots: int, names: list[str]) -> Diagnostic:
+def _short(num_gpus: int, num_slots: int, names: list[str], source: str) -> Diagnostic:
     """Say that hosts have fewer slots than are asked for."""
     subject = "the host has" if len(names) == 1 else "each of these hosts has"
-    hint = "raise slots= in the hostfile if there are more devices, or lower --num-gpus"
+    hint = f"{_MORE_SLOTS[source]}, or lower --num-gpus"
     if names == ["localhost"]:
         hint = "lower --num-gpus, or let this process use more devices with CUDA_VISIBLE_DEVICES"
     return Diagnostic(f"--num-gpus is {num_gpus}, but {subject} only {counted(num_slots, 'slot')}", fold(names), hint)

@@ -148,7 +148,8 @@ def _unreached(address: str, port: int, reason: str) -> Finding:
     if reason == UNRESOLVED:
         return Finding(
             f'no other host can resolve the name "{address}"',
-            "put it into DNS or every host's /etc/hosts, or write an address that all hosts reach into the hostfile",
+            "put it into DNS or every host's /etc/hosts, or name an address that all hosts reach: in the hostfile, or"
+            " for node 0 with --master-addr",
         )
     message = f"no other host can connect to {address} port {port}: {reason}"
     return Finding(message, f"open the TCP ports between the hosts in its firewall; is {address} its address?")

@@ -112,6 +112,7 @@ class Fanout:
             elif timeout_s is not None and now_s - start_s > timeout_s:
                 for session in running:  # before the stop: the exit code that it causes is not the command's
                     session.run.fail(f"not done after {timeout_s:g} s")
+                    session.run.result.is_late = True
                 fleet.stop(GRACE_S)
             elif running and all(is_enough(session.run.result) for session in running):
                 fleet.stop(0.0)

@@ -37,6 +37,7 @@ class HostResult:
     is_cut: bool = False  # it printed more than MAX_OUTPUT_BYTES, or than was left of MAX_HELD_BYTES
     exit_code: int | None = None  # as a shell shows it; None: it never ran, or its end is not known
     error: Diagnostic | None = None  # why there is no exit code
+    is_late: bool = False  # it was stopped because it took too long
     connect_s: float | None = None  # until the process at the far end was started
     round_trip_s: float | None = None  # one question and its answer
     started_s: float | None = None  # wall clock of this machine when the program was asked to start ...

@@ -74,7 +74,14 @@ def choose_hosts(request: Request, here: Here, offered: Cluster | None) -> Choic
         from launcher.cluster.filters import select
 
         count = None if request.num_nodes is None else request.num_nodes.of(len(offered.hosts))
-        cluster = select(offered, include=request.include, exclude=request.exclude, num_nodes=count, num_gpus=wanted)
+        cluster = select(
+            offered,
+            include=request.include,
+            exclude=request.exclude,
+            num_nodes=count,
+            num_gpus=wanted,
+            source="Slurm" if request.in_slurm else "hostfile",
+        )
         return Choice(cluster, offered.hosts[count:] if count is not None else ())
     num_devices = len(here.device_tokens)
     if num_devices == 0 or request.num_gpus == "cpu":

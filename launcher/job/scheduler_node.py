@@ -27,7 +27,7 @@ class SchedulerNode:
     node_rank: int
     num_nodes: int
     master_addr: str | None  # None: there is one node
-    master_port: int | None
+    master_port: int | None  # None: there is one node, and any port will do
     num_ranks: int | str | None = None  # of this node: a number, "gpu", "cpu", "auto"; None: not said
 
     @property
@@ -40,7 +40,7 @@ class SchedulerNode:
     def options(self) -> dict[str, object]:
         """Return the options of `launch run` that say the same, by name."""
         if self.num_nodes == 1:
-            return {"num_gpus": self.num_ranks}
+            return {"num_gpus": self.num_ranks, "master_port": self.master_port}
         return {
             "num_gpus": self.num_ranks,
             "num_nodes": self.num_nodes,
@@ -83,7 +83,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> SchedulerNode:
     address = environ.get(env.PET_MASTER_ADDR.name) or endpoint or environ.get(env.MASTER_ADDR.name)
     port = "" if port in (None, "0") else port  # 0: any free one
     own, common = environ.get(env.PET_MASTER_PORT.name), environ.get(env.MASTER_PORT.name)
-    ports = ((env.PET_MASTER_PORT, own), (env.PET_RDZV_ENDPOINT, port), (env.MASTER_PORT, common))
+    ports = [(env.PET_MASTER_PORT, own), (env.PET_RDZV_ENDPOINT, port)]
+    ports += [(env.MASTER_PORT, common)] if num_nodes > 1 else []  # on one node torchrun leaves that out, too
     ranks = environ.get(env.PET_NPROC_PER_NODE.name)
     is_word = ranks in ("gpu", "cpu", "auto")
     num_ranks = ranks if is_word or ranks is None else _number(env.PET_NPROC_PER_NODE, ranks)
@@ -116,6 +117,7 @@ def _of_variables(environ: Mapping[str, str]) -> SchedulerNode | None:
             hint=f"export {env.NNODES.name}, or give --num-nodes and --node-rank{_ALONE}",
         )
     num_nodes = _num_nodes(environ, counted, num_ranks)
+    _check_rank(environ, numbers[0], node_rank, num_nodes)
     if num_nodes <= 1 and node_rank == 0:
         return None  # left over in a shell, or a job of one process
     names = [known.name for known in numbers if known.name in environ] + [counted.name, env.MASTER_ADDR.name]
@@ -126,10 +128,12 @@ def _of_variables(environ: Mapping[str, str]) -> SchedulerNode | None:
 def _num_nodes(environ: Mapping[str, str], counted: env.EnvVar, num_ranks: int | None) -> int:
     """Return how many nodes there are. Raises: UsageError when the numbers of nodes and ranks contradict each other."""
     number = _number(counted, environ[counted.name])
-    if not num_ranks or env.WORLD_SIZE.name not in environ:
+    if env.WORLD_SIZE.name not in environ or (not num_ranks and counted is env.WORLD_SIZE):
         return number
     world_size = _number(env.WORLD_SIZE, environ[env.WORLD_SIZE.name])
-    if counted is env.WORLD_SIZE:
+    if not num_ranks:
+        problem = f"{world_size} ranks are not a multiple of {number} nodes" if number and world_size % number else None
+    elif counted is env.WORLD_SIZE:
         problem = (
             f"{world_size} ranks are not a multiple of {num_ranks} on each node" if world_size % num_ranks else None
         )
@@ -142,6 +146,39 @@ def _num_nodes(environ: Mapping[str, str], counted: env.EnvVar, num_ranks: int |
         hint = f"fix the variables, or give --num-nodes and --node-rank{_ALONE}"
         raise UsageError(problem, where=where, hint=hint)
     return number
+
+
+def _check_rank(environ: Mapping[str, str], counted: env.EnvVar, node_rank: int, num_nodes: int) -> None:
+    """Raises: UsageError where RANK is neither the number of this node nor a rank on it."""
+    if counted is env.RANK or env.RANK.name not in environ:
+        return
+    rank = _number(env.RANK, environ[env.RANK.name])
+    world_size = _number(env.WORLD_SIZE, environ.get(env.WORLD_SIZE.name, "0"))
+    num_ranks = _number(env.LOCAL_WORLD_SIZE, environ.get(env.LOCAL_WORLD_SIZE.name, "0"))
+    num_ranks = num_ranks or world_size // max(num_nodes, 1)
+    if rank != node_rank and not (num_ranks and rank // num_ranks == node_rank):
+        raise UsageError(
+            f"{counted.name}={node_rank} and {env.RANK.name}={rank} contradict each other",
+            where=env.RANK.name,
+            hint=f"fix the variables, or give --node-rank{_ALONE}",
+        )
+
+
+def foreign_rank(environ: Mapping[str, str]) -> str | None:
+    """Return what to say where another launcher has made this process one of several ranks, None elsewhere.
+
+    What it started is `launch`: once for each of its ranks, and each would be a job of its own.
+    """
+    own = (env.LOCAL_RANK, env.RANK, env.WORLD_SIZE)
+    if env.JOB_ID.name in environ or not all(known.name in environ for known in own):
+        return None
+    rank, world_size = environ[env.RANK.name], environ[env.WORLD_SIZE.name]
+    if world_size in ("", "0", "1"):
+        return None
+    return (
+        f"the environment says that this is rank {rank} of {world_size} of another launcher: this `launch` is a job of"
+        " its own, and does not read that; to train as that rank run `python SCRIPT`"
+    )
 
 
 def _checked(
@@ -165,7 +202,8 @@ def _checked(
             where=known_by,
             hint=f"export {env.MASTER_ADDR.name} on every node, or give --node-rank and --master-addr",
         )
-    return SchedulerNode(known_by, node_rank, max(num_nodes, 1), address, port or DEFAULT_PORT, num_ranks)
+    default = DEFAULT_PORT if num_nodes > 1 else None
+    return SchedulerNode(known_by, node_rank, max(num_nodes, 1), address, port or default, num_ranks)
 
 
 def _first_port(*said: tuple[env.EnvVar, str | None]) -> int | None:

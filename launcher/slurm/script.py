@@ -26,7 +26,7 @@ _SAFE = re.compile(r"[\w@%+=:,./*|&!()\[\]<>~^-]+")
 
 
 @dataclass(frozen=True)
-class BatchOptions:
+class Sbatch:
     """What a job asks Slurm for. Texts are in sbatch's own forms; None leaves the choice to Slurm."""
 
     job_name: str | None = None
@@ -141,9 +141,7 @@ def job_name_of(script: str) -> str:
     return re.sub(r"[^\w.+@-]+", "-", Path(script).stem).strip("-") or "launch"
 
 
-def render_script(
-    options: BatchOptions, words: list[str], template: Path | None = None, program: Sequence[str] = ()
-) -> str:
+def render_script(options: Sbatch, words: list[str], template: Path | None = None, program: Sequence[str] = ()) -> str:
     """Return the batch script that runs `launch WORDS`. program: what runs in place of `launch`.
 
     template: a file of the user's own; it may extend ours by name and gets the same variables (docs/slurm.md).
@@ -172,7 +170,7 @@ def render_script(
         raise UsageError(f"the template cannot be used: {error}", where=str(template or name)) from None
 
 
-def _template_for(options: BatchOptions) -> str:
+def _template_for(options: Sbatch) -> str:
     if options.container_image is not None:
         return "container"
     if options.requeue:
@@ -180,7 +178,7 @@ def _template_for(options: BatchOptions) -> str:
     return "array" if options.array is not None else "plain"
 
 
-def _variables(options: BatchOptions, words: list[str], program: Sequence[str]) -> dict[str, object]:
+def _variables(options: Sbatch, words: list[str], program: Sequence[str]) -> dict[str, object]:
     """Return what a template can use; texts are quoted for the shell."""
     ranks = options.ranks_per_node
     image = options.container_image or ""

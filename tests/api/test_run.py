@@ -170,6 +170,9 @@ def test_a_host_that_cannot_be_reached_is_named(sshd: LoopbackSshd, folder: Path
         ({"hosts": ["a", "b"], "ranks": 1, "include": "c"}, HostfileError, 'include=: host "c" is not in the cluster'),
         ({"hostfile": "nowhere"}, HostfileError, "hostfile cannot be read"),
         ({"hosts": ["localhost", "b"], "ranks": 1}, UsageError, r"Options\(master_addr="),
+        ({"options": {"grace_s": 1}}, UsageError, r"options is a dict.*such as options=launcher\.Options\(grace_s=1\)"),
+        ({"env": ["A=1"]}, UsageError, "env is a list"),
+        ({"include": ["a"]}, UsageError, "include is a list"),
         ({"env": {"RANK": "1"}}, UsageError, "RANK would have no effect"),
         ({"env": {"A=B": "1"}}, UsageError, "env: A=B"),
         ({"env": {"A": 1}}, UsageError, "env: A"),
@@ -226,6 +229,12 @@ def test_more_than_can_be_sent_is_one_clear_error(monkeypatch: pytest.MonkeyPatc
         launcher.run(print, b"x" * 1000)
     with pytest.raises(UsageError, match=r"the result takes .* keep large data in a file"):
         pickling.pack_answer(pickling.RETURNED, b"x" * 1000, "the result")
+
+
+def test_a_result_that_cannot_be_pickled_is_shown_without_our_frames() -> None:
+    with pytest.raises(launcher.RankFailed, match="the result, a lock, cannot be pickled") as caught:
+        launcher.run(threading.Lock)
+    assert "pickling.py" not in str(caught.value)
 
 
 def test_an_answer_that_is_not_whole_is_none() -> None:

@@ -48,7 +48,10 @@ def test_inspect_as_json_is_complete(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 2)
     broken = write_checkpoint(tmp_path, 4)
     (broken / "state.json").write_text("{}")
+    assert checkpoint("inspect", tmp_path).exit_code == checkpoint("inspect", tmp_path, "--params").exit_code == 1
+    assert checkpoint("inspect", tmp_path / "global_step2").exit_code == 0
     result = checkpoint("inspect", tmp_path, "--params", "--json")
+    assert result.exit_code == 1
     found = json.loads(result.output)
     (only,) = found["checkpoints"]
     assert (only["tag"], only["step"], only["world_size"], only["stage"]) == ("global_step2", 2, 2, 2)

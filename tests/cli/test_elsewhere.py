@@ -119,6 +119,19 @@ def test_kubeflow_s_variables_are_what_torchrun_reads() -> None:
     assert plan("--nproc-per-node", "1", env=KUBEFLOW)["world_size"] == 2
     assert plan("--hostfile", "hosts", env=KUBEFLOW)["world_size"] == 6
     assert plan(env={"PET_NPROC_PER_NODE": "3"})["world_size"] == 3
+    alone = {"PET_NNODES": "1", "MASTER_PORT": "4444"}
+    assert plan(env=alone)["master_port"] is None, "torchrun leaves MASTER_PORT out there, too"
+    assert plan(env=alone | {"PET_MASTER_PORT": "13792"})["master_port"] == 13792
+    assert plan(env=alone | {"PET_RDZV_ENDPOINT": "localhost:13793"})["master_port"] == 13793
+
+
+def test_a_rank_of_another_launcher_is_told_that_it_starts_a_job_of_its_own() -> None:
+    environ = {"MASTER_ADDR": "a", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    line = "this is rank 1 of 4 of another launcher: this `launch` is a job of its own"
+    assert line in CliRunner().invoke(cli, ["run", "--dry-run", "t.py"], env=environ).output
+    for other in ({"LAUNCH_JOB_ID": "a"}, {"WORLD_SIZE": "1"}):  # a rank of ours; a world of one
+        assert line not in CliRunner().invoke(cli, ["run", "--dry-run", "t.py"], env=environ | other).output
+    assert line not in CliRunner().invoke(cli, ["run", "--dry-run", "--standalone", "t.py"], env=environ).output
 
 
 def test_what_was_recognised_is_said() -> None:
@@ -133,6 +146,9 @@ def test_what_was_recognised_is_said() -> None:
         ({"GROUP_RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "7"}, (1, 3, 7, None)),
         ({"NODE_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (1, 2, 29500, 4)),
         ({"NODE_RANK": "1", "NNODES": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (1, 2, 29500, 4)),
+        ({"NODE_RANK": "1", "NNODES": "2", "WORLD_SIZE": "8", "RANK": "4"}, (1, 2, 29500, None)),
+        ({"NODE_RANK": "1", "NNODES": "2", "RANK": "1"}, (1, 2, 29500, None)),
+        ({"NODE_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "5"}, (1, 2, 29500, 4)),
         ({"RANK": "2", "WORLD_SIZE": "3"}, (2, 3, 29500, None)),
         ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, None),  # a rank of another launcher
         ({"NODE_RANK": "0", "WORLD_SIZE": "3", "LAUNCH_JOB_ID": "a"}, None),  # a rank of ours
@@ -151,6 +167,8 @@ def test_master_addr_and_a_node_s_number(environ: dict[str, str], expected: obje
     [
         ({"NODE_RANK": "1", "GROUP_RANK": "2", "NNODES": "3"}, "NODE_RANK=1 and GROUP_RANK=2 contradict each other"),
         (KUBEFLOW | {"NODE_RANK": "0"}, "PET_NODE_RANK=1 and NODE_RANK=0 contradict each other"),
+        ({"NODE_RANK": "1", "RANK": "0", "NNODES": "2"}, "NODE_RANK=1 and RANK=0 contradict each other"),
+        ({"NODE_RANK": "1", "NNODES": "2", "WORLD_SIZE": "3"}, "3 ranks are not a multiple of 2 nodes"),
         ({"NODE_RANK": "3", "NNODES": "3"}, "this is node 3 of 3, counted from 0"),
         ({"NODE_RANK": "1"}, "not how many there are"),
         ({"NODE_RANK": "x", "NNODES": "3"}, '"x" is not a number'),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -327,6 +329,19 @@ def test_wrong_usage_ends_with_2_and_one_clear_message(tmp_path: Path, args: lis
     assert expected in result.err + result.out
     assert "Traceback" not in result.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_in_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, **options: Any) -> os.stat_result:
+        if "locked" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)  # type: ignore[arg-type]
+
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", refuse)  # as root, every folder can be searched
+    result = run_here(tmp_path, "locked/train.py")
+    assert result.code == 2
+    assert "script locked/train.py cannot be read: one of its folders may not be entered" in result.err
 
 
 def test_the_arguments_of_the_script_are_not_ours(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from harness import scripts
 from harness.launching import ROOT, run_launch
 
 from launcher.agent.wire import MAGIC
-from launcher.slurm.script import BatchOptions, render_script
+from launcher.slurm.script import Sbatch, render_script
 from launcher.transport.command import agent_shell_command
 
 SHADOWS = (
@@ -93,7 +93,7 @@ def test_an_agent_runs_nothing_of_the_home_folder(
 
 
 def test_a_batch_script_runs_nothing_of_the_folder_it_was_submitted_in(shadowed: Path) -> None:
-    script = render_script(BatchOptions(job_name="train"), ["--version"])
+    script = render_script(Sbatch(job_name="train"), ["--version"])
     (command,) = [line.removeprefix("exec ") for line in script.splitlines() if line.startswith("exec ")]
     done = subprocess.run(shlex.split(command), cwd=shadowed, capture_output=True, text=True)
     assert (done.returncode, done.stdout[:7]) == (0, "launch "), done.stderr

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 from launcher.base.errors import UsageError
 from launcher.slurm.lint import lint_script
-from launcher.slurm.script import BatchOptions, job_name_of, render_script
+from launcher.slurm.script import Sbatch, job_name_of, render_script
 
-GUIDE = BatchOptions(
-    job_name="train", nodes=2, gpus_per_node="8", cpus_per_task=10, time="20:00:00", output="%x-%j.out"
-)
+GUIDE = Sbatch(job_name="train", nodes=2, gpus_per_node="8", cpus_per_task=10, time="20:00:00", output="%x-%j.out")
 
 
 def directives(text: str) -> list[str]:
@@ -44,7 +42,7 @@ def test_the_script_asks_for_what_was_asked_for() -> None:
 
 
 def test_every_option_has_a_line() -> None:
-    options = BatchOptions(
+    options = Sbatch(
         job_name="a b",
         partition="gpu",
         account="me",
@@ -69,7 +67,7 @@ def test_every_option_has_a_line() -> None:
     assert {"--constraint=a100|h100", "--mail-user=me@example.org", "--output=%x-%A_%a.out"} < set(lines)
     assert {"--gres=gpu:a100:4,nvme:1", "--nodelist=node[1-4]", "--exclude=node7"} < set(lines)
     assert {"--reservation=maintenance", "--error=err-%j.txt"} < set(lines)
-    assert "--mem-per-cpu=4G" in BatchOptions(mem_per_cpu="4G").directives()
+    assert "--mem-per-cpu=4G" in Sbatch(mem_per_cpu="4G").directives()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_every_option_has_a_line() -> None:
     [("gpu:8", 8), ("gpu:a100:4,nvme:1", 4), ("nvme:2,gpu", 1), ("nvme:2", 1), ("gpu:h100", 1), ("mygpu:3", 1)],
 )
 def test_gpus_in_gres_are_ranks(gres: str, num_ranks: int) -> None:
-    options = BatchOptions(gres=gres)
+    options = Sbatch(gres=gres)
     assert options.ranks_per_node == num_ranks
     assert f"--gres={gres}" in options.directives()
 
@@ -94,13 +92,13 @@ def test_gpus_in_gres_are_ranks(gres: str, num_ranks: int) -> None:
 )
 def test_options_that_are_wrong_or_contradict_each_other(values: dict[str, str], names: tuple[str, str]) -> None:
     with pytest.raises(UsageError) as caught:
-        BatchOptions(**values)
+        Sbatch(**values)
     assert all(name in str(caught.value) for name in names)
 
 
 @pytest.mark.parametrize("text", ["USR1", "B:USR1@120", "R:SIGTERM@60", "BR:10@5"])
 def test_signals_are_those_of_sbatch(text: str) -> None:
-    assert f"--signal={text}" in BatchOptions(signal=text).directives()
+    assert f"--signal={text}" in Sbatch(signal=text).directives()
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1, max_size=4))
@@ -113,10 +111,10 @@ def test_no_argument_reaches_the_shell(arguments: list[str]) -> None:
 @given(st.text(max_size=20))
 def test_no_value_makes_a_line_of_its_own(value: str) -> None:
     try:
-        lines = BatchOptions(job_name="x", partition=value).directives()
+        lines = Sbatch(job_name="x", partition=value).directives()
     except UsageError:
         return
-    assert len(lines) == len(BatchOptions(job_name="x", partition="p").directives())
+    assert len(lines) == len(Sbatch(job_name="x", partition="p").directives())
     assert not any("\n" in line or "\r" in line for line in lines)
 
 
@@ -126,7 +124,7 @@ def test_no_value_makes_a_line_of_its_own(value: str) -> None:
 )
 def test_wrong_values_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        BatchOptions(job_name="x", **options)  # type: ignore[arg-type]
+        Sbatch(job_name="x", **options)  # type: ignore[arg-type]
 
 
 def test_a_template_of_the_user_s_own_extends_ours(tmp_path: Path) -> None:
@@ -225,7 +223,7 @@ def test_an_option_that_is_not_known_is_no_error(tmp_path: Path) -> None:
 )
 def test_every_script_has_a_job_name(script: str, name: str) -> None:
     assert job_name_of(script) == name
-    assert f"--job-name={name}" in render_script(BatchOptions(job_name_of(script)), ["run", script]).replace('"', "")
+    assert f"--job-name={name}" in render_script(Sbatch(job_name_of(script)), ["run", script]).replace('"', "")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +238,7 @@ def test_every_script_has_a_job_name(script: str, name: str) -> None:
 def test_a_job_is_requeued_after_a_notice_only(
     tmp_path: Path, setup: tuple[str, ...], launch: str, code: int, is_requeued: bool
 ) -> None:
-    text = render_script(BatchOptions("train", requeue=True, setup=setup), ["run", "train.py"])
+    text = render_script(Sbatch("train", requeue=True, setup=setup), ["run", "train.py"])
     (command,) = [line for line in text.splitlines() if line.endswith(" run train.py &")]
     text = text.replace(command, f"bash -c {shlex.quote(launch)} &")
     stub = tmp_path / "scontrol"

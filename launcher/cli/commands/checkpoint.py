@@ -31,6 +31,9 @@ _INSPECT_EPILOG = """\b
 examples:
   launch checkpoint inspect checkpoints
   launch checkpoint inspect checkpoints/global_step500 --params
+
+\b
+exit codes: 0 all can be read · 1 one is damaged
 """
 _VERIFY_EPILOG = """\b
 examples:
@@ -80,18 +83,20 @@ for _command in COMMANDS:
 @_folder_argument
 @click.option("--params", "shows_params", is_flag=True, help="List the parameters; of the newest, if PATH has several.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
-def inspect(path: Place, shows_params: bool, as_json: bool) -> None:
+@click.pass_context
+def inspect(ctx: click.Context, path: Place, shows_params: bool, as_json: bool) -> None:
     """Show step, date, size, ranks, stage, precision, optimizer and parameters of the checkpoints in PATH."""
     found, damaged, latest = _summaries(path)
     is_one = _is_checkpoint(path)
     if as_json:
         checkpoints = [_plain(each, latest, with_params=shows_params) for each in found]
         click.echo(json.dumps({"path": str(path), "checkpoints": checkpoints, "damaged": damaged}, indent=2))
-        return
-    if is_one or (shows_params and found):
+    elif is_one or (shows_params and found):
         _show_one(found[-1], shows_params=shows_params)
-        return
-    _show_all(path, found, damaged, latest)
+        _show_damaged({} if is_one else damaged)
+    else:
+        _show_all(path, found, damaged, latest)
+    ctx.exit(ExitCode.FAILURE if damaged and not is_one else ExitCode.OK)
 
 
 @checkpoint_group.command("verify", cls=Command, epilog=_VERIFY_EPILOG, short_help="Read everything, find damage.")
@@ -232,10 +237,14 @@ def _show_all(path: Place, found: Sequence[Summary], damaged: dict[str, str], la
     rows: list[tuple[str, ...]] = [header]
     rows += [_row(each, latest) for each in found]
     show_table(rows, right=(1, 3, 4, 5))
-    for name, problem in damaged.items():
-        click.echo(click.style("✗ ", fg="red") + printable(f"{name}: {problem}"))
+    _show_damaged(damaged)
     total = format_bytes(sum(each.num_bytes for each in found))
     click.echo(f"{path}: {counted(len(found), 'checkpoint')}, {total}" + (f", {len(damaged)} ✗" if damaged else ""))
+
+
+def _show_damaged(damaged: dict[str, str]) -> None:
+    for name, problem in damaged.items():
+        click.echo(click.style("✗ ", fg="red") + printable(f"{name}: {problem}"))
 
 
 def _row(each: Summary, latest: str | None) -> tuple[str, ...]:

@@ -68,9 +68,10 @@ def exec_command(
     """Run COMMAND on all hosts at once, in this folder, and show equal output once.
 
     Hosts that end at about the same time are shown together; identical output and errors are grouped. COMMAND gets its
-    words unchanged: for pipes and variables write `sh -c '...'`. The exit code is the largest of all hosts, 69 if one
-    is unreachable. Hosts need a POSIX shell only. Ctrl-C and --timeout stop COMMAND and its process group; processes
-    that it leaves behind at its own end continue, unless --supervise is given.
+    words unchanged: for pipes and variables write `sh -c '...'`. The exit code is the largest of all hosts; 69 stands
+    for a host that is unreachable, 124 for one where --timeout ended COMMAND. Hosts need a POSIX shell only. Ctrl-C and
+    --timeout stop COMMAND and its process group; processes that it leaves behind at its own end continue, unless
+    --supervise is given.
     """
     options = HostOptions.of(values)
     is_bare = not (supervise or options.in_slurm)
@@ -101,10 +102,12 @@ def exec_command(
 
 
 def exit_code_of(results: Sequence[HostResult]) -> int:
-    """Return the largest exit code of all hosts; 69 stands for a host without one."""
-    return max(
-        ExitCode.UNREACHABLE if result.error or result.exit_code is None else result.exit_code for result in results
-    )
+    """Return the largest exit code of all hosts; 69 stands for a host without one, 124 where --timeout ended it."""
+    codes = []
+    for result in results:
+        missing = ExitCode.HANG if result.is_late else ExitCode.UNREACHABLE
+        codes.append(missing if result.error or result.exit_code is None else result.exit_code)
+    return max(codes)
 
 
 class Display(Listener):

@@ -75,10 +75,12 @@ def _with_scheduler(values: dict[str, Any], started: SchedulerRank | None, notes
     """
     if in_allocation(os.environ) and (started is None or started.started_by == SRUN):
         return values
-    from launcher.job.scheduler_node import scheduler_node
+    from launcher.job.scheduler_node import foreign_rank, scheduler_node
 
     node = scheduler_node(os.environ, started)
     if node is None:
+        foreign = foreign_rank(os.environ) if started is None else None
+        notes += [foreign] if foreign is not None else []
         hostfile = default_hostfile() if started is None else None
         notes += [DEFAULT_HOSTFILE_NOTE] if hostfile is not None else []
         return values | {"hostfile": hostfile}

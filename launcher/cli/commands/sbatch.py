@@ -21,7 +21,7 @@ from launcher.cli.options.command import declared
 from launcher.cli.options.types import Whole
 from launcher.slurm.lint import lint_script
 from launcher.slurm.queue import JobState, JobWatch, poll_intervals, refresh, submit
-from launcher.slurm.script import BatchOptions, job_name_of, render_script
+from launcher.slurm.script import Sbatch, job_name_of, render_script
 
 _READ_INTERVAL_S = 1.0  # of the log
 _READ_BYTES = 1 << 16
@@ -87,7 +87,7 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
     if chain > 1 and not submits:
         raise UsageError("--chain is about submitting", hint="add --submit")
     job_name = values["job_name"] or job_name_of(values["script"])
-    options = filled(BatchOptions, {**values, "job_name": job_name})
+    options = filled(Sbatch, {**values, "job_name": job_name})
     try:
         launch_args = shlex.split(values["launch_args"])
     except ValueError as error:
@@ -129,7 +129,7 @@ def _refuse_missing(run_values: dict[str, Any]) -> None:
         )
 
 
-def _submit_chain(text: str, length: int, options: BatchOptions) -> int:
+def _submit_chain(text: str, length: int, options: Sbatch) -> int:
     """Submit the script `length` times, each job after the end of the one before; returns the first number."""
     first = last = submit(text)
     click.echo(first)

@@ -67,7 +67,8 @@ class HostOptions:
         if offered is not None:
             from launcher.cluster.filters import select
 
-            return select(offered, include=self.include, exclude=self.exclude, num_nodes=count)
+            source = "Slurm" if self.in_slurm else "hostfile"
+            return select(offered, include=self.include, exclude=self.exclude, num_nodes=count, source=source)
         if self.include or self.exclude or count not in (None, 1):
             raise UsageError(
                 "--include, --exclude and --num-nodes choose among the hosts of a hostfile, and there is none",
