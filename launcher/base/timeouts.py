@@ -34,6 +34,7 @@ class Timeouts(Record):
     srun_farewell_s: float = 30.0  # of the launcher, which reads what a relay has left
     other_ranks_s: float = 60.0  # of a training, after a caught exception: they have to continue together
     order_check_s: float = 10.0  # one wait of a training for other ranks, before they compare their collectives
+    host_exchange_s: float = 60.0  # a few bytes between hosts that have all begun to exchange facts of a step
     slurm_query_s: float = 60.0  # scontrol and squeue: a busy controller answers late
     slurm_silence_s: float = 600.0  # of a controller that does not answer, while a job is waited for
     shared_disk_s: float = 60.0  # until a shared disk shows what a job has written at its end

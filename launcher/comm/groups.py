@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import itertools
 import os
+import time
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +25,7 @@ from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.device import DeviceRuntime, backend_name, local_device, use_local_device
 from launcher.comm.gloo import GlooCommunicator
 from launcher.comm.nccl import NcclCommunicator
+from launcher.comm.pending import begin_call, end_call, name_next, waits_for
 from launcher.comm.streams import Streams
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
@@ -233,7 +238,7 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-# By what they are for: all ranks, and a further group of them.
+# Further process groups of all ranks, by purpose: beside the default group they were made for.
 _further_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
@@ -262,10 +267,78 @@ def _further_group(
     world: dist.ProcessGroup, device: torch.device, purpose: str, backend: str | None
 ) -> dist.ProcessGroup:
     if purpose not in _further_groups or _further_groups[purpose][0] is not world:
-        options = world._get_backend(device).options  # a new group would not take the timeout over
-        group = dist.new_group(timeout=getattr(options, "_timeout", None), backend=backend, group_desc=purpose)
+        agree_on_group(purpose)
+        group = dist.new_group(timeout=timeout_of(world, device), backend=backend, group_desc=purpose)
         _further_groups[purpose] = (world, group)
     return _further_groups[purpose][1]
+
+
+def timeout_of(world: dist.ProcessGroup, device: torch.device) -> datetime.timedelta | None:
+    """Return the timeout of a process group, which a further one would not take over; None: the backend's own."""
+    return getattr(world._get_backend(device).options, "_timeout", None)
+
+
+# [Note: groups cannot cross] Torch names a process group by a counter of each process, makes it without a barrier, and
+# gloo connects whoever gives the same name. Where one rank makes a group more than the others, because a cache was
+# empty there or an exception came early, its next group is connected with another one of its peers: both are made, and
+# the first collective in them waits for ever or mixes up two purposes. So before a group is made all ranks say through
+# the store which one it is, and none makes it where they differ.
+
+
+def agree_on_group(purpose: str, ranks: Sequence[Sequence[int]] | None = None) -> None:
+    """Compare with all ranks which process group is made next. Every rank must call it, right before it makes one.
+
+    ranks: those of each group that is made; None: one of all ranks. Raises: EngineError on every rank where they differ
+    in what for, of which ranks or after how many others they make it, or where one of them does not come in time.
+    """
+    world = dist.group.WORLD
+    if world is None or world.size() == 1 or dist.get_backend() == "fake":  # a rehearsal has no peers
+        return
+    members = "all ranks" if ranks is None else f"ranks {', '.join(map(str, ranks[:8]))}"
+    num_before = dist.distributed_c10d._world.group_count
+    name_next(f'the process group "{purpose}" of {members}')
+    call = begin_call("new_group", world)
+    end_call()
+    own = f'"{purpose}" of {members} on rank {{}}, after {num_before} others'
+    text = _said_of_groups(world, call.number, own, lambda: waits_for(call, "new_group"))
+    if text:
+        raise EngineError(
+            f"ranks make different process groups: {text}",
+            hint="every rank must call dist.new_group(), initialize() and MoE layers equally often, in the same order",
+        )
+
+
+def _said_of_groups(
+    world: dist.ProcessGroup, number: int, own: str, waits: Callable[[], contextlib.AbstractContextManager[None]]
+) -> str:
+    """Return how the ranks' words on a group differ, on every rank alike; nothing where they do not."""
+    store, prefix = dist.distributed_c10d._get_default_store(), f"launch/group/{number}"
+    keys = [f"{prefix}/{rank}" for rank in range(world.size())]
+    verdict = f"{prefix}/said"
+    store.set(keys[world.rank()], own)
+    limit = timeout_of(world, local_device()) or DEFAULT_TIMEOUT
+    end_s = time.monotonic() + limit.total_seconds()
+    expected = keys if world.rank() == 0 else [verdict]
+    with waits():
+        # Asked again and again: a wait in the store would keep the watch over the order of collectives out of it.
+        for pause_s in itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1])):
+            if store.check(expected):
+                break
+            if time.monotonic() > end_s:
+                absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+                return f"{own.format(world.rank())}; nothing on rank {', '.join(absent) or '0'}"
+            time.sleep(pause_s)
+    if world.rank() == 0:
+        said = [store.get(key).decode() for key in keys]
+        first_of = {text: rank for rank, text in reversed(list(enumerate(said)))}
+        parts = [text.format(rank) for text, rank in sorted(first_of.items(), key=lambda each: each[1])]
+        store.set(verdict, "; ".join(parts) if len(parts) > 1 else "")
+        for key in keys:
+            store.delete_key(key)
+    return store.get(verdict).decode()
+
+
+_PAUSES_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 def forget_process_groups() -> None:

@@ -28,34 +28,42 @@ import os
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from launcher.base import env
+from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
+from launcher.comm.pending import Pending, begin_call, end_call, name_next
+
+HOST_EXCHANGE = "largest_of_hosts"  # the kind of these calls
 
 
 def largest_of_hosts(group: RankGroup, values: Sequence[int]) -> list[int]:
     """Return the largest of all ranks' numbers, each for itself. Every rank must call it; no device is waited for.
 
     In round k a rank sends what it knows to the rank 2^k further on. A maximum may be taken twice of the same number,
-    so this is right for any number of ranks, after log2 of it rounds. For groups with a `host_process_group`, or alone.
+    so this is right for any number of ranks, after log2 of it rounds. Messages bear the number of the call: where an
+    exception has interrupted one, what is left of it is never taken for the next one, and ranks that are in different
+    calls are told so by `launcher.zero.order_watch`. Raises: EngineError for ranks without a `host_process_group`.
     """
     hosts = group.host_process_group
-    known = torch.tensor(values, dtype=torch.int64)
-    distance = 1
-    while hosts is not None and distance < group.world_size:
-        received = torch.empty_like(known)
-        to, source = (group.rank + distance) % group.world_size, (group.rank - distance) % group.world_size
-        operations = [
-            dist.P2POp(dist.isend, known, group=hosts, group_peer=to),
-            dist.P2POp(dist.irecv, received, group=hosts, group_peer=source),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        known = torch.maximum(known, received)
-        distance *= 2
+    if hosts is None:
+        if group.world_size > 1:
+            raise EngineError(f"a group of {group.world_size} ranks has no process group of their hosts")
+        return list(values)
+    known, distance = torch.tensor(values, dtype=torch.int64), 1
+    name_next(f"the largest over hosts of {list(values)}")
+    tag = begin_call(HOST_EXCHANGE, hosts).number % 2**31
+    try:
+        while distance < group.world_size:
+            received = torch.empty_like(known)
+            to, source = (group.rank + distance) % group.world_size, (group.rank - distance) % group.world_size
+            Pending([hosts.send([known], to, tag), hosts.recv([received], source, tag)]).wait()
+            known = torch.maximum(known, received)
+            distance *= 2
+    finally:
+        end_call()
     largest: list[int] = known.tolist()
     return largest
 

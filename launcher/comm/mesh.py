@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launcher.base.errors import EngineError
 from launcher.comm.device import local_device
-from launcher.comm.groups import RankGroup, with_reductions
+from launcher.comm.groups import RankGroup, agree_on_group, timeout_of, with_reductions
 from launcher.comm.hosts import node_names
 from launcher.sharding.mesh import AXES, MeshSizes
 from launcher.sharding.pipeline import num_links
@@ -161,35 +161,31 @@ def _data_parallel(world: RankGroup, sizes: MeshSizes, shard_size: int | None, n
 
 def expert_group(world: RankGroup, sizes: MeshSizes) -> RankGroup:
     """Return the ranks that this one has a set of experts together with. Every rank must call it."""
-    ranks = sizes.ranks_of_experts()
-    hosts = subgroup(ranks, "hosts of experts", "gloo") if world.runtime.runs_behind_host else None
-    return world.of_ranks(subgroup(ranks, "expert"), host_process_group=hosts)
+    return _group_of(world, sizes.ranks_of_experts(), "expert", has_hosts=True)
 
 
 def _with_experts(mesh: ParallelMesh, sizes: MeshSizes) -> ParallelMesh:
-    ranks = sizes.ranks_of_replicas()
-    same = mesh.world.of_ranks(subgroup(ranks, "replicas"), subgroup(ranks, "reductions of replicas"))
+    same = _group_of(mesh.world, sizes.ranks_of_replicas(), "replicas", has_reductions=True, has_hosts=True)
     of_experts = replace(mesh, data=same, shard=same, num_averaged=mesh.data.world_size)
     return replace(mesh, expert=expert_group(mesh.world, sizes), of_experts=of_experts)
 
 
 def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
-    ranks = sizes.ranks_along("data", "sequence")
-    hosts = subgroup(ranks, "hosts of data", "gloo") if world.runtime.runs_behind_host else None
-    data = world.of_ranks(subgroup(ranks, "data"), subgroup(ranks, "reductions of data"), hosts)
+    data = _group_of(world, sizes.ranks_along("data", "sequence"), "data", has_reductions=True, has_hosts=True)
 
     def along(axis: str) -> RankGroup | None:
-        has_others = getattr(sizes, axis) > 1
-        return world.of_ranks(subgroup(sizes.ranks_along(axis), axis)) if has_others else None
+        # What ranks of one model must know of each other before a step travels between hosts.
+        has_hosts = axis != "sequence"
+        return (
+            _group_of(world, sizes.ranks_along(axis), axis, has_hosts=has_hosts) if getattr(sizes, axis) > 1 else None
+        )
 
-    tensor, pipeline, sequence, layers = along("tensor"), None, along("sequence"), None
-    model = tensor
-    if sizes.pipeline > 1:
-        pipeline = _pipeline(world, sizes)
-        layers = world.of_ranks(subgroup(sizes.ranks_along("data", "sequence", "tensor"), "layers"))
-        model = pipeline
+    tensor, pipeline, sequence, layers = along("tensor"), along("pipeline"), along("sequence"), None
+    model = pipeline or tensor
+    if pipeline is not None:
+        layers = _group_of(world, sizes.ranks_along("data", "sequence", "tensor"), "layers")
         if tensor is not None:
-            model = world.of_ranks(subgroup(sizes.ranks_along("pipeline", "tensor"), "model"))
+            model = _group_of(world, sizes.ranks_along("pipeline", "tensor"), "model", has_hosts=True)
     return ParallelMesh(
         world,
         data,
@@ -204,11 +200,16 @@ def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
     )
 
 
-def _pipeline(world: RankGroup, sizes: MeshSizes) -> RankGroup:
-    """Return the ranks of a pipeline. What stages must know of each other before a step travels between hosts."""
-    ranks = sizes.ranks_along("pipeline")
-    hosts = subgroup(ranks, "hosts of pipeline", "gloo") if world.runtime.runs_behind_host else None
-    return world.of_ranks(subgroup(ranks, "pipeline"), host_process_group=hosts)
+def _group_of(
+    world: RankGroup, ranks: list[list[int]], purpose: str, *, has_reductions: bool = False, has_hosts: bool = False
+) -> RankGroup:
+    """Return the group of this rank among groups of so many ranks, with all communicators that it is going to need.
+
+    has_reductions: see `with_reductions`. has_hosts: what hosts know of a step travels in it where devices run behind.
+    """
+    hosts = subgroup(ranks, f"hosts of {purpose}", "gloo") if has_hosts and world.runtime.runs_behind_host else None
+    reductions = subgroup(ranks, f"reductions of {purpose}") if has_reductions else None
+    return world.of_ranks(subgroup(ranks, purpose), reductions, hosts)
 
 
 def _links(world: RankGroup, sizes: MeshSizes, pipeline: RankGroup) -> tuple[RankGroup, ...]:
@@ -229,7 +230,8 @@ def subgroup(ranks: list[list[int]], purpose: str, backend: str | None = None) -
     world = dist.group.WORLD
     key = world, tuple(map(tuple, ranks)), purpose
     if key not in _subgroups:
-        timeout = getattr(world._get_backend(local_device()).options, "_timeout", None) if world is not None else None
+        agree_on_group(purpose, ranks)
+        timeout = None if world is None else timeout_of(world, local_device())
         found, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, group_desc=purpose)
         assert found is not None, "every rank is in one of the groups"
         _subgroups[key] = found
@@ -243,6 +245,7 @@ def _rows(world: dist.ProcessGroup, device_type: str, row_size: int) -> tuple[De
     Once a process: process groups cannot be freed one by one.
     """
     num_rows = world.size() // row_size
+    agree_on_group("rows", [[row_size] * num_rows])
     mesh = init_device_mesh(device_type, (num_rows, row_size), mesh_dim_names=("across", "within"))
     second, _ = dist.new_subgroups(row_size, group_desc="reductions")
     return mesh, second

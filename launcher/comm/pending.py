@@ -7,7 +7,7 @@ import datetime
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ def name_next(what: str) -> None:
     _issued.next_name = what
 
 
-def begin_call(kind: str, process_group: dist.ProcessGroup) -> None:
+def begin_call(kind: str, process_group: dist.ProcessGroup) -> Call:
     """Count a collective that is about to be begun. Every rank of the group must call it in the same order."""
     world = dist.group.WORLD
     if world is not None and (_issued.world is None or _issued.world() is not world):
@@ -77,6 +77,7 @@ def begin_call(kind: str, process_group: dist.ProcessGroup) -> None:
     calls.what = _issued.next_name or f"the {kind} of {_purpose(process_group)}"
     _issued.current, _issued.next_name = Call(calls, calls.number, calls.what), ""
     _issued.thread_id = threading.get_ident()
+    return _issued.current
 
 
 def _purpose(process_group: dist.ProcessGroup) -> str:
@@ -136,13 +137,9 @@ class Pending:
     def _complete(self) -> Pending:
         works = self._take_works()
         if works:
-            thread_id = threading.get_ident()
-            _waits[thread_id] = Wait(time.monotonic(), self.call, self.kind)
-            try:
+            with waits_for(self.call, self.kind):
                 for work in works:
                     work.wait()
-            finally:
-                del _waits[thread_id]
         finish, self.finish = self.finish, None
         next_phase = finish() if finish is not None else None
         if next_phase is None:
@@ -176,6 +173,17 @@ class Pending:
 
 
 _waits: dict[int, Wait] = {}  # by thread
+
+
+@contextlib.contextmanager
+def waits_for(call: Call | None, kind: str) -> Iterator[None]:
+    """Note that this thread waits for other ranks within the block."""
+    thread_id = threading.get_ident()
+    _waits[thread_id] = Wait(time.monotonic(), call, kind)
+    try:
+        yield
+    finally:
+        del _waits[thread_id]
 
 
 def waiting() -> Wait | None:

@@ -43,6 +43,7 @@ from launcher.base.log import get_logger
 from launcher.base.timeouts import timeouts
 from launcher.comm import pending
 from launcher.comm.groups import RankGroup
+from launcher.comm.hosts import HOST_EXCHANGE
 from launcher.zero.order import EVALUATION_HINT, HINT, CollectiveOrder
 
 _INTERVAL_S = 1.0
@@ -92,6 +93,22 @@ def held_by_each_other(reports: Mapping[int, Report], world_size: int, check_s: 
     # Devices alone prove nothing: their hosts may be about to begin what is missing.
     has_proof = any(reports[rank].is_host for rank in held) and any(reports[rank].needs for rank in held)
     return held if has_proof else set()
+
+
+def stuck_exchanges(reports: Mapping[int, Report], limit_s: float) -> dict[int, str]:
+    """Return, by rank, the calls in which all hosts of one group have waited for each other longer than `limit_s`.
+
+    They exchange a few bytes: these do not arrive only where the ranks are in different calls, or groups have crossed.
+    """
+    for own in reports.values():
+        for name in own.needs:
+            members = [reports[rank] for rank in own.ranks[name] if rank in reports]
+            all_wait = len(members) == len(own.ranks[name]) and all(
+                name in each.needs and each.is_host and each.lasts_s >= limit_s for each in members
+            )
+            if name.endswith(f"/{HOST_EXCHANGE}") and all_wait:
+                return {rank: f"{reports[rank].what} in call {reports[rank].needs[name]}" for rank in own.ranks[name]}
+    return {}
 
 
 class OrderWatch(threading.Thread):
@@ -219,12 +236,13 @@ class OrderWatch(threading.Thread):
             error = order.difference_among(same_step) if any(each.is_host for each in reports.values()) else None
             if error is not None:
                 return error
-        held = held_by_each_other(reports, self._world_size, check_s)
+        held = {rank: reports[rank].what for rank in held_by_each_other(reports, self._world_size, check_s)}
+        held = held or stuck_exchanges(reports, timeouts().host_exchange_s)
         if not held:
             return None
         ranks_of: dict[str, list[str]] = {}
-        for rank in sorted(held):
-            ranks_of.setdefault(reports[rank].what, []).append(str(rank))
+        for rank, what in sorted(held.items()):
+            ranks_of.setdefault(what, []).append(str(rank))
         parts = "; ".join(f"rank {', '.join(ranks[:8])} for {what}" for what, ranks in ranks_of.items())
         return EngineError(
             f"ranks took different paths through the model since the last step, and wait for each other: {parts}",

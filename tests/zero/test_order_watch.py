@@ -10,7 +10,7 @@ import pytest
 from harness import scripts
 from harness.forked import run_ranks
 
-from launcher.zero.order_watch import Report, held_by_each_other
+from launcher.zero.order_watch import Report, held_by_each_other, stuck_exchanges
 
 START = """
     import contextlib, os, sys, time, torch, launcher
@@ -256,3 +256,17 @@ def test_a_device_holds_its_rank_against_a_host_that_waits() -> None:
     assert held_by_each_other({0: behind, 1: host}, 3, CHECK_S) == set()  # its host reads data
     other = waits({"reduce": 1}, {"reduce": 1, "gather": 3}, is_host=False)
     assert held_by_each_other({0: device, 1: other}, 3, CHECK_S) == set()  # both hosts may be about to begin the rest
+
+
+def test_hosts_that_are_in_different_calls_for_a_minute_are_stuck() -> None:
+    name = "3/largest_of_hosts"
+    here, there = (waits({name: number}, {name: number}, lasts_s=61.0, what="[1, 0]") for number in (5, 6))
+    assert stuck_exchanges({0: here, 1: there, 2: there}, 60.0) == {
+        0: "[1, 0] in call 5",
+        1: "[1, 0] in call 6",
+        2: "[1, 0] in call 6",
+    }
+    assert stuck_exchanges({0: here, 1: there}, 60.0) == {}  # rank 2 is slow
+    assert stuck_exchanges({0: here, 1: there, 2: replace(there, lasts_s=59.0)}, 60.0) == {}
+    gather = waits({"3/all_gather": 5}, {}, lasts_s=61.0)
+    assert stuck_exchanges(dict.fromkeys(range(3), gather), 60.0) == {}  # of many bytes

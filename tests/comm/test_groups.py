@@ -1,0 +1,121 @@
+"""Process groups cannot cross: ranks that make different ones are an error on all of them, before any is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import scripts
+from harness.behind import runs_behind_host
+from harness.forked import run_ranks
+from harness.ranks import RankPool, run_on_ranks
+
+from launcher.base.errors import EngineError
+from launcher.comm.groups import agree_on_group, world_group
+from launcher.comm.hosts import largest_of_hosts
+from launcher.comm.mesh import build_mesh, subgroup
+from launcher.sharding.mesh import MeshSizes
+
+ALL = "every rank must call dist.new_group(), initialize() and MoE layers equally often, in the same order"
+
+
+def _makes(rank: int, world_size: int, purposes: list[str]) -> str:
+    with pytest.raises(EngineError) as error:
+        subgroup([list(range(world_size))], purposes[rank])
+    subgroup([list(range(world_size))], "of the same")  # nothing is left of what was refused
+    return str(error.value)
+
+
+def test_groups_of_two_purposes_are_refused_on_every_rank() -> None:
+    for text in run_on_ranks(3, _makes, ["hosts of experts", "hosts", "hosts"]):
+        assert '"hosts of experts" of ranks [0, 1, 2] on rank 0' in text
+        assert '"hosts" of ranks [0, 1, 2] on rank 1' in text
+        assert ALL in text
+
+
+def _makes_one_more(rank: int, world_size: int) -> str:
+    if rank == 1:
+        dist.new_group([rank], use_local_synchronization=False, backend="gloo")  # it waits for nobody: it is alone
+    with pytest.raises(EngineError) as error:
+        agree_on_group("hosts")
+    return str(error.value)
+
+
+def test_a_group_that_the_script_makes_on_one_rank_alone_is_told() -> None:
+    pool = RankPool(2)  # of no further use
+    try:
+        found = pool.run(_makes_one_more)
+    finally:
+        pool.close()
+    for text in found:
+        before, after = (int(part.split(" others")[0]) for part in text.split("after ")[1:3])
+        assert after == before + 1
+        assert '"hosts" of all ranks on rank 0' in text
+
+
+ALONE = """
+    import os, torch, launcher
+    import launcher.zero.order_watch as order_watch
+    from launcher.base.timeouts import Timeouts
+    from launcher.comm.mesh import subgroup
+
+    order_watch.timeouts = lambda: Timeouts(order_check_s=1.0)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {}}}
+    engine = launcher.initialize(model=torch.nn.Linear(8, 1), config=config)[0]
+    if os.environ["RANK"] == "0":
+        subgroup([[0, 1]], "hosts of experts", "gloo")
+    engine.backward(engine(torch.ones(1, 8)).sum())
+    engine.step()
+"""
+
+
+def test_a_group_that_one_rank_makes_while_the_others_train_ends_all_of_them(tmp_path: Path) -> None:
+    result = run_ranks(tmp_path, 2, scripts.write(tmp_path, ALONE))
+    text = result.out + result.err
+    assert result.code == 1
+    assert text.count('rank 0 for the process group "hosts of experts" of ranks [0, 1]; rank 1 for ') == 2, text
+
+
+def _exchange(rank: int, world_size: int) -> list[list[int]]:
+    with runs_behind_host():
+        group = world_group(has_reductions=True)
+        assert group.host_process_group is not None
+        if rank == 0:  # an exception has interrupted one exchange: what was sent then is never received
+            group.host_process_group.send([torch.tensor([99])], 1, 0)
+        found = [largest_of_hosts(group, [rank + number]) for number in range(3)]
+        without = dataclasses.replace(group, host_process_group=None)
+        with pytest.raises(EngineError, match="a group of 2 ranks has no process group of their hosts"):
+            largest_of_hosts(without, [rank])
+        return found
+
+
+def test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one() -> None:
+    assert run_on_ranks(2, _exchange) == [[[1], [2], [3]]] * 2
+
+
+def _hosts_of(rank: int, world_size: int, sizes: MeshSizes) -> list[str]:
+    with runs_behind_host():
+        mesh = build_mesh(world_group(), sizes)
+        names = ["data", "pipeline", "model", "expert"] + (["of_experts"] if mesh.of_experts else [])
+        groups = {name: getattr(mesh, name) for name in names}
+        groups["of_experts"] = None if mesh.of_experts is None else mesh.of_experts.data
+        for group in filter(None, groups.values()):
+            assert largest_of_hosts(group, [1]) == [1]
+    return [name for name, group in groups.items() if group is not None and group.world_size > 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        (MeshSizes(4), ["data"]),
+        (MeshSizes(2, pipeline=2), ["data", "pipeline", "model"]),
+        (MeshSizes(2, tensor=2), ["data", "model"]),
+        (MeshSizes(1, pipeline=2, tensor=2), ["pipeline", "model"]),
+        (MeshSizes(4, expert=2), ["data", "expert", "of_experts"]),
+    ],
+)
+def test_groups_that_exchange_facts_of_a_step_have_one_for_their_hosts(sizes: MeshSizes, names: list[str]) -> None:
+    assert run_on_ranks(4, _hosts_of, sizes) == [names] * 4
