@@ -232,6 +232,7 @@ class UnitGradients:
             with observe.unit_span("wait for the reduction", self._label):
                 self._reduction = self._reduction.advance()
             self._codec.release()  # what was sent has been added: the sum itself is in flight now
+            self._local.empty()
         return not self._reduction.is_done
 
     def finish_reduction(self, *, measure: bool = False) -> None:

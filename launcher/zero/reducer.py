@@ -163,11 +163,8 @@ class GradientReducer:
 
     def _advance_oldest(self) -> None:
         oldest = self._in_flight.pop(0)
-        if self._policy.stage.shards_optimizer:
-            oldest.finish_reduction(measure=self._is_boundary)
-        elif oldest.advance_reduction() or self.group.streams.is_async:
-            # The sum is on its way back to every rank. On a GPU its buffer would be used again, and be waited for.
-            self._advanced.append(oldest)
+        if not self._policy.stage.shards_optimizer and not self.group.streams.is_async and oldest.advance_reduction():
+            self._advanced.append(oldest)  # the sum is on its way back to every rank, and what was sent is free
         else:  # the norm is taken while further reductions are in flight
             oldest.finish_reduction(measure=self._is_boundary)
 

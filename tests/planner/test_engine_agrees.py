@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 from typing import Any
@@ -9,9 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+from harness.behind import runs_behind_host
 from harness.cudart import Cudart
 from harness.offload import is_in_host_memory, late_link
 from harness.ranks import run_on_ranks
+from harness.streams import modelled_streams
 from torch import nn
 
 from launcher.comm.copier import HostDeviceCopier
@@ -19,7 +22,7 @@ from launcher.comm.pinned import PinnedMemory
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
 from launcher.config.policies import zero_policy
-from launcher.planner.memory import RankMemory, Setting, in_flight_bytes, rank_memory
+from launcher.planner.memory import GRADIENT_UNITS, REDUCING_UNITS, RankMemory, Setting, in_flight_bytes, rank_memory
 from launcher.planner.model import ModelFacts, Parameter
 from launcher.planner.settings import setting_of
 from launcher.zero.partition import plan_units
@@ -109,6 +112,27 @@ def _storages(engine: Any, *, in_host_memory: bool = False) -> dict[int, int]:
         for tensor in tensors
         if is_in_host_memory(tensor) == in_host_memory
     }
+
+
+CLOCKS = {"in step": contextlib.nullcontext, "behind the host": runs_behind_host, "beside it": modelled_streams}
+
+
+def _in_flight(rank: int, world_size: int, clock: str, given: dict[str, Any]) -> int:
+    import launcher
+
+    with CLOCKS[clock]():
+        return _train(launcher.initialize(model=build(), config=given)[0])
+
+
+@pytest.mark.parametrize(("clock", "world_size"), [("in step", 2), ("behind the host", 4), ("beside it", 2)])
+def test_no_stage_holds_the_gradients_of_all_units_at_once(clock: str, world_size: int) -> None:
+    """On a device, too, what was sent is given back while backward runs: the estimate counts four units."""
+    for stage in (0, 1, 2):
+        given = config(stage, "bf16", reduce_bucket_size=WIDTH * WIDTH)
+        planned = planned_for(given, world_size).in_flight
+        assert planned < (GRADIENT_UNITS + REDUCING_UNITS + 1) * 2 * (WIDTH + 1) * WIDTH
+        for found in run_on_ranks(world_size, _in_flight, clock, given):
+            assert 0.25 * planned <= found <= planned, stage
 
 
 OPTIMIZER, PARAMS = {"device": "cpu"}, {"offload_param": {"device": "cpu"}}
