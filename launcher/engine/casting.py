@@ -152,10 +152,19 @@ def params_left_out(model: nn.Module) -> Iterator[None]:
 
 
 def set_tf32(allowed: bool | None) -> None:
-    """Let fp32 products on GPUs use TF32 (10 bits of mantissa), or forbid it; None: leave torch as it is set."""
-    if allowed is not None:
-        torch.set_float32_matmul_precision("high" if allowed else "highest")
-        torch.backends.cudnn.allow_tf32 = allowed
+    """Let fp32 products on GPUs use TF32 (10 bits of mantissa), or forbid it; None: leave torch as it is set.
+
+    Torch has two sets of switches from 2.9 on, and raises where it reads one that contradicts the other. Those of an
+    operation count before `torch.backends.fp32_precision`, which transformers sets.
+    """
+    if allowed is None:
+        return
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    cudnn = torch.backends.cudnn
+    cudnn.allow_tf32 = allowed
+    for operation in (torch.backends.cuda.matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
+        if hasattr(operation, "fp32_precision"):
+            operation.fp32_precision = "tf32" if allowed else "ieee"
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

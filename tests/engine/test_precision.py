@@ -433,15 +433,29 @@ def test_a_changed_path_is_reported_where_asked() -> None:
     assert second == run_on_ranks(2, _paths, False)[0] == []
 
 
-def test_tf32_is_a_switch_of_the_process() -> None:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        set_tf32(True)
-        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
-        set_tf32(None)
-        assert torch.get_float32_matmul_precision() == "high"
-        set_tf32(False)
-        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", False)
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+@pytest.fixture
+def operations() -> Iterator[list[Any]]:
+    """What has a switch of its own in this torch, from matrix products on; the process is as before afterwards."""
+    backends = torch.backends
+    allowed = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    named = ((backends.cudnn, "conv"), (backends.cudnn, "rnn"), (backends.mkldnn, "matmul"))
+    found = [backends.cuda.matmul, *(getattr(owner, name, None) for owner, name in named), backends]
+    found = [each for each in found if hasattr(each, "fp32_precision")]
+    before = [each.fp32_precision for each in found]
+    yield found
+    torch.set_float32_matmul_precision(allowed[0])
+    backends.cudnn.allow_tf32 = allowed[1]
+    for each, precision in zip(found, before, strict=True):
+        each.fp32_precision = precision
+
+
+@pytest.mark.parametrize("of_transformers", [None, "tf32", "ieee"])
+def test_tf32_is_a_switch_of_the_process(of_transformers: str | None, operations: list[Any]) -> None:
+    """Whatever was set before: `TrainingArguments(tf32=...)` sets the new switch of all operations."""
+    if of_transformers and torch.backends in operations:
+        torch.backends.fp32_precision = of_transformers  # type: ignore[attr-defined]
+    for allowed, product, precision in ((True, "high", "tf32"), (False, "highest", "ieee"), (None, "highest", "ieee")):
+        set_tf32(allowed)
+        assert torch.get_float32_matmul_precision() == product
+        assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == (precision == "tf32")
+        assert [each.fp32_precision for each in operations[:3]] == [precision] * len(operations[:3])
