@@ -41,7 +41,7 @@ from launcher.slurm.environment import parse_job_detail, parse_nodelist, read_al
 from launcher.slurm.framing import DATA, LineReader, encode_lines
 from launcher.slurm.lint import lint_script
 from launcher.transport.command import AGENT_MODULE, agent_shell_command
-from launcher.transport.ssh.config import load_config, resolve
+from launcher.transport.ssh.config import Targets
 from launcher.transport.ssh.options import SshOptions
 
 _ECHO = "import os, sys; os.write(1, b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
@@ -268,8 +268,7 @@ def _ssh_config(chance: random.Random) -> object:
         ),
     )
     path.write_bytes("\n".join(mutated(chance, *lines) for _ in range(4)).encode("utf-8", "surrogatepass"))
-    options = SshOptions(ssh_config=path)
-    return resolve(_host(chance), load_config(options), options)
+    return Targets(SshOptions(ssh_config=path)).of(_host(chance))
 
 
 def _arguments(chance: random.Random) -> object:

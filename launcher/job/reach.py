@@ -69,7 +69,7 @@ class Transports:
         self._local = local or LocalTransport(shell_only=shell_only, setup=options.setup)
         self._opened: list[Transport] = []  # those over SSH
         self._reasons: dict[Host, str | None] = {}
-        self._lock = threading.RLock()  # hosts are opened by many threads, and one transport is to hold them all
+        self._lock = threading.Lock()  # hosts are opened by many threads, and one transport is to hold them all
 
     def prepare(self, hosts: Sequence[Host]) -> None:
         """Allow for the files of so many agents. Raises: UsageError."""
@@ -81,19 +81,22 @@ class Transports:
         """Return the transport that reaches `host`."""
         if self._is_here(host):
             return self._local
+        reason = self._reason(host)  # not under the lock: an answer may take long
         with self._lock:
-            return self._paramiko if self._reason(host) is None else self._openssh
+            return self._paramiko if reason is None else self._openssh
 
     def address_of(self, host: Host) -> str:
         """Return the address other nodes reach `host` by: HostName of the SSH config, else its name."""
-        with self._lock:
-            return self._targets.of(host).address
+        return self._targets.of(host).address
 
     def notes_on(self, hosts: Sequence[Host]) -> tuple[str, ...]:
         """Return which of `hosts` are reached by the system's ssh, and why, where `--ssh` left the choice to us."""
         names: dict[str, list[str]] = {}
-        for host in hosts:
-            if not self._is_here(host) and self._options.ssh == "auto" and (reason := self._reason(host)):
+        others = [host for host in hosts if not self._is_here(host)] if self._options.ssh == "auto" else []
+        if others:
+            self._targets.ask_for(others)
+        for host in others:
+            if reason := self._reason(host):
                 names.setdefault(reason, []).append(host.name)
         if not names:
             return ()
@@ -112,10 +115,9 @@ class Transports:
             return "--ssh" if self._options.ssh == "openssh" else None
         from launcher.transport.ssh.choice import reason_for_openssh
 
-        with self._lock:
-            if host not in self._reasons:
-                self._reasons[host] = reason_for_openssh(host, self._targets)
-            return self._reasons[host]
+        if host not in self._reasons:
+            self._reasons[host] = reason_for_openssh(host, self._targets)
+        return self._reasons[host]
 
     # Each is imported when a host needs it: 20 ms and more that a job on this machine does not pay.
 

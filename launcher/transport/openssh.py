@@ -17,7 +17,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from launcher.base.errors import Diagnostic, TransportError, UsageError
+from launcher.base.errors import Diagnostic, TransportError
 from launcher.transport.local import LocalChannel, start_child, watched
 from launcher.transport.ssh import library
 from launcher.transport.ssh.config import DEFAULT_CONNECT_TIMEOUT_S, Targets
@@ -83,7 +83,7 @@ class OpenSshTransport:
     name = "ssh"
 
     def __init__(self, options: SshOptions | None = None, targets: Targets | None = None) -> None:
-        """targets: what was read already of the configuration that `options` names. Raises: UsageError."""
+        """targets: what is known already of the configuration that `options` names."""
         self._options = options or SshOptions()
         self._targets = targets or Targets(self._options)
         self._lock = threading.Lock()
@@ -91,9 +91,6 @@ class OpenSshTransport:
         self._is_closed = False
         if self._options.verbose:
             library.log_to_stderr(LOGGER)
-        config = self._options.ssh_config
-        if config is not None and config.is_fifo():
-            raise UsageError(f"-F {config} is a pipe, which only one `ssh` could read", hint="write it into a file")
 
     def command_for(self, host: Host) -> str:
         return shlex.join(self._argv(host))
@@ -148,7 +145,7 @@ class OpenSshTransport:
                     raise TransportError(
                         f"ssh cannot be started: {getattr(error, 'strerror', None) or error}",
                         where=host.name,
-                        hint="is OpenSSH's client installed here? --ssh paramiko does without it",
+                        hint="is OpenSSH's client installed here? -F none --ssh paramiko does without it",
                     ) from None
                 channel = watched(process, host.name, partial(OpenSshChannel, host.name, process, log))
                 undo.pop_all()

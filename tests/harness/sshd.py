@@ -232,9 +232,11 @@ class MuteServer:
 class DroppingServer:
     """Drop the first connections at a port of 127.0.0.1 and pass the later ones on to `port`; a context manager."""
 
-    def __init__(self, port: int, num_dropped: int) -> None:
+    def __init__(self, port: int, num_dropped: int, after_bytes: int = 0) -> None:
+        """after_bytes: of the server's that are passed on before a connection is dropped."""
         self._target = port
         self._left = num_dropped
+        self._after_bytes = after_bytes
 
     def __enter__(self) -> DroppingServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -253,17 +255,26 @@ class DroppingServer:
                 return
             if self._left > 0:
                 self._left -= 1
-                client.close()
-                continue
+                if not self._after_bytes:
+                    client.close()
+                    continue
+                limit = self._after_bytes
+            else:
+                limit = None
             server = socket.create_connection(("127.0.0.1", self._target))
-            for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
+            for source, sink, most in ((client, server, None), (server, client, limit)):
+                threading.Thread(target=_copy, args=(source, sink, most), daemon=True).start()
 
 
-def _copy(source: socket.socket, sink: socket.socket) -> None:
+def _copy(source: socket.socket, sink: socket.socket, most: int | None) -> None:
+    """Pass on all bytes, or `most` of them and then end both connections."""
     with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
+        while data := source.recv(1 << 16 if most is None else most):
             sink.sendall(data)
+            if most is not None and (most := most - len(data)) <= 0:
+                source.shutdown(socket.SHUT_RDWR)
+                sink.shutdown(socket.SHUT_RDWR)
+                return
     with contextlib.suppress(OSError):
         sink.shutdown(socket.SHUT_WR)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,7 +100,7 @@ def test_commands_and_checks_by_openssh(config: Path, hosts: Path, tmp_path: Pat
     assert (plain.out, plain.code) == ("127.0.0.[1-2]:\nout\n", 3)
     assert plain.err.splitlines()[1:2] == ["err"]
     supervised = run_here(tmp_path, "exec", *words, "--supervise", "echo", "hi")
-    assert (supervised.out, supervised.err, supervised.code) == ("127.0.0.[1-2]:\nhi\n", "", 0)
+    assert (supervised.out, supervised.code) == ("127.0.0.[1-2]:\nhi\n", 0), supervised.err
     check = run_launch(tmp_path, "check", *words)
     assert check.code == 0, check.out + check.err
     shown = run_here(tmp_path, "exec", "-v", *words, "true").err
@@ -106,8 +108,14 @@ def test_commands_and_checks_by_openssh(config: Path, hosts: Path, tmp_path: Pat
 
 
 def children(launch: Launch) -> set[int]:
-    """Return the processes of this launcher, those that the sshd runs for it left out."""
-    return {pid for pid in descendants(launch.process.pid) if Path(f"/proc/{pid}/comm").read_text() == "ssh\n"}
+    """Return the connections of this launcher; those that the sshd runs for it, and `ssh -G`, are left out."""
+    found = set()
+    for pid in descendants(launch.process.pid):
+        with contextlib.suppress(FileNotFoundError):  # `ssh -G` takes a moment
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if words[0] == b"ssh" and b"-G" not in words:
+                found.add(pid)
+    return found
 
 
 @pytest.mark.cluster
@@ -207,12 +215,12 @@ def short_folder() -> Iterator[Path]:
 def test_an_open_connection_is_shared(config: Path, short_folder: Path, sshd: LoopbackSshd) -> None:
     """As people with one-time passwords do it: they log in once, and everything else goes through that."""
     config.write_text(f"{config.read_text()}  ControlPath {short_folder}/cm-%r@%h\n")
-    targets = Targets(SshOptions(ssh_config=config))
-    assert reason_for_openssh(HOST, targets) is None
+    options = SshOptions(ssh_config=config)
+    assert reason_for_openssh(HOST, Targets(options)) is None
     master = subprocess.Popen(["ssh", "-F", config, "-MN", HOST.name], stdin=subprocess.DEVNULL)
     try:
-        wait_until(lambda: reason_for_openssh(HOST, targets) is not None, "the connection")
-        assert reason_for_openssh(HOST, targets) == "ControlPath of the SSH config"
+        wait_until(lambda: reason_for_openssh(HOST, Targets(options)) is not None, "the connection")
+        assert reason_for_openssh(HOST, Targets(options)) == "ControlPath of the SSH config"
         config.write_text(config.read_text().replace(str(sshd.user_key), "none"))
         transport = OpenSshTransport(SshOptions(ssh_config=config, shell_only=True))
         channel = transport.open(HOST)
@@ -227,16 +235,21 @@ def test_an_open_connection_is_shared(config: Path, short_folder: Path, sshd: Lo
 
 
 def test_without_ssh_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "ssh cannot be started: No such file" in refusal(tmp_path / "config")
+    with pytest.raises(TransportError, match=r"ssh, which evaluates the SSH config, cannot be started.*-F none"):
+        Targets(SshOptions(ssh_config=tmp_path / "config")).of(HOST)
+    assert Targets(SshOptions(ssh_config=Path("none"))).of(HOST).port == 22, "without a config nobody is asked"
 
 
-def test_a_pipe_cannot_be_the_config_of_many(tmp_path: Path) -> None:
+@pytest.mark.cluster
+@pytest.mark.parametrize("client", ["openssh", "paramiko"])
+def test_a_pipe_may_be_the_config_of_many(config: Path, hosts: Path, tmp_path: Path, client: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
-    result: Result = run_here(tmp_path, "exec", "-H", "hosts", "-F", "pipe", "--ssh", "openssh", "true")
-    assert result.code == 69
-    assert "-F pipe is a pipe, which only one `ssh` could read\n  → write it into a file\n" in result.err
+    threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(config.read_bytes(),), daemon=True).start()
+    result: Result = run_here(tmp_path, "exec", "-H", hosts, "-F", "pipe", "--ssh", client, "echo", "here")
+    assert (result.code, "127.0.0.[1-2]" in result.out) == (0, True), result.err
 
 
 def known_authority(folder: Path) -> str:
@@ -268,6 +281,12 @@ def ticket(folder: Path) -> str:
     return no_ticket(folder)
 
 
+def mute_klist(folder: Path) -> str:
+    lines = ticket(folder)
+    (folder / "klist").write_text("#!/bin/sh\nexec sleep 60\n")
+    return lines
+
+
 def ticket_and_key(folder: Path) -> str:
     (folder / "none").touch()
     return ticket(folder)
@@ -286,13 +305,17 @@ def ticket_and_key(folder: Path) -> str:
         ("ControlMaster auto\n  ControlPath ~/.ssh/no-such-%C", None),
         ("PreferredAuthentications gssapi-with-mic,publickey", "PreferredAuthentications of the SSH config"),
         ("ProxyJump far", "ProxyCommand of the SSH config"),
-        ("CanonicalizeHostname yes", "an SSH config that paramiko cannot read"),
+        ("RevokedHostKeys /etc/ssh/revoked", "RevokedHostKeys of the SSH config"),
+        ("KexAlgorithms sntrup761x25519-sha512@openssh.com", "KexAlgorithms of the SSH config"),
+        ("KexAlgorithms ^ecdh-sha2-nistp256", None),
+        ("IdentityFile %d/key-%C", "IdentityFile of the SSH config"),
         ("Port many", None),
         (known_authority, r"certificates of hosts, .*/known:1"),
         (known_host, None),
         (token, "a key on a security token"),
         (ticket, "a Kerberos ticket, as there is no key"),
         (no_ticket, None),
+        (mute_klist, None),
         (ticket_and_key, None),
     ],
 )
@@ -301,6 +324,7 @@ def test_openssh_is_chosen_where_paramiko_cannot(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     choice._has_ticket.cache_clear()
+    monkeypatch.setattr(choice, "_KLIST_S", 1.0)
     text = lines if isinstance(lines, str) else lines(tmp_path)
     (tmp_path / "config").write_text(f"Host far\n  ProxyCommand nc %h %p\nHost n1\n  {text}\n")
     found = reason_for_openssh(Host("n1", (0,)), Targets(SshOptions(ssh_config=tmp_path / "config")))

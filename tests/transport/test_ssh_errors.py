@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness.launching import run_launch
+from harness.launching import run_here, run_launch
 from harness.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port, make_key
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
+from launcher.transport.ssh import choice, connect, library, transport
+from launcher.transport.ssh.config import Targets
 from launcher.transport.ssh.options import SshOptions
 from launcher.transport.ssh.transport import SshTransport
 
@@ -29,10 +37,10 @@ def make_transport(config: Path, **options: object) -> SshTransport:
 
 
 def failure(config: Path, host: Host = HOST, **options: object) -> str:
-    transport = make_transport(config, **options)
+    opened = make_transport(config, **options)
     with pytest.raises(TransportError) as caught:
-        transport.open(host)
-    transport.close()
+        opened.open(host)
+    opened.close()
     assert str(caught.value).startswith(f"{host.name}: ")
     return str(caught.value)
 
@@ -52,6 +60,13 @@ def config(sshd: LoopbackSshd, tmp_path: Path) -> Path:
     path = tmp_path / "config"
     path.write_text(sshd.ssh_config.read_text())
     return path
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for sockets, whose paths must be short."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def test_refused(config: Path) -> None:
@@ -105,19 +120,69 @@ def test_changed_and_revoked_host_key(config: Path, tmp_path: Path, sshd: Loopba
         transport.open(HOST)
 
 
+def behind(server: DroppingServer, config: Path, sshd: LoopbackSshd) -> None:
+    """Let `config` lead to a server that passes connections on to sshd."""
+    known = config.parent / "known_hosts_of_the_dropper"
+    known.write_text(f"[127.0.0.*]:{server.port} {sshd.host_key_line}\n")
+    text = config.read_text().replace(f"Port {sshd.port}", f"Port {server.port}")
+    config.write_text(re.sub(r"UserKnownHostsFile .*", f"UserKnownHostsFile {known}", text))
+
+
 @pytest.mark.parametrize(("num_dropped", "gets_through"), [(2, True), (9, False)])
 def test_a_server_that_drops_connections_is_asked_again(
     config: Path, sshd: LoopbackSshd, num_dropped: int, gets_through: bool
 ) -> None:
     with DroppingServer(sshd.port, num_dropped) as server:
-        config.write_text(config.read_text().replace(f"Port {sshd.port}", f"Port {server.port}"))
-        known = config.parent / "known_hosts_of_the_dropper"
-        known.write_text(f"[127.0.0.*]:{server.port} {sshd.host_key_line}\n")
-        config.write_text(re.sub(r"UserKnownHostsFile .*", f"UserKnownHostsFile {known}", config.read_text()))
+        behind(server, config, sshd)
         if gets_through:
             assert works(config)
         else:
             assert "SSH negotiation failed" in failure(config)
+
+
+@pytest.mark.parametrize("num_bytes", [60, 700, 1500, 1800, 2000, 2100])
+def test_a_connection_that_breaks_off_has_a_cause_at_every_point(
+    config: Path, sshd: LoopbackSshd, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_RETRY_DELAYS_S", ())
+    with DroppingServer(sshd.port, 99, num_bytes) as server:
+        behind(server, config, sshd)
+        message = failure(config)
+        assert re.search(r"negotiation failed: \w|be started: \w|none of our keys.*\(\w", message), message
+
+
+def test_an_error_without_words_has_a_cause() -> None:
+    assert library.cause_of(EOFError()) == library.cause_of(None) == "the connection was closed"
+
+
+def test_a_key_agent_that_gives_no_answer_is_given_up(config: Path, tmp_path: Path, short_folder: Path) -> None:
+    agent = short_folder / "agent"
+    text = config.read_text()
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as mute:
+        mute.bind(str(agent))
+        mute.listen()
+        config.write_text(f"{text}  IdentityAgent {agent}\n")
+        assert works(config, connect_timeout_s=0.5), "the key file is taken"
+        config.write_text(re.sub("IdentityFile .*", "IdentityFile none", config.read_text()))
+        message = failure(config, connect_timeout_s=0.5)
+        assert f"tried: none found (the key agent at {agent} gave no answer within 0.5 s)" in message
+        config.write_text(f"Host *\n  GSSAPIAuthentication yes\n{config.read_text()}")
+        options = SshOptions(ssh_config=config, connect_timeout_s=0.5)
+        assert choice._has_key(Targets(options).of(HOST)) is False
+
+
+def test_a_name_server_that_gives_no_answer_is_given_up(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: over.wait() and [])
+    message = failure(config, connect_timeout_s=0.2)
+    over.set()
+    assert 'no name server has answered for "127.0.0.1" within 0.2 s' in message
+
+
+def test_a_dead_address_of_a_name_leaves_time_for_the_next(sshd: LoopbackSshd) -> None:
+    addresses = [(socket.AF_INET, ("127.0.0.1", port)) for port in (free_port(), sshd.port)]
+    with contextlib.closing(connect._first_connected(addresses, 5.0)) as sock:
+        assert sock.getpeername() == ("127.0.0.1", sshd.port)
 
 
 def test_a_server_that_changes_its_key(tmp_path: Path, sshd: LoopbackSshd) -> None:
@@ -194,11 +259,9 @@ def test_proxy_command_and_bad_values_are_refused(config: Path, tmp_path: Path) 
     text = config.read_text()
     config.write_text("Host *\n  ProxyCommand nc %h %p\n" + text)
     assert "leave out --ssh paramiko, or use ProxyJump" in failure(config)
-    config.write_text("Host *\n  Port many\n" + text)
-    assert 'Port of the SSH config is "many"' in failure(config)
-    transport = make_transport(tmp_path / "none")
-    with pytest.raises(TransportError, match="not found"):
-        transport.open(HOST)
+    config.write_text("Host *\n  Port many\n  Pord 2\n" + text)
+    assert f"ssh does not accept the SSH config: {config} line 2: Bad" in (refused := failure(config))
+    assert f"{config}: line 3: Bad configuration option: pord" in refused
 
 
 def test_no_proxy_command_is_none(config: Path) -> None:
@@ -215,9 +278,10 @@ def test_a_config_may_be_any_file_that_can_be_read(config: Path, tmp_path: Path)
     assert works(pipe)
     assert works(pipe), "a pipe gives its text once, and a command may ask for it twice"
     os.close(read)
-    transport = make_transport(tmp_path)
-    with pytest.raises(TransportError, match=r"cannot be read: Is a directory; check the path behind -F"):
-        transport.open(HOST)
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
+    for name, problem in ((tmp_path, "is a folder"), ("no-such-config", "does not exist")):
+        refused = run_here(tmp_path, "exec", "-H", "hosts", "-F", name, "true")
+        assert (refused.code, refused.err.splitlines()[0]) == (2, f"✗ -F {name}: the SSH config {problem}")
 
 
 def test_remedies_name_the_host_as_openssh_knows_it(config: Path, tmp_path: Path, sshd: LoopbackSshd) -> None:
@@ -234,17 +298,37 @@ def test_remedies_name_the_host_as_openssh_knows_it(config: Path, tmp_path: Path
     assert works(config, Host("node", (0,)))
 
 
-def test_a_server_with_one_session_a_connection_serves_all_its_names(tmp_path: Path) -> None:
-    with LoopbackSshd(tmp_path, settings="MaxSessions 1\n") as server:
-        config = tmp_path / "config"
-        text = server.ssh_config.read_text().replace("Host 127.0.0.*", "Host a b c")
-        config.write_text(f"{text}  HostName 127.0.0.1\n")
-        transport = make_transport(config)
-        channels = [transport.open(Host(name, (0,), server.user, server.port)) for name in ("a", "b", "c")]
-        for channel in channels:
-            channel.write(b"exit 5\n")
-        assert [channel.wait(10) for channel in channels] == [5, 5, 5]
-        transport.close()
+@pytest.fixture
+def one_session(tmp_path: Path) -> Iterator[Path]:
+    """The ssh_config of b1 to b16, all names of one server that allows one session on a connection."""
+    with LoopbackSshd(tmp_path / "server", settings="MaxSessions 1\n") as server:
+        text = server.ssh_config.read_text().replace("Host 127.0.0.*", "Host b*")
+        (tmp_path / "config").write_text(f"{text}  HostName 127.0.0.1\n  HostKeyAlias [127.0.0.1]:{server.port}\n")
+        yield tmp_path / "config"
+
+
+@pytest.mark.parametrize("num_names", [1, 2, 5, 10, 16])
+def test_all_names_of_a_server_with_one_session_a_connection_are_opened_at_once(
+    one_session: Path, num_names: int
+) -> None:
+    transport = SshTransport(SshOptions(ssh_config=one_session, shell_only=True))
+    with ThreadPoolExecutor(num_names) as pool:
+        channels = list(pool.map(transport.open, [Host(f"b{number + 1}", (0,)) for number in range(num_names)]))
+    for channel in channels:
+        channel.write(b"exit 5\n")
+    assert [channel.wait(10) for channel in channels] == [5] * num_names
+    transport.close()
+
+
+@pytest.mark.parametrize("client", ["paramiko", "openssh"])
+def test_commands_on_all_names_of_such_a_server(one_session: Path, tmp_path: Path, client: str) -> None:
+    (tmp_path / "hosts").write_text("b[1-16] slots=1\n")
+    words = ("-H", "hosts", "-F", one_session, "--ssh", client)
+    result = run_here(tmp_path, "exec", *words, "echo", "here")
+    assert (result.code, "b[1-16]" in result.out) == (0, True), result.err
+    (tmp_path / "t.py").write_text("print('here')\n")
+    result = run_launch(tmp_path, *words, "-i", "b[1-4]", "--master-addr", "127.0.0.1", "t.py")
+    assert (result.code, result.out.count("here")) == (0, 4), result.err
 
 
 def test_identical_findings_of_hosts_are_told_once(tmp_path: Path, sshd: LoopbackSshd) -> None:
@@ -266,12 +350,10 @@ def test_identical_findings_of_hosts_are_told_once(tmp_path: Path, sshd: Loopbac
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody without a name")
 def test_a_user_without_name_and_home_is_told_so() -> None:
     code = (
-        "import os, getpass, paramiko\nfrom launcher.transport.ssh.config import *\n"
-        "from launcher.cluster.cluster import Host\n"
+        "import os\nfrom launcher.transport.ssh.config import *\n"
         "os.setuid(54321); [os.environ.pop(n, 0) for n in ('HOME', 'USER', 'LOGNAME', 'LNAME', 'USERNAME')]\n"
-        "options = SshOptions(); config = load_config(options)\n"
-        "try: resolve(Host('a', (0,)), config, options)\n"
+        "try: Targets(SshOptions()).of(Host('a', (0,)))\n"
         "except TransportError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
-    assert "a: SSH config cannot be applied: 'getpwuid(): uid not found: 54321'" in done.stdout, done.stderr
+    assert "a: No user exists for uid 54321" in done.stdout, done.stderr

@@ -11,21 +11,21 @@ from pathlib import Path
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
-from launcher.transport.ssh.config import NotUnderstoodError, SshTarget, Targets
+from launcher.transport.ssh.config import SshTarget, Targets, run_briefly
+from launcher.transport.ssh.connect import usable
 from launcher.transport.ssh.known_hosts import find_keys
 
 _HARDWARE_KEY_FILES = ("~/.ssh/id_ed25519_sk", "~/.ssh/id_ecdsa_sk")  # OpenSSH tries them without being told
 _HARDWARE_KEY = "a key on a security token"
 _HARDWARE_TYPES = (b"sk-ssh-ed25519", b"sk-ecdsa-sha2")
 _MAX_KEY_FILE_BYTES = 1 << 14
+_KLIST_S = 5.0  # a ticket may lie in a service of this machine, which may not answer
 
 
 def reason_for_openssh(host: Host, targets: Targets) -> str | None:
     """Return why `host` is reached by OpenSSH and not by paramiko, None for paramiko."""
     try:
         return next((reason for hop in targets.route(host) if (reason := _reason_of(hop))), None)
-    except NotUnderstoodError:
-        return "an SSH config that paramiko cannot read"
     except TransportError:  # whoever opens the host says why it cannot be reached
         return None
 
@@ -44,24 +44,28 @@ def _reason_of(target: SshTarget) -> str | None:
         reason = _HARDWARE_KEY
     elif target.allows_gssapi and _has_ticket():
         reason = "a Kerberos ticket, as there is no key"
-    return None if reason is None or _has_key(target) else reason
+    if reason is not None and not _has_key(target):
+        return reason
+    unusable = next((name for name, names in usable(target).items() if not names), None)
+    return None if unusable is None else f"{unusable} of the SSH config"
 
 
 def _has_key(target: SshTarget) -> bool:
-    return any(path.is_file() for path in target.key_files) or _agent_has_keys(target.agent_socket)
+    is_there = any(path.is_file() for path in target.key_files)
+    return is_there or _agent_has_keys(target.agent_socket, target.connect_timeout_s)
 
 
 @functools.lru_cache(maxsize=1)
 def _has_ticket() -> bool:
     """Whether the user has a Kerberos ticket that is still valid."""
     try:
-        return subprocess.run(["klist", "-s"], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
-    except OSError:  # no Kerberos here
+        return run_briefly(["klist", "-s"], _KLIST_S).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):  # no Kerberos here
         return False
 
 
 @functools.lru_cache(maxsize=8)
-def _agent_has_keys(path: str | None) -> bool:
+def _agent_has_keys(path: str | None, timeout_s: float) -> bool:
     if path is None:
         return False
     from paramiko import SSHException  # most hosts are decided without it
@@ -69,8 +73,8 @@ def _agent_has_keys(path: str | None) -> bool:
     from launcher.transport.ssh.keys import SshAgent
 
     try:
-        agent = SshAgent(path)
-    except SSHException:
+        agent = SshAgent(path, timeout_s)
+    except (SSHException, OSError):
         return False
     try:
         return bool(agent.get_keys())

@@ -1,38 +1,36 @@
-"""Read OpenSSH client configuration and say, for one host, how it is to be reached.
+"""For one host: how it is to be reached, as `ssh -G` of this machine says.
 
-Honoured with paramiko: HostName, User, Port, IdentityFile, IdentitiesOnly, IdentityAgent, ProxyJump, ConnectTimeout,
-UserKnownHostsFile, GlobalKnownHostsFile, HostKeyAlias, Include, Host and Match blocks. StrictHostKeyChecking is
-honoured in the strict direction only: host keys are always checked. What only the system's `ssh` can do is listed in
-`SshTarget.only_openssh`; `choice` decides with it.
+OpenSSH reads its own configuration, so that no Include, Match, token or quote means something else here. Honoured with
+paramiko: HostName, User, Port, AddressFamily, IdentityFile, IdentitiesOnly, IdentityAgent, ProxyJump, ConnectTimeout,
+UserKnownHostsFile, GlobalKnownHostsFile, HostKeyAlias, Ciphers, MACs, KexAlgorithms, HostKeyAlgorithms.
+StrictHostKeyChecking is honoured in the strict direction only: host keys are always checked. What only the system's
+`ssh` can do is listed in `SshTarget.only_openssh`; `choice` decides with it.
 """
 
 from __future__ import annotations
 
 import functools
-import getpass
-import glob
 import os
+import pwd
 import re
 import shlex
+import signal
+import socket
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from launcher.base.errors import HostfileError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
-from launcher.transport.ssh import library
 from launcher.transport.ssh.known_hosts import DEFAULT_PORT, lookup_name
 from launcher.transport.ssh.options import SshOptions
 
-if TYPE_CHECKING:
-    from paramiko import SSHConfig
-
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
-USER_CONFIG = Path("~/.ssh/config")
-SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
+_USER_CONFIG = "~/.ssh/config"
+_SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _AGENT_VARIABLE = "SSH_AUTH_SOCK"
 # Settings that need OpenSSH, and the values with which they do not.
 _ONLY_OPENSSH = {
@@ -42,21 +40,30 @@ _ONLY_OPENSSH = {
     "SecurityKeyProvider": ("none", "internal"),
     "HostbasedAuthentication": ("no",),
     "KnownHostsCommand": ("none",),
+    "RevokedHostKeys": ("none",),
     "BindAddress": (),
     "BindInterface": (),
 }
+_FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 _DEFAULT_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
-_MAX_INCLUDE_DEPTH = 16
 _MAX_JUMPS = 8
-_MATCH_EXEC = re.compile(r"^\s*match\b.*\bexec\b", re.IGNORECASE | re.MULTILINE)
+# An `ssh -G` is 5 ms of a processor outside of this process: with 8 at a time 250 hosts take a second on two cores.
+_NUM_ASKING = 8
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)\}")
-_INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(?P<patterns>.+?)\s*", re.IGNORECASE)
+
+Answer = Mapping[str, Sequence[str]]  # of `ssh -G`: lower-case keyword -> its values
 
 
-class NotUnderstoodError(TransportError):
-    """A configuration that paramiko cannot read or apply; OpenSSH may."""
+@dataclass(frozen=True)
+class Algorithms:
+    """What the configuration allows, the preferred first; () leaves it to paramiko."""
+
+    kex: tuple[str, ...] = ()
+    ciphers: tuple[str, ...] = ()
+    macs: tuple[str, ...] = ()
+    host_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,8 @@ class SshTarget:
     jumps: tuple[str, ...]  # "user@host:port" of each jump host, the first to connect to first
     only_openssh: tuple[str, ...] = ()  # names of settings for this host that paramiko does not know
     allows_gssapi: bool = False  # Kerberos may log in; many systems' own ssh_config says so for every host
+    algorithms: Algorithms = Algorithms()
+    family: int = socket.AF_UNSPEC
     # What the OpenSSH command line needs, beside the configuration, to reach the same place.
     ssh_words: tuple[str, ...] = ()
     ssh_user: str = ""  # the user that the hostfile names
@@ -112,20 +121,42 @@ class SshTarget:
 
 
 class Targets:
-    """How hosts are reached, by one configuration that is read once. Safe from several threads."""
+    """How hosts are reached, asked once for each of them. Safe from several threads."""
 
     def __init__(self, options: SshOptions) -> None:
         self._options = options
-        self._lock = threading.Lock()
-        self._config: SSHConfig | None = None
+        self._known: dict[tuple[str, str | None, int | None], SshTarget | TransportError] = {}
 
     def of(self, host: Host) -> SshTarget:
         """Return how `host` is reached. Raises: TransportError."""
-        with self._lock:
-            if self._config is None:
-                self._config = load_config(self._options)
-            # SSHConfig.lookup keeps no state, but "Match exec" runs programs: one at a time.
-            return resolve(host, self._config, self._options)
+        key = (host.name, host.user, host.port)
+        if key not in self._known:  # two threads that ask for one host at the same time learn the same
+            try:
+                self._known[key] = _target(host, self._options)
+            except TransportError as error:
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, TransportError):
+            raise TransportError.from_diagnostics(found.diagnostics)
+        return found
+
+    def ask_for(self, hosts: Sequence[Host]) -> None:
+        """Learn how all of `hosts` are reached, several at a time. Their errors are left to `route` and `of`."""
+        left = list(hosts)
+
+        def ask() -> None:
+            while left:
+                try:
+                    self.route(left.pop())
+                except (TransportError, IndexError):  # IndexError: another thread took the last one
+                    continue
+
+        # Daemons: a program of `Match exec` that does not end must not hold up the end of this process.
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(min(_NUM_ASKING, len(left)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def route(self, host: Host) -> list[SshTarget]:
         """Return the jump hosts before `host`, the first to connect to first, and `host` itself.
@@ -142,6 +173,7 @@ class Targets:
         return [*(self._route(jumps[0], depth + 1) if jumps else []), *jumps[1:], target]
 
     def _jump(self, text: str, target: SshTarget) -> SshTarget:
+        text = re.sub(r"\[([\d.]+)\]", r"\1", text)  # `ssh -G` puts brackets around IPv4 addresses
         try:
             address = parse_address(text.removeprefix("ssh://"))
         except HostfileError as error:
@@ -149,177 +181,152 @@ class Targets:
         return self.of(Host(address.names[0], (), address.user, address.port))
 
 
-def load_config(options: SshOptions) -> SSHConfig:
-    """Read the configuration files of `options`.
+def run_briefly(argv: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program that asks nothing to its end; what it has started ends with it when it takes too long.
 
-    Raises: TransportError when the named file is missing or a file is malformed.
+    Raises: OSError, subprocess.TimeoutExpired.
     """
-    reader = library.load().config
-    if options.ssh_config is not None:
-        text = _named_config(options.ssh_config)
-    else:
-        # "Host *" ends the last block of the user's file; the first value found wins, so the user's does.
-        text = f"{_spliced(_user_config(), 0)}\nHost *\n{_spliced(SYSTEM_CONFIG, 0)}"
-    if _MATCH_EXEC.search(text):
-        library.with_exec()
+    with subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+        errors="surrogateescape",
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException:  # Ctrl-C included
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is no other group's
+            raise
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+
+def _target(host: Host, options: SshOptions) -> SshTarget:
+    """Return how a host is reached; hostfile and command line win over the configuration. Raises: TransportError."""
     try:
-        config: SSHConfig = reader.SSHConfig.from_text(text)
-    except (reader.ConfigParseError, ValueError) as error:
-        place = str(options.ssh_config or USER_CONFIG)
-        raise NotUnderstoodError(f"SSH config cannot be read: {error}", where=place) from None
-    return config
+        me = pwd.getpwuid(os.getuid())
+    except KeyError:  # `ssh` says the same
+        raise TransportError(f"No user exists for uid {os.getuid()}", where=host.name) from None
+    answer = _ask_ssh(host, options) if _has_config(options, me) else {}
 
+    def one(key: str, default: str = "") -> str:
+        return answer.get(key, (default,))[0]
 
-def resolve(host: Host, config: SSHConfig, options: SshOptions) -> SshTarget:
-    """Combine hostfile, command line and configuration; the first of these that says something wins.
-
-    Raises: TransportError for a value that cannot be used.
-    """
-    found = _lookup(host, config)
-    address = found.get("hostname", host.name)
-    port = host.port or options.ssh_port or _number(found.get("port", str(DEFAULT_PORT)), "Port", host)
-    timeout_s = options.connect_timeout_s or float(_number(found.get("connecttimeout", "0"), "ConnectTimeout", host))
-    user = host.user or found.get("user") or getpass.getuser()
-    key_files = [_filled_in(file) for file in found.get("identityfile", [])]
+    address, user = one("hostname", host.name), one("user", host.user or me.pw_name)
+    port = int(one("port", str(host.port or options.ssh_port or DEFAULT_PORT)))
+    alias, timeout = one("hostkeyalias"), one("connecttimeout")
+    this_host = socket.gethostname()
+    tokens = {"%": "%", "d": me.pw_dir, "h": address, "i": str(me.pw_uid), "k": alias or host.name, "l": this_host}
+    tokens |= {"L": this_host.partition(".")[0], "n": host.name, "p": str(port), "r": user, "u": me.pw_name}
+    names = answer.get("identityfile", _DEFAULT_KEY_FILES)
+    key_files = [_filled_in(name, tokens) for name in names if name.lower() != "none"]
+    agent = one("identityagent", _AGENT_VARIABLE)
+    if agent == _AGENT_VARIABLE or agent.startswith("$"):
+        agent = os.environ.get(agent.removeprefix("$"), "")
+    algorithms = (one(key) for key in ("kexalgorithms", "ciphers", "macs", "hostkeyalgorithms"))
     return SshTarget(
         name=host.name,
         address=address,
         port=port,
         user=user,
-        key_files=tuple(Path(os.path.expanduser(f)) for f in key_files or _DEFAULT_KEY_FILES if f != "none"),
-        identities_only=found.get("identitiesonly", "no").lower() == "yes",
-        agent_socket=_agent_socket(found.get("identityagent", _AGENT_VARIABLE), host.name, address, user),
-        known_hosts_files=_known_hosts_files(found, options),
-        host_key_name=found.get("hostkeyalias", ""),
-        connect_timeout_s=timeout_s or DEFAULT_CONNECT_TIMEOUT_S,
+        key_files=tuple(map(Path, key_files)),
+        identities_only=one("identitiesonly") == "yes",
+        agent_socket=None if agent.lower() in ("", "none") else agent,
+        known_hosts_files=_known_hosts_files(one, options, tokens),
+        host_key_name=alias,
+        # "none", which is what `ssh -G` says where nothing is set, is no time for a job to wait.
+        connect_timeout_s=options.connect_timeout_s
+        or float(timeout if timeout.isdigit() else 0)
+        or DEFAULT_CONNECT_TIMEOUT_S,
         accept_new_host_keys=options.accept_new_host_keys,
-        jumps=_jumps(found.get("proxyjump", "none")),
-        only_openssh=tuple(_only_openssh(found)),
-        allows_gssapi=found.get("gssapiauthentication", "no").lower() == "yes",
+        jumps=tuple(jump for jump in one("proxyjump").split(",") if jump not in ("", "none")),
+        only_openssh=tuple(_only_openssh(one, key_files)),
+        allows_gssapi=one("gssapiauthentication") == "yes",
+        algorithms=Algorithms(*(tuple(names.split(",")) if names else () for names in algorithms)),
+        family=_FAMILIES.get(one("addressfamily"), socket.AF_UNSPEC),
         ssh_words=tuple(options.openssh_words(host)),
         ssh_user=host.user or "",
     )
 
 
-def _only_openssh(found: dict[str, Any]) -> Iterator[str]:
+def _has_config(options: SshOptions, me: pwd.struct_passwd) -> bool:
+    """Whether there is any configuration: without one `ssh` need not be asked, nor be there."""
+    if options.ssh_config is not None:
+        return str(options.ssh_config) != "none"
+    return any(map(os.path.exists, (_USER_CONFIG.replace("~", me.pw_dir, 1), _SYSTEM_CONFIG)))
+
+
+def _ask_ssh(host: Host, options: SshOptions) -> Answer:
+    """Return what the configuration says of a host: what differs from `ssh` without one. Raises: TransportError.
+
+    A default stays ours: paramiko has other algorithms and types of keys than this `ssh`.
+    """
+    user = ["-l", host.user] if host.user else []
+    answer = _settings((*options.openssh_words(host), *user), host.name, options.connect_timeout_s)
+    defaults = _defaults(options.connect_timeout_s)
+    return {key: values for key, values in answer.items() if values != defaults.get(key)}
+
+
+@functools.lru_cache(maxsize=2)
+def _defaults(timeout_s: float | None) -> Answer:
+    return _settings(("-F", "none"), "host", timeout_s)
+
+
+def _settings(words: tuple[str, ...], name: str, timeout_s: float | None) -> Answer:
+    argv = ["ssh", "-G", "-T", *words, "--", name]
+    timeout_s = timeout_s or DEFAULT_CONNECT_TIMEOUT_S
+    try:
+        done = run_briefly(argv, timeout_s)
+    except subprocess.TimeoutExpired:
+        raise TransportError(
+            f"the SSH config was not evaluated within {timeout_s:g} s",
+            where=name,
+            hint=f"does a program of Match exec end, and a name server answer? Try: {shlex.join(argv)}",
+        ) from None
+    except OSError as error:
+        raise TransportError(
+            f"ssh, which evaluates the SSH config, cannot be started: {error.strerror}",
+            where=name,
+            hint="install OpenSSH's client here; or -F none --ssh paramiko does without it, and without a config",
+        ) from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()  # the last one says how many mistakes there are
+        said = "; ".join(lines[:-1] or lines) or f"exit status {done.returncode}"
+        raise TransportError(f"ssh does not accept the SSH config: {said}", where=name, hint="correct it there")
+    answer: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        keyword, _, value = line.partition(" ")
+        answer.setdefault(keyword.lower(), []).append(value)
+    return answer
+
+
+def _only_openssh(one: Callable[..., str], key_files: Sequence[str]) -> Iterator[str]:
     """Yield the settings that need OpenSSH."""
     for name, harmless in _ONLY_OPENSSH.items():
-        value = found.get(name.lower())
-        if value is not None and value.lower() not in harmless:  # paramiko gives None for a ProxyCommand "none"
+        value = one(name.lower())
+        if value and value.lower() not in harmless:
             yield name
-    if found.get("preferredauthentications", "").lower().startswith("gssapi"):
+    if one("preferredauthentications").startswith("gssapi"):
         yield "PreferredAuthentications"
-    if _has_open_master(found.get("controlpath", "none")):
+    if Path(one("controlpath", "none")).is_socket():  # a connection that is open, which `ssh` would share
         yield "ControlPath"
+    if any(re.search(r"%[A-Za-z]", name) for name in key_files):  # %C and %j, whose meaning differs between versions
+        yield "IdentityFile"
 
 
-def _has_open_master(control_path: str) -> bool:
-    """Whether a connection may be open that `ssh` would share: one whose socket fits ControlPath, for any host."""
-    if control_path.lower() == "none":
-        return False
-    # "%C" is a digest that differs between versions of OpenSSH: any socket will do, `ssh` looks for the right one.
-    pattern = re.sub(r"%.", "*", glob.escape(os.path.expanduser(_filled_in(control_path))))
-    return any(Path(path).is_socket() for path in glob.iglob(pattern))
-
-
-def _user_config() -> Path:
-    return Path(os.path.expanduser(USER_CONFIG))  # a user without a home has a path that leads nowhere, and no error
-
-
-def _lookup(host: Host, config: SSHConfig) -> dict[str, Any]:
-    reader = library.load().config
-    try:
-        return dict(config.lookup(host.name))
-    except (reader.ConfigParseError, reader.CouldNotCanonicalize, ImportError, ValueError, KeyError) as error:
-        # ImportError: "Match exec" needs a package that is not installed.
-        raise NotUnderstoodError(f"SSH config cannot be applied: {error}", where=host.name) from None
-
-
-def _agent_socket(value: str, name: str, address: str, user: str) -> str | None:
-    """Return the socket that IdentityAgent names (see ssh_config(5)); None for none."""
-    value = value.strip('"')
-    if value.lower() == "none":
-        return None
-    if value == _AGENT_VARIABLE or value.startswith("$"):
-        variable = _VARIABLE.fullmatch(value)
-        value = os.environ.get(variable["name"] if variable else value.removeprefix("$"), "")
-        return value or None
-    tokens = {"%": "%", "d": os.path.expanduser("~"), "h": address, "n": name, "r": user, "u": _local_user()}
-    filled = re.sub(r"%(.)", lambda match: tokens.get(match[1], match[0]), _filled_in(value))
-    return os.path.expanduser(filled)
-
-
-def _local_user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a number without a name
-        return str(os.getuid())
-
-
-def _filled_in(value: str) -> str:
-    """Return `value` with ${NAME} replaced by the variables of this process; unknown ones stay."""
+def _filled_in(value: str, tokens: Mapping[str, str]) -> str:
+    """Return a file name with its tokens, ${NAME} and ~ replaced (ssh_config(5), TOKENS); unknown ones stay."""
+    value = re.sub(r"^~(?=/|$)", lambda _: tokens["d"], value)
+    value = re.sub(r"%(.)", lambda match: tokens.get(match[1], match[0]), value)
     return _VARIABLE.sub(lambda match: os.environ.get(match["name"], match[0]), value)
 
 
-def _known_hosts_files(found: dict[str, Any], options: SshOptions) -> tuple[Path, ...]:
+def _known_hosts_files(one: Callable[..., str], options: SshOptions, tokens: Mapping[str, str]) -> tuple[Path, ...]:
     if options.known_hosts is not None:
         return (options.known_hosts,)
-    own = _words(found.get("userknownhostsfile", _USER_KNOWN_HOSTS))
-    names = own + _words(found.get("globalknownhostsfile", _GLOBAL_KNOWN_HOSTS))
-    return tuple(Path(os.path.expanduser(name)) for name in names if name.lower() != "none")
-
-
-def _jumps(value: str) -> tuple[str, ...]:
-    return () if value.lower() == "none" else tuple(jump.strip() for jump in value.split(","))
-
-
-def _number(text: str, key: str, host: Host) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise TransportError(f'{key} of the SSH config is "{text}", not a number', where=host.name)
-    return int(text)
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:  # an unbalanced quote
-        return text.split()
-
-
-def _named_config(path: Path) -> str:
-    """Return the text of the file that the command line names. Raises: TransportError."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _read_once(path)
-    except OSError as error:
-        what = "not found" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise TransportError(f"SSH config file {what}", where=str(path), hint="check the path behind -F") from None
-    return _with_includes(text, path, 0)
-
-
-@functools.lru_cache(maxsize=8)
-def _read_once(path: Path) -> str:
-    """Read what is not a regular file: a pipe (`-F <(...)`) gives its text only once. Raises: OSError."""
-    return path.read_text(encoding="utf-8", errors="replace")
-
-
-def _spliced(path: Path, depth: int) -> str:
-    """Return the text of `path` with Include lines replaced by what they name; "" when unreadable."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return _with_includes(text, path, depth)
-
-
-def _with_includes(text: str, path: Path, depth: int) -> str:
-    lines: list[str] = []
-    for line in text.splitlines():
-        match = _INCLUDE.fullmatch(line)
-        if match is None:
-            lines.append(line)
-        elif depth < _MAX_INCLUDE_DEPTH:
-            base = path.parent if path == SYSTEM_CONFIG else _user_config().parent
-            for pattern in _words(match["patterns"]):
-                for name in sorted(glob.glob(str(base / os.path.expanduser(pattern)))):
-                    lines.append(_spliced(Path(name), depth + 1))
-    return "\n".join(lines)
+    lists = (one("userknownhostsfile", _USER_KNOWN_HOSTS), one("globalknownhostsfile", _GLOBAL_KNOWN_HOSTS))
+    # `ssh -G` quotes no blanks: a name begins where a path does.
+    names = [name for text in lists for name in re.split(r" (?=[/~])", text)]
+    return tuple(Path(_filled_in(name, tokens)) for name in names if name.lower() != "none")

@@ -8,15 +8,18 @@ accepted.
 from __future__ import annotations
 
 import contextlib
+import functools
+import queue
 import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from launcher.base.errors import Diagnostic, TransportError
-from launcher.transport.ssh.config import SshTarget
+from launcher.transport.ssh import library
+from launcher.transport.ssh.config import Algorithms, SshTarget
 from launcher.transport.ssh.known_hosts import (
     Finding,
     KnownKey,
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
     from launcher.transport.ssh.keys import Offer
 
+_OTHER_NAMES = {"curve25519-sha256": "curve25519-sha256@libssh.org"}  # of algorithms: what paramiko calls them
+_Address = tuple[socket.AddressFamily, Any]  # of an address its form depends on the family
 _KEEPALIVE_S = 15
 _IDLE_CHECK_S = 5.0
 _GOODBYE_S = 1.0
@@ -107,15 +112,17 @@ def open_jump(connection: paramiko.Transport, jump: SshTarget, target: SshTarget
         )
     except (SSHException, OSError, EOFError) as error:
         problem = "jump host {jump} cannot reach {t.address} port {t.port}: {reason}"
-        _fail(target, problem, _TRY, jump=jump.login, reason=error)
+        _fail(target, problem, _TRY, jump=jump.login, reason=library.cause_of(error))
 
 
 def _tcp(target: SshTarget) -> socket.socket:
     try:
-        sock = socket.create_connection((target.address, target.port), target.connect_timeout_s)
+        addresses = _resolved(target)
     except (socket.gaierror, UnicodeError):
         hint = f"check its spelling, or give it a HostName in ~/.ssh/config; then {_TRY}"
         _fail(target, 'host name "{t.address}" cannot be resolved', hint)
+    try:
+        sock = _first_connected(addresses, target.connect_timeout_s)
     except TimeoutError:
         problem = "no answer from {t.login} within {t.connect_timeout_s:g} s"
         _fail(target, problem, f"is the host up, and the port open? {_OR_TRY}")
@@ -138,6 +145,46 @@ def _tcp(target: SshTarget) -> socket.socket:
     return sock
 
 
+def _resolved(target: SshTarget) -> list[_Address]:
+    """Return the addresses of a target. Raises: socket.gaierror, UnicodeError, TransportError."""
+    # The C library's own limit is 30 s and more, and nothing ends its wait: a thread of its own is left to it.
+    answer: queue.SimpleQueue[list[_Address] | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(target.address, target.port, target.family, socket.SOCK_STREAM)
+            answer.put([(one[0], one[4]) for one in found])
+        except (OSError, UnicodeError) as error:
+            answer.put(error)
+
+    threading.Thread(target=ask, name="resolve", daemon=True).start()
+    try:
+        addresses = answer.get(timeout=target.connect_timeout_s)
+    except queue.Empty:
+        problem = 'no name server has answered for "{t.address}" within {t.connect_timeout_s:g} s'
+        _fail(target, problem, f"is the network up? {_OR_TRY}")
+    if isinstance(addresses, Exception):
+        raise addresses
+    return addresses
+
+
+def _first_connected(addresses: Sequence[_Address], timeout_s: float) -> socket.socket:
+    """Return a socket to the first of `addresses` that answers; they share the time fairly. Raises: OSError."""
+    deadline_s = time.monotonic() + timeout_s
+    error: OSError = TimeoutError()
+    for index, (family, address) in enumerate(addresses):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(0.01, (deadline_s - time.monotonic()) / (len(addresses) - index)))
+            sock.connect(address)
+        except OSError as caught:
+            sock.close()
+            error = caught
+        else:
+            return sock
+    raise error
+
+
 def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: list[KnownKey]) -> paramiko.Transport:
     """Exchange keys with the server.
 
@@ -149,11 +196,15 @@ def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: lis
     connection = paramiko.Transport(sock)
     connection.banner_timeout = connection.auth_timeout = connection.handshake_timeout = target.connect_timeout_s
     known_types = {key.key_type for key in known if not key.is_authority}
-    security = connection.get_security_options()
-    offered = tuple(security.key_types)
+    security, ours = connection.get_security_options(), usable(target)
+    if not all(ours.values()):
+        unusable = next(name for name, names in ours.items() if not names)
+        connection.close()
+        _fail(target, f"none of {unusable} of the SSH config is known to paramiko", "leave out --ssh paramiko")
+    security.kex, security.digests = ours["KexAlgorithms"], ours["MACs"]
     # First those that check a packet themselves: paramiko compares digests byte by byte, in Python.
-    security.ciphers = tuple(sorted(security.ciphers, key=lambda name: "-gcm@" not in name))
-    security.key_types = tuple(sorted(offered, key=lambda name: _base_type(name) not in known_types))
+    security.ciphers = sorted(ours["Ciphers"], key=lambda name: "-gcm@" not in name)
+    security.key_types = sorted(ours["HostKeyAlgorithms"], key=lambda name: _base_type(name) not in known_types)
     done, start_s = threading.Event(), time.monotonic()
     connection.start_client(done)
     finished = done.wait(target.connect_timeout_s)
@@ -164,8 +215,38 @@ def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: lis
     if not finished or time.monotonic() - start_s > 0.9 * target.connect_timeout_s:
         _fail(target, "{t.login}: no SSH answer within {t.connect_timeout_s:g} s", _ASK_ABOUT_SERVER)
     # An sshd with many logins under way drops some of them at random (MaxStartups): the next try may get through.
-    reason = error or "the connection was closed"
-    _fail(target, "{t.login}: SSH negotiation failed: {reason}", _ASK_ABOUT_SERVER, DroppedError, reason=reason)
+    problem = "{t.login}: SSH negotiation failed: {reason}"
+    _fail(target, problem, _ASK_ABOUT_SERVER, DroppedError, reason=library.cause_of(error))
+
+
+def usable(target: SshTarget) -> dict[str, tuple[str, ...]]:
+    """Return, for each setting about algorithms, those that the SSH config allows and paramiko has, in that order."""
+    allowed, known = target.algorithms, _algorithms()
+    settings = {
+        "KexAlgorithms": (allowed.kex, known.kex),
+        "Ciphers": (allowed.ciphers, known.ciphers),
+        "MACs": (allowed.macs, known.macs),
+        "HostKeyAlgorithms": (allowed.host_keys, known.host_keys),
+    }
+    return {
+        key: tuple(
+            name for name in dict.fromkeys(_OTHER_NAMES.get(name, name) for name in names or all_) if name in all_
+        )
+        for key, (names, all_) in settings.items()
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _algorithms() -> Algorithms:
+    """Return what paramiko has."""
+    paramiko = library.load()
+    ours, theirs = socket.socketpair()
+    connection = paramiko.Transport(ours)
+    security = connection.get_security_options()
+    found = Algorithms(*map(tuple, (security.kex, security.ciphers, security.digests, security.key_types)))
+    ours.close()
+    theirs.close()
+    return found
 
 
 class DroppedError(TransportError):
@@ -253,20 +334,24 @@ class _Tries:
                     break
                 except AuthenticationException:
                     if time.monotonic() - start_s >= self._target.connect_timeout_s:
-                        self._no_answer()
+                        self._no_answer(offer.label)
                     if not connection.is_active():
                         self._next = self._take()
                         if self._next is not None:
                             return False
         except (SSHException, OSError, EOFError) as error:
-            self.problems.append(str(error) or "the connection was closed")
+            self.problems.append(library.cause_of(error))
         self._name_other_logins(is_key_wanted)
         self.fail()
 
-    def _no_answer(self) -> NoReturn:
-        """Say that the server was silent; the next key would get no answer either. Raises: TransportError."""
-        problem = "{t.login}: no answer to the login within {t.connect_timeout_s:g} s"
-        _fail(self._target, problem, f"is that server overloaded? {_OR_TRY}")
+    def _no_answer(self, label: str) -> NoReturn:
+        """Say that the server, or the agent that was to sign, was silent. Raises: TransportError.
+
+        The next key would get no answer either.
+        """
+        problem = "{t.login}: no answer to the login with {label} within {t.connect_timeout_s:g} s"
+        question = "does the key agent answer (ssh-add -l, ssh-add -T), or " if "agent" in label else ""
+        _fail(self._target, problem, f"{question}is that server overloaded? {_OR_TRY}", label=label)
 
     def give_up(self) -> NoReturn:
         """Say that there are too many keys. Raises: TransportError."""
@@ -285,8 +370,13 @@ class _Tries:
         if self._left is None:
             from launcher.transport.ssh.keys import SshAgent, offers
 
-            agent = SshAgent(self._target.agent_socket)
+            target = self._target
+            agent = SshAgent(target.agent_socket, target.connect_timeout_s)
             self._close_agent = agent.close
+            if not agent.has_answered:
+                self.problems.append(
+                    f"the key agent at {target.agent_socket} gave no answer within {target.connect_timeout_s:g} s"
+                )
             self._left = offers(self._target, agent, self.problems)
         offer, self._next = self._next, None
         return offer or next(self._left, None)

@@ -44,18 +44,23 @@ class SshAgent(AgentSSH):
         _connect: Callable[[socket.socket], None]
         _close: Callable[[], None]
 
-    def __init__(self, path: str | None) -> None:
-        """Ask the agent for its keys; one that does not answer holds none. Raises: paramiko.SSHException."""
+    def __init__(self, path: str | None, timeout_s: float) -> None:
+        """Ask the agent for its keys; one that does not answer holds none. Raises: paramiko.SSHException.
+
+        timeout_s: for each answer. A forwarded agent whose connection is dead takes requests and never answers.
+        """
         super().__init__()
+        self.has_answered = True
         if path is None:
             return
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
         try:
             connection.connect(path)
-        except OSError:  # its process is gone, as OpenSSH finds too
+            self._connect(connection)
+        except OSError as error:  # its process is gone, as OpenSSH finds too, or hangs
+            self.has_answered = not isinstance(error, TimeoutError)
             connection.close()
-            return
-        self._connect(connection)
 
     def close(self) -> None:
         """Leave the agent."""

@@ -1,13 +1,11 @@
 """Load paramiko without what is never used of it.
 
 paramiko imports `invoke`, and with it asyncio, unittest and a YAML reader, for the one purpose of running `Match exec`
-of an SSH config: a third of its time to load. It can do without, and says so when such a line is met; `with_exec` gives
-it back.
+of an SSH config: a third of its time to load. It can do without, and its reader of configurations is not used.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import sys
@@ -55,10 +53,6 @@ def failures() -> tuple[type[Exception], ...]:
     return (SSHException, OSError, EOFError)
 
 
-def with_exec() -> None:
-    """Let paramiko run the programs of `Match exec`, where `invoke` is installed."""
-    config = load().config
-    if getattr(config, "invoke", None) is None:
-        # Where it is not installed, paramiko names what is missing when it meets the line.
-        with contextlib.suppress(ImportError):
-            config.invoke = importlib.import_module("invoke")
+def cause_of(error: BaseException | None) -> str:
+    """Return what an error of paramiko says; its text is empty where the other side has hung up."""
+    return str(error or "") or "the connection was closed"

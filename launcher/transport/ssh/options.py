@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.base.errors import UsageError
 from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, SHELL_COMMAND, agent_shell_command, with_setup
 
 if TYPE_CHECKING:
@@ -31,6 +34,16 @@ class SshOptions:
     accept_new_host_keys: bool = False  # keys of hosts never seen before are recorded instead of refused
     verbose: bool = False  # what SSH does is shown on stderr
 
+    def __post_init__(self) -> None:
+        """Raises: UsageError for a config that cannot be read."""
+        path = self.ssh_config
+        if path is None or str(path) == "none":
+            return
+        if not path.exists() or path.is_dir() or not os.access(path, os.R_OK):
+            problem = "may not be read" if path.is_file() else "is a folder" if path.is_dir() else "does not exist"
+            raise UsageError(f"the SSH config {problem}", where=f"-F {path}", hint="check the path behind -F")
+        _readable_by_many(path)  # now, while one thread asks: a second one would wait at the empty pipe
+
     @property
     def remote_command(self) -> str:
         """What starts the agent, or a plain shell, on a host, as its login shell gets it."""
@@ -41,6 +54,18 @@ class SshOptions:
     def openssh_words(self, host: Host) -> list[str]:
         """Return the words behind `ssh` with which OpenSSH goes where the command line and the hostfile say."""
         port = host.port or self.ssh_port
-        words = [] if self.ssh_config is None else ["-F", str(self.ssh_config)]
+        words = [] if self.ssh_config is None else ["-F", _readable_by_many(self.ssh_config)]
         words += [] if self.known_hosts is None else ["-o", f"UserKnownHostsFile={self.known_hosts}"]
         return words + ([] if port is None else ["-p", str(port)])
+
+
+@functools.lru_cache(maxsize=8)
+def _readable_by_many(path: Path) -> str:
+    """Return a path by which each `ssh` can read a config. A pipe (`-F <(...)`) gives its text only once: it is copied
+    into memory, for as long as this process lives."""
+    if not path.is_fifo():
+        return str(path)
+    copy = os.memfd_create("ssh_config")
+    with open(copy, "wb", closefd=False) as file:
+        file.write(path.read_bytes())
+    return f"/proc/{os.getpid()}/fd/{copy}"

@@ -37,7 +37,7 @@ class SshTransport:
     name = "ssh"
 
     def __init__(self, options: SshOptions | None = None, targets: Targets | None = None) -> None:
-        """targets: what was read already of the configuration that `options` names."""
+        """targets: what is known already of the configuration that `options` names."""
         self._options = options or SshOptions()
         self._targets = targets or Targets(self._options)
         if self._options.verbose:
@@ -97,12 +97,20 @@ class SshTransport:
 
         Where the server allows no more of them on one connection (MaxSessions), this one gets a connection of its own.
         """
-        from paramiko import ChannelException
+        from paramiko import SSHException
 
         target = route[-1]
         connection = self._connect_patiently(route)
-        with _answer_expected(target, "open a session"), contextlib.suppress(ChannelException):
-            return connection.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
+        start_s = time.monotonic()
+        with _answer_expected(target, "open a session"):
+            try:
+                return connection.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
+            except SSHException:
+                # The type says little: paramiko keeps one error for a connection, and of several threads that are
+                # refused at the same time one gets the ChannelException.
+                is_late = time.monotonic() - start_s >= target.connect_timeout_s
+                if is_late or not connection.is_active():
+                    raise
         connection = self._connect_patiently(route, f"connection {next(self._numbers)}")
         with _answer_expected(target, "open a session"):
             return connection.open_session(_WINDOW_BYTES, timeout=target.connect_timeout_s)
@@ -171,7 +179,7 @@ def _answer_expected(target: SshTarget, step: str) -> Iterator[None]:
             problem = f"its server did not {step} within {target.connect_timeout_s:g} s"
             question = "is the home folder there on a disk that answers? "
         else:
-            problem, question = f"no command could be started: {error or 'connection lost'}", ""
+            problem, question = f"no command could be started: {library.cause_of(error)}", ""
         raise TransportError(
             f"connected as {target.login}, but {problem}",
             where=target.name,
