@@ -349,9 +349,9 @@ class _Tries:
 
         The next key would get no answer either.
         """
-        problem = "{t.login}: no answer to the login with {label} within {t.connect_timeout_s:g} s"
-        question = "does the key agent answer (ssh-add -l, ssh-add -T), or " if "agent" in label else ""
-        _fail(self._target, problem, f"{question}is that server overloaded? {_OR_TRY}", label=label)
+        problem = "{t.login}: no answer to the login within {t.connect_timeout_s:g} s"
+        question = f"does the key agent sign with {label}, or " if "agent" in label else ""
+        _fail(self._target, problem, f"{question}is that server overloaded? {_OR_TRY}")
 
     def give_up(self) -> NoReturn:
         """Say that there are too many keys. Raises: TransportError."""
