@@ -62,7 +62,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     display = Display(console, signals, lambda: streams.say_if_possible(still_showing))
     for note in (*job.choice.notes, *plan.notes):
         display.put(console.note, note)
-    with signals.listening():  # once for all runs: no signal may find the defaults between two of them
+    with signals.listening(is_last=True):  # once for all runs: no signal may find the defaults between two of them
         try:
             with registered(plan, display.warning) as registration:
                 report = job.run(plan, display, signals)

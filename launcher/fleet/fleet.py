@@ -210,10 +210,11 @@ class Fleet(Generic[M]):
             self._drop(member)
         return late
 
-    def close(self, wait_s: float = 0.0) -> None:
+    def close(self, wait_s: float = 0.0, is_to_leave: Callable[[], bool] = lambda: False) -> None:
         """Release every channel: also when something failed half-way, nothing may stay behind.
 
         wait_s: for agents to end by themselves, all together; those that have no ranks need not be waited for.
+        is_to_leave: the user does not want to wait.
         """
         for member in self.members:
             member.hang_up()
@@ -222,8 +223,11 @@ class Fleet(Generic[M]):
             channel = member.cancel()
             if channel is None:
                 continue
-            if not member.ended:
-                channel.wait(max(0.0, deadline_s - time.monotonic()))
+            asked_s = time.monotonic()
+            while not member.ended and asked_s < deadline_s and channel.wait(_POLL_S) is None:
+                before_s, asked_s = asked_s, time.monotonic()
+                if is_to_leave() or asked_s - before_s < _POLL_S / 2:  # it has ended, and nothing says how
+                    break
             channel.close()
 
     def _put(self, member: M, event: Event) -> None:

@@ -97,8 +97,11 @@ class SignalQueue:
             self._arrived.append(number)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle signals here as long as the context lasts. Main thread only."""
+    def listening(self, *, is_last: bool = False) -> Iterator[None]:
+        """Handle signals here as long as the context lasts. Main thread only.
+
+        is_last: what comes later is ignored: the process is about to exit, and with which code is decided.
+        """
 
         def remember(number: int, _frame: FrameType | None) -> None:
             if number == SUSPEND_SIGNAL:
@@ -120,7 +123,8 @@ class SignalQueue:
             yield
         finally:
             for given, handler in previous.items():
-                signal.signal(given, handler)
+                is_ignored = is_last and (given in self._stop_signals or given == NOTICE_SIGNAL)
+                signal.signal(given, signal.SIG_IGN if is_ignored else handler)
 
 
 def wall_s() -> float:

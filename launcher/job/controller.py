@@ -108,8 +108,10 @@ class Controller:
                 self._fleet.liveness.begin()
                 while not self._fleet.is_over:
                     self._turn()
-            finally:
-                self._fleet.close(self._plan.grace_s if self._ranks else 0.0)
+            except BaseException:
+                self._abandon()
+                raise
+            self._fleet.close()
             return self._finish()
         finally:
             self._files.release()
@@ -373,12 +375,25 @@ class Controller:
 
     # ---- end ----
 
-    def _finish(self) -> RunReport:
-        end_s = time.monotonic()
+    def _abandon(self) -> None:
+        """End what runs although an error, of a watcher above all, has ended the run: nothing may stay behind."""
+        if not self._ranks:
+            self._fleet.close()
+            return
+        # Agents leave earlier by themselves: they end their ranks once nothing more can come.
+        self._fleet.close(self._plan.grace_s + timeouts().goodbye_s, self._signals.asks_to_leave)
+        self._sweep()
+
+    def _sweep(self) -> tuple[list[Host], tuple[str, ...]]:
+        """Return the hosts that have not said that nothing is left, and those that could not confirm it since."""
         lost = [node.host for node in self._nodes if not node.exited_cleanly]
-        unconfirmed = sweep_lost_hosts(
+        return lost, sweep_lost_hosts(
             lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._signals.asks_to_leave
         )
+
+    def _finish(self) -> RunReport:
+        end_s = time.monotonic()
+        lost, unconfirmed = self._sweep()
         self._files.close()
         failure, interrupt = self._root_cause.cause, self._interrupt
         num_stopped = sum(rank.was_stopped and (failure is None or rank.number != failure.rank) for rank in self._ranks)

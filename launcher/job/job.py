@@ -98,10 +98,12 @@ class Job:
             return Controller(plan, self.reach.for_host, display, signals).run(check)
 
         max_restarts = self._request.max_restarts
+        is_in_slurm = in_allocation(os.environ)
         policy = RestartPolicy(
             max_restarts,
             # Slurm takes the nodes of a job back after a notice: there the batch script has the job queued again.
-            max_restarts > 0 and not in_allocation(os.environ),
+            max_restarts > 0 and not is_in_slurm,
+            is_in_slurm,
             self._request.least_nodes,
             self.choice.spares,
             config.world_sizes,

@@ -35,6 +35,7 @@ class RestartPolicy:
 
     max_restarts: int = 0  # after failures
     after_notice: bool = False  # start again after ranks saved because of a notice, too: their nodes may stay
+    ends_with_notice: bool = False  # after a notice nothing is started again: the nodes will be taken away
     min_nodes: int | None = None  # continue with fewer hosts, but not with fewer than these; None: all are needed
     spares: tuple[Host, ...] = ()  # take the place of lost hosts, in this order
     world_sizes: WorldSizes = lambda: None  # asked before each start on other hosts
@@ -67,6 +68,9 @@ def run_with_restarts(
         report = reports[-1]
         is_after_notice = _asks_for_restart(report) and policy.after_notice
         if not is_after_notice and (num_failures == policy.max_restarts or not _may_restart(report)):
+            break
+        if policy.ends_with_notice and signals.was_noticed:
+            watcher.warning("no restart: the job is about to be preempted")
             break
         lost = _lost_hosts(report)
         num_failures += not is_after_notice

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from harness import scripts
+from harness.launching import nap, running
 from harness.sshd import LoopbackSshd
 
 import launcher
@@ -241,3 +242,32 @@ def test_an_answer_that_is_not_whole_is_none() -> None:
     data = pickling.pack_answer(pickling.RETURNED, [1], "the result")
     assert pickling.unpack_answer(data) is not None
     assert [pickling.unpack_answer(data[:end]) for end in (0, 5, len(data) - 1)] == [None] * 3
+
+
+STUBBORN = """
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    command = "trap '' TERM; echo deaf; exec sleep " + sys.argv[1]
+    child = subprocess.Popen(["sh", "-c", command], start_new_session=True, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    print("READY", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_reader_of_the_output_that_raises_ends_everything_below_the_ranks(folder: Path) -> None:
+    def raises(rank: int, stream: str, line: str) -> None:
+        raise RuntimeError(f"cannot take {line}")
+
+    words = ["sleep", nap("600.")]
+    with pytest.raises(RuntimeError, match="cannot take READY"):
+        launcher.run(
+            scripts.write(folder, STUBBORN),
+            words[1],
+            ranks=1,
+            output=raises,
+            log_dir="logs",
+            options=launcher.Options(grace_s=0.5),
+        )
+    assert not members_of_job(job_ids(folder / "logs")[0])
+    assert not running(*words)

@@ -178,6 +178,22 @@ def nap(duration: str) -> str:
     return f"{duration}{os.getpid():07d}"
 
 
+def command_lines() -> dict[int, bytes]:
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found[int(path.parent.name)] = path.read_bytes()
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def running(*words: str) -> list[int]:
+    """Return the processes with this command line."""
+    wanted = "".join(f"{word}\0" for word in words).encode()
+    return [pid for pid, line in command_lines().items() if line == wanted]
+
+
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Wait for a condition with a deadline. To find it out takes a fifth of a processor at most."""
     deadline = time.monotonic() + timeout_s

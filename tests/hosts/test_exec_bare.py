@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.launching import Launch, nap, run_launch, wait_until
+from harness.launching import Launch, command_lines, nap, run_launch, running, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.cluster.cluster import Host
@@ -26,22 +26,6 @@ def on_hosts(sshd: LoopbackSshd, folder: Path, num_hosts: int = 2) -> list[str]:
     path = folder / "hosts"
     path.write_text(f"127.0.0.[1-{num_hosts}] slots=1\n")
     return ["--hostfile", str(path), "--ssh_config", str(sshd.ssh_config)]
-
-
-def command_lines() -> dict[int, bytes]:
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found[int(path.parent.name)] = path.read_bytes()
-        except OSError:  # it has ended
-            continue
-    return found
-
-
-def running(*words: str) -> list[int]:
-    """Return the processes with this command line."""
-    wanted = "".join(f"{word}\0" for word in words).encode()
-    return [pid for pid, line in command_lines().items() if line == wanted]
 
 
 @pytest.mark.cluster

@@ -93,9 +93,14 @@ def report(exit_code: int = 0, lost_host: str | None = None, rank: int | None = 
 
 
 def hosts_of_runs(
-    policy: RestartPolicy, outcomes: list[RunReport | TransportError], names: str = "ab", quiet: Quiet | None = None
+    policy: RestartPolicy,
+    outcomes: list[RunReport | TransportError],
+    names: str = "ab",
+    quiet: Quiet | None = None,
+    signals: SignalQueue | None = None,
 ) -> tuple[list[list[str]], RunReport]:
     runs: list[list[str]] = []
+    signals = signals or SignalQueue(())
 
     def run(plan: JobPlan) -> RunReport:
         runs.append([node.host.name for node in plan.placement.nodes])
@@ -108,7 +113,7 @@ def hosts_of_runs(
     policy = dataclasses.replace(policy, first_delay_s=0.0)
     with tempfile.TemporaryDirectory() as folder:
         first = dataclasses.replace(first, run_folder=Path(folder))
-        return runs, run_with_restarts(first, policy, run, plan_for, cast(Any, quiet or Quiet()), SignalQueue(()))
+        return runs, run_with_restarts(first, policy, run, plan_for, cast(Any, quiet or Quiet()), signals)
 
 
 def test_a_failing_rank_restarts_on_the_same_hosts() -> None:
@@ -220,6 +225,16 @@ def test_where_nodes_are_taken_away_after_a_notice_the_job_ends_with_its_code() 
     runs, last = hosts_of_runs(RestartPolicy(max_restarts=3), [saved])
     assert len(runs) == 1
     assert last.exit_code == 75
+
+
+@pytest.mark.parametrize("are_taken_away", [True, False])
+def test_a_rank_that_fails_after_a_notice_starts_again_only_where_the_nodes_stay(are_taken_away: bool) -> None:
+    signals, quiet = SignalQueue(()), Quiet()
+    signals.ask(signal.SIGUSR1)
+    policy = RestartPolicy(max_restarts=3, ends_with_notice=are_taken_away)
+    runs, last = hosts_of_runs(policy, [report(1, rank=0), report(0)], quiet=quiet, signals=signals)
+    assert (len(runs), last.exit_code) == ((1, 1) if are_taken_away else (2, 0))
+    assert ("no restart: the job is about to be preempted" in quiet.warnings) == are_taken_away
 
 
 def test_a_rank_that_ends_with_75_without_a_notice_has_failed() -> None:

@@ -304,3 +304,21 @@ def listens(pid: int) -> bool:
     """Whether the command has installed its handlers, the one for notices last."""
     caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)  # type: ignore[index]
     return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+
+
+# Signals come while the interpreter ends, long after the exit code is decided.
+LATE = """
+import atexit, os, signal, sys
+def late():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+atexit.register(late)
+from launcher.__main__ import main
+main()
+"""
+
+
+def test_a_signal_after_the_end_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    driver = scripts.write(tmp_path, LATE, "driver.py")
+    result = Launch(tmp_path, "--no_python", "sh", "-c", "exit 5", program=(driver,)).wait()
+    assert (result.code, "Traceback" in result.err) == (5, False)
