@@ -29,6 +29,7 @@ import launcher
 
 VOCABULARY_SIZE = 256  # one token per byte value
 VALIDATION_FRACTION = 0.02
+INDENT = b"    "  # is one tab in the text that the model sees: a fifth of the standard library's bytes are blanks
 TEXT_SUFFIXES = {".py", ".txt", ".md", ".rst", ".c", ".h"}
 
 
@@ -43,6 +44,7 @@ class GPTConfig:
 
 
 SIZES = {  # name -> layers, hidden size, heads
+    "1m": (4, 160, 5),
     "5m": (6, 256, 8),
     "10m": (8, 320, 8),
     "20m": (12, 384, 12),
@@ -127,7 +129,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def read_text(path: Path | None) -> bytes:
-    """Return the bytes of a file, of a folder's text files, or of the standard library's sources."""
+    """Return the bytes of a file, of a folder's text files, or of the standard library's sources, indented by tabs."""
     if path is None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     elif path.is_dir():
@@ -135,7 +137,7 @@ def read_text(path: Path | None) -> bytes:
     else:
         files = [path]
     try:
-        return b"\n".join(file.read_bytes() for file in files)
+        return b"\n".join(file.read_bytes().replace(INDENT, b"\t") for file in files)
     except OSError as error:
         sys.exit(f"--data: cannot read {error.filename}: {error.strerror}")
 
@@ -236,10 +238,11 @@ def sample(engine: Any, prompt: bytes, num_bytes: int, context: int, seed: int) 
     with torch.no_grad():
         for _ in range(num_bytes):
             logits = engine(tokens[:, -context:])[0, -1].float().cpu()
-            probabilities = torch.softmax(logits / 0.8, dim=-1)
-            following = torch.multinomial(probabilities, 1, generator=generator)
+            likeliest = logits.topk(8)
+            probabilities = torch.softmax(likeliest.values / 0.6, dim=-1)
+            following = likeliest.indices[torch.multinomial(probabilities, 1, generator=generator)]
             tokens = torch.cat([tokens, following.to(engine.device)[None]], dim=1)
-    return bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
+    return bytes(tokens[0].tolist()).replace(b"\t", INDENT).decode("utf-8", errors="replace")
 
 
 def plot(history: History, path: Path, title: str) -> None:
@@ -280,12 +283,12 @@ def plot(history: History, path: Path, title: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--size", choices=sorted(SIZES), default="5m", help="parameters (default: 5m)")
+    parser.add_argument("--size", choices=sorted(SIZES), default="1m", help="parameters (default: 1m)")
     parser.add_argument("--data", type=Path, help="text file or folder (default: Python's own sources)")
     parser.add_argument("--context", type=int, default=128, help="bytes per sample (default: 128)")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: 200)")
-    parser.add_argument("--print_every", type=int, default=10, help="steps between lines (default: 10)")
-    parser.add_argument("--evaluate_every", type=int, default=50, help="default: 50")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps (default: 600)")
+    parser.add_argument("--print_every", type=int, default=25, help="steps between lines (default: 25)")
+    parser.add_argument("--evaluate_every", type=int, default=100, help="default: 100")
     parser.add_argument("--sample_bytes", type=int, default=200, help="bytes to write at the end; 0: none")
     parser.add_argument("--plot", type=Path, default=Path("runs/loss.png"), help="default: runs/loss.png")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
