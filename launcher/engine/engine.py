@@ -356,7 +356,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         outcome = step_units(
             sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed, check
         )
-        sharded.schedule.forget_uses()
+        sharded.schedule.after_step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self._last_step.begin(self.global_steps, outcome, self._losses)

@@ -9,6 +9,7 @@ from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.suggest import did_you_mean
 from launcher.config.schema_zero import LeafModule
+from launcher.zero.parameters import unit_params_of
 
 
 def check_model(model: nn.Module) -> None:
@@ -91,7 +92,8 @@ class ModelFacts:
                     hint="unfreeze it before, and give it a learning rate of 0 as long as it is to stay",
                 )
         for name, param, dtype in self._dtypes:
-            if param.dtype != dtype:
+            unit_params = unit_params_of(param)
+            if param.dtype != dtype and (unit_params is None or param.dtype != unit_params.dtype):
                 raise EngineError(
                     f"the parameter {name} became {param.dtype} after initialize(), which made it {dtype}",
                     hint='set "fp16" or "bf16" in the config in place of model.half() or model.to(dtype)',

@@ -90,6 +90,12 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
             f"{slot.name} is not sharded",
             hint="use safe_set_full_fp32_param, or stage 3 with stage3_param_persistence_threshold 0",
         )
+    if unit.params.state is not ParameterState.SHARDED:
+        raise EngineError(
+            f"{slot.name} is unsharded: a forward that has not gone back, or a block of GatheredParameters, would keep"
+            " the value of before",
+            hint="call it after engine.backward or engine.step, or use safe_set_full_fp32_param",
+        )
     with unit.in_memory():
         _set_local(unit, slot, _part(unit, slot, unit.params.master), value)
         unit.params.renew_copy()

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from launcher.zero.parameters import UnitParameters, unit_params_of
-from launcher.zero.stages import ParameterState
 
 
 class GatheredParameters:
@@ -41,15 +40,12 @@ class GatheredParameters:
         self._unit_params: dict[UnitParameters, list[nn.Parameter]] = {}
         for unit_params, param in found:
             self._unit_params.setdefault(unit_params, []).append(param)
-        self._fetched: list[UnitParameters] = []
 
     def __enter__(self) -> None:
         for found in self._unit_params:
             if self._modifier_rank is not None and found.pending is not None:
                 found.pending.write_back()  # an update to come would be lost to the values that this block leaves
-            if found.state is ParameterState.SHARDED:
-                found.start_gather()
-                self._fetched.append(found)
+            found.start_block()
         for found in self._unit_params:
             found.wait()
 
@@ -59,7 +55,5 @@ class GatheredParameters:
         if kind is None and self._modifier_rank is not None:
             for found, params in self._unit_params.items():
                 found.broadcast(params, self._modifier_rank)
-        for found in self._fetched:
-            found.note_versions()  # without a modifier rank changes are forgotten, which is the caller's choice
-            found.release()
-        self._fetched.clear()
+        for found in self._unit_params:  # without a modifier rank changes are forgotten, which is the caller's choice
+            found.end_block()

@@ -142,6 +142,9 @@ class UnitParameters:
         self.pending: PendingUpdate | None = None  # None: updates end before a step does
         self.copy: Tensor | None = None  # 1-D [owned], 16-bit, beside the master: what an optimizer may write for us
         self.may_be_edited = False  # somebody outside of forward and backward has got hold of the parameters
+        # Who has a sharded unit unsharded, alike on every rank:
+        self.is_scheduled = False  # the schedule of its engine
+        self.num_blocks = 0  # so many blocks of `GatheredParameters`
         self.note_versions()
 
     def _full_buffer(self, dtype: torch.dtype) -> _FullBuffer:
@@ -158,6 +161,11 @@ class UnitParameters:
     def _is_rounded(self) -> bool:
         """Whether the unsharded parameters have fewer bits than the shards."""
         return self.flat.dtype != self.shard.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the parameters have now; of a sharded unit under torch.autocast it may be that of a forward."""
+        return self.flat.dtype if self.state is ParameterState.UNSHARDED else self._absent.dtype
 
     def _move_params_in(self, *, has_equal_values: bool) -> None:
         """Fill `flat`, converting on the way, and make the parameters views of it: their own memory is freed."""
@@ -273,12 +281,17 @@ class UnitParameters:
         self.state = ParameterState.GATHERING
         self._mark(ZeroParamStatus.INFLIGHT)
 
+    def is_gathered_in(self, *, for_autocast: bool) -> bool:
+        """Whether the buffer of now, empty or not, is the one that `start_gather` fills for a use."""
+        return self.flat is (self._in_autocast_type if for_autocast else self._in_own_type).flat
+
     @contextlib.contextmanager
     def shard_in_memory(self, *, reads: bool = True, writes: bool = False) -> Iterator[None]:
         """Have the shard in memory; reads, writes: whether its values are read, or changed."""
         if self._swap is None:
             yield
             if writes:
+                self._has_second = False
                 self._written = self.group.streams.record()
             return
         self._swap.bring_in(reads=reads)
@@ -287,6 +300,7 @@ class UnitParameters:
         finally:
             self.group.copier.synchronize()  # a copy may still read or write memory that others get from here on
             if writes:
+                self._has_second = False
                 self._swap.send_out()
             else:
                 self._swap.drop()
@@ -325,6 +339,27 @@ class UnitParameters:
                 param.data = view
             self._mark(ZeroParamStatus.AVAILABLE)
 
+    def start_block(self) -> None:
+        """Start gathering a sharded unit in its own type for a block of `GatheredParameters`. Collective."""
+        if self.flat is not self._in_own_type.flat:
+            self.release()
+        self.num_blocks += 1
+        self.start_gather()
+
+    def end_block(self) -> None:
+        """End what `start_block` has begun. Changes are forgotten unless `refresh` has taken them over."""
+        self.num_blocks -= 1
+        if self._in_autocast_type is not self._in_own_type and not self.num_blocks:
+            self.is_scheduled = False  # a pass under way computes in the other type
+        if self.is_sharded and not self.is_scheduled and not self.num_blocks:
+            self.note_versions()
+            self.release()
+
+    def release_if_idle(self) -> None:
+        """Do as `release` where nobody has the unit unsharded."""
+        if not self.is_scheduled and not self.num_blocks:
+            self.release()
+
     def release(self) -> None:
         """Keep only this rank's chunk of a sharded unit. What was written into the parameters is forgotten."""
         if not self.is_sharded or self.state is ParameterState.SHARDED:
@@ -355,8 +390,16 @@ class UnitParameters:
         """Write the updated master range into the parameters; unless sharded, start gathering the others' ranges.
 
         is_written: the optimizer has done the first part.
+
+        [Note: nothing unsharded outlives an update] A sharded unit is released here, whoever has unsharded it: a
+        forward that does not go back, the backward of another engine's loss, a fetch ahead that is in flight. The next
+        use would compute with the values of before. No collective follows from it: the next use finds a shard on every
+        rank, because all ranks took the same way here. A block that is open gets the new values.
         """
-        if not self.is_sharded:
+        if self.is_sharded:
+            self.is_scheduled = False
+            self.release()
+        else:
             self.wait()  # for the update before this one, where no forward has used the unit since
         self._has_second = False
         streams = self.group.streams
@@ -373,19 +416,23 @@ class UnitParameters:
                 self._written.wait()
                 self._gather = Pending() if owns_all else self._start_all_gather(self._own_flat)
             self.state = ParameterState.GATHERING
+        elif self.num_blocks:
+            self.start_gather()
+            self.wait()
 
     def refresh(self) -> None:
-        """Take the values of the unsharded parameters, which were written from elsewhere, as the new ones."""
+        """Take the values of the unsharded parameters, which were written from elsewhere, as the new ones.
+
+        A sharded unit is unsharded in its own type: see `start_block`.
+        """
         self.note_versions()
-        self._has_second = False
-        is_rounded = self._is_rounded
         if self.is_sharded:
-            with self.shard_in_memory(reads=is_rounded, writes=True):
-                self.shard.copy_(self._edited(self.shard) if is_rounded else self._own_flat)
+            with self.shard_in_memory(reads=False, writes=True):
+                self.shard.copy_(self._own_flat)
         if self.master is not self.shard:
             if self._master_swap is not None:
-                self._master_swap.bring_in(reads=is_rounded)
-            self.master.copy_(self._edited(self.master) if is_rounded else self._own_flat)
+                self._master_swap.bring_in(reads=False)
+            self.master.copy_(self._own_flat)
             self.renew_copy()
             if self._master_swap is not None:
                 self._master_swap.send_out()
@@ -407,11 +454,6 @@ class UnitParameters:
             self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
             self.renew_copy()
 
-    def _edited(self, kept: Tensor) -> Tensor:
-        """Return `kept`, 1-D [owned], with the values of the parameters where they are not its rounded ones."""
-        own = self._own_flat.to(kept.device)
-        return torch.where(own != kept.to(own.dtype), own.to(kept.dtype), kept)
-
     def note_versions(self) -> None:
         """Take note of what autograd has counted of writes into the parameters."""
         self._versions = [param._version for param in self._params]
@@ -425,7 +467,7 @@ class UnitParameters:
 
     def first_elsewhere(self) -> ParamSlot | None:
         """Return the slot of the first parameter whose memory is not the unit's, or None."""
-        is_released = self.is_sharded and self.state is ParameterState.SHARDED
+        is_released = self.is_sharded and self.state is not ParameterState.UNSHARDED
         for slot, param, view in zip(self._layout.slots, self._params, self._views, strict=True):
             if param.numel() if is_released else param.data_ptr() != view.data_ptr():
                 return slot

@@ -50,7 +50,7 @@ class ParameterSchedule:
         self._live: set[int] = set()  # units unsharded from here; what the user gathers is the user's to release
         self._live_numel = 0
         self._reading: set[int] = set()  # units whose shards were read ahead of being fetched
-        self._is_cast = False  # the pass runs under torch.autocast
+        self._is_cast = False  # the last outermost forward ran under torch.autocast
         self._ahead = 0  # how many of the upcoming uses have been looked at
         self._ahead_numel: dict[int, int] = {}  # units fetched ahead and not used yet -> elements
         self.peak_live_numel = 0
@@ -80,7 +80,9 @@ class ParameterSchedule:
                 self.reset()
             elif self._follower.num_recorded > MAX_RECORDED:  # forwards that autograd records, and no backward
                 self._end_pass()
-                self.forget_uses()
+                self._open_uses.forget()
+            if self._has_sharded:
+                self._is_cast = torch.is_autocast_enabled(self._units[0].group.device.type)
         self._running.append(units)
         for unit in units:
             self._uses[unit.index] += 1
@@ -93,11 +95,11 @@ class ParameterSchedule:
         """
         if not torch.is_grad_enabled():
             if self._follower.kind == _TRAINING and not self._in_backward:
-                self._open_uses.open_unrecorded(Use(units), reader)
+                self._open_uses.open_unrecorded(Use(units, is_cast=self._is_cast), reader)
             return None
         use = self._open_uses.take_unrecorded(reader) if self._in_backward else None
         if use is None:
-            use = Use(units, is_copy=self._in_backward)
+            use = Use(units, is_copy=self._in_backward, is_cast=self._is_cast)
         if is_training and not use.is_copy:
             self._open_uses.open(use)
         return use
@@ -152,17 +154,20 @@ class ParameterSchedule:
         if not unit.is_sharded:
             unit.params.wait()
             unit.params.may_be_edited |= not self._running and not self._in_backward
-        elif self._running and self._uses[unit.index] == 0:
-            self._running[-1].append(unit)
-            self._uses[unit.index] += 1
-            self._read_from_outside(unit)
+        elif self._running:
+            if self._uses[unit.index] == 0:
+                self._running[-1].append(unit)
+                self._uses[unit.index] += 1
+                self._read_from_outside(unit)
+            elif unit.params.state is ParameterState.SHARDED:
+                self._use([unit])  # a block of `GatheredParameters` within the forward has released it
         elif self._in_backward and not self._running:
             self._read_from_outside(unit)
-        # Else its module runs; or no pass does: the user looks at the parameter, perhaps on one rank only.
+        # Else no pass runs: the user looks at the parameter, perhaps on one rank only.
 
     def _read_from_outside(self, unit: FlatUnit) -> None:
         if torch.is_grad_enabled():
-            use = Use([unit])
+            use = Use([unit], is_cast=self._is_cast)
             self._open_uses.open(use, until_end=True)
             self._open_uses.begin_backward(use)
         self._use([unit])
@@ -178,7 +183,8 @@ class ParameterSchedule:
         """Unshard `units`: the backward of their module is about to run. use: that of the module's forward."""
         if use is not None:
             self._open_uses.begin_backward(use)
-        self._use(units)
+            self._is_cast = use.is_cast
+        self._use(units, is_training=True)  # also where the loss of another engine goes back through this one's graph
 
     def after_backward(self, use: Use) -> list[FlatUnit]:
         """Release the units that no backward reads now; return those that none to come reads either."""
@@ -203,11 +209,19 @@ class ParameterSchedule:
         self._is_broken = False
         self._forget_running()
         self.end_backward()
-        self.forget_uses()
-
-    def forget_uses(self) -> None:
-        """Forget forwards that have not gone back: the optimizer step ends their time. Call it alike on every rank."""
         self._open_uses.forget()
+
+    def after_step(self) -> None:
+        """Forget what the optimizer step has ended: forwards that have not gone back, and units that it has released.
+
+        A pass under way goes on: what follows is recorded with it. Call it alike on every rank.
+        """
+        self._open_uses.forget()
+        for index in [index for index in self._live if not self._units[index].params.is_scheduled]:
+            self._live.discard(index)
+            self._live_numel -= self._units[index].numel
+        self._ahead = 0
+        self._ahead_numel.clear()
 
     def _forget_running(self) -> None:
         self._running.clear()
@@ -215,14 +229,13 @@ class ParameterSchedule:
 
     # ---- fetching ----
 
-    def _use(self, units: Sequence[FlatUnit]) -> None:
+    def _use(self, units: Sequence[FlatUnit], *, is_training: bool = False) -> None:
         if self._has_sharded:
             if not self._follower.is_open:
-                is_training = torch.is_grad_enabled() or self._in_backward
+                is_training = is_training or torch.is_grad_enabled() or self._in_backward
                 self._follower.begin(_TRAINING if is_training else _EVALUATION)
                 if self._order is not None:
                     self._order.is_evaluation = not is_training
-                self._is_cast = torch.is_autocast_enabled(self._units[0].group.device.type)
                 self._ahead = 0
             for unit in units:
                 if unit.is_sharded:
@@ -252,14 +265,19 @@ class ParameterSchedule:
             self._ahead -= 1
 
     def _fetch(self, unit: FlatUnit) -> None:
-        if unit.params.state is not ParameterState.SHARDED:
-            return
-        if self._order is not None:
-            self._order.note(Collective.GATHER, unit.index)
-        unit.params.start_gather(for_autocast=self._is_cast)
-        self._live.add(unit.index)
-        self._live_numel += unit.numel
-        self.peak_live_numel = max(self.peak_live_numel, self._live_numel)
+        params = unit.params
+        if not params.is_gathered_in(for_autocast=self._is_cast) and self._uses[unit.index] <= 1:
+            params.is_scheduled = False
+            params.release_if_idle()
+        if params.state is ParameterState.SHARDED:
+            if self._order is not None:
+                self._order.note(Collective.GATHER, unit.index)
+            params.start_gather(for_autocast=self._is_cast)
+        params.is_scheduled = True
+        if unit.index not in self._live:
+            self._live.add(unit.index)
+            self._live_numel += unit.numel
+            self.peak_live_numel = max(self.peak_live_numel, self._live_numel)
 
     def _fetch_ahead(self) -> None:
         while sum(self._ahead_numel.values()) < self._policy.prefetch_numel:
@@ -298,7 +316,8 @@ class ParameterSchedule:
         if unit.index in self._live:
             self._live.discard(unit.index)
             self._live_numel -= unit.numel
-            unit.params.release()
+            unit.params.is_scheduled = False
+            unit.params.release_if_idle()
 
     def _end_pass(self) -> None:
         for index in sorted(self._live):

@@ -86,9 +86,15 @@ class FlatUnit:
     def take_edits(self) -> None:
         """Take over what was written into parameters from outside since the last step: a clamp, an average.
 
-        Raises: EngineError for a write into a sharded parameter, which is lost, and for a parameter with other memory.
+        Raises: EngineError for a write into a sharded parameter, which is lost, for a parameter with other memory, and
+        for a sharded one that is open: a block that ends after the update would write the values of before back.
         """
         params = self.params
+        if self.is_sharded and params.num_blocks:
+            raise EngineError(
+                f"engine.step() was called within a block of launcher.zero.GatheredParameters that has {self.label}",
+                hint="end the block before engine.step()",
+            )
         slot = params.first_elsewhere()
         if slot is not None:
             raise self._lost(slot, "was given other memory after initialize() (param.data = ...)")

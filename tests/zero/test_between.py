@@ -1,0 +1,394 @@
+"""What lies between backward and step, and around them: whatever a script does there, it trains as a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.parity import weight_distance
+from harness.ranks import run_on_ranks
+from harness.zoo import WIDTH, Plain, batches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import launcher
+from launcher.base.errors import EngineError
+from launcher.zero.access import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
+from launcher.zero.gathered import GatheredParameters
+
+LR = 0.05
+NUM_BATCHES = 8
+
+
+def _networks() -> list[nn.Module]:
+    torch.manual_seed(17)
+    return [Plain(), Plain()]
+
+
+def _batch(index: int, world_size: int, rank: int) -> tuple[Tensor, Tensor]:
+    x, y = batches(NUM_BATCHES)[index % NUM_BATCHES]
+    return x.chunk(world_size)[rank], y.chunk(world_size)[rank]
+
+
+class PlainLoop:
+    """Two models in one process, as the operations would be written without an engine."""
+
+    def __init__(self) -> None:
+        self.models = _networks()
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in self.models]
+
+    def __call__(self, which: int, batch: int) -> Tensor:
+        return self.models[which](*_batch(batch, 1, 0))  # type: ignore[no-any-return]
+
+    def part(self, batch: int) -> Tensor:
+        return self.models[0].blocks[0](_batch(batch, 1, 0)[0]).square().mean()  # type: ignore[no-any-return]
+
+    def backward(self, which: int, loss: Tensor, *, retains: bool = False) -> None:
+        params = list(self.models[which].parameters())
+        grads = torch.autograd.grad(loss, params, retain_graph=retains, allow_unused=True)
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                param.grad = grad if param.grad is None else param.grad + grad
+
+    def step(self, which: int) -> None:
+        self.optimizers[which].step()
+        self.optimizers[which].zero_grad()
+
+    def modes(self, is_training: bool) -> None:
+        self.models[0].train(is_training)
+
+    def read(self) -> float:
+        return sum(param.sum().item() for param in self.models[0].parameters())
+
+    state_sum = masters = read
+
+    def write(self) -> list[Any]:
+        with torch.no_grad():
+            self.models[0].blocks[1].down.weight.mul_(0.9)
+        return []
+
+    def set(self) -> list[Any]:
+        with torch.no_grad():
+            self.models[0].head.weight.fill_(0.05)
+        return []
+
+    def load(self) -> list[Any]:
+        self.models[0].load_state_dict({name: 0.95 * value for name, value in self.models[0].state_dict().items()})
+        return []
+
+    def gradient(self) -> float:
+        grad = self.models[0].head.weight.grad
+        return 0.0 if grad is None else grad.sum().item()
+
+
+class EngineLoop:
+    """The same operations on engines, of which this rank is one."""
+
+    def __init__(self, rank: int, world_size: int, config: dict[str, Any]) -> None:
+        self._place = world_size, rank
+        self.engines = [launcher.initialize(model=model, config=config)[0] for model in _networks()]
+        self._dtype = self.engines[0].get_data_types()[0]
+
+    def __call__(self, which: int, batch: int) -> Tensor:
+        x, y = _batch(batch, *self._place)
+        return self.engines[which](x.to(self._dtype), y.to(self._dtype))  # type: ignore[no-any-return]
+
+    def part(self, batch: int) -> Tensor:
+        x = _batch(batch, *self._place)[0].to(self._dtype)
+        return self.engines[0].module.blocks[0](x).square().mean()  # type: ignore[no-any-return]
+
+    def backward(self, which: int, loss: Tensor, *, retains: bool = False) -> None:
+        self.engines[which].backward(loss, retain_graph=retains, scale_wrt_gas=False)
+
+    def step(self, which: int) -> None:
+        self.engines[which].step()
+
+    def modes(self, is_training: bool) -> None:
+        self.engines[0].train(is_training)
+
+    def read(self) -> float:
+        with GatheredParameters(self.engines[0].parameters()):
+            return sum(param.sum().item() for param in self.engines[0].parameters())
+
+    def state_sum(self) -> float:
+        return sum(value.sum().item() for value in self.engines[0].state_dict().values())
+
+    def masters(self) -> float:
+        found = [safe_get_full_fp32_param(param) for param in self.engines[0].parameters()]
+        return sum(value.sum().item() for value in found if value is not None)
+
+    def write(self) -> list[Any]:
+        weight = self.engines[0].module.blocks[1].down.weight
+        with GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.mul_(0.9)
+        return []
+
+    def set(self) -> list[Any]:
+        weight = self.engines[0].module.head.weight
+        safe_set_full_fp32_param(weight, torch.full((1, WIDTH), 0.05))
+        return []
+
+    def load(self) -> list[Any]:
+        self.engines[0].load_state_dict({name: 0.95 * value for name, value in self.engines[0].state_dict().items()})
+        return []
+
+    def gradient(self) -> float:
+        grad = safe_get_full_grad(self.engines[0].module.head.weight)
+        return 0.0 if grad is None else grad.sum().item()
+
+
+def _joint(loop: Any, batch: int) -> list[Tensor]:
+    """Two engines, one loss: both backwards come before the first step."""
+    loss = loop(0, batch) + loop(1, batch)
+    loop.backward(0, loss, retains=True)
+    loop.backward(1, loss)
+    loop.step(0)
+    loop.step(1)
+    return [loss]
+
+
+def _train(loop: Any, batch: int) -> list[Tensor]:
+    loss = loop(0, batch)
+    loop.backward(0, loss)
+    return [loss]
+
+
+def _evaluate(loop: Any, batch: int) -> list[Tensor]:
+    loop.modes(False)
+    loss = loop(0, batch)
+    loop.modes(True)
+    return [loss]
+
+
+@torch.no_grad()
+def _look(loop: Any, batch: int) -> list[Tensor]:
+    return [loop(0, batch)]
+
+
+def _part_back(loop: Any, batch: int) -> list[Tensor]:
+    loss = loop.part(batch)
+    loop.backward(0, loss)
+    return [loss]
+
+
+def _saliency(loop: Any, batch: int) -> list[Tensor]:
+    """A gradient of something else than the parameters, outside of `engine.backward`."""
+    bias = torch.zeros((), requires_grad=True)
+    (grad,) = torch.autograd.grad((loop(0, batch) + bias).square(), bias)
+    return [grad]
+
+
+# Each returns losses, of this rank's samples, and numbers that are alike on every rank.
+OPERATIONS: dict[str, Callable[[Any, int], list[Any]]] = {
+    "train": _train,
+    "forward": lambda loop, batch: [loop(0, batch)],
+    "evaluate with gradients": _evaluate,
+    "look": _look,
+    "part": lambda loop, batch: [loop.part(batch)],
+    "part and back": _part_back,
+    "joint": _joint,
+    "saliency": _saliency,
+    "read": lambda loop, batch: [loop.read()],
+    "state dict": lambda loop, batch: [loop.state_sum()],
+    "masters": lambda loop, batch: [loop.masters()],
+    "gradient": lambda loop, batch: [loop.gradient()],
+    "write": lambda loop, batch: loop.write(),
+    "set": lambda loop, batch: loop.set(),
+    "load": lambda loop, batch: loop.load(),
+}
+
+
+def _run(loop: Any, names: list[str]) -> list[Any]:
+    """Do the operations; a "step" where nothing has gone back since the last one is left out."""
+    found: list[Any] = []
+    has_gradients = False
+    for batch, name in enumerate(names):
+        if name == "step" and has_gradients:
+            loop.step(0)
+        elif name != "step":
+            found += OPERATIONS[name](loop, batch)
+        has_gradients = (has_gradients and name not in ("step", "joint")) or name in ("train", "part and back")
+    return [value.detach() if isinstance(value, Tensor) else value for value in found]
+
+
+def _engines(rank: int, world_size: int, config: dict[str, Any], names: list[str]) -> tuple[list[Any], dict[str, Any]]:
+    loop = EngineLoop(rank, world_size, config)
+    found = _run(loop, names)
+    return found, loop.engines[0].state_dict()
+
+
+def _config(zero: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 0,
+        "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero},
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        **more,
+    }
+
+
+def _check(world_size: int, config: dict[str, Any], names: list[str], tolerance: float = 1e-5) -> None:
+    plain = PlainLoop()
+    expected = _run(plain, names)
+    ranks = run_on_ranks(world_size, _engines, config, names)
+    for number, values in enumerate(zip(expected, *(found for found, _ in ranks), strict=True)):
+        wanted, *parts = (float(value) for value in values)
+        mean = sum(parts) / world_size
+        assert mean == pytest.approx(wanted, rel=tolerance, abs=tolerance), f"{number} of {names}"
+    for _, weights in ranks:
+        assert weight_distance(weights, dict(plain.models[0].state_dict())) <= tolerance, names
+
+
+BETWEEN = [name for name in OPERATIONS if name != "train"]
+
+
+@pytest.mark.parametrize("kind", ["as it is", "sharded after each use"])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_backward_and_step(name: str, kind: str) -> None:
+    _check(2, _config_of(3, kind, ""), [*(3 * ["train", name, "step"]), "forward"])
+
+
+def _disk(folder: str) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": folder}
+
+
+_DELAYED = {"offload_optimizer": {"device": "cpu", "delayed_update": True, "delayed_update_warmup_steps": 1}}
+_OVERFLOWS = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+
+
+def _config_of(stage: int, kind: str, folder: str) -> dict[str, Any]:
+    host = {"device": "cpu"}
+    more: dict[str, dict[str, Any]] = {
+        "sharded after each use": {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+        "hpZ": {"zero_hpz_partition_size": 2},
+        "host": {"offload_param": host, "offload_optimizer": host},
+        "disk": {"offload_param": _disk(folder), "offload_optimizer": _disk(folder)},
+        "delayed": _DELAYED,
+    }
+    precision: dict[str, dict[str, Any]] = {
+        "autocast": {"torch_autocast": {"enabled": True}},
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": _OVERFLOWS,
+    }
+    return _config({"stage": stage, **more.get(kind, {})}, **precision.get(kind, {}))
+
+
+# Stage and ranks. What rounds, or lags behind, is compared with stage 2.
+KINDS = {
+    "as it is": (3, 2),
+    "sharded after each use": (3, 2),
+    "hpZ": (3, 4),
+    "host": (3, 2),
+    "disk": (3, 2),
+    "delayed": (3, 2),
+    "autocast": (3, 2),
+    "bf16": (3, 2),
+    "fp16": (3, 2),
+    "stage 2": (2, 2),
+}
+
+
+def _check_kind(kind: str, names: list[str], folder: str) -> None:
+    stage, world_size = KINDS[kind]
+    config = _config_of(stage, kind, folder)
+    if kind not in ("delayed", "autocast", "bf16", "fp16"):
+        _check(world_size, config, names)
+        return
+    expected = run_on_ranks(world_size, _engines, _config_of(2, kind, folder), names)
+    for (found, weights), (wanted, wanted_weights) in zip(
+        run_on_ranks(world_size, _engines, config, names), expected, strict=True
+    ):
+        numbers = [float(value) for value in found]
+        assert numbers == pytest.approx([float(value) for value in wanted], rel=1e-5, abs=1e-5, nan_ok=True), names
+        assert weight_distance(weights, wanted_weights) <= 1e-5, names
+
+
+_names = st.one_of(st.sampled_from(["train", "step"]), st.sampled_from([*OPERATIONS, "step"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_order(kind: str, tmp_path: Path) -> None:
+    """Sequences of calls that hypothesis draws."""
+
+    @settings(max_examples=5, derandomize=True)
+    @given(st.lists(_names, min_size=3, max_size=16))
+    def check(names: list[str]) -> None:
+        _check_kind(kind, [*names, "train", "step", "forward"], str(tmp_path))
+
+    check()
+
+
+# ---- what is open across a step ----
+
+
+def _open(rank: int, world_size: int) -> list[float]:
+    """Step within a block, which is an error, then after it; and load within another."""
+    loop = EngineLoop(rank, world_size, _config({"stage": 3}))
+    engine, weight = loop.engines[0], loop.engines[0].module.head.weight
+    _train(loop, 0)
+    with GatheredParameters(weight), pytest.raises(EngineError, match=r"within a block of .*GatheredParameters that"):
+        engine.step()
+    engine.zero_grad()
+    _train(loop, 0)
+    engine.step()
+    stepped = loop.masters()
+    with GatheredParameters(weight):
+        _train(loop, 1)  # a pass within does not end the block
+        before = weight.sum().item()
+        loop.load()
+        loaded = weight.sum().item()
+    assert loaded == pytest.approx(0.95 * before)
+    loop(0, 2)
+    with pytest.raises(EngineError, match="is unsharded"):
+        safe_set_local_fp32_param(weight, torch.zeros(0))
+    engine.step()
+    return [stepped, loop.masters()]
+
+
+def test_a_block_that_is_open_across_a_step_is_an_error() -> None:
+    plain = PlainLoop()
+    _train(plain, 0)
+    plain.step(0)
+    expected = [plain.masters()]
+    _train(plain, 1)
+    plain.load()
+    plain.step(0)
+    for found in run_on_ranks(2, _open):
+        assert found == pytest.approx([*expected, plain.masters()], rel=1e-5)
+
+
+class _LooksWithin(Plain):
+    """A forward that gathers what it is about to read."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            with GatheredParameters(self.head.weight), GatheredParameters(block.parameters()):
+                x = block(x) * block.up.weight.detach().square().mean()
+        return x
+
+
+def _within(rank: int, world_size: int, stage: int, precision: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    engine = launcher.initialize(model=_LooksWithin(), config=_config({"stage": stage}, **precision))[0]
+    for index in range(3):
+        engine.backward(engine(*_batch(index, world_size, rank)))
+        engine.step()
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("precision", [{}, {"torch_autocast": {"enabled": True}}], ids=["fp32", "autocast"])
+def test_blocks_within_a_forward(precision: dict[str, Any]) -> None:
+    expected = run_on_ranks(2, _within, 2, precision)[0]
+    for weights in run_on_ranks(2, _within, 3, precision):
+        assert weight_distance(weights, expected) <= 1e-5
