@@ -29,46 +29,54 @@ class _Lazy(NamedTuple):
     module: str
     attribute: str
     short_help: str  # here, so that `launch --help` loads none of them
+    group: str
 
 
+_JOBS, _ENGINE, _INSTALLATION = "Jobs and hosts", "Engine", "This installation"
+_PACKAGE = "launcher.cli.commands"
 COMMANDS = {
-    "run": _Lazy("launcher.cli.commands.run", "run", "Start SCRIPT as ranks."),
-    "stacks": _Lazy("launcher.cli.commands.stacks", "stacks", "Print the Python stack traces of all ranks of a job."),
-    "config": _Lazy("launcher.cli.commands.config", "config_group", "Check an engine config, or explain a key."),
+    "run": _Lazy(f"{_PACKAGE}.run", "run", "Run SCRIPT on every rank: what `launch SCRIPT` means.", _JOBS),
+    "sbatch": _Lazy(f"{_PACKAGE}.sbatch", "sbatch", "Write, check or submit a batch script for Slurm.", _JOBS),
+    "check": _Lazy(f"{_PACKAGE}.check", "check", "Check whether a job could run on the hosts.", _JOBS),
+    "exec": _Lazy(f"{_PACKAGE}.exec", "exec_command", "Run a command on all hosts.", _JOBS),
+    "ps": _Lazy(f"{_PACKAGE}.jobs", "ps", "List running jobs, and those that ended today.", _JOBS),
+    "logs": _Lazy(f"{_PACKAGE}.jobs", "logs", "Show what the ranks of a job wrote.", _JOBS),
+    "stacks": _Lazy(f"{_PACKAGE}.stacks", "stacks", "Print the Python stack traces of all ranks of a job.", _JOBS),
+    "kill": _Lazy(f"{_PACKAGE}.jobs", "kill", "Stop a job on all its hosts.", _JOBS),
+    "config": _Lazy(f"{_PACKAGE}.config", "config_group", "Check an engine config, or explain a key.", _ENGINE),
     "estimate": _Lazy(
-        "launcher.cli.commands.estimate", "estimate", "Show what memory a model needs, and which setting fits."
+        f"{_PACKAGE}.estimate", "estimate", "Show what memory a model needs, and which setting fits.", _ENGINE
     ),
     "checkpoint": _Lazy(
-        "launcher.cli.commands.checkpoint", "checkpoint_group", "List, verify, remove or convert checkpoints."
+        f"{_PACKAGE}.checkpoint", "checkpoint_group", "List, verify, remove or convert checkpoints.", _ENGINE
     ),
-    "io": _Lazy("launcher.cli.commands.io", "io", "Measure a disk, and print the best aio section."),
-    "sbatch": _Lazy("launcher.cli.commands.sbatch", "sbatch", "Write, check or submit a batch script for Slurm."),
-    "check": _Lazy("launcher.cli.commands.check", "check", "Check whether a job could run on the hosts."),
-    "exec": _Lazy("launcher.cli.commands.exec", "exec_command", "Run a command on all hosts."),
-    "ps": _Lazy("launcher.cli.commands.jobs", "ps", "List running jobs, and those that ended today."),
-    "logs": _Lazy("launcher.cli.commands.jobs", "logs", "Show what the ranks of a job wrote."),
-    "kill": _Lazy("launcher.cli.commands.jobs", "kill", "Stop a job on all its hosts."),
-    "report": _Lazy("launcher.cli.commands.report", "report", "Show versions, devices, compilers, kernels."),
+    "io": _Lazy(f"{_PACKAGE}.io", "io", "Measure a disk, and print the best aio section.", _ENGINE),
+    "report": _Lazy(f"{_PACKAGE}.report", "report", "Show versions, devices, compilers, kernels.", _INSTALLATION),
     "deepspeed-command": _Lazy(
-        "launcher.cli.commands.deepspeed_command",
+        f"{_PACKAGE}.deepspeed_command",
         "deepspeed_command",
         "Add a command named deepspeed to this environment.",
+        _INSTALLATION,
     ),
-    "completion": _Lazy("launcher.cli.commands.completion", "completion", "Print the completion script of a shell."),
+    "completion": _Lazy(
+        f"{_PACKAGE}.completion", "completion", "Print the completion script of a shell.", _INSTALLATION
+    ),
 }
 
-EPILOG = """\
-examples:
+SUMMARY = "Run SCRIPT on every rank (GPU) of this machine or a cluster."
+EXAMPLES = """\
   launch --num-gpus 2 train.py --deepspeed ds_config.json
   launch --hostfile hosts --include node-a@node-b:0,2 train.py
   launch --hostfile hosts --dry-run train.py
-  launch config check ds_config.json
-  launch sbatch --nodes 2 --gpus-per-node 8 --time 20:00:00 --submit train.py
   launch check --hostfile hosts
-
+  launch sbatch --nodes 2 --gpus-per-node 8 --time 20:00:00 --submit train.py
+  launch config check ds_config.json
+"""
+EXIT_CODES = """\
 exit codes: the first failing rank's own (128 + signal when killed) · 2 wrong options, hostfile or config
             69 a host could not be reached or was lost · 75 saved, to be started again · 130 Ctrl-C
 """
+EPILOG = f"examples:\n{EXAMPLES}\n{EXIT_CODES}"
 
 
 # What click raises for `launch` alone; older versions raise nothing and exit.
@@ -129,16 +137,23 @@ class LaunchGroup(click.Group):
         return found if incomplete.startswith("-") else [*found, CompletionItem(incomplete, type="file")]
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Show the options of `run`, which is what a user types, then the other commands."""
-        run = self.get_command(ctx, "run")
+        """Show what `launch` can do, on one screen; the options of a run are shown by `launch run --help`."""
         formatter.write_usage("launch", "[OPTIONS] SCRIPT [ARGS]...")
-        if run is not None:
-            run_context = click.Context(run, info_name="run", parent=ctx)
-            run.format_help_text(run_context, formatter)
-            run.format_options(run_context, formatter)
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, command.short_help) for name, command in COMMANDS.items()])
-        formatter.write("\n" + EPILOG)
+        formatter.write_usage("launch", "COMMAND [OPTIONS] ...", prefix=" " * len("Usage: "))
+        formatter.write(f"\n  {SUMMARY}\n\nExamples:\n{EXAMPLES}")
+        for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+            with formatter.section(group):
+                formatter.write_dl(
+                    [(name, command.short_help) for name, command in COMMANDS.items() if command.group == group]
+                )
+        with formatter.section("Options"):
+            formatter.write_dl(
+                [
+                    ("-h, --help", "Show this. Options of a run: launch run --help; others: launch COMMAND --help."),
+                    ("--version", "Show the version."),
+                ]
+            )
+        formatter.write("\n" + EXIT_CODES)
 
 
 @click.group(
@@ -152,7 +167,7 @@ class LaunchGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="launch", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Start PyTorch jobs on one machine or on many."""
+    """Run PyTorch jobs on one machine or on many."""
 
 
 def _refuse_mistyped(args: list[str]) -> None:

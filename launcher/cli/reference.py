@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from launcher import __version__
-from launcher.cli.main import COMMANDS, EPILOG, cli
+from launcher.cli.main import COMMANDS, EPILOG, SUMMARY, cli
 from launcher.cli.options.command import place_of
 
 _PROGRAM = "launch"
@@ -51,7 +51,7 @@ def all_commands() -> list[CommandFacts]:
     context = click.Context(run, info_name=_PROGRAM)
     names = [name for name in COMMANDS if name != _DEFAULT_COMMAND]
     subcommands = tuple((f"{_PROGRAM} {name}", COMMANDS[name].short_help) for name in names)
-    found = [_facts(context, "Start PyTorch jobs on one machine or on many.", subcommands, EPILOG)]
+    found = [_facts(context, SUMMARY, subcommands, EPILOG)]
     for name in names:
         found += _walk(_command(root, name), name, root)
     return found

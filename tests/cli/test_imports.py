@@ -69,14 +69,23 @@ def test_a_job_on_this_machine_imports_nothing_it_does_not_use(imported: dict[st
     assert imported[process] & UNWANTED[process] == set()
 
 
-def test_help_loads_the_options_of_run_and_no_other_command() -> None:
+RUN = {"commands", "commands.run", *(f"options.{name}" for name in ("accepted", "output", "run"))}
+
+
+@pytest.mark.parametrize(("words", "of_command"), [(["--help"], set()), (["run", "--help"], RUN)])
+def test_help_loads_no_other_command(words: list[str], of_command: set[str]) -> None:
     code = (
         "import sys; from launcher.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: print(*sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT, check=True)
     loaded = {name for name in done.stderr.split() if name.startswith("launcher.cli.")}
-    wanted = {"main", "commands.run", "console.streams"}
-    wanted |= {f"options.{name}" for name in ("accepted", "command", "hosts", "output", "run", "types")}
-    assert loaded == {f"launcher.cli.{name}" for name in (*wanted, "commands", "console", "options")}
+    wanted = {
+        "main",
+        "console",
+        "console.streams",
+        "options",
+        *(f"options.{name}" for name in ("command", "hosts", "types")),
+    }
+    assert loaded == {f"launcher.cli.{name}" for name in wanted | of_command}

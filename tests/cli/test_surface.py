@@ -21,7 +21,7 @@ from launcher.base.errors import UsageError
 from launcher.cli.commands.run import run
 from launcher.cli.console import streams
 from launcher.cli.console.lines import LineAssembler, ShownOutput
-from launcher.cli.main import cli, main
+from launcher.cli.main import COMMANDS, cli, main
 from launcher.cli.options.command import Option
 
 # Every spelling that works. The first one of two dashes is shown; `_` stands for `-` in all of them.
@@ -56,7 +56,7 @@ SURFACE = {
     "force_multi": ("--force-multi",),
     "log_dir": ("--log-dir",),
     "grace_s": ("--grace",),
-    "lease_s": ("--lease",),
+    "lease_s": ("--heartbeat-timeout", "--lease"),
     "max_restarts": ("--max-restarts",),
     "min_nodes": ("--min-nodes",),
     "resume": ("--resume",),
@@ -87,7 +87,6 @@ ALSO = {
     "run_id": ("--rdzv-id",),
     "master_addr": ("--main-process-ip",),
     "master_port": ("--main-process-port",),
-    "lease_s": ("--heartbeat-timeout",),
     "verbose": ("--debug",),
     "num_gpus": ("--num-accelerators", "--nproc-per-node"),
     "log_dir": ("--enable-each-rank-log",),
@@ -243,9 +242,13 @@ def test_what_a_file_says_does_not_reach_the_terminal_raw(tmp_path: Path) -> Non
 
 
 def test_help_shows_one_spelling_and_no_limits_under_headings() -> None:
-    text = CliRunner().invoke(cli, ["--help"]).output
-    for heading in ("Hosts:", "Ranks:", "Environment:", "Failure:", "Output:", "Compatibility:"):
-        assert f"\n{heading}\n" in text
+    text = CliRunner().invoke(cli, ["run", "--help-all"]).output
+    headings = ("Ranks:", "Hosts:", "Failure:", "Output:", "Environment:", "SSH:", "Compatibility:")
+    assert [line for line in text.splitlines() if line in headings] == [*headings]
+    assert CliRunner().invoke(cli, ["--help-all"]).output == text
+    common = CliRunner().invoke(cli, ["run", "--help"]).output
+    assert [line for line in common.splitlines() if line in headings] == [*headings[:-2]]
+    assert "--help-all" in common
     for unwanted in ("--num_gpus", "--nnodes", "--nproc-per-node", "<=", "RANGE", "--shutdown-timeout"):
         assert unwanted not in text
 
@@ -295,11 +298,23 @@ def test_config_check_of_a_file_imports_no_torch() -> None:
 
 
 def test_help_names_every_option_and_example() -> None:
-    text = CliRunner().invoke(cli, ["--help"]).output
+    text = CliRunner().invoke(cli, ["run", "--help-all"]).output
     for spellings in SURFACE.values():
         assert spellings[-1] in text
-    assert "exit codes" in text
-    assert "launch config check" in text
+    for words in ("N|gpu|cpu|auto", "N|MIN:MAX", "auto|never|DIR"):
+        assert words in text
+
+
+def test_launch_alone_shows_commands_and_examples_on_one_screen() -> None:
+    text = CliRunner().invoke(cli, ["--help"]).output
+    lines = text.splitlines()
+    assert len(lines) <= 45
+    assert lines[:2] == ["Usage: launch [OPTIONS] SCRIPT [ARGS]...", "       launch COMMAND [OPTIONS] ..."]
+    places = [text.index(f"\n{heading}:\n") for heading in ("Examples", "Jobs and hosts", "Engine", "Options")]
+    assert places == sorted(places)
+    for needed in (*COMMANDS, "--version", "launch run --help", "exit codes: "):
+        assert needed in text
+    assert CliRunner().invoke(cli, ["--version"]).output.startswith("launch ")
 
 
 def test_a_subcommand_and_a_script_are_told_apart(tmp_path: Path) -> None:
@@ -318,6 +333,7 @@ def test_a_subcommand_and_a_script_are_told_apart(tmp_path: Path) -> None:
         (["--json", "t.py"], "--json goes with --dry-run"),
         (["--num_nodes", "2", "t.py"], "--num-nodes 2 needs a --hostfile"),
         (["missing.py"], "script missing.py does not exist"),
+        (["-F", "nowhere", "t.py"], "nowhere' does not exist"),
         (["--hostfile", "nowhere", "t.py"], "nowhere"),
         ([], "Usage: launch"),
     ],

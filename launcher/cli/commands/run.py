@@ -22,11 +22,13 @@ from launcher.slurm.allocation import in_allocation
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
 
 
-@click.command("run", cls=Command, context_settings={"allow_interspersed_args": False})
+@click.command(
+    "run", cls=Command, details=("SSH", "Compatibility"), context_settings={"allow_interspersed_args": False}
+)
 @run_options
 @click.pass_context
 def run(ctx: click.Context, /, **values: Any) -> None:
-    """Start SCRIPT as ranks on this machine, or on the hosts of a hostfile over SSH.
+    """Run SCRIPT on every rank (GPU) of this machine, of the hosts of a hostfile over SSH, or of a Slurm job.
 
     Everything after SCRIPT goes to the script untouched. The first rank that fails stops all others. SCRIPT may be a
     job file (.yaml) that holds all of it: see docs/launch.md.

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OTHERS = "Options"
-HEADINGS = ("Hosts", "Ranks", "Environment", "Failure", "Output", "Compatibility")  # in this order; others come last
+# In this order, by use; others come last.
+HEADINGS = ("Ranks", "Hosts", "Failure", "Output", "Environment", "SSH", "Compatibility")
+_SHOWS_ALL = "launcher.help_all"  # key of click's `Context.meta`
 
 
 def place_of(heading: str) -> int:
@@ -79,6 +81,25 @@ def declared(options: Sequence[Callable[[Any], Any]]) -> Callable[[_F], _F]:
 class Command(click.Command):
     """A command whose options are listed under their headings, in the order of declaration."""
 
+    def __init__(self, *args: Any, details: Sequence[str] = (), **attributes: Any) -> None:
+        """details: headings that --help leaves out, and --help-all, which there is then, shows."""
+        super().__init__(*args, **attributes)
+        self._details = details
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        params = super().get_params(ctx)
+        return [*params, self._help_all()] if self._details else params
+
+    def _help_all(self) -> click.Option:
+        def show(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+            if value and not ctx.resilient_parsing:
+                ctx.meta[_SHOWS_ALL] = True
+                click.echo(ctx.get_help(), color=ctx.color)
+                ctx.exit()
+
+        text = f"Show the options about {' and '.join(self._details)}, too."
+        return click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=show, help=text)
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete an option in the spelling that was begun: with `_`, or with `-`."""
         is_option = incomplete.startswith("--")
@@ -94,6 +115,7 @@ class Command(click.Command):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
                 rows.setdefault(getattr(parameter, "heading", _OTHERS), []).append(record)
-        for heading in sorted(rows, key=place_of):
+        hidden = () if ctx.meta.get(_SHOWS_ALL) else self._details
+        for heading in sorted(set(rows).difference(hidden), key=place_of):
             with formatter.section(heading):
                 formatter.write_dl(rows[heading])

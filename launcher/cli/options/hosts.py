@@ -29,7 +29,7 @@ def note_debugging(ctx: click.Context, _: click.Parameter, value: Any) -> Any:
     return value
 
 
-_hosts = under("Hosts")
+_hosts, _ssh = under("Hosts"), under("SSH")
 
 # Which hosts.
 HOST_CHOICE = (
@@ -52,34 +52,40 @@ HOST_CHOICE = (
         "--num-nodes",
         also=("--nnodes", "--nnode", "--num-machines"),
         type=Nodes(1, MAX_EXPANSION),
+        metavar="N|MIN:MAX",
         help="Use the first N hosts; MIN:MAX: as many as there are, and restart with at least MIN.",
     ),
 )
 # How they are reached.
 REACHING = (
-    _hosts(
+    _hosts("--setup", default="", metavar="CMD", help="Shell command to run first on each host, this one included."),
+    _hosts("--venv-script", metavar="FILE", help="Shell script to source first on each host, this one included."),
+    _ssh(
         "--ssh",
         type=click.Choice(WAYS),
         default="auto",
-        help="A library, or the system's ssh. Default: as the SSH config needs.",
+        help="SSH client: paramiko (in this process) or openssh (the system's ssh). Default: auto, which is openssh"
+        " where the SSH config needs it.",
     ),
-    _hosts("--ssh-port", type=Whole(1, 65535), help="SSH port. Default: ~/.ssh/config, 22."),
-    _hosts(
+    _ssh("--ssh-port", type=Whole(1, 65535), help="SSH port. Default: that of the SSH config, else 22."),
+    _ssh(
         "-F",
         "--ssh-config",
-        type=click.Path(path_type=Path),
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
         help="SSH config. Default: ~/.ssh/config.",
     ),
-    _hosts("--remote-python", metavar="PATH", help="Python on the hosts. Default: as here."),
-    _hosts("--force-multi", is_flag=True, help="Reach this machine over SSH as well."),
-    _hosts(
+    _ssh(
+        "--remote-python",
+        metavar="PATH",
+        help="Python interpreter on the other hosts. Default: the same path as here.",
+    ),
+    _ssh("--force-multi", is_flag=True, help="Reach this machine over SSH as well."),
+    _ssh(
         "--accept-new-host-keys",
         is_flag=True,
         help="Record the SSH host keys of unknown hosts instead of refusing them.",
     ),
-    _hosts("--setup", default="", metavar="CMD", help="Shell command to run on each host first."),
-    _hosts("--venv-script", metavar="FILE", help="Shell script to source on each host first."),
     under("Output")(
         "-v",
         "--verbose",

@@ -29,7 +29,7 @@ OUTPUT = (
         metavar="SPEC",
         type=streams,
         default="0",
-        help="Streams that the console shows as well, although --redirects names them.",
+        help="Streams to show on the console even if --redirects hides them.",
     ),
     _output(
         "--local-ranks-filter",

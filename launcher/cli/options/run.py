@@ -17,7 +17,7 @@ from launcher.base import env
 from launcher.base.errors import UsageError
 from launcher.base.fields import filled
 from launcher.cli.options.accepted import ACCEPTED, with_endpoint
-from launcher.cli.options.command import HEADINGS, declared, under
+from launcher.cli.options.command import declared, under
 from launcher.cli.options.hosts import HOST_CHOICE, REACHING, ssh_options
 from launcher.cli.options.output import OUTPUT, OutputOptions
 from launcher.cli.options.types import Ranks, Seconds, Whole, core_list, files, resume_from, signal_list
@@ -29,7 +29,8 @@ from launcher.job.request import Request
 from launcher.slurm.allocation import in_allocation
 from launcher.transport.ssh.options import SshOptions
 
-_hosts, _ranks, _environment, _failure, _output, _compatibility = map(under, HEADINGS)
+_ranks, _hosts, _failure, _output = map(under, ("Ranks", "Hosts", "Failure", "Output"))
+_environment, _compatibility = map(under, ("Environment", "Compatibility"))
 _SSH = "pdsh"  # DeepSpeed's name for its way over SSH
 
 _OPTIONS = (
@@ -53,6 +54,7 @@ _OPTIONS = (
         "--num-gpus",
         also=("--num-accelerators", "--nproc-per-node"),
         type=Ranks(1, MAX_SLOTS),
+        metavar="N|gpu|cpu|auto",
         help="Ranks on each host: a number, gpu (all GPUs), cpu (one for each CPU core) or auto. Default: one for each"
         " slot or GPU; without GPUs 1.",
     ),
@@ -106,13 +108,13 @@ _OPTIONS = (
         help=f"Seconds to wait after SIGTERM before SIGKILL. Default: {DEFAULT_GRACE_S:g}.",
     ),
     _failure(
+        "--heartbeat-timeout",
         "--lease",
         "lease_s",
-        also=("--heartbeat-timeout",),
         type=Seconds(2),
         metavar="S",
         default=DEFAULT_LEASE_S,
-        help=f"Heartbeat timeout of remote hosts, in seconds. Default: {DEFAULT_LEASE_S:g}.",
+        help=f"Seconds without a heartbeat of another host before it is lost. Default: {DEFAULT_LEASE_S:g}.",
     ),
     _failure(
         "--max-restarts",
@@ -128,7 +130,7 @@ _OPTIONS = (
     _failure(
         "--resume",
         type=resume_from,
-        metavar="DIR",
+        metavar="auto|never|DIR",
         help="Resume from the newest checkpoint in DIR; auto: in checkpoint.folder of the config; never: do not."
         " Default: auto, at restarts only.",
     ),
@@ -145,7 +147,7 @@ _OPTIONS = (
         type=signal_list,
         default="SIGINT,SIGTERM,SIGHUP",
         metavar="LIST",
-        help="Signals that stop the job in order. Default: SIGINT,SIGTERM,SIGHUP.",
+        help="Signals that shut the job down gracefully. Default: SIGINT,SIGTERM,SIGHUP.",
     ),
     _output(
         "--log-dir",
@@ -160,7 +162,7 @@ _OPTIONS = (
     _compatibility(
         "--engine",
         type=click.Choice(ENGINES),
-        metavar="NAME",
+        metavar="|".join(ENGINES),
         envvar=env.ENGINE.name,
         default=AUTO_ENGINE,
         help="What `import deepspeed` finds. auto: DeepSpeed if it is installed, else the built-in engine; builtin:"
@@ -175,7 +177,7 @@ _OPTIONS = (
     _compatibility(
         "--launcher",
         metavar=_SSH,
-        help="SSH, the default with a hostfile; for old scripts and accelerate.",
+        help="Accepted for scripts of DeepSpeed and accelerate; hosts of a hostfile are always reached over SSH.",
     ),
     _compatibility(
         "--save-pid",
