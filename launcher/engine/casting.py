@@ -163,7 +163,7 @@ def set_tf32(allowed: bool | None) -> None:
     cudnn = torch.backends.cudnn
     cudnn.allow_tf32 = allowed
     for operation in (torch.backends.cuda.matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
-        if hasattr(operation, "fp32_precision"):
+        if operation is not None and hasattr(operation, "fp32_precision"):
             operation.fp32_precision = "tf32" if allowed else "ieee"
 
 

@@ -107,7 +107,7 @@ class PipelineEngine(Engine):
         One with `state_dict()` and `load_state_dict()` is saved with the engine, and continues where a checkpoint that
         was loaded before says.
         """
-        self.training_dataloader, self._iterator = loader, None  # type: ignore[assignment]  # any loader will do
+        self.training_dataloader, self._iterator = loader, None
         position, self._position = self._position, None
         self.continue_data(position)
 
