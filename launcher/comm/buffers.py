@@ -31,13 +31,13 @@ from launcher.comm.streams import NoStreams, Side, StreamEvent, Streams
 
 # Moves memory from one storage to another, so that tensors (and what autograd saved of them) keep their storage while
 # its memory comes and goes. torch has it since 2.12; before, and on GPUs, the allocator's own cache is used.
-CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 _LARGE_NUMEL = 2**18  # a freed tensor of this size is worth giving back to the system
 
 
 def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # private: see `CAN_SWAP`
+    one._swap_data_ptr_(other)  # type: ignore[attr-defined]  # private: see `_CAN_SWAP`
 
 
 class BufferPool:
@@ -59,7 +59,7 @@ class BufferPool:
         self._owners: dict[int, Side | None] = {}  # storage -> the stream it was lent memory on
         self._held: defaultdict[Side | None, list[tuple[torch.UntypedStorage, StreamEvent]]] = defaultdict(list)
         self._allocate = allocate
-        self._pools = device.type == "cpu" and CAN_SWAP
+        self.is_pooled = device.type == "cpu" and _CAN_SWAP  # else `allocate` is not used
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)  # bytes -> memory to lend
         self._free_bytes = 0
         self.lent_bytes = 0
@@ -72,10 +72,10 @@ class BufferPool:
             self._owners[storage._cdata] = self._streams.current()
         self.lent_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
-        if self._pools and self._free[num_bytes]:
+        if self.is_pooled and self._free[num_bytes]:
             _swap(storage, self._free[num_bytes].pop())
             self._free_bytes -= num_bytes
-        elif self._pools and self._allocate is not None:
+        elif self.is_pooled and self._allocate is not None:
             self._trim()
             _swap(storage, self._allocate(num_bytes))
         else:
@@ -97,7 +97,7 @@ class BufferPool:
     def _empty(self, storage: torch.UntypedStorage) -> None:
         num_bytes = storage.nbytes()
         self.lent_bytes -= num_bytes
-        if not self._pools:
+        if not self.is_pooled:
             storage.resize_(0)
             return
         kept = torch.UntypedStorage(0, device=self.device)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from launcher.base.errors import EngineError
 from launcher.base.units import format_bytes
-from launcher.comm import buffers
 from launcher.comm.device import local_device
 from launcher.comm.groups import RankGroup
 from launcher.config.auto import AutoFacts, resolve_auto
@@ -61,12 +60,13 @@ class Disks:
     @property
     def notices(self) -> list[str]:
         """What a user of this host should know about the folders, each thing once."""
-        stores = [disk.store for disk in (self.optimizer, self.params) if disk is not None]
+        disks = [disk for disk in (self.optimizer, self.params) if disk is not None]
+        stores = [disk.store for disk in disks]
         sizes: dict[str, int] = {}
         for store in stores:
             sizes[store.folder] = sizes.get(store.folder, 0) + store.size_bytes
         said = [f"{folder}: {format_bytes(size)} reserved for this rank" for folder, size in sizes.items()]
-        if stores and not buffers.CAN_SWAP:
+        if not all(disk.memory.is_pooled for disk in disks):
             said.append(
                 f"torch {torch.__version__} cannot move memory between tensors, as 2.12 can: what is read and written"
                 " is copied through aligned blocks and not page-locked, which takes several times as long"

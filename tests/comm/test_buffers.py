@@ -17,7 +17,7 @@ HAS_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BufferPool:
     if request.param == "swaps" and not HAS_SWAP:
         pytest.skip("torch has no swap of storages before 2.12")
-    monkeypatch.setattr(buffers, "CAN_SWAP", request.param == "swaps")
+    monkeypatch.setattr(buffers, "_CAN_SWAP", request.param == "swaps")
     return BufferPool(torch.device("cpu"))
 
 
@@ -61,7 +61,7 @@ def test_memory_is_used_again_where_it_can_be() -> None:
 def _train_at_stage_3(rank: int, world_size: int, can_swap: bool) -> list[torch.Tensor]:
     import launcher
 
-    before, buffers.CAN_SWAP = buffers.CAN_SWAP, can_swap
+    before, buffers._CAN_SWAP = buffers._CAN_SWAP, can_swap
     try:
         config = {
             "train_micro_batch_size_per_gpu": zoo.SAMPLES // world_size,
@@ -75,7 +75,7 @@ def _train_at_stage_3(rank: int, world_size: int, can_swap: bool) -> list[torch.
             engine.step()
         return list(engine.state_dict().values())
     finally:
-        buffers.CAN_SWAP = before
+        buffers._CAN_SWAP = before
 
 
 @pytest.mark.skipif(not HAS_SWAP, reason="torch has no swap of storages before 2.12")

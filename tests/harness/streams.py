@@ -356,7 +356,7 @@ def _pool_for(model: StreamModel) -> type[BufferPool]:
     class Pool(BufferPool):
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
-            self._pools = False  # as on a GPU
+            self.is_pooled = False  # as on a GPU
 
         def lend(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
             super().lend(storage, num_bytes)
