@@ -52,7 +52,7 @@ from launcher.engine.stages import divide_into_stages
 from launcher.engine.tiling import tile_to_fit
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
-from launcher.optim.api import UnitOptimizer
+from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
 from launcher.optim.factory import (
     OptimizerBackend,
     OptimizerPlan,
@@ -359,6 +359,7 @@ def _shard(
         needs_kernel,
     )
     flat_optimizer = plan.build(shards, backend)
+    flat_optimizer.steps_behind_host = _steps_behind_host(flat_optimizer, policy, scale_rules, mesh)
     if isinstance(flat_optimizer, UnitOptimizer):
         for unit in units:
             unit.reserve_states(flat_optimizer)
@@ -371,6 +372,23 @@ def _shard(
         delayed = DelayedUpdate(units, flat_optimizer, policy, group)
     optimizer = ZeroOptimizer(flat_optimizer, plan, scaler, units)
     return ShardedModel(model, units, reducer, schedule, hooks, optimizer, delayed)
+
+
+def _steps_behind_host(
+    optimizer: FlatOptimizer, policy: ZeroPolicy, scale_rules: LossScaleRules | None, mesh: ParallelMesh
+) -> bool:
+    """Decide whether the host queues steps without knowing their norm, alike on every rank. Collective.
+
+    A loss scale follows every norm, and an optimizer in host memory is the host's to step.
+    """
+    if (
+        not mesh.world.runtime.runs_behind_host
+        or policy.offload.optimizer is not Place.DEVICE
+        or scale_rules is not None
+    ):
+        return False
+    can = isinstance(optimizer, DeviceScaled) and optimizer.takes_device_scale
+    return all(collectives.gather_scalars(mesh.world, float(can)))
 
 
 def _optimizer_plan(

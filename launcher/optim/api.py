@@ -71,6 +71,9 @@ class FlatOptimizer(ABC):
 
     # A step writes `ParamShard.param` too; else whoever reads it copies the master.
     writes_params: ClassVar[bool] = False
+    # Steps are queued on the device before the host knows their scale. Set once, alike on every rank, where the engine
+    # is built: what this rank owns must not decide which collectives of a step it takes part in.
+    steps_behind_host = False
 
     def __init__(self, name: str, shards: Sequence[ParamShard], param_groups: list[dict[str, Any]]) -> None:
         """name: of the class whose steps are taken. param_groups: live, what is written there holds from then on."""
@@ -188,7 +191,7 @@ class DeviceScaled(Protocol):
 
     @property
     def takes_device_scale(self) -> bool:
-        """Whether it can now; alike on every rank."""
+        """Whether it can with what this rank owns; see `FlatOptimizer.steps_behind_host` for what is done."""
         ...
 
     def step(self, grad_scale: GradScale = 1.0, unused: Collection[str] = ()) -> None:

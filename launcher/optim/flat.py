@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.base.errors import EngineError
 from launcher.kernels.api import DeviceScale, GradScale
 from launcher.optim.api import FlatOptimizer, ParamShard, is_same_memory
 from launcher.optim.catalog import kernel_of, ready_fused_sgd
@@ -73,6 +74,11 @@ class TorchFlat(FlatOptimizer):
             param.grad = shard.grad.view(param.shape)
         check_torch_steps(type(self._inner), self.param_groups)
         self._copy_options(self.param_groups, self._inner.param_groups)
+        if "grad_scale" in self._inner.__dict__ and not self.takes_device_scale:
+            raise EngineError(
+                f"fused {self.name} was asked for another kernel after initialize()",
+                hint='set "fused" or "foreach" in the optimizer\'s groups before initialize()',
+            )
         if type(self._inner) is torch.optim.SGD:
             ready_fused_sgd(self._inner)
         type(self._inner).step(self._inner)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives, pending
@@ -61,6 +62,9 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
 def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> _StepFacts:
     """Wait for the sums of all gradients, late ones included, and return what all ranks know of them. Collective."""
     reducer.complete()
+    if mesh.data.runtime.runs_behind_host and (gradients or mesh.model is not None):
+        # Before the host waits for its device: behind collectives that do not fit each other nothing ever arrives.
+        _share_facts_of_hosts(gradients, reducer, mesh)
     mesh.data.copier.synchronize()  # gradients in host memory are read from here on
     facts = _exchange_facts(gradients, reducer, mesh)
     if facts.num_late == 0:
@@ -70,17 +74,19 @@ def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh
     return _exchange_facts(gradients, reducer, mesh)
 
 
-def _complete_sums_behind_host(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> bool:
-    """Queue the sums of all gradients, late ones included; return whether a rank has parameters without a gradient.
+def _share_facts_of_hosts(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> bool:
+    """Queue the sums of late gradients; return whether a rank of the model has parameters without a gradient.
 
     Collective; the host does not wait for the device. Raises: EngineError as `_exchange_facts` does.
     """
-    reducer.complete()
     is_any_unused = any(not used for own in gradients for used in own.used)
     digests = reducer.order.digests
     facts = [int(is_any_unused), int(reducer.num_late > 0), *digests, *(-digest for digest in digests)]
     is_unused, is_late, *both = largest_of_hosts(mesh.data, facts)
-    if any(most != -least for most, least in zip(both[: len(digests)], both[len(digests) :], strict=True)):
+    parts = any(most != -least for most, least in zip(both[: len(digests)], both[len(digests) :], strict=True))
+    if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
+        is_unused, parts = on_any_rank(mesh.model, [bool(is_unused), parts])
+    if parts:
         raise reducer.order.difference(mesh.data)
     if is_late:
         reducer.reduce_late()
@@ -91,6 +97,8 @@ def _unused_anywhere(units: list[FlatUnit], group: RankGroup) -> list[str]:
     """Return the names of parameters that had no gradient on any rank. units: trained ones. Collective."""
     names = [name for unit in units for name in unit.layout.names]
     flags = [used for unit in units if unit.grads is not None for used in unit.grads.used]
+    if not names:  # on no rank of the group
+        return []
     are_used = on_any_rank(group, flags)
     return [name for name, is_used in zip(names, are_used, strict=True) if not is_used]
 
@@ -125,9 +133,10 @@ def step_units(
         unit.take_edits()
     # The same on all ranks that have one model together: a stage of a pipeline may have frozen parameters only.
     has_gradients = bool(gradients) or mesh.model is not None
-    is_behind = mesh.data.runtime.runs_behind_host and policy.offload.optimizer is Place.DEVICE and has_gradients
-    if is_behind and loss_scale is None and isinstance(optimizer, DeviceScaled) and optimizer.takes_device_scale:
-        is_any_unused = _complete_sums_behind_host(gradients, reducer, mesh)
+    if optimizer.steps_behind_host and has_gradients:
+        assert isinstance(optimizer, DeviceScaled), "decided when the engine was built"
+        reducer.complete()
+        is_any_unused = _share_facts_of_hosts(gradients, reducer, mesh)
         check(trained)
         outcome = _step_behind_host(trained, gradients, optimizer, policy, mesh, is_any_unused=is_any_unused)
     else:
@@ -150,7 +159,7 @@ def _step_behind_host(
     is_any_unused: bool,
 ) -> StepOutcome:
     """Queue a step whose norm, factor of clipping and skip flag only the device knows."""
-    unused = _unused(trained, policy, mesh.data) if is_any_unused else []
+    unused = _unused(trained, policy, mesh) if is_any_unused else []
     rows = collectives.gather_rows(mesh.data, sum_of_squares(gradients, mesh.data))
     square = rows.sum(dim=0) / mesh.num_copies
     if mesh.model is not None:
@@ -173,7 +182,7 @@ def _step_with_host(
 ) -> StepOutcome:
     """Take a step that the host decides: it knows the norm first."""
     norm = facts.norm / loss_scale
-    unused = _unused(trained, policy, mesh.data) if facts.num_unused else []
+    unused = _unused(trained, policy, mesh) if facts.num_unused else []
     if delayed is not None:
         delayed.write_back()
     if math.isfinite(norm) or not policy.skips_overflow:
@@ -185,10 +194,16 @@ def _step_with_host(
     return StepOutcome(norm, skips_overflow=policy.skips_overflow)
 
 
-def _unused(trained: list[FlatUnit], policy: ZeroPolicy, group: RankGroup) -> list[str]:
-    """Return the parameters without a gradient on any rank. Collective. Raises: EngineError unless they may be."""
-    unused = _unused_anywhere(trained, group)
-    if unused and not policy.accepts_unused:
+def _unused(trained: list[FlatUnit], policy: ZeroPolicy, mesh: ParallelMesh) -> list[str]:
+    """Return the parameters without a gradient on any rank. Every rank of the model must call it.
+
+    Raises: EngineError on all of them unless there may be such parameters.
+    """
+    unused = _unused_anywhere(trained, mesh.data)
+    is_refused = bool(unused) and not policy.accepts_unused
+    if mesh.model is not None and not policy.accepts_unused:
+        [is_refused] = on_any_rank(mesh.model, [is_refused])
+    if is_refused:
         raise _unused_error(unused)
     return unused
 
@@ -233,9 +248,10 @@ def _write_back(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy) ->
 
 
 def _unused_error(names: list[str]) -> EngineError:
+    """names: of this rank's part of the model; none where another part has them."""
     shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
     return EngineError(
-        f"no rank computed a gradient of {shown}",
+        f"no rank computed a gradient of {shown or 'some parameters of another part of the model'}",
         hint='freeze them with requires_grad_(False), or accept them: "ignore_unused_parameters": true',
     )
 
@@ -246,17 +262,18 @@ def first_bad_gradient(units: list[FlatUnit], group: RankGroup) -> str | None:
     Every rank must call it, after `step_units` has skipped a step: the gradients still stand where they were.
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
-    names = [name for unit, _ in trained for name in unit.layout.names]
-    found, num_before = len(names), 0
+    first, num_before = (math.inf, ""), 0.0
     for unit, own in trained:
         if own.swap is not None:
             own.swap.bring_in()
         for slot, shared in unit.layout.slots_in(unit.owned):
             grad = own.owned_grad[shared.start - unit.owned.start : shared.stop - unit.owned.start]
-            if found == len(names) and not torch.isfinite(grad).all():
-                found = num_before + slot.index
+            if not first[1] and not torch.isfinite(grad).all():
+                first = (num_before + slot.index, slot.name)
         if own.swap is not None:
             own.swap.drop()
         num_before += len(unit.layout.names)
-    first = min(collectives.gather_scalars(group, float(found)))
-    return names[int(first)] if first < len(names) else None
+    everywhere = [first] * group.world_size
+    if group.process_group is not None:  # with its name: ranks have other experts at one place
+        dist.all_gather_object(everywhere, first, group=group.process_group)
+    return min(everywhere)[1] or None

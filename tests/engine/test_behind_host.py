@@ -19,7 +19,7 @@ from harness.logs import logged
 from harness.parity import Case, Trajectory, make_model, micro_batches, train_engine, weight_distance
 from harness.ranks import run_on_ranks
 from harness.zoo import batches, build
-from torch import nn
+from torch import Tensor, nn
 
 import launcher
 from launcher.base.errors import EngineError
@@ -29,6 +29,7 @@ from launcher.kernels import triton_kernels
 from launcher.kernels.api import Kernel
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.triton_kernels import TritonKernel
+from launcher.zero import step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_LAYERS = 20  # more units than the kernels for GPUs keep tables
@@ -265,7 +266,9 @@ def test_all_units_are_measured_and_updated_in_one_launch_each(stage: int) -> No
 # ---- stages of a pipeline ----
 
 
-def _pipeline(rank: int, world_size: int, is_behind: bool, optimizer: str) -> tuple[list[float], list[float], int]:
+def _pipeline(
+    rank: int, world_size: int, is_behind: bool, optimizer: str, has_kernel: bool
+) -> tuple[list[float], list[float], int]:
     """Train stages of which the first has frozen parameters only; return losses, norms and the groups of transfers."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8) for _ in range(2 * world_size)]
@@ -281,7 +284,7 @@ def _pipeline(rank: int, world_size: int, is_behind: bool, optimizer: str) -> tu
         "pipeline": {"stages": world_size, "virtual_stages": 2, "schedule": "interleaved_1f1b"},
     }
     losses, norms = [], []
-    with runs_behind_host() if is_behind else contextlib.nullcontext():
+    with runs_behind_host("the host's own" if has_kernel else None) if is_behind else contextlib.nullcontext():
         engine: Any = launcher.initialize(model=model, config=config)[0]
         for step in range(4):
             data = [torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + i)) for i in range(20)]
@@ -290,15 +293,122 @@ def _pipeline(rank: int, world_size: int, is_behind: bool, optimizer: str) -> tu
         return losses, norms, len(engine._runtime._links._links)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize(("optimizer", "has_kernel"), [("AdamW", True), ("SGD", True), ("SGD", False)])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_pipeline_with_a_frozen_stage(world_size: int, optimizer: str) -> None:
-    found, expected = (run_on_ranks(world_size, _pipeline, is_behind, optimizer) for is_behind in (True, False))
+def test_a_pipeline_with_a_frozen_stage(world_size: int, optimizer: str, has_kernel: bool) -> None:
+    found, expected = (
+        run_on_ranks(world_size, _pipeline, is_behind, optimizer, has_kernel) for is_behind in (True, False)
+    )
     assert [each[2] for each in found] == [3 if world_size == 3 else 1] * world_size
     for (losses, norms, _), (true_losses, true_norms, _) in zip(found, expected, strict=True):
         assert losses == pytest.approx(true_losses, rel=1e-6)
         assert norms == pytest.approx(true_norms, rel=1e-6)
     assert len({*expected[0][1]}) == 4, "the norms of four steps"
+
+
+class _HasUnused(nn.Linear):
+    def __init__(self, has_unused: bool) -> None:
+        super().__init__(8, 8)
+        self.unused = nn.Parameter(torch.zeros(3)) if has_unused else None
+
+
+def _unused_in_one_stage(rank: int, world_size: int, is_behind: bool) -> str:
+    model = launcher.PipelineModule(
+        layers=[_HasUnused(index == 3) for index in range(4)],
+        loss_fn=nn.functional.mse_loss,
+        partition_method="uniform",
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "steps_per_print": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 0, "ignore_unused_parameters": False},
+        "pipeline": {"stages": world_size},
+    }
+    with runs_behind_host() if is_behind else contextlib.nullcontext():
+        engine: Any = launcher.initialize(model=model, config=config)[0]
+        with pytest.raises(EngineError) as error:
+            engine.train_batch(iter([(torch.ones(2, 8), torch.zeros(2, 8))] * 2))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_unused_parameters_of_one_stage_are_refused_on_all_stages(is_behind: bool) -> None:
+    other, own = run_on_ranks(2, _unused_in_one_stage, is_behind)
+    assert "no rank computed a gradient of some parameters of another part of the model" in other
+    assert "no rank computed a gradient of 3.unused" in own
+
+
+# ---- what a rank owns does not decide what it takes part in ----
+
+
+def _owns_nothing(rank: int, world_size: int) -> tuple[int, Tensor]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)  # no kernel of it reads the scale
+    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 0, "zero_optimization": {"stage": 1}}
+    with runs_behind_host(None):
+        engine = launcher.initialize(model=model, optimizer=optimizer, config=config)[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 1)).sum())
+            engine.step()
+        shards = engine.optimizer.optimizer.shards
+        return sum(len(shard.owned) for shard in shards), engine.state_dict()["weight"].clone()
+
+
+def test_a_rank_without_elements_takes_the_path_of_the_others() -> None:
+    (num_first, first), (num_second, second) = run_on_ranks(2, _owns_nothing)
+    assert sorted((num_first, num_second)) == [0, 1]
+    assert torch.equal(first, second)
+    assert first[0, 0] < 0.9
+
+
+class _OtherWay(nn.Module):
+    """Rank 1 runs two blocks of one size the other way round: no backend notices."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.blocks, self.order = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), (0, 2, 1) if rank else (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x.to(self.blocks[index].weight.dtype))
+        return x.sum()
+
+
+def _parts(rank: int, world_size: int, more: dict[str, Any]) -> str:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})},
+        "optimizer": {"type": "AdamW", "params": {}},
+        **more,
+    }
+    with runs_behind_host():
+        engine = launcher.initialize(model=_OtherWay(rank), config=config)[0]
+        engine.backward(engine(torch.ones(1, 8)))
+        with (
+            mock.patch.object(step, "_exchange_facts", side_effect=AssertionError("the host waits for the device")),
+            pytest.raises(EngineError) as error,
+        ):
+            engine.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"fp16": {"enabled": True}},
+        {"zero": {"offload_optimizer": {"device": "cpu"}}},
+        {"optimizer": {"type": "Lamb", "params": {}}},
+    ],
+    ids=["fp32", "fp16", "offload", "LAMB"],
+)
+def test_hosts_know_that_ranks_parted_before_they_wait_for_the_device(more: dict[str, Any]) -> None:
+    for text in run_on_ranks(2, _parts, more):
+        assert "ranks took different paths through the model since the last step: the gather of blocks.1" in text
 
 
 # ---- what hosts tell each other ----

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import launcher
+from launcher.zero.step import first_bad_gradient
 
 
 def _engine(kind: str, ep_size: int, stage: int, **others: Any) -> Any:
@@ -135,6 +136,23 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero() -> None:
     assert norm == 0
     assert moved < 1e-6  # weight decay acts on it
     assert other_norm > 0
+
+
+def _bad_gradient(rank: int, world_size: int) -> str | None:
+    engine = _engine("listed", 2, 2)
+    engine.backward(mixtures.loss_of(engine, mixtures.batch("listed", 0, rank)))
+    for name, param in engine.module.named_parameters():
+        if name.startswith("layers.1.mlp.experts.3."):
+            launcher.zero.safe_set_full_grad(param, torch.full_like(param, torch.inf))
+    found = first_bad_gradient(engine._sharded.units, engine._parts.mesh.data)
+    engine.destroy()
+    return found
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_the_rank_that_has_the_expert() -> None:
+    for name in run_on_ranks(2, _bad_gradient):
+        assert name is not None
+        assert name.startswith("layers.1.mlp.experts.3.")
 
 
 def _evaluated(rank: int, world_size: int, kind: str) -> tuple[Tensor, Tensor]:
