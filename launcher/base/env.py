@@ -91,6 +91,11 @@ CPU_KERNEL = EnvVar(
     "C++ optimizer kernels: `AVX-512`, `AVX2`, `SSE2`, `NEON`, or `off`; default the best of this CPU",
     "read",
 )
+REDUCE_GROUP = EnvVar(
+    "LAUNCH_REDUCE_GROUP",
+    "communicator of gradient reductions: `own`, or `shared` with gathers; default shared on NCCL, own on gloo",
+    "read",
+)
 # Set by Slurm; see slurm/environment.py for their forms.
 SLURM_JOB_ID = EnvVar("SLURM_JOB_ID", "set by Slurm: number of the job", "read")
 SLURM_JOB_NODELIST = EnvVar("SLURM_JOB_NODELIST", "set by Slurm: nodes of the job, compressed", "read")

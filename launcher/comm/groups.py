@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.base import env
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineError, UsageError
 from launcher.base.scheduler_rank import scheduler_rank
 from launcher.comm.buffers import BufferPool
 from launcher.comm.communicator import Alone, Communicator
@@ -224,13 +224,35 @@ def world_group(*, has_reductions: bool = False, runtime: DeviceRuntime | None =
 
 
 def with_reductions(world: RankGroup) -> RankGroup:
-    """Return all ranks with a communicator of its own for reductions, and one for hosts. Every rank must call it."""
+    """Return all ranks with what carries their reductions, and what their hosts exchange. Every rank must call it.
+
+    See `has_own_reductions`.
+    """
     group, runtime = world.process_group, world.runtime
     if group is None:
         return world
-    own = _group_of_reductions(group, runtime.device)
+    own = _group_of_reductions(group, runtime.device) if has_own_reductions(runtime.device) else None
     hosts = _group_of_hosts(group, runtime.device) if runtime.runs_behind_host else None
     return RankGroup(world.rank, world.world_size, group, runtime, own, hosts)
+
+
+_OWN, _SHARED = "own", "shared"
+
+
+def has_own_reductions(device: torch.device) -> bool:
+    """Return whether reductions have a process group of their own beside that of gathers. Raises: UsageError.
+
+    [Note: one communicator on NCCL] Two communicators at work on one GPU are safe only while the kernels of both fit on
+    it at once and nothing synchronizes the device in between, as a `cudaFree` under memory pressure does (NCCL's user
+    guide, "Using multiple NCCL communicators concurrently"). So gathers and reductions have one there, and one order on
+    every rank: see `CollectiveOrder`. On gloo messages of both travel side by side.
+    """
+    wanted = os.environ.get(env.REDUCE_GROUP.name)
+    if wanted not in (None, _OWN, _SHARED):
+        raise UsageError(f"{wanted!r} is neither {_OWN} nor {_SHARED}", where=env.REDUCE_GROUP.name)
+    world = dist.group.WORLD
+    is_gloo = world is not None and backend_name(world, device) == "gloo"
+    return wanted == _OWN or (wanted is None and is_gloo)
 
 
 def is_first_rank() -> bool:

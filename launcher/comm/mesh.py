@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launcher.base.errors import EngineError
 from launcher.comm.device import local_device
-from launcher.comm.groups import RankGroup, agree_on_group, timeout_of, with_reductions
+from launcher.comm.groups import RankGroup, agree_on_group, has_own_reductions, timeout_of, with_reductions
 from launcher.comm.hosts import node_names
 from launcher.sharding.mesh import AXES, MeshSizes
 from launcher.sharding.pipeline import num_links
@@ -205,10 +205,11 @@ def _group_of(
 ) -> RankGroup:
     """Return the group of this rank among groups of so many ranks, with all communicators that it is going to need.
 
-    has_reductions: see `with_reductions`. has_hosts: what hosts know of a step travels in it where devices run behind.
+    has_reductions: see `has_own_reductions`. has_hosts: its hosts exchange facts of a step where devices run behind.
     """
     hosts = subgroup(ranks, f"hosts of {purpose}", "gloo") if has_hosts and world.runtime.runs_behind_host else None
-    reductions = subgroup(ranks, f"reductions of {purpose}") if has_reductions else None
+    has_own = has_reductions and has_own_reductions(world.device)
+    reductions = subgroup(ranks, f"reductions of {purpose}") if has_own else None
     return world.of_ranks(subgroup(ranks, purpose), reductions, hosts)
 
 
@@ -239,15 +240,18 @@ def subgroup(ranks: list[list[int]], purpose: str, backend: str | None = None) -
 
 
 @functools.cache
-def _rows(world: dist.ProcessGroup, device_type: str, row_size: int) -> tuple[DeviceMesh, dist.ProcessGroup]:
-    """Return all ranks as rows of neighbours, and a further process group of this rank's row.
+def _rows(world: dist.ProcessGroup, device_type: str, row_size: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """Return all ranks as rows of neighbours, and the process group for reductions of this rank's row, if it has one.
 
     Once a process: process groups cannot be freed one by one.
     """
     num_rows = world.size() // row_size
     agree_on_group("rows", [[row_size] * num_rows])
     mesh = init_device_mesh(device_type, (num_rows, row_size), mesh_dim_names=("across", "within"))
-    second, _ = dist.new_subgroups(row_size, group_desc="reductions")
+    second = None
+    if has_own_reductions(local_device()):
+        agree_on_group("reductions of rows", [[row_size] * num_rows])
+        second, _ = dist.new_subgroups(row_size, group_desc="reductions of rows")
     return mesh, second
 
 

@@ -333,7 +333,8 @@ def _shard(
     group = mesh.shard
     units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, mesh, disks)
     _place_others(model, policy.precision, mesh)
-    order = CollectiveOrder([unit.label for unit in units])
+    shares_group = mesh.data.reductions.process_group is mesh.data.process_group
+    order = CollectiveOrder([unit.label for unit in units], shares_group=shares_group)
     reducer = GradientReducer(units, policy, mesh.data, order)
     schedule = ParameterSchedule(units, policy.parameters, order, mesh.data)
     hooks = install_hooks(model, units, reducer, schedule)

@@ -55,16 +55,19 @@ _Order = tuple[int, list[int]]
 class CollectiveOrder:
     """What was issued since the last step: the units, by index, of each kind of collective.
 
-    The kinds have communicators of their own: only the order within each of them matters.
+    Where the kinds have communicators of their own, only the order within each of them matters. Where they share one,
+    so does the order among them.
     """
 
-    def __init__(self, unit_names: Sequence[str]) -> None:
-        """unit_names: for errors, by index."""
+    def __init__(self, unit_names: Sequence[str], *, shares_group: bool = False) -> None:
+        """unit_names: for errors, by index. shares_group: gathers and reductions have one communicator."""
         self._unit_names = unit_names
         self.issued: dict[Collective, list[int]] = {kind: [] for kind in Collective}
         self._num_forgotten = dict.fromkeys(Collective, 0)  # that were issued before those in `issued`
         self.is_evaluation = False  # the pass under way is a forward without gradients
         self._digests = dict.fromkeys(Collective, 0)
+        self._shares_group = shares_group
+        self._digest_of_kinds = 0  # of the order among them
         self._num_steps = 0
         self.number = next(_ORDER_NUMBERS)
         self._num_rendezvous = 0
@@ -72,8 +75,8 @@ class CollectiveOrder:
 
     @property
     def digests(self) -> list[int]:
-        """32 bits for each kind."""
-        return list(self._digests.values())
+        """32 bits for each kind, and for the order among them."""
+        return [*self._digests.values(), self._digest_of_kinds]
 
     def note(self, kind: Collective, unit: int) -> None:
         """Note that a collective is issued next."""
@@ -84,6 +87,8 @@ class CollectiveOrder:
             del issued[: _MAX_ISSUED // 2]
             self._num_forgotten[kind] += _MAX_ISSUED // 2
         self._digests[kind] = zlib.crc32(unit.to_bytes(8, "little"), self._digests[kind])
+        if self._shares_group:
+            self._digest_of_kinds = zlib.crc32(bytes([kind]), self._digest_of_kinds)
 
     def begin_step(self) -> None:
         """Forget the order so far: all ranks had the same."""
@@ -92,6 +97,7 @@ class CollectiveOrder:
             self.issued[kind].clear()
             self._num_forgotten[kind] = 0
             self._digests[kind] = 0
+        self._digest_of_kinds = 0
 
     def rendezvous(self, group: RankGroup, ended: str) -> None:
         """Wait until all ranks are about to continue after an exception that ended the same pass at the same place.

@@ -13,8 +13,8 @@ from harness.behind import runs_behind_host
 from harness.forked import run_ranks
 from harness.ranks import RankPool, run_on_ranks
 
-from launcher.base.errors import EngineError
-from launcher.comm.groups import agree_on_group, world_group
+from launcher.base.errors import EngineError, UsageError
+from launcher.comm.groups import agree_on_group, has_own_reductions, world_group
 from launcher.comm.hosts import largest_of_hosts
 from launcher.comm.mesh import build_mesh, subgroup
 from launcher.sharding.mesh import MeshSizes
@@ -94,6 +94,32 @@ def _exchange(rank: int, world_size: int) -> list[list[int]]:
 
 def test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one() -> None:
     assert run_on_ranks(2, _exchange) == [[[1], [2], [3]]] * 2
+
+
+def _reductions(rank: int, world_size: int) -> list[bool]:
+    """Return whether reductions have a group of their own: by default, on NCCL, and as the variable says."""
+    found = []
+    for backend, wanted in (("gloo", None), ("nccl", None), ("nccl", "own"), ("gloo", "shared")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("launcher.comm.groups.backend_name", lambda *_, backend=backend: backend)
+            patch.delenv("LAUNCH_REDUCE_GROUP", raising=False)
+            if wanted is not None:
+                patch.setenv("LAUNCH_REDUCE_GROUP", wanted)
+            groups = world_group(has_reductions=True), build_mesh(world_group(), MeshSizes(2, tensor=2)).data
+            own = {group.reductions.process_group is not group.process_group for group in groups if group.process_group}
+            found.append(own.pop())
+            assert not own
+    return found
+
+
+def test_reductions_share_a_communicator_on_nccl_alone() -> None:
+    assert run_on_ranks(4, _reductions) == [[True, False, True, False]] * 4
+
+
+def test_another_word_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAUNCH_REDUCE_GROUP", "both")
+    with pytest.raises(UsageError, match="'both' is neither own nor shared"):
+        has_own_reductions(torch.device("cpu"))
 
 
 def _hosts_of(rank: int, world_size: int, sizes: MeshSizes) -> list[str]:

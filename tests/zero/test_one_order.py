@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.collective import communicators
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from harness.zoo import WIDTH, Plain
@@ -198,6 +199,41 @@ def test_ranks_whose_data_choose(name: str, stage: str, world_size: int) -> None
     for other, other_orders in others:
         assert all(torch.equal(other[key], value) for key, value in weights.items())
         assert other_orders == orders
+
+
+def _train_with_one_group(rank: int, world_size: int, name: str, stage: str) -> tuple[Any, list[Any]]:
+    """Train where gathers and reductions share a communicator, through NCCL's calls: one order, or they meet others."""
+    issued: list[tuple[Collective, int]] = []
+    note = CollectiveOrder.note
+
+    def noted(order: CollectiveOrder, kind: Collective, unit: int) -> None:
+        issued.append((kind, unit))
+        note(order, kind, unit)
+
+    with pytest.MonkeyPatch.context() as patch, communicators("nccl"):
+        patch.setenv("LAUNCH_REDUCE_GROUP", "shared")
+        patch.setattr(CollectiveOrder, "note", noted)
+        weights, _ = train(rank, world_size, name, STAGES[stage], accumulation=2)
+    return weights, issued
+
+
+@pytest.mark.parametrize("stage", ["2, a unit a layer", "3", "3, sharded after each use"])
+@pytest.mark.parametrize("name", ["NoExpert", "RecomputedSomewhere", "KeptGraphs"])
+def test_gathers_and_reductions_of_one_communicator_have_one_order(name: str, stage: str) -> None:
+    expected = train_plain(name, 2)
+    (weights, order), (others, other_order) = run_on_ranks(2, _train_with_one_group, name, stage)
+    assert weight_distance(weights, expected) <= 1e-5
+    assert all(torch.equal(others[key], value) for key, value in weights.items())
+    assert other_order == order
+
+
+def test_the_order_among_the_kinds_counts_where_they_share_a_communicator() -> None:
+    for shares in (True, False):
+        one, other = (CollectiveOrder(["a", "b"], shares_group=shares) for _ in range(2))
+        for order, kinds in ((one, (0, 1)), (other, (1, 0))):
+            for kind in kinds:
+                order.note(Collective(kind), 0)
+        assert (one.digests == other.digests) is not shares
 
 
 def _run_out_of_data(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
