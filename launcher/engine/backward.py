@@ -38,6 +38,7 @@ class BackwardPass:
         self._reducer = reducer
         self._schedule = schedule
         self._watch = watch
+        self.shows_gradients = True  # between backward and step, in `param.grad`
         self._stack = contextlib.ExitStack()
         self._is_open = False
         self._is_broken = False  # an exception ended it: units may still be gathered, or on their way
@@ -98,6 +99,7 @@ class BackwardPass:
         self._is_open = False
         self._schedule.end_backward()
         self._reducer.end_backward()
+        self._reducer.leave(shows=self.shows_gradients)
         self._stack.close()
 
     def _abort(self, error: BaseException | None) -> None:

@@ -315,6 +315,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         if self._is_in_no_sync:
             raise EngineError("engine.step() was called within no_sync()", hint="call it after the block")
         heartbeat()
+        self._sharded.reducer.withdraw()
         boundary = self.is_gradient_accumulation_boundary()
         self._backward_done, self._ended_accumulation = False, boundary
         self.micro_steps += 1
@@ -439,7 +440,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""
         self.global_steps, self.global_samples = state.global_steps, state.global_samples
         self.micro_steps = state.micro_steps
-        self._sharded.reducer.discard()
         self._losses.clear()
         self._begin_sum()
         self._last_step.restart(state.skipped_steps)

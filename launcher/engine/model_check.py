@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from launcher.base.errors import EngineError
-from launcher.base.log import get_logger
 from launcher.base.suggest import did_you_mean
 from launcher.config.schema_zero import LeafModule
 from launcher.zero.parameters import unit_params_of
@@ -80,11 +79,9 @@ class ModelFacts:
     def __init__(self, model: nn.Module) -> None:
         self._dtypes = [(name, param, param.dtype) for name, param in model.named_parameters()]
         self._frozen = [(name, param) for name, param, _ in self._dtypes if not param.requires_grad]
-        self._has_checked_hooks = False
 
     def check(self) -> None:
-        """Raise EngineError for a parameter that was unfrozen, or cast. Warn once of hooks that see no gradient."""
-        self._check_hooks()
+        """Raise EngineError for a parameter that was unfrozen, or cast."""
         for name, param in self._frozen:
             if param.requires_grad:
                 raise EngineError(
@@ -98,19 +95,6 @@ class ModelFacts:
                     f"the parameter {name} became {param.dtype} after initialize(), which made it {dtype}",
                     hint='set "fp16" or "bf16" in the config in place of model.half() or model.to(dtype)',
                 )
-
-    def _check_hooks(self) -> None:
-        if self._has_checked_hooks:
-            return
-        self._has_checked_hooks = True
-        for name, param, _ in self._dtypes:
-            if len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 1 and param.requires_grad:
-                get_logger().warning(
-                    "the post-accumulate-grad hook of %s was registered after initialize(), and sees no gradient: the"
-                    " engine has taken it over; register it before, or use launcher.zero.safe_get_full_grad",
-                    name,
-                )
-                return
 
 
 def _shown(name: str) -> str:

@@ -40,6 +40,7 @@ class PipelineEngine(Engine):
         """plan: of the stages of `model`."""
         super().__init__(model, parts)
         group = parts.mesh.pipeline or parts.mesh.world.alone()
+        self._pass.shows_gradients = False  # a step follows each
         self._pipeline = group
         self._staged = model
         self._plan = plan

@@ -63,6 +63,7 @@ class ShardedModel:
         unwatch_order(self.reducer.order)
         self.schedule.reset()
         self.reducer.wait()
+        self.reducer.withdraw()
         if self.delayed is not None:
             self.delayed.end()
         self._hooks.remove()

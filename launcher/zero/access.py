@@ -155,9 +155,18 @@ def _sum_late_gradients(unit: FlatUnit) -> None:
     """Add gradients that came after the unit's sum was begun, which `engine.step()` would do. Collective."""
     assert unit.grads is not None
     # All ranks decide together: the reduction includes the ranks of other copies of the shards.
-    if any(collectives.gather_scalars(unit.mesh.data, float(unit.grads.has_late))):
+    states = collectives.gather_scalars(unit.mesh.data, float(unit.grads.has_late + 2 * unit.grads.has_written))
+    if max(states) >= 2:
+        raise EngineError(
+            f"param.grad was set, of {unit.label} or another parameter in its unit, before a function that reads or"
+            " writes gradients",
+            hint="call launcher.zero.safe_set_full_grad(param, value) in its place",
+        )
+    if any(states):
         unit.grads.finish_reduction()
         unit.grads.reduce_late()
+        unit.grads.finish()
+        unit.grads.leave(shows=True)
 
 
 def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:

@@ -13,6 +13,8 @@ What reductions write, the computing has read before it starts the next one, for
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,7 @@ from launcher.zero.owned_gradient import OwnedGradient, sum_of_squares
 from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.splits import is_copy
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
+from launcher.zero.tensors import digest
 
 
 class UnitGradients:
@@ -98,7 +101,11 @@ class UnitGradients:
             counted = _counted_ranges(params, layout, own, counts_whole=counts_whole)
         self._counted = [slice(part.start - owned.start, part.stop - owned.start) for part in counted]
         self._square: Tensor | None = None  # scalar fp64: the sum of squares, when it is known
-        self._is_measured_early = not group.runtime.runs_behind_host or offloads_sums
+        # Views of it are what `param.grad` is after a pass before a step: users may write into them.
+        self.is_shown = self._owns_all and full is not None and self._sum.optimizer_grad is self._sum.grad
+        self.is_shown = self.is_shown and all(param.dtype == sum_dtype for param in params)
+        self._is_measured_early = not (group.runtime.runs_behind_host or self.is_shown) or offloads_sums
+        self._is_written_early = False  # to `param.grad`, before a further backward
 
     @property
     def owned_grad(self) -> Tensor:
@@ -116,6 +123,11 @@ class UnitGradients:
         return self._sum.swap
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters, by slot."""
+        return tuple(self._layout.names)
+
+    @property
     def used(self) -> list[bool]:
         """Which parameters had a gradient on this rank since the last step, by slot."""
         return self._local.used
@@ -128,6 +140,7 @@ class UnitGradients:
             self._unreduce()
         self._sum.begin_backward()
         self._local.begin_backward(is_outgoing=is_reduced and self._sends_what_autograd_makes)
+        self._is_written_early = bool(self._local.written)
         self._square = None
         self._is_sent = False
 
@@ -162,6 +175,53 @@ class UnitGradients:
         """Move what this backward has left into the buffer, where no reduction does."""
         if not self._is_sent:
             self._local.move_all()
+
+    def leave(self, *, shows: bool) -> None:
+        """Leave in `param.grad` what users may find there: see `LocalGradients.leave`. shows: whether to leave any."""
+        whole = self._full if self.is_shown and self.state is UnitState.REDUCED and not self._is_unreduced else None
+        self._local.leave(whole, shows=shows, shows_unused=self._group.world_size > 1)
+
+    def withdraw(self) -> None:
+        """Take what was left out of `param.grad`, and note what the user has written there."""
+        self._local.withdraw()
+
+    @property
+    def has_written(self) -> bool:
+        """Whether the user has written to `param.grad`, other than into a view of the gradient."""
+        return self._local.has_written
+
+    def written(self) -> list[tuple[float, float]]:
+        """Return what every rank must have written alike, by parameter: what was done, and a digest of the value.
+
+        It is (0, 0) where nothing was written, and (NaN, NaN) for what cannot count.
+        """
+        can_count = not (self._is_written_early or self._is_unreduced or self._sum.swap is not None)
+        found = [(0.0, 0.0)] * len(self._layout.slots)
+        for index, grad in self._local.written.items():
+            slot = self._layout.slots[index]
+            if grad is None:
+                found[index] = (1.0, 0.0)
+            elif can_count and tuple(grad.shape) == tuple(slot.shape):
+                found[index] = (2.0, digest(grad.to_dense()).item())
+            else:
+                found[index] = (math.nan, math.nan)
+        return found
+
+    def take_written(self) -> None:
+        """Have the gradients that the user has written to `param.grad` replace the sums, which are complete."""
+        self.finish()
+        for index, grad in self._local.written.items():
+            slot = self._layout.slots[index]
+            owned = slot.within(self._owned)
+            start = slot.offset + owned.start - self._owned.start
+            part = self.owned_grad[start : start + len(owned)]
+            if grad is None:
+                part.zero_()
+            else:
+                part.copy_(grad.detach().to_dense().reshape(-1)[owned.start : owned.stop])
+            self._local.used[index] = grad is not None
+        self._local.written.clear()
+        self.note_written()
 
     def drop(self, index: int) -> None:
         """Forget the gradient autograd left on parameter `index`."""
@@ -291,6 +351,7 @@ class UnitGradients:
         self._local.num_backwards += 1
         self._is_sent = False
         self.state = check_transition(self.state, UnitState.ACCUMULATING)
+        self._local.withdraw()
         self._local.take_all()
         self._square = None
         self.start_reduction(is_last=True)

@@ -59,7 +59,9 @@ def install_hooks(
         if unit.grads is not None and reducer is not None:
             for index, param in enumerate(unit.members.params):
                 hook = _gradient_hook(reducer, unit, index)
-                handles.append(param.register_post_accumulate_grad_hook(hook))
+                reducer.gradient_hooks.append(param.register_post_accumulate_grad_hook(hook))
+    if reducer is not None:
+        handles.extend(reducer.gradient_hooks)
     for module, read in units_of.items():
         reader = _Reader(schedule, reducer, read)
         handles.append(module.register_forward_pre_hook(reader.before_forward, prepend=True, with_kwargs=True))

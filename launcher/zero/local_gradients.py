@@ -9,12 +9,50 @@ is not borrowed, and the gradients are freed as the buffer is filled.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from launcher.base.errors import EngineError
 from launcher.comm.buffers import BufferPool
 from launcher.kernels.cpu import scaled_copy
 from launcher.sharding.layout import UnitLayout
+
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+
+
+class TakenGradient(Tensor):
+    """What `param.grad` is between backward and step where no rank has the whole gradient: shape and type, no values.
+
+    None in its place would be skipped in silence by `clip_grad_norm_` and by whoever else reads gradients. Any
+    computing with it raises an EngineError.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch types it
+
+    @staticmethod
+    def __new__(cls, param: Tensor) -> TakenGradient:
+        """Make one that torch accepts as the gradient of `param`."""
+        return Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Autograd adds a gradient of a backward that no engine runs. The engine's hook, which runs next, says so.
+        if operation is _ADD_IN_PLACE and torch._C._current_graph_task_id() != -1:
+            return args[0]
+        raise EngineError(
+            f"param.grad was used ({operation}) where no rank has the whole gradient in the parameter's type: there"
+            " are views of gradients at stage 0, and on one rank, in fp32",
+            hint="launcher.zero.safe_get_full_grad(param) and safe_set_full_grad(param, value) read and write it on"
+            ' every rank; set "gradient_clipping" in the config in place of clip_grad_norm_, and read'
+            " engine.get_global_grad_norm()",
+        )
 
 
 class LocalGradients:
@@ -49,6 +87,11 @@ class LocalGradients:
         self._num_arrived = 0
         self.num_backwards = 0  # since the buffer was last empty
         self.used = [False] * len(params)  # had a gradient on this rank since the last step
+        self._taken: list[TakenGradient | None] = [None] * len(params)
+        self._is_in_pass = False
+        self._left: list[Tensor | None] = [None] * len(params)  # what `param.grad` was made outside of a pass
+        self._is_late = [False] * len(params)  # that is a gradient that was not taken
+        self.written: dict[int, Tensor | None] = {}  # what the user has made of what was left, by parameter
 
     def begin_backward(self, *, is_outgoing: bool) -> None:
         """Forget which gradients of the previous backward have arrived.
@@ -56,6 +99,9 @@ class LocalGradients:
         is_outgoing: what this backward leaves is sent as it is. With nothing to add it to, it is collected in a
         borrowed buffer of the type that travels, also where there is one that lasts.
         """
+        self.withdraw()
+        self._forget_left()
+        self._is_in_pass = True
         if self.num_backwards == 0:
             self._is_outgoing = is_outgoing
         self._arrived = [False] * len(self._arrived)
@@ -70,6 +116,8 @@ class LocalGradients:
     @property
     def has_untaken(self) -> bool:
         """Whether autograd has left gradients that were not taken. It adds later ones to them."""
+        if not self._is_in_pass:
+            return any(self._is_late)
         return any(param.grad is not None for param in self._params)
 
     def take(self, index: int) -> None:
@@ -89,6 +137,7 @@ class LocalGradients:
         """Take every gradient there is."""
         for index in range(len(self._params)):
             self.take(index)
+        self._forget_left()
 
     def move_all(self) -> None:
         """Move the gradients that were taken and not moved yet into the buffer."""
@@ -124,8 +173,60 @@ class LocalGradients:
         if grad.is_sparse:
             grad = grad.to_dense()
         slot = self._layout.slots[index]
+        if grad.numel() != slot.numel:
+            raise EngineError(
+                f"the parameter {slot.name} has another shape than at initialize(): {tuple(slot.shape)} then,"
+                f" {tuple(grad.shape)} now",
+                hint="change the model before initialize(), or call initialize() anew; at stage 3 change it within"
+                " launcher.zero.GatheredParameters",
+            )
         self._filled[index] = True
         return self.flat()[slot.offset : slot.end].view(grad.shape), grad
+
+    def leave(self, gradients: Tensor | None, *, shows: bool, shows_unused: bool) -> None:
+        """End a pass: leave in `param.grad` what users may find there, until `withdraw`.
+
+        Gradients that were not taken stay. gradients: 1-D [padded], to leave views of it; None: a `TakenGradient` for
+        each. shows: leave either. shows_unused: also where this rank has no gradient.
+        """
+        self._is_in_pass = False
+        for index, param in enumerate(self._params):
+            self._is_late[index] = param.grad is not None
+            if param.grad is None and shows and (self.used[index] or shows_unused):
+                shown: Tensor | None = self._taken[index]
+                slot = self._layout.slots[index]
+                if gradients is not None and param.numel() == slot.numel and param.dtype == gradients.dtype:
+                    shown = gradients[slot.offset : slot.end].view(param.shape)
+                elif shown is None or shown.shape != param.shape or shown.dtype != param.dtype:
+                    shown = self._taken[index] = TakenGradient(param)
+                param.grad = shown
+            self._left[index] = param.grad
+            if index in self.written:
+                param.grad = self.written.pop(index)
+
+    def withdraw(self) -> None:
+        """Take what was left out of `param.grad`, and note in `written` what is there in its place."""
+        for index, param in enumerate(self._params):
+            grad, left = param.grad, self._left[index]
+            if grad is not left:
+                self.written[index] = grad
+            elif grad is None or self._is_late[index]:
+                continue
+            param.grad = self._left[index] = None
+            self._is_late[index] = False
+
+    @property
+    def has_written(self) -> bool:
+        """Whether a user has written to `param.grad`, other than into a view of the gradient."""
+        if self.written:
+            return True
+        return not self._is_in_pass and any(
+            param.grad is not left for param, left in zip(self._params, self._left, strict=True)
+        )
+
+    def _forget_left(self) -> None:
+        self._left = [None] * len(self._params)
+        self._is_late = [False] * len(self._params)
 
     def gradient_of(self, index: int) -> Tensor:
         """Return the place in the buffer of the gradient of parameter `index`, 1-D, with zeros where there was none."""
@@ -139,7 +240,8 @@ class LocalGradients:
 
     def drop(self, index: int) -> None:
         """Forget the gradient autograd left on parameter `index`."""
-        self._params[index].grad = None
+        self._params[index].grad = self._left[index] = None
+        self._is_late[index] = False
 
     def drop_untaken(self) -> None:
         """Forget all gradients that were not taken."""
@@ -181,4 +283,6 @@ class LocalGradients:
     def end_step(self) -> None:
         """Forget everything: the next gradients are those of another step."""
         self.empty()
+        self.withdraw()
+        self.written.clear()
         self.used = [False] * len(self.used)

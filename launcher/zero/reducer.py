@@ -11,10 +11,15 @@ left is reduced at the end of the pass, from the last unit to the first.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
 
 from launcher.base.errors import EngineError
-from launcher.comm import hosts
+from launcher.comm import collectives, hosts
 from launcher.comm.groups import RankGroup
 from launcher.comm.streams import Side
 from launcher.zero.gradients import UnitGradients
@@ -26,7 +31,9 @@ from launcher.zero.unit import FlatUnit
 # network busy while the sum of the one before is taken.
 MAX_IN_FLIGHT = 2
 
-_running_passes: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # of all engines of this process
+# Of all engines of this process.
+_running_passes: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_showing: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # those that have left something in `param.grad`
 
 
 class GradientReducer:
@@ -42,6 +49,8 @@ class GradientReducer:
         self._follows_modules = any(unit.is_sharded for unit in units)
         # Asked at each reduction, alike on every rank: is the next step to get each rank's own gradients? Stage 0 only.
         self.skips_reduction: Callable[[], bool] = lambda: False
+        self.gradient_hooks: list[RemovableHandle] = []  # by which autograd hands over
+        self._hides: list[GradientReducer] = []  # whose gradients this pass must not add to
         self._in_backward = False
         self._reduces = False
         self._is_boundary = False
@@ -52,6 +61,11 @@ class GradientReducer:
     def begin_backward(self, *, is_boundary: bool) -> None:
         """Prepare for one backward pass; `is_boundary` says that a step follows it."""
         self._finish_all()  # sums of the micro-batch before may have been in flight during this forward
+        self._hides = [other for other in _showing if other is not self]
+        for other in self._hides:
+            other.withdraw()
+        for handle in self.gradient_hooks:
+            _move_to_end(handle)
         self._in_backward = True
         _running_passes.add(self)
         self._is_boundary = is_boundary
@@ -83,12 +97,12 @@ class GradientReducer:
         A generator's loss goes back through the discriminator, whose gradients of it are not used: a plain loop calls
         `zero_grad()` before the discriminator's own backward. Raises: EngineError when no engine runs the pass.
         """
+        gradients.drop(index)
         if not _running_passes:
             raise EngineError(
                 "a backward pass ran outside of engine.backward(loss)",
                 hint="call engine.backward(loss), or engine.scale(loss).backward(), instead of loss.backward()",
             )
-        gradients.drop(index)
 
     def after_backward(self, gradients: UnitGradients) -> None:
         """Reduce a sharded unit: the backward of every module that reads it has passed."""
@@ -103,6 +117,51 @@ class GradientReducer:
             self._reduce(next(iter(self._unsent)))
         for gradients in () if self._reduces else self._gradients:
             gradients.end_backward()
+
+    def leave(self, *, shows: bool) -> None:
+        """Leave in `param.grad`, after a pass, what users may find there until `withdraw`. shows: whether to leave any.
+
+        Where views of whole gradients are left, these must be complete: they are waited for.
+        """
+        if shows and any(gradients.is_shown for gradients in self._gradients):
+            self.wait()
+        for gradients in self._gradients:
+            gradients.leave(shows=shows)
+        if shows:
+            _showing.add(self)
+        for other in self._hides:
+            other.leave(shows=True)
+        self._hides = []
+
+    def withdraw(self) -> None:
+        """Take out of `param.grad` what was left there, and note what users have made of it."""
+        _showing.discard(self)
+        for gradients in self._gradients:
+            gradients.withdraw()
+
+    @property
+    def num_written(self) -> int:
+        """The units of this rank for which a user has written to `param.grad`."""
+        return sum(gradients.has_written for gradients in self._gradients)
+
+    def take_written(self, group: RankGroup, model: RankGroup | None) -> None:
+        """Have gradients that users wrote to `param.grad` replace the sums, which are complete. Collective.
+
+        For a step that knows that there are some. group: the ranks that have the same parameters. model: those that
+        have one model together and call it too, or None. Raises: EngineError on all unless a group wrote the same.
+        """
+        own = torch.tensor([row for gradients in self._gradients for row in gradients.written()], dtype=torch.float64)
+        rows = collectives.gather_rows(group, own.view(-1).to(group.device))
+        is_bad = (rows != rows[0]).any(dim=0)  # NaN is unlike itself
+        num_bad = is_bad.sum().double().reshape(1)
+        if model is not None:
+            num_bad = collectives.sum_scalars(model, num_bad)
+        if num_bad.item():
+            names = [name for gradients in self._gradients for name in gradients.names]
+            here = [name for name, bad in zip(names, is_bad.view(-1, 2).any(dim=1).tolist(), strict=True) if bad]
+            raise _written_error(here[0] if here else "a parameter of another rank")
+        for gradients in self._gradients:
+            gradients.take_written()
 
     @property
     def num_late(self) -> int:
@@ -138,6 +197,7 @@ class GradientReducer:
     def abort_backward(self) -> None:
         """Leave a backward pass that an exception ended."""
         self._in_backward = False
+        self._hides = []
         _running_passes.discard(self)
         for gradients in self._gradients:
             gradients.drop_late()
@@ -145,6 +205,7 @@ class GradientReducer:
     def discard(self) -> None:
         """Drop all gradients since the last step. Every rank must call it."""
         self.wait()
+        _showing.discard(self)
         for gradients in self._gradients:
             gradients.discard()
 
@@ -178,3 +239,19 @@ class GradientReducer:
     def _make_room(self) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._advance_oldest()
+
+
+def _move_to_end(handle: RemovableHandle) -> None:
+    """Have the engine's hook run last: hooks that were registered after it see the gradient too."""
+    hooks: OrderedDict[int, Any] | None = handle.hooks_dict_ref()
+    if hooks is not None and len(hooks) > 1 and handle.id in hooks and next(reversed(hooks)) != handle.id:
+        hooks[handle.id] = hooks.pop(handle.id)  # C++ reads the order of the dict under it, not `move_to_end`'s
+
+
+def _written_error(name: str) -> EngineError:
+    return EngineError(
+        f"param.grad of {name} was set where it cannot replace the engine's gradient: at stage 3, with gradients on"
+        " disk, before a further backward, or not alike on every rank",
+        hint="call launcher.zero.safe_set_full_grad(param, value) on every rank, with the same value, between the last"
+        " engine.backward() and engine.step()",
+    )

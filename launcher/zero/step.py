@@ -33,6 +33,7 @@ class _StepFacts:
     norm: float  # 2-norm of all gradients, each element counted once
     num_unused: int  # parameters without a gradient, summed over ranks
     num_late: int  # units with gradients that are not in their sums, summed over ranks
+    num_written: int  # units with a `param.grad` that a user has written, summed over ranks
 
 
 def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> _StepFacts:
@@ -42,21 +43,22 @@ def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, me
     """
     group = mesh.data
     if not gradients and mesh.model is None:
-        return _StepFacts(0.0, 0, 0)
+        return _StepFacts(0.0, 0, 0, 0)
     total = sum_of_squares(gradients, group)
-    counts = [sum(own.used.count(False) for own in gradients), reducer.num_late, *reducer.order.digests]
+    num_unused = sum(own.used.count(False) for own in gradients)
+    counts = [num_unused, reducer.num_late, reducer.num_written, *reducer.order.digests]
     facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
     pending.name_next("the norm of the gradients")
     rows = collectives.gather_rows(group, facts)
-    digests = rows[:, 3:]
+    digests = rows[:, 4:]
     has_orders = (digests != digests[0]).any().to(rows.dtype)
-    known = torch.cat([rows[:, :3].sum(dim=0), has_orders.reshape(1)])
+    known = torch.cat([rows[:, :4].sum(dim=0), has_orders.reshape(1)])
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
         known = collectives.sum_scalars(mesh.model, known)
-    square, num_unused, num_late, num_orders = known.tolist()
+    square, num_unused, num_late, num_written, num_orders = known.tolist()
     if num_orders:
         raise reducer.order.difference(group)
-    return _StepFacts(math.sqrt(square / mesh.num_copies), int(num_unused), int(num_late))
+    return _StepFacts(math.sqrt(square / mesh.num_copies), int(num_unused), int(num_late), int(num_written))
 
 
 def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> _StepFacts:
@@ -67,9 +69,12 @@ def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh
         _share_facts_of_hosts(gradients, reducer, mesh)
     mesh.data.copier.synchronize()  # gradients in host memory are read from here on
     facts = _exchange_facts(gradients, reducer, mesh)
-    if facts.num_late == 0:
+    if facts.num_late == facts.num_written == 0:
         return facts
-    reducer.reduce_late()
+    if facts.num_late:
+        reducer.reduce_late()
+    if facts.num_written:
+        reducer.take_written(mesh.data, mesh.model)
     mesh.data.copier.synchronize()
     return _exchange_facts(gradients, reducer, mesh)
 
@@ -81,15 +86,19 @@ def _share_facts_of_hosts(gradients: list[UnitGradients], reducer: GradientReduc
     """
     is_any_unused = any(not used for own in gradients for used in own.used)
     digests = reducer.order.digests
-    facts = [int(is_any_unused), int(reducer.num_late > 0), *digests, *(-digest for digest in digests)]
-    is_unused, is_late, *both = largest_of_hosts(mesh.data, facts)
+    counts = [int(is_any_unused), int(reducer.num_late > 0), int(reducer.num_written > 0)]
+    facts = [*counts, *digests, *(-digest for digest in digests)]
+    is_unused, is_late, is_written, *both = largest_of_hosts(mesh.data, facts)
     parts = any(most != -least for most, least in zip(both[: len(digests)], both[len(digests) :], strict=True))
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
-        is_unused, parts = on_any_rank(mesh.model, [bool(is_unused), parts])
+        is_unused, is_written, parts = on_any_rank(mesh.model, [bool(is_unused), bool(is_written), parts])
     if parts:
         raise reducer.order.difference(mesh.data)
     if is_late:
         reducer.reduce_late()
+    if is_written:
+        reducer.take_written(mesh.data, mesh.model)
+        return _share_facts_of_hosts(gradients, reducer, mesh)
     return bool(is_unused)
 
 
