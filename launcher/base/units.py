@@ -1,4 +1,4 @@
-"""Bytes, counts and durations as people read them."""
+"""Bytes, counts, durations and foreign text as people read them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import math
 import re
 
 _BINARY_STEPS = ("B", "KiB", "MiB", "GiB", "TiB")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters spelled out: what files, hosts and ranks say must not drive the terminal.
+
+    For lines of our own; output of ranks is shown as it is.
+    """
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def parse_bytes(text: str) -> int | None:

@@ -15,6 +15,7 @@ from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import raise_at_interrupt
 from launcher.base.suggest import did_you_mean
+from launcher.base.units import printable
 from launcher.cli.console import streams
 from launcher.cli.options.command import spelled
 from launcher.cli.options.hosts import DEBUGGING
@@ -105,7 +106,7 @@ class LaunchGroup(click.Group):
             if DEBUGGING in ctx.meta:
                 import traceback
 
-                streams.say(traceback.format_exc().rstrip())
+                streams.say(printable(traceback.format_exc().rstrip()))
             raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from harness.launching import run_launch
+from harness.launching import run_here, run_launch
 from harness.sshd import LoopbackSshd
 from harness.terminal import TerminalLaunch
 
@@ -54,3 +55,27 @@ def test_the_protocol_is_shown_without_values(tmp_path: Path) -> None:
     assert "protocol: received Exited(rank=0, status=0" in shown
     assert "hf_very_secret" not in shown
     assert "protocol:" not in run_launch(tmp_path, "t.py").err
+
+
+HOSTILE = "\x1b]0;owned\x07"
+
+
+@pytest.mark.cluster
+def test_what_files_and_hosts_say_does_not_drive_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({HOSTILE: 1}))
+    (tmp_path / f"{HOSTILE}.py").write_text("")
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
+    with LoopbackSshd(tmp_path / "server", settings="ForceCommand printf '\\033]0;owned\\007'\n") as server:
+        hosts = ["-H", str(tmp_path / "hosts"), "-F", str(server.ssh_config)]
+        shown = {
+            "config check": run_here(tmp_path, "config", "check", "ds.json"),
+            "--dry-run": run_here(tmp_path, "--dry-run", "--num-gpus", "1", f"{HOSTILE}.py"),
+            "a job": run_launch(tmp_path, "--num-gpus", "1", f"{HOSTILE}.py"),
+            "ps": run_here(tmp_path, "ps"),
+            "check": run_launch(tmp_path, "check", *hosts),
+            "exec": run_here(tmp_path, "exec", *hosts, "true"),
+            "-v": run_launch(tmp_path, "-v", *hosts, "--master-addr", "127.0.0.1", f"{HOSTILE}.py"),
+        }
+    for name, result in shown.items():
+        assert "owned" in result.out + result.err or name == "a job", f"{name}: {result.out}{result.err}"
+        assert not set("\x1b\x07") & set(result.out + result.err), name

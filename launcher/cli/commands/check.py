@@ -10,7 +10,7 @@ import click
 
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
-from launcher.base.units import counted, format_bytes
+from launcher.base.units import counted, format_bytes, printable
 from launcher.cli.console.streams import say_waiting
 from launcher.cli.options.command import Command
 from launcher.cli.options.selection import HostOptions, host_options
@@ -72,13 +72,13 @@ def _show(report: CheckReport) -> None:
             continue
         mark = click.style("ok", fg="green") if check.is_ok else click.style("✗ ", fg="red")
         first = _facts_text(check) if check.facts is not None else _finding_text(findings.pop(0))
-        click.echo(f"{check.host.name:<{width}}  {mark}  {first}")
+        click.echo(f"{check.host.name:<{width}}  {mark}  {printable(first)}")
         for finding in findings:
             click.echo(f"{'':<{width}}  {_sign(finding)}   {_finding_text(finding)}")
     for finding, names in shared.values():
         click.echo(f"{fold(names):<{width}}  {_sign(finding)}   {_finding_text(finding)}")
     for note in report.notes:
-        click.echo(click.style("! ", fg="yellow") + note)
+        click.echo(click.style("! ", fg="yellow") + printable(note))
     click.echo(_summary(report))
 
 
@@ -97,8 +97,9 @@ def _sign(finding: Finding) -> str:
 
 
 def _finding_text(finding: Finding) -> str:
-    text = f"{finding.message}  → {finding.remedy}"
-    return text if len(text) <= _MAX_LINE_CHARS else f"{finding.message}\n      → {finding.remedy}"
+    message, remedy = printable(finding.message), printable(finding.remedy)
+    text = f"{message}  → {remedy}"
+    return text if len(text) <= _MAX_LINE_CHARS else f"{message}\n      → {remedy}"
 
 
 def _facts_text(check: HostCheck) -> str:

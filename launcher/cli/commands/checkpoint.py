@@ -12,9 +12,8 @@ import click
 
 from launcher.base.errors import CheckpointError, UsageError
 from launcher.base.exit_codes import ExitCode
-from launcher.base.units import counted, format_bytes, format_count
+from launcher.base.units import counted, format_bytes, format_count, printable
 from launcher.cli.commands.checkpoint_tools import COMMANDS
-from launcher.cli.console.render import printable
 from launcher.cli.console.streams import show_table
 from launcher.cli.options.command import Command
 from launcher.cli.options.types import Whole
@@ -152,15 +151,15 @@ def prune(path: Place, keep_last: int | None, keep_every: int | None, dry_run: b
             retention.remove_leftover(leftover)
     done = "would remove" if dry_run else "removed"
     for name, num_bytes in rows:
-        click.echo(f"{done} {name}  {format_bytes(num_bytes)}")
+        click.echo(printable(f"{done} {name}  {format_bytes(num_bytes)}"))
     click.echo(
         f"{done} {format_bytes(sum(num_bytes for _, num_bytes in rows))} in all" if rows else "nothing to remove"
     )
 
 
 def _say_in_use(leftover: Leftover) -> None:
-    sign = click.style("! ", fg="yellow")
-    click.echo(f"{sign}{leftover.path} was written to {leftover.age_s:.0f} s ago: left alone, a save may still run")
+    sign, path = click.style("! ", fg="yellow"), printable(str(leftover.path))
+    click.echo(f"{sign}{path} was written to {leftover.age_s:.0f} s ago: left alone, a save may still run")
 
 
 def _is_checkpoint(path: Place) -> bool:
@@ -250,7 +249,7 @@ def _show_damaged(damaged: dict[str, str]) -> None:
 def _row(each: Summary, latest: str | None) -> tuple[str, ...]:
     manifest = each.manifest
     return (
-        printable(manifest.tag),
+        manifest.tag,
         str(manifest.step),
         _local_time(manifest.created),
         format_bytes(each.num_bytes),
@@ -268,7 +267,7 @@ def _show_one(each: Summary, *, shows_params: bool) -> None:
     num_trained = sum(param.is_trainable for param in each.params)
     frozen = len(each.params) - num_trained
     counters = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in each.counters.items())
-    click.echo(click.style(f"{manifest.tag} · step {manifest.step}", bold=True))
+    click.echo(click.style(printable(f"{manifest.tag} · step {manifest.step}"), bold=True))
     ranks = counted(manifest.world_size, "rank")
     facts = {
         "saved": f"{_local_time(manifest.created)}, by {ranks} at ZeRO stage {each.stage}",
@@ -281,7 +280,7 @@ def _show_one(each: Summary, *, shows_params: bool) -> None:
     }
     for name, text in facts.items():
         if text:
-            click.echo(f"  {name:<10}  {text}")
+            click.echo(printable(f"  {name:<10}  {text}"))
     if shows_params:
         _show_params(each.params)
 
@@ -291,12 +290,13 @@ def _show_params(params: Sequence[ParamFacts]) -> None:
     for param in params:
         states = ", ".join(param.states) if param.is_trainable else "frozen"
         shape = "×".join(map(str, param.shape)) or "scalar"
-        rows.append((str(param.unit), printable(param.name), shape, str(param.numel), param.dtype, states))
+        rows.append((str(param.unit), param.name, shape, str(param.numel), param.dtype, states))
     show_table(rows, right=(0, 3))
 
 
 def _show_findings(folder: Place, findings: Sequence[Finding], width: int) -> None:
     if not findings:
-        click.echo(f"{folder.name:<{width}}  {click.style('ok', fg='green')}")
+        click.echo(f"{printable(folder.name):<{width}}  {click.style('ok', fg='green')}")
     for finding in findings:
-        click.echo(f"{folder.name:<{width}}  {click.style('✗', fg='red')}   {printable(str(finding))}")
+        where = f"{printable(folder.name):<{width}}"
+        click.echo(f"{where}  {click.style('✗', fg='red')}   {printable(str(finding))}")

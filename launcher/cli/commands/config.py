@@ -11,7 +11,7 @@ import click
 from launcher.base.errors import ConfigError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.suggest import did_you_mean, nearest
-from launcher.base.units import counted
+from launcher.base.units import counted, printable
 from launcher.cli.options.types import Whole
 
 
@@ -56,7 +56,7 @@ def _show(file: str, errors: tuple[Any, ...], notices: tuple[Any, ...], unknown:
     messages = min(60, max((len(item.message) for item in findings), default=0))
     for item in findings:
         line = f"{item.where or '':<{places}}  {item.message:<{messages}}"
-        click.echo(f"{line}  {item.hint}" if item.hint else line.rstrip(), err=bool(errors))
+        click.echo(printable(f"{line}  {item.hint}" if item.hint else line.rstrip()), err=bool(errors))
     if errors:
         click.echo(counted(len(errors), "error"), err=True)
     else:

@@ -14,7 +14,7 @@ import click
 from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import working_folder
-from launcher.base.units import format_bytes
+from launcher.base.units import format_bytes, printable
 from launcher.cli.console.streams import say_waiting
 from launcher.cli.options.command import Command
 from launcher.cli.options.selection import HostOptions, host_options
@@ -196,6 +196,6 @@ def _plain(result: HostResult) -> dict[str, Any]:
 
 
 def _complain(names: Sequence[str], message: str, hint: str | None) -> None:
-    click.echo(click.style("✗ ", fg="red") + f"{fold(names)}: {message}", err=True)
+    click.echo(click.style("✗ ", fg="red") + f"{fold(names)}: {printable(message)}", err=True)
     if hint:
-        click.echo(f"  → {hint}", err=True)
+        click.echo(f"  → {printable(hint)}", err=True)

@@ -17,6 +17,7 @@ from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import filled
 from launcher.base.folders import working_folder
 from launcher.base.timeouts import timeouts
+from launcher.base.units import printable
 from launcher.cli.options.command import declared
 from launcher.cli.options.types import Whole
 from launcher.slurm.lint import lint_script
@@ -150,7 +151,7 @@ def _lint(path: str) -> int:
     findings = lint_script(text, path, Path(working_folder()))
     for finding in findings:
         mark = "" if finding.is_error else "! "
-        click.echo(f"{mark}{finding.where}: {finding.message}\n  → {finding.hint}", err=True)
+        click.echo(printable(f"{mark}{finding.where}: {finding.message}\n  → {finding.hint}"), err=True)
     has_errors = any(finding.is_error for finding in findings)
     if not has_errors:
         click.echo(f"{path}: ok")

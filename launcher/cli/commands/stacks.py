@@ -10,6 +10,7 @@ import click
 
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.timeouts import timeouts
+from launcher.base.units import printable
 from launcher.cli.commands.jobs import job_argument
 from launcher.fleet.signals import STACKS_SIGNAL
 from launcher.job.hang import group_by_stack
@@ -44,11 +45,11 @@ def stacks(job: str, shows_all: bool) -> None:
         raise UsageError(f"{entry.job_id} has just ended", hint=f"launch logs {entry.job_id}")
     text = _wait_for_stacks(folder, before)
     if shows_all:
-        click.echo(text)
+        click.echo(printable(text))
         return
     for ranks, stack in group_by_stack(text):
         click.echo(click.style(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", bold=True))
-        click.echo(stack)
+        click.echo(printable(stack))
 
 
 def _versions(folder: Path) -> dict[Path, tuple[int, int]]:

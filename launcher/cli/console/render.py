@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -15,7 +14,7 @@ import click
 from launcher import __version__
 from launcher.base.errors import LauncherError, TransportError
 from launcher.base.secrets import MASK, mask_arguments
-from launcher.base.units import counted, format_bytes, format_duration
+from launcher.base.units import counted, format_bytes, format_duration, printable
 from launcher.cli.console import streams
 from launcher.cli.console.lines import MixedLines, ShownOutput
 from launcher.cli.options.output import LOG_LEVELS, OutputOptions
@@ -34,7 +33,6 @@ _OUT_OF_MEMORY = (  # what to do about it
     "next  fewer ranks on the host, a smaller micro-batch or a higher ZeRO stage need less; so do",
     '      offload_optimizer and offload_param with "device": "nvme" in place of "cpu"',
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _STREAMS: dict[str, Callable[[], BinaryIO]] = {
     "stdout": lambda: sys.stdout.buffer,
     "stderr": lambda: sys.stderr.buffer,
@@ -55,17 +53,12 @@ def show_error(error: LauncherError) -> None:
             streams.say(f"  → {printable(diagnostic.hint)}")
 
 
-def printable(text: str) -> str:
-    """Return `text` with control characters spelled out: what a file or a rank says must not drive the terminal."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-
-
 def show_plan(plan: JobPlan, setup: str, *, as_json: bool, has_whole_commands: bool) -> None:
     """Print what would happen. setup: shell text that runs on each host first."""
     if as_json:
         click.echo(json.dumps(plan.describe(), indent=2))
         return
-    click.echo("\n".join(_plan_lines(plan, setup, None if has_whole_commands else _MAX_COMMAND_CHARS)))
+    click.echo(printable("\n".join(_plan_lines(plan, setup, None if has_whole_commands else _MAX_COMMAND_CHARS))))
 
 
 def _plan_lines(plan: JobPlan, setup: str = "", max_command_chars: int | None = None) -> list[str]:

@@ -15,6 +15,8 @@ from typing import BinaryIO, TextIO
 
 import click
 
+from launcher.base.units import printable
+
 _DEFAULT_COLUMNS = 80
 
 
@@ -82,6 +84,7 @@ def say_if_possible(text: str) -> None:
 
 def show_table(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> None:
     """Print rows of text in columns. right: the columns that are flush right."""
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = [

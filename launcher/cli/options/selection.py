@@ -11,6 +11,7 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.fields import filled
+from launcher.base.units import printable
 from launcher.cli.options.command import declared
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, default_hostfile, ssh_options
 from launcher.cluster.cluster import Cluster, Host, NodeRange
@@ -51,7 +52,7 @@ class HostOptions:
             return AllocationTransports(self.ssh, cluster)
         transports = Transports(self.ssh, only_ssh=self.force_multi, shell_only=shell_only)
         for note in transports.notes_on(cluster.hosts) if self.ssh.verbose else ():
-            click.echo(note, err=True)
+            click.echo(printable(note), err=True)
         return transports
 
     def cluster(self) -> Cluster:

@@ -12,6 +12,8 @@ import sys
 import threading
 from types import ModuleType
 
+from launcher.base.units import printable
+
 _lock = threading.Lock()
 
 
@@ -34,13 +36,20 @@ def load() -> ModuleType:
         return sys.modules["paramiko"]
 
 
+class _Printable(logging.Formatter):
+    """Spells out what a server says, such as its banner."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def log_to_stderr(name: str = "paramiko") -> None:
     """Show what this logger is told, for this process, on standard error."""
     logger = logging.getLogger(name)
     with _lock:
         if not any(type(handler) is logging.StreamHandler for handler in logger.handlers):
             handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(asctime)s ssh: %(message)s", "%H:%M:%S"))
+            handler.setFormatter(_Printable("%(asctime)s ssh: %(message)s", "%H:%M:%S"))
             logger.addHandler(handler)
             logger.setLevel(logging.DEBUG)
 
