@@ -25,7 +25,7 @@ from fault_places import LEASE_S, Place, full_disk, local, memory_limit, mortal_
 from harness import nodes, slurm, sshd
 from harness.launching import Launch, Result, wait_until
 
-from launcher.base.processes import members_of_job, send
+from launcher.base.processes import members_of_job
 
 GRACE_S = 1.0
 HANG_S = 90.0
@@ -94,7 +94,7 @@ def _signal(number: int) -> Callable[[Place, Launch, int], None]:
 
 
 def _kill_agent(_place: Place, _job: Launch, agent: int) -> None:
-    send([agent], signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
 
 
 def _kill_service(place: Place, _job: Launch, agent: int) -> None:

@@ -16,7 +16,7 @@ from harness.nodes import MortalNodes
 from harness.slurm import LoopbackSlurm
 from harness.sshd import LoopbackSshd
 
-from launcher.base.processes import members_of_job, send
+from launcher.base.processes import members_of_job
 
 LEASE_S = 3.0  # where a node can fall silent
 MEMORY_LIMIT_BYTES = 300 << 20
@@ -99,7 +99,9 @@ def ssh(folder: Path) -> Iterator[Place]:
             while pid not in (sshd.pid, 0, 1):
                 pids.append(pid)
                 pid = parent_of(pid)
-            send([pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().startswith("sshd")], signal.SIGKILL)
+            for pid in pids:
+                if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+                    os.kill(pid, signal.SIGKILL)
 
         place = Place(options, {}, 2, "127.0.0.2", lambda: [sshd.pid or 0], kill_session)
         place.start_bystander(folder / "other", options, {}, num_ranks=2)

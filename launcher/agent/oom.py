@@ -32,20 +32,22 @@ class _Counter(Record):
 
 
 class OomWatch:
-    """Compares the kernel's counters of out-of-memory kills with those at the start."""
+    """Compares the kernel's counters of out-of-memory kills with those at the start; each kill explains one end."""
 
     def __init__(self, proc: _Path = "/proc", cgroups: _Path = "/sys/fs/cgroup") -> None:
         self._counters = _counters(proc, cgroups)
         self._before = [counter.read() for counter in self._counters]
 
     def evidence(self) -> str | None:
-        """Say which killer was at work since the last call, the nearest one first; None when none was."""
+        """Say which killer ended one more process than was asked about, the nearest one first; None when none did.
+
+        To be called once for each process that SIGKILL ended, the one that held the most memory first.
+        """
         found = None
         for index, counter in enumerate(self._counters):
-            now = counter.read()
-            if now > self._before[index] and found is None:
-                found = counter.whose
-            self._before[index] = now
+            if counter.read() > self._before[index]:
+                found = found or counter.whose
+                self._before[index] += 1
         return found
 
 

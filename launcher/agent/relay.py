@@ -16,8 +16,9 @@ import socket
 import sys
 import threading
 
-from launcher.agent.main import main as agent_main
+from launcher.agent.main import clean_up_after, serve
 from launcher.base import env
+from launcher.base.processes import adopt_orphans
 from launcher.base.timeouts import timeouts
 from launcher.slurm.framing import BEAT, DATA, END, LineReader, encode_lines
 
@@ -107,13 +108,14 @@ def main() -> int:
     """Start the agent as a child and serve it. Returns the exit status of the process."""
     command_read, command_write = os.pipe()
     output_read, output_write = os.pipe()
+    adopt_orphans()  # for this agent the relay is the guard
     child = os.fork()
     if child == 0:
         os.dup2(command_read, 0)
         os.dup2(output_write, 1)
         for descriptor in (command_read, command_write, output_read, output_write):
             os.close(descriptor)
-        return agent_main(is_in_step=True)
+        return serve(is_in_step=True)
     os.close(command_read)
     os.close(output_write)
     # Slurm signals every process of a step; the agent obeys, and its last words still have to pass through here.
@@ -122,8 +124,7 @@ def main() -> int:
     node = os.environ.get(env.SLURMD_NODENAME.name) or socket.gethostname().partition(".")[0]
     relay = Relay(node, command_write, output_read)
     relay.run()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    relay.report(status if status >= 0 else 128 - status)
+    relay.report(clean_up_after(child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
     return 0
 
 

@@ -1,8 +1,9 @@
 """The agent's folder for what ranks leave: error records, stacks, progress. It goes with the agent.
 
-An agent that is killed cannot remove it. A lock that the kernel releases with the agent shows which folders nobody
-uses any more, also between containers that share a folder: every agent removes such ones at its end, and the agent
-that sweeps a job at once. (`tempfile` would find a place too, for 4 ms of imports.)
+An agent that is killed cannot remove it: its guard does. Where that was killed, too, a lock that the kernel releases
+with the agent shows which folders nobody uses any more, also between containers that share a folder: every agent
+removes such ones at its end, and the agent that sweeps a job at once. The lock file names agent and guard: an agent
+that is stopped is found so. (`tempfile` would find a place too, for 4 ms of imports.)
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import time
 
 from launcher.base.preemption import stop_file
+from launcher.base.processes import identity
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 _PREFIX = "launch-agent-"  # how names of folders begin
 _LOCK_FILE = "lock"
 _ROOM_BYTES = 64 << 10  # for what ranks leave; a full disk is found out before any rank is started
+_MAX_OWNERS_CHARS = 200
 _MIN_AGE_S = 60.0  # a younger folder may be one whose agent has not locked it yet
 
 
@@ -30,6 +33,7 @@ class Scratch:
 
     def __init__(self, job_id: str) -> None:
         """Raises: OSError where no place can be written."""
+        owners = f"{identity(os.getpid())} {identity(os.getppid())}\n"
         failure = None
         for place in _places():
             self.path = os.path.join(place, f"{_PREFIX}{job_id}-{os.urandom(4).hex()}")
@@ -40,6 +44,8 @@ class Scratch:
                 continue
             try:
                 self._lock_fd = _make_lock(self.path)
+                with contextlib.suppress(OSError):
+                    os.write(self._lock_fd, owners.encode())
                 return
             except OSError as error:
                 failure = failure or OSError(error.errno, error.strerror, place)
@@ -67,15 +73,41 @@ def remove_left(job_id: str) -> None:
         _remove(entry.path)
 
 
+def remove_of(agent_pid: int) -> None:
+    """Remove the folder of an agent that was killed."""
+    for entry in _entries(_PREFIX):
+        owners = _owners(entry.path)
+        if owners is not None and owners[0].startswith(f"{agent_pid}:"):
+            _remove(entry.path)
+
+
+def agents_of(job_id: str) -> list[tuple[str, str]]:
+    """Return the identities of a job's agents that have not removed their folder, each with its guard's."""
+    found = [_owners(entry.path) for entry in _entries(f"{_PREFIX}{job_id}-")]
+    return [owners for owners in found if owners is not None]
+
+
+def _owners(folder: str) -> tuple[str, str] | None:
+    """Return the identities of an agent and its guard, as they stand in its lock file; a disk that is full has none."""
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = os.open(os.path.join(folder, _LOCK_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, encoding="ascii") as file:
+            agent, guard = file.read(_MAX_OWNERS_CHARS).split()
+            return agent, guard
+    return None
+
+
 def _make_lock(folder: str) -> int:
     """Lock the folder as long as the returned descriptor is open. Raises: OSError when the disk is full."""
     descriptor = os.open(os.path.join(folder, _LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: no other agent takes the folder for unused
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.write(descriptor, bytes(_ROOM_BYTES)) < _ROOM_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room = memoryview(bytes(_ROOM_BYTES))
+        while room:  # a short write does not say why: the next one does
+            room = room[os.write(descriptor, room) :]
         os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
     except OSError:
         os.close(descriptor)
         raise

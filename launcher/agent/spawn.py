@@ -37,6 +37,8 @@ _HINTS = {
     errno.ENFILE: "the host's limit of open files is reached: see /proc/sys/fs/file-max",
     errno.ENOMEM: "the host has too little memory: start fewer ranks on it",
     errno.ENOSPC: "make room there, or let TMPDIR name a folder on another disk",
+    errno.EROFS: "let TMPDIR name a folder that can be written to; containers often have none but a mounted one",
+    errno.EFBIG: "the limit of the size of files is reached: see ulimit -f, or let TMPDIR name a folder without one",
     errno.EDQUOT: "make room there, or let TMPDIR name a folder on another disk",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import selectors
 import signal
@@ -51,7 +52,7 @@ from launcher.agent.wire import (
     encode,
 )
 from launcher.base.errors import LauncherError, ProtocolError
-from launcher.base.processes import descendants, name_of, send, sweep_job
+from launcher.base.processes import descendants, name_of, signal_descendants, state_of, sweep_job
 from launcher.base.progress import read_counter
 from launcher.base.signals import NOTICE_SIGNAL, STACKS_SIGNAL, term_is_notice
 from launcher.base.timeouts import timeouts
@@ -61,7 +62,13 @@ _READ_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
 _IDLE_WAIT_S = 1.0  # the longest sleep; deadlines shorten it
 _STOP_POLL_S = 0.05
+_SCAN_SHARE = 9  # times as long as a look at all processes took, until the next one
 _STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machine a little later
+_WITHOUT_STACK = {  # by the state of the process
+    "T": "  (stopped by a signal: state T in /proc; kill -CONT {} continues it)\n",
+    "t": "  (stopped by a debugger: state t in /proc)\n",
+    "D": "  (waits for a device or a file system: state D in /proc)\n",
+}
 _DRAIN_S = 0.5  # how long a child that outlives a rank which ended well may keep writing
 _LEFTOVER_WAIT_S = 0.5  # for children to end by themselves, after ranks which ended well
 _LEFTOVER_GRACE_S = 2.0  # for children that outlive ranks which ended well
@@ -85,9 +92,11 @@ class _State(Enum):
 class Supervisor:
     """Owns the ranks of one node."""
 
-    def __init__(self, command_fd: int, output_fd: int, *, is_in_step: bool = False) -> None:
-        """is_in_step: a task of srun, so that Slurm signals this process and its ranks alike."""
-        self._is_in_step = is_in_step
+    def __init__(
+        self, command_fd: int, output_fd: int, lifeline: int | None = None, *, is_in_step: bool = False
+    ) -> None:
+        """lifeline, is_in_step: see `main.serve`."""
+        self._lifeline, self._is_in_step = lifeline, is_in_step
         self._command_fd = command_fd
         self._output_fd = output_fd
         self._decoder = Decoder(expect_magic=False)
@@ -110,6 +119,7 @@ class Supervisor:
         self._ending_signal: int | None = None  # that this process got, until the loop obeys it
         self._wake_read, self._wake_write = os.pipe()
         self._oom_watch = OomWatch()
+        self._has_descendants = False
         self._have_ended_well = True  # every rank that has ended
         self._leftovers_until_s: float | None = None  # until then children of ended ranks may end by themselves
         self._may_have_raised = False  # a rank that has left its record sends SIGCHLD
@@ -124,6 +134,8 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         self._selector.register(self._command_fd, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
+        if self._lifeline is not None:
+            self._selector.register(self._lifeline, selectors.EVENT_READ)
         self._send(Hello(PROTOCOL_VERSION, os.getpid(), sys.executable, time.monotonic(), given_devices(os.environ)))
         try:
             while self._state is not _State.GONE or self._unsent:
@@ -145,6 +157,9 @@ class Supervisor:
                 self._may_have_raised = True
             elif key.fd == self._output_fd:
                 self._write()
+            elif key.fd == self._lifeline:
+                self._selector.unregister(key.fd)
+                self._lose_controller(0.0)  # the guard was killed, and nothing else sees to what comes after us
             elif events:
                 self._read_rank(key.fd, key.data)
         self._obey_signal()
@@ -215,12 +230,12 @@ class Supervisor:
         except OSError:
             self._lose_controller()
 
-    def _lose_controller(self) -> None:
-        """Nobody listens any more: drop what is unsent and end the ranks."""
+    def _lose_controller(self, grace_s: float = math.inf) -> None:
+        """Nobody listens any more: drop what is unsent and end the ranks, with their own grace at most."""
         self._set_watched(self._output_fd, selectors.EVENT_WRITE, False, None)
         self._connected = False
         self._unsent.clear()
-        self._stop(self._spec.grace_s if self._spec else 0.0)
+        self._stop(min(grace_s, self._spec.grace_s) if self._spec else 0.0)
 
     def _read_commands(self) -> None:
         data = os.read(self._command_fd, _READ_BYTES)
@@ -257,12 +272,12 @@ class Supervisor:
             self._lease_s = message.lease_s
             self._send(Pong(time.monotonic()))
         elif isinstance(message, DumpStacks):
-            send([rank.pid for rank in self._ranks.values() if rank.status is None], STACKS_SIGNAL)
+            self._signal_ranks(STACKS_SIGNAL)
             self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S
         elif isinstance(message, Notify):
-            send([rank.pid for rank in self._ranks.values() if rank.status is None], NOTICE_SIGNAL)
+            self._signal_ranks(NOTICE_SIGNAL)
         elif isinstance(message, Sweep):
-            left = sweep_job(message.job_id)
+            left = sweep_job(message.job_id, scratch.agents_of(message.job_id))
             scratch.remove_left(message.job_id)
             self._state = _State.GONE
             self._send(Bye(sorted(left)))
@@ -296,6 +311,12 @@ class Supervisor:
             self._send(spawn_failure(error, spec))
             self._stop(0.0)
 
+    def _signal_ranks(self, number: int) -> None:
+        for rank in self._ranks.values():
+            if rank.status is None:  # it is not reaped, so no other process has its pid
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(rank.pid, number)
+
     def _forget_ranks(self) -> None:
         for rank in self._ranks.values():
             for descriptor in list(rank.streams):
@@ -327,10 +348,13 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Collect ended children: ranks, and orphans of ranks that this agent has adopted."""
+        self._has_descendants = True
+        killed: list[Rank] = []
         while True:
             try:
                 pid, wait_status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
+                self._has_descendants = False  # as this process adopts orphans
                 break
             if pid == 0:
                 break
@@ -342,8 +366,9 @@ class Supervisor:
                 self._have_ended_well = self._have_ended_well and rank.status == 0
                 rank.max_rss_bytes = usage.ru_maxrss * 1024
                 rank.record = rank.record or read_record(rank.error_file)
-                if rank.status == -signal.SIGKILL:
-                    rank.oom = self._oom_watch.evidence()
+                killed += [rank] if rank.status == -signal.SIGKILL else []
+        for rank in sorted(killed, key=lambda rank: -rank.max_rss_bytes):
+            rank.oom = self._oom_watch.evidence()
         for rank in list(self._ranks.values()):
             self._report_if_over(rank)
         if not self._ranks and self._state is _State.RUNNING:
@@ -351,11 +376,11 @@ class Supervisor:
 
     def _end_leftovers(self) -> None:
         """End what the ranks have left running: a moment later when all ended well, as most children end with them."""
-        left = sorted(descendants(os.getpid())) if self._have_ended_well else []
         now_s = time.monotonic()
         self._leftovers_until_s = self._leftovers_until_s or now_s + _LEFTOVER_WAIT_S
-        if left and now_s < self._leftovers_until_s:
+        if self._have_ended_well and self._has_descendants and now_s < self._leftovers_until_s:
             return
+        left = sorted(descendants(os.getpid())) if self._have_ended_well and self._has_descendants else []
         if left:
             self._send(LeftBehind(left, [name_of(pid) for pid in left]))
         self._stop(_LEFTOVER_GRACE_S)
@@ -407,7 +432,8 @@ class Supervisor:
         if self._stacks_at_s is not None and now_s >= self._stacks_at_s:
             self._stacks_at_s = None
             for rank in self._ranks.values():
-                self._send(Stacks(rank.number, without_own_frames(_take_text(rank.stacks_file))))
+                text = without_own_frames(_take_text(rank.stacks_file))
+                self._send(Stacks(rank.number, text or _WITHOUT_STACK.get(state_of(rank.pid), "").format(rank.pid)))
 
     # ---- ending ----
 
@@ -425,7 +451,7 @@ class Supervisor:
             if self._scratch is not None and term_is_notice():
                 self._scratch.say_stopping()
             if not is_known:
-                send(descendants(os.getpid()), signal.SIGTERM)
+                signal_descendants(os.getpid(), signal.SIGTERM)
         elif self._state is _State.STOPPING and self._kill_at_s is not None:
             self._kill_at_s = min(self._kill_at_s, kill_at_s)
 
@@ -435,14 +461,16 @@ class Supervisor:
             self._lose_controller()
         if self._state is not _State.STOPPING:
             return
-        left = descendants(os.getpid())
-        if left and self._kill_at_s is not None and now_s >= self._kill_at_s:
-            send(left, signal.SIGKILL)
+        if self._has_descendants and self._kill_at_s is not None and now_s >= self._kill_at_s:
+            signal_descendants(os.getpid(), signal.SIGKILL)
+            # Again for those that were just forked. On a host with thousands of processes to find them takes its time.
+            end_s = time.monotonic()
+            self._kill_at_s = end_s + max(_STOP_POLL_S, _SCAN_SHARE * (end_s - now_s))
             self._give_up_at_s = self._give_up_at_s or now_s + timeouts().kill_s
         gave_up = self._give_up_at_s is not None and now_s > self._give_up_at_s
-        if (not left and not self._ranks) or gave_up:
+        if (not self._has_descendants and not self._ranks) or gave_up:
             self._state = _State.GONE
-            self._send(Bye(sorted(left)))
+            self._send(Bye(sorted(descendants(os.getpid())) if self._has_descendants else []))
 
 
 def _cores_of_ranks(spec: Spawn) -> list[list[int]]:

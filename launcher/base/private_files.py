@@ -21,7 +21,7 @@ def write_private(path: str | os.PathLike[str], data: bytes, *, is_durable: bool
     folder, name = os.path.split(os.fspath(path))
     part = f".{name}.{os.urandom(4).hex()}.part"
     try:
-        folder_fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder_fd = open_folder(folder or ".")
         try:
             with contextlib.ExitStack() as on_failure:
                 file_fd = create_private(part, folder_fd)
@@ -57,12 +57,39 @@ def make_private_folder(path: str | os.PathLike[str]) -> None:
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
-        folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder_fd = open_folder(path)
         try:
             if os.fstat(folder_fd).st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, _NOT_OURS, os.fspath(path)) from None
         finally:
             os.close(folder_fd)
+
+
+def open_folder(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor of a folder that is no link. Raises: OSError."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def append_to(path: str | os.PathLike[str], folder: tuple[int, int]) -> int:
+    """Open a file to append to it and return its descriptor. folder: device and inode of the one that it must be in.
+
+    A path leads elsewhere once somebody who owns a folder above has put another in place of ours. Raises: OSError.
+    """
+    where, name = os.path.split(os.fspath(path))
+    folder_fd = open_folder(where or ".")
+    try:
+        found = os.fstat(folder_fd)
+        if (found.st_dev, found.st_ino) != folder:
+            raise PermissionError(errno.EPERM, "its folder has been replaced", os.fspath(path))
+        file_fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
+        try:
+            _check_owner(folder_fd, file_fd)
+        except OSError:
+            os.close(file_fd)
+            raise
+        return file_fd
+    finally:
+        os.close(folder_fd)
 
 
 def _check_owner(folder_fd: int, file_fd: int) -> None:

@@ -16,7 +16,7 @@ from launcher.base import env
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -41,33 +41,64 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def _parents() -> dict[int, int]:
-    """Return pid -> parent pid of every process, zombies left out."""
-    parents = {}
+def _stat_of(pid: int) -> tuple[int, str, str] | None:
+    """Return parent, state and start time (in ticks since the boot) of a process, None when there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        # The name in parentheses may itself hold spaces and parentheses.
+        fields = file.read().rpartition(b")")[2].split()
+        return int(fields[1]), fields[0].decode(), fields[19].decode()
+    return None
+
+
+def identity(pid: int) -> str:
+    """Return what no other process of this boot has: pid and start time; "" when it has ended."""
+    found = _stat_of(pid)
+    return f"{pid}:{found[2]}" if found is not None and found[1] not in "ZX" else ""
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process as /proc shows it ("T" is stopped, "D" waits for a device), "" when it has gone."""
+    found = _stat_of(pid)
+    return "" if found is None else found[1]
+
+
+def _all() -> Iterator[tuple[int, int, str]]:
+    """Yield pid, parent and identity of every process, zombies left out."""
     for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
-            # The name in parentheses may itself hold spaces and parentheses.
-            state, parent = file.read().rpartition(b")")[2].split()[:2]
-            if state not in (b"Z", b"X"):
-                parents[int(name)] = int(parent)
-    return parents
+        if name.isdigit():
+            found = _stat_of(int(name))
+            if found is not None and found[1] not in "ZX":
+                yield int(name), found[0], f"{name}:{found[2]}"
+
+
+def _tree(root_pid: int) -> list[str]:
+    """Return the identities of every living descendant of `root_pid`, whatever session or group it is in."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for pid, parent, who in _all():
+        children.setdefault(parent, []).append((pid, who))
+    found: list[str] = []
+    waiting = [root_pid]
+    while waiting:
+        below = children.pop(waiting.pop(), [])
+        found += [who for _, who in below]
+        waiting += [pid for pid, _ in below]
+    return found
+
+
+def _pids(identities: Iterable[str]) -> set[int]:
+    return {int(who.partition(":")[0]) for who in identities}
 
 
 def descendants(root_pid: int) -> set[int]:
     """Return every living descendant of `root_pid`, whatever session or group it is in."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parents().items():
-        children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
-    waiting = [root_pid]
-    while waiting:
-        for pid in children.get(waiting.pop(), []):
-            if pid not in found:
-                found.add(pid)
-                waiting.append(pid)
-    return found
+    return _pids(_tree(root_pid))
+
+
+def signal_descendants(root_pid: int, number: int) -> set[int]:
+    """Send a signal to every living descendant of `root_pid`; returns them."""
+    found = _tree(root_pid)
+    send(found, number)
+    return _pids(found)
 
 
 def name_of(pid: int) -> str:
@@ -82,28 +113,66 @@ def name_of(pid: int) -> str:
 
 def members_of_job(job_id: str) -> set[int]:
     """Return every living process, this one left out, whose environment carries exactly this job id."""
+    return _pids(_members(job_id))
+
+
+def _members(job_id: str) -> list[str]:
     wanted = f"{env.JOB_ID.name}={job_id}".encode()
-    found = set()
-    for pid in _parents():
-        if pid == os.getpid():
-            continue
+    found = []
+    for pid, _, who in _all():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            if wanted in file.read().split(b"\0"):
-                found.add(pid)
+            if pid != os.getpid() and wanted in file.read().split(b"\0"):
+                found.append(who)
     return found
 
 
-def send(pids: Iterable[int], signal_number: int) -> None:
-    """Send a signal to each process that still exists."""
-    for pid in pids:
+def send(identities: Iterable[str], number: int) -> None:
+    """Send a signal to each process that still exists, and to no other that has got its pid since."""
+    for who in identities:
+        pid = int(who.partition(":")[0])
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal_number)
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            except OSError:  # a kernel before 5.3, or no descriptor is left: there is a moment between look and signal
+                if identity(pid) == who:
+                    os.kill(pid, number)
+                continue
+            try:
+                if identity(pid) == who:  # the descriptor is this one's for good, whoever gets the pid
+                    signal.pidfd_send_signal(descriptor, number)
+            finally:
+                os.close(descriptor)
 
 
-def sweep_job(job_id: str, timeout_s: float = 5.0) -> set[int]:
-    """Kill the processes of a job until none is left or `timeout_s` has passed. Returns those that are left."""
+def sweep_job(job_id: str, agents: Sequence[tuple[str, str]] = (), timeout_s: float = 5.0) -> set[int]:
+    """Kill the processes of a job until none is left or `timeout_s` has passed. Returns those that are left.
+
+    agents: identities of agents, which do not carry the id, each with its guard's, which ends what it leaves.
+    """
     deadline = time.monotonic() + timeout_s
-    while (members := members_of_job(job_id)) and time.monotonic() < deadline:
+    while True:
+        members = [*_members(job_id), *(agent for agent, _ in agents if _is_alive(agent))]
+        guards = [guard for _, guard in agents if _is_alive(guard)]
+        if not (members or guards) or time.monotonic() >= deadline:
+            return _pids([*members, *guards])
         send(members, signal.SIGKILL)
         time.sleep(SWEEP_INTERVAL_S)
-    return members
+
+
+def _is_alive(who: str) -> bool:
+    return identity(int(who.partition(":")[0])) == who
+
+
+def end_orphans(timeout_s: float) -> None:
+    """Kill all descendants of this process, which has adopted them, until none is left or `timeout_s` has passed."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0] != 0:
+                pass
+        except ChildProcessError:  # who has adopted all orphans and has no child has no descendant
+            return
+        signal_descendants(os.getpid(), signal.SIGKILL)
+        time.sleep(SWEEP_INTERVAL_S)

@@ -20,6 +20,7 @@ class Timeouts(Record):
 
     answer_s: float = 30.0  # an agent's first words, after its process was started
     goodbye_s: float = 15.0  # of a job's agents, beyond the grace of their ranks
+    local_answer_s: float = 2.0  # of an agent on this machine, to a stop, beyond the grace: it is suspended
     exec_goodbye_s: float = 5.0  # the same for `launch exec` and `launch check`
     sweep_s: float = 15.0  # lost hosts, all together: most are dead, and each would take its connect timeout
     stacks_s: float = 5.0  # agents' answers to a request for stack traces

@@ -149,6 +149,10 @@ class Agent(Member):
 
     def stop(self, grace_s: float) -> None:
         self.send(Stop(grace_s))
+        self.send(Ping())
+
+    def is_mute_since(self, asked_s: float) -> bool:
+        return not self.has_lease and self.has_answered and self.ponged_s < asked_s
 
     def hang_up(self) -> None:
         self._sender.end()

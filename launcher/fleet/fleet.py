@@ -57,6 +57,7 @@ class Fleet(Generic[M]):
         self._events: queue.SimpleQueue[tuple[M, Event] | None] = queue.SimpleQueue()
         self._turns = Turns(1)
         self._grace_s = math.inf  # of the last stop
+        self._stopped_s = self._kill_at_s = math.inf  # monotonic, of the first stop, and when its grace ends
         self._give_up_at_s = math.inf  # monotonic
         self._explain_at_s = math.inf
         self._findings: dict[M, Sequence[Diagnostic]] = {}  # why hosts ended while they were waited for
@@ -192,8 +193,10 @@ class Fleet(Generic[M]):
         """
         if grace_s >= self._grace_s:
             return False
-        self._grace_s = grace_s
-        self._give_up_at_s = min(self._give_up_at_s, time.monotonic() + grace_s + self._goodbye_s)
+        self._grace_s, now_s = grace_s, time.monotonic()
+        self._stopped_s = min(self._stopped_s, now_s)
+        self._kill_at_s = min(self._kill_at_s, now_s + grace_s)
+        self._give_up_at_s = min(self._give_up_at_s, now_s + grace_s + self._goodbye_s)
         for member in self.running:
             if member.cancel() is None:
                 self._put(member, Ended(TransportError(NEVER_CONNECTED)))
@@ -202,10 +205,14 @@ class Fleet(Generic[M]):
         return True
 
     def overdue(self, now_s: float) -> list[M]:
-        """Return, once, the hosts that have not ended in time after `stop`. Closed channels end their agents' lease."""
-        if now_s <= self._give_up_at_s:
+        """Return, once, the hosts that have not ended in time after `stop`. Closed channels end their agents' lease.
+
+        An agent on this machine that does not answer at all, as it was suspended, gets no longer than the ranks.
+        """
+        if now_s <= self._kill_at_s + timeouts().local_answer_s:
             return []
-        late = self.running
+        is_late = now_s > self._give_up_at_s
+        late = [member for member in self.running if is_late or member.is_mute_since(self._stopped_s)]
         for member in late:
             self._drop(member)
         return late

@@ -108,6 +108,10 @@ class Member(ABC):
     def stop(self, grace_s: float) -> None:
         """Ask the far end to end what it runs; called again for a shorter grace. Only while a channel is open."""
 
+    def is_mute_since(self, _asked_s: float) -> bool:
+        """Whether the far end, on this machine, has left unanswered what was sent then. Where that is not known, no."""
+        return False
+
     @abstractmethod
     def hang_up(self) -> None:
         """Send nothing more: where agents run, the end of their stdin makes them leave."""

@@ -46,7 +46,7 @@ class SignalQueue:
     @property
     def was_noticed(self) -> bool:
         """Whether a notice has come: the job will lose its nodes."""
-        return NOTICE_SIGNAL in self._arrived
+        return NOTICE_SIGNAL in self._arrived and NOTICE_SIGNAL not in self._stop_signals
 
     def ask(self, number: int) -> None:
         """Have the same done as if this signal had come. Any thread."""

@@ -140,10 +140,11 @@ class Controller:
             raise
         self._watcher.planned(plan)
         now_s = time.monotonic()
-        for node in self._nodes:
+        orders = [node.spawn_message(plan) for node in self._nodes]  # all, before any rank runs: one may be refused
+        for node, order in zip(self._nodes, orders, strict=True):
             node.ranks = {number: Rank(number, logs[number], now_s) for number in node.placement.ranks}
             self._ranks += node.ranks.values()
-            node.start_ranks(plan)
+            node.start_ranks(plan, order)
         if plan.hang_timeout_s is not None:
             self._hang_watch = HangWatch(plan.hang_timeout_s, self._ranks, now_s)
 

@@ -15,7 +15,7 @@ from typing import BinaryIO, TypeVar
 
 from launcher.base.errors import LauncherError
 from launcher.base.file_limit import allow_files, num_open
-from launcher.base.private_files import create_private, make_private_folder, write_private
+from launcher.base.private_files import append_to, create_private, make_private_folder, write_private
 from launcher.base.timeouts import timeouts
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
@@ -40,6 +40,8 @@ class RankLog:
         self.path = path
         self._keeps_open = keeps_open
         self._file: BinaryIO | None = os.fdopen(create_private(path), "wb", buffering=0)
+        folder = os.stat(path.parent)
+        self._folder = folder.st_dev, folder.st_ino
         if not keeps_open:
             self._file.close()
         self._tail: deque[bytes] = deque()
@@ -61,7 +63,7 @@ class RankLog:
             return
         try:
             if not self._keeps_open:
-                self._file = self.path.open("ab", buffering=0)
+                self._file = os.fdopen(append_to(self.path, self._folder), "ab", buffering=0)
             view = memoryview(data)
             while view:
                 view = view[self._file.write(view) :]

@@ -43,14 +43,15 @@ class Node(Agent):
     def take_output(self, output: Output) -> None:
         self._take_output(self, output)
 
-    def start_ranks(self, plan: JobPlan) -> None:
-        """Tell the agent to start its ranks, after the pieces of the call that they make."""
+    def start_ranks(self, plan: JobPlan, order: Spawn) -> None:
+        """Tell the agent to start its ranks, after the pieces of the call that they make. order: `spawn_message`."""
         call = plan.command.call
         for start in range(0, len(call), PIECE_BYTES):
             self.send(Call(call[start : start + PIECE_BYTES]))
-        self.send(self._spawn_message(plan))
+        self.send(order)
 
-    def _spawn_message(self, plan: JobPlan) -> Spawn:
+    def spawn_message(self, plan: JobPlan) -> Spawn:
+        """Return the order to start the ranks. Raises: UsageError where the host has not what they need."""
         if plan.master_port is None:
             raise RuntimeError("the master port is chosen before ranks are started")
         transport = plan.transports[self.placement.node_rank]

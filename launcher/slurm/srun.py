@@ -185,7 +185,9 @@ class SrunStep:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 stop()
-        was_killed = self._process.wait() == -signal.SIGKILL
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a device is left to the kernel
+            self._process.wait(timeouts().kill_s)
+        was_killed = self._process.returncode in (None, -signal.SIGKILL)
         with self._end_lock:
             if not self._lifeline.closed:
                 with contextlib.suppress(OSError), self._lifeline:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from launcher.base import env
 from launcher.base.errors import TransportError
+from launcher.base.timeouts import timeouts
 from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, local_setup_argv, own_argv
 from launcher.transport.stderr_buffer import StderrTail
 
@@ -59,9 +60,11 @@ class LocalTransport:
         self._passes_stdin = passes_stdin
         self._argv = list(SHELL_ARGV) if shell_only else own_argv(module, root)
         # Closing stdin ends an agent, not a setup that still runs; under a plain shell the group is the user's command.
-        self._kills_group = bool(setup) and not shell_only
+        self._ends_group = bool(setup) and not shell_only
         if setup:
             self._argv = local_setup_argv(setup, self._argv)
+        # An agent's guard ends everything below it, see `agent.main`.
+        self._end_signal = signal.SIGTERM if module == AGENT_MODULE and not shell_only else signal.SIGKILL
         self._lock = threading.Lock()
         self._channels: list[LocalChannel] = []
         self._ahead: subprocess.Popen[bytes] | None = None
@@ -98,7 +101,11 @@ class LocalTransport:
                 where=host.name,
                 hint="check that it can be executed, and the limits of `ulimit -a`",
             ) from None
-        channel = watched(process, host.name, lambda: LocalChannel(host.name, process, kills_group=self._kills_group))
+        channel = watched(
+            process,
+            host.name,
+            lambda: LocalChannel(host.name, process, self._end_signal, ends_group=self._ends_group),
+        )
         with self._lock:
             self._channels.append(channel)
         return channel
@@ -109,7 +116,7 @@ class LocalTransport:
             unused, self._ahead = self._ahead, None
         if unused is not None:
             with unused:  # closes its pipes and waits
-                unused.kill()
+                unused.send_signal(self._end_signal)
         for channel in channels:
             channel.close()
 
@@ -159,13 +166,23 @@ class LocalChannel:
 
     window_bytes = None
 
-    def __init__(self, host_name: str, process: subprocess.Popen[bytes], *, kills_group: bool = False) -> None:
-        """kills_group: `close` kills the process's whole group, which it leads."""
+    def __init__(
+        self,
+        host_name: str,
+        process: subprocess.Popen[bytes],
+        end_signal: signal.Signals = signal.SIGKILL,
+        *,
+        ends_group: bool = False,
+    ) -> None:
+        """end_signal: what ends the process at once; SIGKILL follows where it does not.
+
+        ends_group: the process leads a group, which gets these signals.
+        """
         if process.stdin is None or process.stdout is None or process.stderr is None:
             raise ValueError("the process needs pipes on stdin, stdout and stderr")
         self.host_name = host_name
         self._process = process
-        self._kills_group = kills_group
+        self._end_signal, self._ends_group = end_signal, ends_group
         self._stdin = process.stdin
         # A bare descriptor: a file object could be collected, and closed, before this one.
         self._stdout = os.dup(process.stdout.fileno())
@@ -225,17 +242,21 @@ class LocalChannel:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._kill()
+        self._kill(self._end_signal)
         os.write(self._wake_write, b"x")
         self.close_stdin()
-        self._process.wait()
+        for _ in range(2):  # one that waits for a device is left to the kernel
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeouts().kill_s)
+                return
+            self._kill(signal.SIGKILL)
 
-    def _kill(self) -> None:
+    def _kill(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if self._kills_group and self._process.poll() is None:  # not reaped, so the group's number is ours
-                os.killpg(self._process.pid, signal.SIGKILL)
+            if self._ends_group and self._process.poll() is None:  # not reaped, so the group's number is ours
+                os.killpg(self._process.pid, number)
             # Popen.send_signal checks that the child is not reaped yet, so no other process can be hit.
-            self._process.send_signal(signal.SIGKILL)
+            self._process.send_signal(number)
 
     def __del__(self) -> None:
         # stdout and the wake pipe live as long as any thread may still poll them: as long as this object.

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import shlex
-import signal
 import subprocess
 import threading
 import time
@@ -204,11 +203,11 @@ class OpenSshChannel(LocalChannel):
         super().close()
         self._log.end_writing()
 
-    def _kill(self) -> None:
+    def _kill(self, number: int) -> None:
         # A ProxyCommand shares the process group. As long as `ssh` is not reaped, the number is no other group's.
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, number)
 
 
 class _Log:

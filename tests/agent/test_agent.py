@@ -151,7 +151,7 @@ def test_a_controller_that_reads_slowly_holds_the_ranks_up(agent: Agent, tmp_pat
         time.sleep(1.0)
     # What may wait: 4 MiB in the agent, a pipe of 1 MiB before it, one behind it, and what one turn reads.
     assert int(text) < 8
-    memory = Path(f"/proc/{agent.process.pid}/status").read_text()
+    memory = Path(f"/proc/{agent.pid}/status").read_text()
     (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", memory)
     assert int(peak_kib) < 64 << 10
     assert sum(len(m.data) for m in agent.receive_all() if isinstance(m, Output)) == 40_000_000
@@ -181,10 +181,10 @@ def test_a_signal_together_with_an_order_to_start_ranks_ends_the_agent_in_order(
         assert isinstance(agent.receive(), Hello)
         spec = spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), grace_s=0.2)
         with agent.process:
-            os.kill(agent.process.pid, signal.SIGSTOP)
+            os.kill(agent.pid, signal.SIGSTOP)
             agent.send(spec)
-            os.kill(agent.process.pid, number)
-            os.kill(agent.process.pid, signal.SIGCONT)
+            os.kill(agent.pid, number)
+            os.kill(agent.pid, signal.SIGCONT)
             agent.receive_all()
             assert agent.process.stderr is not None
             assert b"Traceback" not in agent.process.stderr.read()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from harness import scripts
+from harness.launching import ROOT
 
 from launcher.agent.oom import OomWatch
 
@@ -42,6 +47,55 @@ def test_the_whole_machine_ran_out(kernel: tuple[Path, Path]) -> None:
     watch = OomWatch(proc, cgroups)
     write(proc / "vmstat", "oom_kill 4\n")
     assert watch.evidence() == "the kernel's out-of-memory killer struck on this host"
+
+
+def test_several_kills_explain_as_many_ends(kernel: tuple[Path, Path]) -> None:
+    proc, cgroups = kernel
+    watch = OomWatch(proc, cgroups)
+    write(proc / "vmstat", "oom_kill 5\n")
+    write(cgroups / "jobs/7/memory.events", "oom_kill 2\n")
+    found = [watch.evidence() for _ in range(3)]
+    assert [text is not None and "cgroup" in text for text in found] == [True, True, False]
+    assert found[2] is None
+
+
+# An agent's supervisor with processes of its own in place of ranks: what it says of those that have ended.
+REAPS = """
+    import os, subprocess, sys
+    sys.path.insert(0, sys.argv[1])
+    from launcher.agent import supervisor as supervising
+    from launcher.agent.spawn import Rank
+    from launcher.agent.wire import Exited
+    class Watch:
+        num_left = int(sys.argv[2])
+        def evidence(self):
+            self.num_left -= 1
+            return "memory ran out" if self.num_left >= 0 else None
+    supervising.OomWatch = Watch
+    agent = supervising.Supervisor(0, 1)
+    sent = []
+    agent._send = sent.append
+    big = "x = bytearray(80 << 20); "
+    ends = ["raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)", big + "import os; os.kill(os.getpid(), 9)"]
+    for number, end in enumerate(ends):
+        process = subprocess.Popen([sys.executable, "-c", end])
+        agent._ranks[process.pid] = Rank(number, process, {}, "", "", os.dup(0))
+    for pid in list(agent._ranks):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    agent._reap()
+    print({message.rank: message.oom for message in sent if isinstance(message, Exited)})
+"""
+
+
+@pytest.mark.parametrize(("num_kills", "explained"), [(0, ()), (1, (2,)), (2, (1, 2)), (3, (1, 2))])
+def test_only_killed_ranks_are_shown_as_out_of_memory_and_the_largest_first(
+    tmp_path: Path, num_kills: int, explained: tuple[int, ...]
+) -> None:
+    script = scripts.write(tmp_path, REAPS)
+    done = subprocess.run([sys.executable, script, ROOT, str(num_kills)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = {rank: "memory ran out" if rank in explained else None for rank in range(3)}
+    assert ast.literal_eval(done.stdout) == found
 
 
 def test_version_1_groups_and_unlimited_ones(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.launching import ROOT
 
-from launcher.agent.wire import Decoder, Message, Spawn, encode
+from launcher.agent.wire import Decoder, Hello, Message, Spawn, encode
 from launcher.job.plan import new_job_id
 from launcher.transport.command import AGENT_MODULE, own_argv
 
@@ -30,6 +30,7 @@ class Agent:
         )
         self._decoder = Decoder(expect_magic=True)
         self._ready: list[Message] = []
+        self.pid = 0  # of the agent itself, once it has said hello; `process` is its guard
 
     def send(self, message: Message) -> None:
         """Write a message to it."""
@@ -45,7 +46,10 @@ class Agent:
             if not data:
                 return None
             self._ready.extend(self._decoder.feed(data))
-        return self._ready.pop(0)
+        message = self._ready.pop(0)
+        if isinstance(message, Hello):
+            self.pid = message.pid
+        return message
 
     def receive_all(self) -> list[Message]:
         """Return all messages until the end of the stream."""

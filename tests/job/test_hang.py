@@ -86,6 +86,26 @@ def test_stacks_on_demand_leave_the_job_alone(tmp_path: Path) -> None:
     assert job.wait().code == 0
 
 
+def test_a_rank_that_is_stopped_is_shown_as_such(tmp_path: Path) -> None:
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, signal, time
+        import launcher
+        launcher.heartbeat()
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while True:
+            launcher.heartbeat()
+            time.sleep(0.05)
+        """,
+    )
+    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", "1", "--grace", "1", script)
+    assert result.code == 124
+    report = result.err[result.err.index("✗ rank 1") :]
+    assert "stopped by a signal: state T in /proc; kill -CONT" in report
+
+
 def test_programs_survive_the_question_for_their_stacks(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "--hang-timeout", "0.5", "--no_python", "/bin/sleep", "600")
     assert result.code == 124

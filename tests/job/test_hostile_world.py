@@ -16,13 +16,16 @@ from typing import Any
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, Result, run_here, run_launch, wait_until, wait_until_gone
+from harness.launching import ROOT, Launch, Result, nap, run_here, run_launch, running, wait_until, wait_until_gone
+from harness.sshd import LoopbackSshd
 
 from launcher.agent import scratch
 from launcher.agent.spawn import spawn_failure
 from launcher.agent.wire import Spawn
 from launcher.base.file_limit import num_open
-from launcher.base.processes import descendants
+from launcher.base.processes import descendants, members_of_job
+from launcher.base.timeouts import timeouts
+from launcher.job.logs import RankLog
 
 
 def run_in_shell(folder: Path, line: str, **variables: str) -> Result:
@@ -217,6 +220,39 @@ def test_a_full_folder_for_temporary_files_is_passed_over_and_named_when_all_are
     assert "TMPDIR" in str(failure.hint)
 
 
+def test_a_limit_of_the_size_of_files_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    scripts.write(tmp_path, "print('RAN')")
+    result = run_in_shell(tmp_path, "ulimit -f 8; LAUNCH script.py")
+    assert result.code == 1
+    assert "File too large" in result.err
+    assert "ulimit -f" in result.err
+
+
+def test_where_no_temporary_file_can_be_written_tmpdir_is_named() -> None:
+    spec = Spawn("calm-otter-0000", [], "/", {}, [], None, 1.0)
+    failure = spawn_failure(OSError(errno.EROFS, "Read-only file system", "/tmp"), spec)
+    assert "TMPDIR" in str(failure.hint)
+
+
+def test_a_log_that_is_opened_for_each_write_stays_in_our_folder(tmp_path: Path) -> None:
+    """Whoever owns the folder above may put another in place of the run folder, with links for logs."""
+    ours, victim = tmp_path / "run", tmp_path / "victim"
+    ours.mkdir(mode=0o700)
+    victim.touch()
+    logs = [RankLog(ours / f"rank_{rank}.log", keeps_open=False) for rank in range(2)]
+    logs[0].write(b"a line\n")
+    assert (ours / "rank_0.log").read_bytes() == b"a line\n"
+    (ours / "rank_0.log").unlink()
+    (ours / "rank_0.log").symlink_to(victim)
+    logs[0].write(b"more\n")
+    ours.rename(tmp_path / "moved")
+    ours.mkdir()
+    (ours / "rank_1.log").hardlink_to(victim)
+    logs[1].write(b"more\n")
+    assert all(log.write_error is not None for log in logs)
+    assert victim.read_bytes() == b""
+
+
 def test_a_hang_up_means_nothing_under_nohup(tmp_path: Path) -> None:
     scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(1.5)")
     line = (
@@ -237,8 +273,7 @@ def test_a_suspended_agent_does_not_keep_the_launcher_from_ending(tmp_path: Path
     script = scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)")
     job = Launch(tmp_path, "--grace", "0", script, env={"LAUNCH_TIMEOUT_SCALE": "0.3"})
     wait_until(lambda: "READY" in job.out, "the rank")
-    parents = descendants(job.process.pid)
-    (agent,) = [pid for pid in parents if descendants(pid)]
+    (agent,) = [pid for pid in descendants(job.process.pid) if len(descendants(pid)) == 1]
     os.kill(agent, signal.SIGSTOP)
     start_s = time.monotonic()
     while job.process.poll() is None and time.monotonic() - start_s < 30.0:
@@ -247,3 +282,73 @@ def test_a_suspended_agent_does_not_keep_the_launcher_from_ending(tmp_path: Path
     job.wait()
     assert time.monotonic() - start_s < 25.0
     wait_until_gone(job.job_id)
+
+
+@pytest.mark.parametrize("insists", [False, True])
+def test_a_suspended_agent_does_not_make_the_end_longer_than_the_grace(tmp_path: Path, insists: bool) -> None:
+    """What the ranks have started ends, too, whatever is in its environment, and no folder stays."""
+    words = ["sleep", nap("600.")]
+    job = Launch(tmp_path, "--grace", "60" if insists else "1", scripts.write(tmp_path, ORPHAN), words[1])
+    wait_until(lambda: "READY" in job.out, "the rank")
+    (agent,) = [pid for pid in descendants(job.process.pid) if len(descendants(pid)) == 2]
+    os.kill(agent, signal.SIGSTOP)
+    job.signal(signal.SIGTERM)
+    if insists:
+        job.signal(signal.SIGTERM)
+    wait_until(lambda: job.process.poll() is not None, "the end", 3 + timeouts().local_answer_s + SLOW_S)
+    assert job.wait().code == 143
+    assert not members_of_job(job.job_id)
+    assert not running(*words)
+    assert not folders_of(job.job_id)
+
+
+@pytest.mark.parametrize("also", [[], ["launcher"], ["guard"]])
+def test_a_killed_agent_leaves_nothing_that_does_not_carry_the_job_s_id(tmp_path: Path, also: list[str]) -> None:
+    words = ["sleep", nap("600.")]
+    job = Launch(tmp_path, "--grace", "60", scripts.write(tmp_path, ORPHAN), words[1])
+    wait_until(lambda: "READY" in job.out, "the rank")
+    assert running(*words)
+    (agent,) = [pid for pid in descendants(job.process.pid) if len(descendants(pid)) == 2]
+    (guard,) = [pid for pid in descendants(job.process.pid) if len(descendants(pid)) == 3]
+    pids = {"launcher": job.process.pid, "guard": guard}
+    for pid in (*(pids[name] for name in also), *([] if also == ["guard"] else [agent])):
+        os.kill(pid, signal.SIGKILL)
+    assert job.wait().code == (-9 if "launcher" in also else 69)
+    job_id = job.job_id
+    wait_until(lambda: not (running(*words) or members_of_job(job_id) or folders_of(job_id)), "the end of all", 20)
+
+
+@pytest.mark.cluster
+def test_a_suspended_agent_on_another_host_ends_with_its_connection(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.2 slots=1\n")
+    words = ["sleep", nap("600.")]
+    job = Launch(
+        tmp_path, "--hostfile", "hosts", "--ssh_config", sshd.ssh_config, "--grace", "0",
+        scripts.write(tmp_path, ORPHAN), words[1],
+        env={"LAUNCH_TIMEOUT_SCALE": "0.2"},
+    )  # fmt: skip
+    wait_until(lambda: "READY" in job.out, "the rank")
+    (child,) = running(*words)
+    os.kill(parent_of(parent_of(child)), signal.SIGSTOP)
+    job.signal(signal.SIGTERM)
+    assert job.wait().code == 143
+    job_id = job.job_id
+    wait_until(lambda: not (running(*words) or members_of_job(job_id) or folders_of(job_id)), "the end of all", 20)
+
+
+# The rank's child has nothing of the job in its environment; it leads a session of its own.
+ORPHAN = """
+    import os, subprocess, sys, time
+    subprocess.Popen(["sleep", sys.argv[1]], start_new_session=True, env={"PATH": os.environ["PATH"]})
+    print("READY", flush=True)
+    time.sleep(600)
+"""
+SLOW_S = 10.0  # a machine with other work
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def folders_of(job_id: str) -> list[Path]:
+    return [path for place in ("/tmp", "/var/tmp") for path in Path(place).glob(f"launch-agent-{job_id}-*")]

@@ -154,7 +154,7 @@ def test_a_killed_agent_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     job = Launch(tmp_path, "--num_gpus", "2", script)
     wait_until(lambda: job.out.count("READY") == 2, "the ranks")
     ranks = members_of_job(job.job_id)
-    (agent,) = (pid for pid in descendants(job.process.pid) if pid not in ranks)
+    (agent,) = (pid for pid in descendants(job.process.pid) if pid not in ranks and descendants(pid) == ranks)
     os.kill(agent, signal.SIGKILL)
     result = job.wait(15)
     assert result.code == 69

@@ -86,3 +86,30 @@ def test_a_missing_folder_on_a_host_is_named(sshd: LoopbackSshd, tmp_path: Path)
     assert result.code == 69
     assert "✗ 127.0.0.[1-2]: python was not found" in result.err
     assert "/no/such/python" in result.err
+
+
+# The order for the second host cannot be made, which turns out a while after that for the first one was.
+REFUSED = """
+import time
+from launcher.base.errors import UsageError
+from launcher.job import node
+device_tokens = node.device_tokens
+def refuse(plan, placement, devices):
+    if placement.node_rank == 1:
+        time.sleep(1.5)
+        raise UsageError("it has too few devices")
+    return device_tokens(plan, placement, devices)
+node.device_tokens = refuse
+from launcher.__main__ import main
+main()
+"""
+
+
+def test_no_rank_runs_where_the_order_for_another_host_is_refused(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    driver = scripts.write(tmp_path, REFUSED, "driver.py")
+    script = scripts.write(tmp_path, "open('ran', 'w')")
+    options = ["--hostfile", "hosts", "--ssh_config", str(sshd.ssh_config)]
+    result = Launch(tmp_path, *options, script, program=(driver,)).wait()
+    assert result.code == 2, result.err
+    assert not (tmp_path / "ran").exists()

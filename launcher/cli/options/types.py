@@ -114,6 +114,16 @@ _RESERVED_SIGNALS = {
     "SIGCHLD": "it tells launch that a process of its own has ended",
     "SIGURG": "it asks ranks for their stacks",
     "SIGQUIT": "it asks for the stacks of all ranks, as `launch stacks` does",
+    "SIGTSTP": "it suspends launch, and the ranks run on",
+    "SIGCONT": "it ends a suspension",
+    "SIGTTIN": "it stops who reads a terminal from the background",
+    "SIGTTOU": "it stops who writes to a terminal from the background",
+    "SIGPIPE": "it tells that nobody reads what launch writes",
+    "SIGWINCH": "it tells that the size of the terminal has changed",
+    **dict.fromkeys(
+        ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGIOT", "SIGTRAP", "SIGSYS"),
+        "it tells that launch itself has failed",
+    ),
 }
 
 
