@@ -149,7 +149,8 @@ class Agent(Member):
 
     def stop(self, grace_s: float) -> None:
         self.send(Stop(grace_s))
-        self.send(Ping())
+        if not self.has_lease:  # it gets no heartbeats, and a suspended one is to be noticed
+            self.send(Ping())
 
     def is_mute_since(self, asked_s: float) -> bool:
         return not self.has_lease and self.has_answered and self.ponged_s < asked_s

@@ -209,9 +209,9 @@ class Fleet(Generic[M]):
 
         An agent on this machine that does not answer at all, as it was suspended, gets no longer than the ranks.
         """
-        if now_s <= self._kill_at_s + timeouts().local_answer_s:
+        is_late, is_due = now_s > self._give_up_at_s, now_s > self._kill_at_s + timeouts().local_answer_s
+        if not (is_late or is_due):
             return []
-        is_late = now_s > self._give_up_at_s
         late = [member for member in self.running if is_late or member.is_mute_since(self._stopped_s)]
         for member in late:
             self._drop(member)

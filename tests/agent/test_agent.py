@@ -22,6 +22,7 @@ from launcher.agent.wire import (
     Handled,
     Hello,
     Lease,
+    LeftBehind,
     Output,
     PickPort,
     Ping,
@@ -220,6 +221,39 @@ def test_damage_in_what_the_agent_is_sent_ends_it_with_a_word(tmp_path: Path) ->
         assert agent.process.wait(10) == 0
         assert agent.process.stderr is not None
         assert agent.process.stderr.read() == b"the agent's stream is damaged: impossible frame length\n"
+
+
+def test_children_of_ranks_of_which_one_failed_get_no_time_and_no_word(agent: Agent, tmp_path: Path) -> None:
+    """Whatever the last rank ended with: a launcher that is slow to say so has not asked for the end yet."""
+    script = scripts.write(
+        tmp_path,
+        """
+        import os, subprocess, sys, time
+        if os.environ["RANK"] == "0":
+            subprocess.Popen(["sleep", "600"], start_new_session=True)
+            open("failed", "w").close()
+            sys.exit(3)
+        while not os.path.exists("failed"):
+            time.sleep(0.02)
+        time.sleep(1.0)  # rank 0 is to end first
+        """,
+    )
+    order = spawn(script, ranks=2)
+    agent.send(order)
+    messages = agent.receive_all()
+    assert [message.status for message in messages if isinstance(message, Exited)] == [3, 0]
+    assert not any(isinstance(message, LeftBehind) for message in messages)
+    assert messages[-1] == Bye()
+    wait_until_gone(order.job_id)
+
+
+def test_a_later_order_with_a_longer_grace_changes_nothing(agent: Agent, tmp_path: Path) -> None:
+    agent.send(spawn(scripts.write(tmp_path, scripts.STUBBORN)))
+    wait_for = (message for message in iter(agent.receive, None) if isinstance(message, Output))
+    assert next(wait_for).data == b"READY\n"
+    agent.send(Stop(0.3))
+    agent.send(Stop(10_000.0))
+    assert agent.receive_all()[-1] == Bye()
 
 
 def test_stop_gives_one_grace_to_all_and_then_kills(agent: Agent, tmp_path: Path) -> None:

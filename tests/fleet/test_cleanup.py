@@ -31,7 +31,8 @@ class Hosts:
             raise TransportError("no answer", where=host.name)
         if host.name.startswith("mute"):
             self.never.wait()
-        self._data = [MAGIC + encode(Hello(PROTOCOL_VERSION)) + encode(Bye()), b""]
+        left = [4321] if host.name.startswith("stuck") else []
+        self._data = [MAGIC + encode(Hello(PROTOCOL_VERSION)) + encode(Bye(left)), b""]
         return self
 
     def write(self, data: bytes) -> None: ...
@@ -56,6 +57,10 @@ def test_dead_hosts_are_waited_for_all_at_once() -> None:
     left = sweep_lost_hosts(names(*dead, "well"), lambda _host: cast(Any, Hosts()), "job")
     assert left == tuple(dead)
     assert time.monotonic() - start_s < 3
+
+
+def test_a_host_that_could_not_end_a_process_is_not_clean() -> None:
+    assert sweep_lost_hosts(names("well", "stuck"), lambda _host: cast(Any, Hosts()), "job") == ("stuck",)
 
 
 def test_a_host_that_never_answers_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

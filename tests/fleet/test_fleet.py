@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from launcher.agent.wire import MAGIC, PROTOCOL_VERSION, Bye, Decoder, Hello, Message, Stop, encode
+from launcher.agent.wire import MAGIC, PROTOCOL_VERSION, Bye, Decoder, Hello, Message, Ping, Pong, Stop, encode
 from launcher.base.errors import TransportError
+from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
 from launcher.fleet.fleet import Fleet
@@ -79,13 +80,45 @@ def test_a_stop_asks_those_that_are_connected_and_ends_the_others() -> None:
     fleet.wait(lambda agent: agent.has_answered, members=fleet.members[:1])
     assert fleet.stop(5.0)
     assert next_end(fleet) == ("never", NEVER_CONNECTED)
-    assert [fleet.stop(5.0), fleet.stop(0.0)] == [False, True], "only a shorter grace counts"
+    graces_s = (5.0, 9.0, 0.0, 5.0)
+    assert [fleet.stop(grace_s) for grace_s in graces_s] == [False, False, True, False], "only a shorter grace counts"
     assert [wire.heard.get(timeout=10), wire.heard.get(timeout=10)] == [Stop(5.0), Stop(0.0)]
     wire.say(Bye())
     wire.said.put(b"")
     assert next_end(fleet) == ("well", "None")
     assert fleet.is_over
     wire.never.set()
+
+
+def test_a_longer_grace_does_not_put_off_the_moment_at_which_hosts_are_given_up() -> None:
+    wire = Wire()
+    fleet = fleet_of(wire, "well", goodbye_s=0.0)
+    fleet.start()
+    fleet.wait(lambda agent: agent.has_answered)
+    fleet.stop(1.0)
+    fleet.stop(600.0)
+    assert fleet.overdue(time.monotonic()) == []
+    assert fleet.overdue(time.monotonic() + 300.0) == fleet.members
+    assert wire.closed.is_set()
+
+
+def test_an_agent_on_this_machine_that_does_not_answer_a_stop_is_given_up_before_the_goodbye() -> None:
+    wire = Wire()
+    wire.name = "local"
+    fleet = fleet_of(wire, "mute", goodbye_s=600.0)
+    fleet.start()
+    fleet.wait(lambda agent: agent.has_answered)
+    fleet.stop(5.0)
+    assert [wire.heard.get(timeout=10), wire.heard.get(timeout=10)] == [Stop(5.0), Ping()]
+    soon_s = time.monotonic() + 5.0 + timeouts().local_answer_s
+    assert fleet.overdue(soon_s - 1.0) == []
+    wire.say(Pong(0.0))
+    deadline_s = time.monotonic() + 10
+    while fleet.members[0].ponged_s == 0.0 and time.monotonic() < deadline_s:
+        fleet.get(0.05)
+    assert fleet.overdue(soon_s + 1.0) == [], "it answers, and may take its time"
+    fleet.members[0].ponged_s = 0.0
+    assert fleet.overdue(soon_s + 1.0) == fleet.members
 
 
 def test_a_host_that_does_not_end_in_time_is_given_up_once() -> None:

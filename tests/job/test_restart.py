@@ -130,6 +130,31 @@ def test_a_spare_takes_the_place_and_rank_of_a_lost_host() -> None:
     assert quiet.warnings == ["a was lost: replaced by c"]
 
 
+def test_a_spare_gives_as_many_ranks_as_the_host_that_it_replaces() -> None:
+    plans: list[JobPlan] = []
+
+    def run(plan: JobPlan) -> RunReport:
+        plans.append(plan)
+        return report(69, "a") if len(plans) == 1 else report(0)
+
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = Cluster((Host("a", (0, 1)), Host("b", (0, 1))))
+        first = dataclasses.replace(plan_for(hosts), run_folder=Path(folder))
+        policy = RestartPolicy(max_restarts=1, spares=(Host("c", (0, 1, 2, 3)),), first_delay_s=0.0)
+        run_with_restarts(first, policy, run, plan_for, cast(Any, Quiet()), SignalQueue(()))
+    assert [plan.placement.world_size for plan in plans] == [4, 4]
+    assert [node.host.slots for node in plans[1].placement.nodes] == [(0, 1), (0, 1)]
+
+
+def test_a_host_that_ended_its_ranks_while_launch_was_away_is_used_again() -> None:
+    away = report(69, "a")
+    assert away.failure is not None
+    away = dataclasses.replace(away, failure=dataclasses.replace(away.failure, away_s=41.0))
+    policy = RestartPolicy(max_restarts=1, spares=(Host("c", (0, 1)),))
+    runs, _ = hosts_of_runs(policy, [away, report(0)])
+    assert runs == [["a", "b"], ["a", "b"]]
+
+
 def test_fewer_hosts_go_on_when_they_are_enough() -> None:
     runs, last = hosts_of_runs(RestartPolicy(max_restarts=1, min_nodes=1), [report(69, "a"), report(0)])
     assert runs == [["a", "b"], ["b"]]
