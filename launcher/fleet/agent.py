@@ -202,6 +202,9 @@ class Agent(Member):
 
         A little is added for the time since then, as clocks drift: a job may run for weeks.
         """
+        if not self.has_lease:  # on this machine there is one clock; what follows would only make later times earlier
+            self.clock_offset_s = 0.0
+            return
         now_s = time.monotonic()
         drift_s = _MAX_DRIFT * (now_s - self._clock_heard_s)
         self.clock_offset_s = min(now_s - time_s, self.clock_offset_s + drift_s)

@@ -182,8 +182,7 @@ def test_a_host_that_falls_silent_is_given_up(sshd: LoopbackSshd, monkeypatch: p
         watcher.join()
     finally:
         transports.close()
-        for pid in agents:
-            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{agents[0]}").exists(), "the end of the agent that was stopped")
     assert (good.exit_code, good.error) == (0, None)
     assert silent.error is not None
     assert silent.error.message in ("no heartbeat for 2 s", "no heartbeat for 3 s")
