@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -249,16 +249,22 @@ def _check_typed_params(data: Mapping[str, Any], types: _Types, support: _Suppor
     if "type" not in part:
         return [Finding((name,), f'{name}: "type" is missing', f"one of {', '.join(working)}")]
     type_name = canonical_type(str(part["type"]), {**types.known, **types.refused})
-    if type_name is None:
-        hint = did_you_mean(str(part["type"]), working) or f"one of {', '.join(working)}"
-        return [Finding((name, "type"), f'unknown {name} type "{part["type"]}"', hint)]
     errors = []
-    if type_name in types.refused:
+    if type_name is None:
+        type_name = nearest(str(part["type"]), working)  # whose params these are, most probably
+        hint = f'did you mean "{type_name}"?' if type_name else f"one of {', '.join(working)}"
+        errors.append(Finding((name, "type"), f'unknown {name} type "{part["type"]}"', hint))
+    elif type_name in types.refused:
         why, _, remedy = types.refused[type_name].partition("; ")
         message = f"{name} type {type_name} is not supported" + (f": {why}" if remedy else "")
         errors.append(Finding((name, "type"), message, remedy or why, is_refusal=True))
     params = part.get("params") or {}
-    if type_name not in types.known or not isinstance(params, Mapping):
+    if not isinstance(params, Mapping):
+        return errors
+    if type_name is None:
+        known = {key for each in types.known.values() for key in (*each.model_fields, *aliases_of(each))}
+        return errors + [_unknown_param(name, key, known) for key in params if key not in known]
+    if type_name not in types.known:
         return errors
     section = types.known[type_name]
     try:
@@ -267,6 +273,11 @@ def _check_typed_params(data: Mapping[str, Any], types: _Types, support: _Suppor
         errors += [_param_finding(name, type_name, section, item) for item in error.errors(include_url=False)]
     _check_support(section, params, (name, "params"), support)
     return errors
+
+
+def _unknown_param(name: str, key: Any, known: Iterable[str]) -> Finding:
+    hint = did_you_mean(str(key), known) or f"no {name} takes it"
+    return Finding((name, "params", key), f'{name}.params: unknown key "{key}"', hint, True)
 
 
 def _param_finding(name: str, type_name: str, section: type[Section], item: Any) -> Finding:

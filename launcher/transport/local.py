@@ -253,10 +253,10 @@ class LocalChannel:
 
     def _kill(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if self._ends_group and self._process.poll() is None:  # not reaped, so the group's number is ours
+            if self._ends_group and self._process.poll() is None:  # it is not reaped, so the group's number is ours
                 os.killpg(self._process.pid, number)
-            # Popen.send_signal checks that the child is not reaped yet, so no other process can be hit.
-            self._process.send_signal(number)
+            else:  # Popen.send_signal checks that the child is not reaped yet, so no other process can be hit
+                self._process.send_signal(number)
 
     def __del__(self) -> None:
         # stdout and the wake pipe live as long as any thread may still poll them: as long as this object.

@@ -137,6 +137,25 @@ def test_one_mistake_is_one_finding_with_its_place(text: str, expected: str) -> 
     assert findings(text) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("type_name", "params", "expected"),
+    [
+        ("AdmW", '{"lrr": 1}', ['1:43: optimizer.params: unknown key "lrr"; did you mean "lr"?']),
+        ("AdmW", '{"lr": "x"}', ["1:49: lr: expected a number"]),
+        (
+            "Zebra",
+            '{"lr": 1, "stripes_": 1}',
+            ['1:53: optimizer.params: unknown key "stripes_"; no optimizer takes it'],
+        ),
+        ("Zebra", '{"lr": 1, "betas": [1, 2]}', []),
+    ],
+)
+def test_params_of_an_unknown_type_are_looked_at(type_name: str, params: str, expected: list[str]) -> None:
+    first, *others = findings(f'{{"optimizer": {{"type": "{type_name}", "params": {params}}}}}')
+    assert f'unknown optimizer type "{type_name}"' in first
+    assert [finding[: len(wanted)] for finding, wanted in zip(others, expected, strict=True)] == expected
+
+
 def test_all_mistakes_of_a_text_come_together_in_its_order() -> None:
     text = """{
       "fp16": {"enabled": 1},

@@ -303,10 +303,10 @@ def file(tmp_path: Path) -> str:
 
 def test_config_check_checks_the_world_size(file: str) -> None:
     good = CliRunner().invoke(config_group, ["check", file, "--world-size", "4"])
-    assert (good.exit_code, good.output) == (0, f"{file}: ok\n")
+    assert (good.exit_code, good.output) == (0, f"✓ {file}: ok\n")
     bad = CliRunner().invoke(config_group, ["check", file, "--world-size", "5"])
     assert bad.exit_code == 2
-    assert f"{file}:2:16  world size 5 does not fit" in bad.output
+    assert f"✗ {file}:2:16: world size 5 does not fit" in bad.output
 
 
 def test_config_elastic_shows_every_world(file: str) -> None:

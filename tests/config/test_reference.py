@@ -178,6 +178,18 @@ def test_ranks_of_one_model_count_once_in_an_automatic_batch() -> None:
     assert config.train_batch_size == 16
 
 
+@pytest.mark.parametrize(
+    "key", ["scheduler.params.total_num_steps", "optimizer.params.lr", "optimizer.params[AdamW].lr"]
+)
+def test_a_key_of_params_is_explained_by_the_path_that_errors_print(key: str) -> None:
+    found = CliRunner().invoke(config_group, ["explain", key])
+    assert found.exit_code == 0, found.output
+    assert "[" in found.output.splitlines()[0]
+    headings = [line for line in found.output.splitlines() if not line.startswith(" ")]
+    facts = json.loads(CliRunner().invoke(config_group, ["explain", key, "--json"]).output)
+    assert len(headings) < len(facts) or "AdamW" in key, "what is the same for several types is said once"
+
+
 def test_a_key_is_explained_by_the_end_of_its_path() -> None:
     found = CliRunner().invoke(config_group, ["explain", "offload_param.device", "--json"])
     assert [fact["path"] for fact in json.loads(found.output)] == ["zero_optimization.offload_param.device"]
@@ -211,9 +223,11 @@ def test_check_lists_errors_of_all_kinds_and_notes(tmp_path: Path) -> None:
     found = CliRunner().invoke(config_group, ["check", str(path)])
     assert found.exit_code == 2
     *errors, count = found.output.splitlines()
-    assert [line.split("  ")[0] for line in errors] == [f"{path}:1:35", f"{path}:1:65", f"{path}:2:2"]
-    assert count == "3 errors"
+    places = [line.split(": ")[0] for line in errors if not line.startswith("  → ")]
+    assert places == [f"✗ {path}:1:35", f"✗ {path}:1:65", f"✗ {path}:2:2"]
+    assert any(line.startswith("  → ") for line in errors), "a remedy has a line of its own"
+    assert count == f"{path}: 3 errors"
     path.write_text('{"train_batch_size": 1, "zero_optimization": {"aio": {}, "reduce_bucket_size": 10.5}}')
     found = CliRunner().invoke(config_group, ["check", str(path)])
     assert found.exit_code == 0
-    assert found.output.splitlines()[-1] == f"{path}: ok, 2 notes"
+    assert found.output.splitlines()[-1] == f"✓ {path}: ok, 2 notes"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +15,11 @@ from launcher.base.exit_codes import ExitCode
 from launcher.base.suggest import did_you_mean, nearest
 from launcher.base.units import counted, printable
 from launcher.cli.options.types import Whole
+
+if TYPE_CHECKING:
+    from launcher.config.reference import KeyFacts
+
+_TYPE = re.compile(r"\[(\w+)\]")  # in `optimizer.params[AdamW].lr`
 
 
 @click.group("config")
@@ -51,18 +58,18 @@ def check(file: str, world_size: int | None, as_json: bool) -> None:
 
 
 def _show(file: str, errors: tuple[Any, ...], notices: tuple[Any, ...], unknown: tuple[Any, ...]) -> None:
-    findings = [*errors, *notices, *unknown]
-    places = max((len(item.where or "") for item in findings), default=0)
-    messages = min(60, max((len(item.message) for item in findings), default=0))
-    for item in findings:
-        line = f"{item.where or '':<{places}}  {item.message:<{messages}}"
-        click.echo(printable(f"{line}  {item.hint}" if item.hint else line.rstrip()), err=bool(errors))
+    for mark, color, findings in (("✗", "red", errors), ("!", "yellow", notices), ("·", "cyan", unknown)):
+        for item in findings:
+            where = f"{item.where}: " if item.where else ""
+            click.echo(f"{click.style(mark, fg=color)} {printable(where + item.message)}", err=bool(errors))
+            if item.hint:
+                click.echo(f"  → {printable(item.hint)}", err=bool(errors))
     if errors:
-        click.echo(counted(len(errors), "error"), err=True)
+        click.echo(f"{file}: {counted(len(errors), 'error')}", err=True)
     else:
         notes = f", {counted(len(notices), 'note')}" if notices else ""
         to_fill = f", {len(unknown)} for a Trainer to fill in" if unknown else ""
-        click.echo(f"{file}: ok{notes}{to_fill}")
+        click.echo(f"{click.style('✓', fg='green')} {file}: ok{notes}{to_fill}")
 
 
 @config_group.command("elastic")
@@ -102,7 +109,8 @@ def explain(key: str, as_json: bool) -> None:
     from launcher.config.reference import all_keys
 
     keys = all_keys()
-    names = {fact: (fact.path, *fact.aliases) for fact in keys}
+    # As errors print them, too: without the type that `optimizer.params[AdamW].lr` has.
+    names = {fact: (fact.path, _TYPE.sub("", fact.path), *fact.aliases) for fact in keys}
     found = [fact for fact in keys if key in names[fact]]
     found = found or [fact for fact in keys if any(f".{name}".endswith(f".{key}") for name in names[fact])]
     if not found:
@@ -114,8 +122,9 @@ def explain(key: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([vars(fact) for fact in found], indent=2))
         return
-    for fact in found:
-        click.echo(click.style(fact.path, bold=True))
+    for fact, types in _alike(found).items():
+        path = fact.path.replace(".params.", f".params[{', '.join(types)}].") if types else fact.path
+        click.echo(click.style(path, bold=True))
         click.echo(f"  {fact.doc}")
         rows = {
             "type": fact.type,
@@ -126,3 +135,12 @@ def explain(key: str, as_json: bool) -> None:
         for name, text in rows.items():
             if text:
                 click.echo(f"  {name:<8} {text}")
+
+
+def _alike(found: list[KeyFacts]) -> dict[KeyFacts, list[str]]:
+    """Return keys without the types of optimizers and schedulers they belong to, each with these types."""
+    groups: dict[KeyFacts, list[str]] = {}
+    for fact in found:
+        types = groups.setdefault(dataclasses.replace(fact, path=_TYPE.sub("", fact.path)), [])
+        types += _TYPE.findall(fact.path)
+    return groups
