@@ -35,6 +35,7 @@ from launcher.agent.wire import (
     Hello,
     Lease,
     LeftBehind,
+    MasterTried,
     Message,
     Notify,
     Output,
@@ -49,6 +50,7 @@ from launcher.agent.wire import (
     Started,
     Stop,
     Sweep,
+    TryMaster,
     encode,
 )
 from launcher.base.errors import LauncherError, ProtocolError
@@ -78,6 +80,7 @@ _WAITING_LEASE_S = 600.0
 # `import torch`, and no connection may hold it by chance then.
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 _PORT_TRIES = 100
+_MASTER_S = 5.0  # for an answer from the master, before there are ranks
 
 
 class _State(Enum):
@@ -257,6 +260,8 @@ class Supervisor:
             return
         if isinstance(message, PickPort):
             self._send(PortPicked(_free_port(message.port)))
+        elif isinstance(message, TryMaster):
+            self._send(MasterTried(_problem_of_master(message.address, message.port)))
         elif isinstance(message, Call):
             self._call_fd = append_to_call(self._call_fd, message.data)
             self._send(Pong(time.monotonic()))
@@ -501,6 +506,32 @@ def _free_port(wanted: int) -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def _problem_of_master(address: str, port: int) -> str | None:
+    """Return why ranks of this node would not reach the master, None when they will. port: 0: is not tried.
+
+    torch would repeat it for half an hour, with a warning each time. Nobody listens there yet: a refusal is an answer.
+    """
+    try:
+        found = socket.getaddrinfo(address, port or None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return "cannot be resolved"
+    problem = None
+    for family, kind, protocol, _, place in found if port else ():
+        with socket.socket(family, kind, protocol) as probe:
+            probe.settimeout(_MASTER_S / len(found))
+            try:
+                probe.connect(place)
+            except ConnectionRefusedError:
+                return None
+            except TimeoutError:
+                problem = problem or f"gives no answer at port {port}"
+            except OSError as error:
+                problem = problem or f"cannot be reached: {error.strerror or error}"
+            else:
+                return None
+    return problem
 
 
 def _take_text(path: str) -> str:

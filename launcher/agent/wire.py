@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -53,6 +53,13 @@ class PickPort(Message):
     """Ask for a TCP port that is free on the agent's node, or whether a certain one is."""
 
     port: int = 0  # the one that is wanted; 0: any
+
+
+class TryMaster(Message):
+    """Ask whether ranks of the agent's node can reach the address that they are to meet at."""
+
+    address: str
+    port: int  # 0: only whether the name can be resolved
 
 
 class Spawn(Message):
@@ -138,6 +145,12 @@ class PortPicked(Message):
     """The answer to PickPort."""
 
     port: int  # 0: the one that is wanted is in use
+
+
+class MasterTried(Message):
+    """The answer to TryMaster."""
+
+    problem: str | None
 
 
 class Started(Message):

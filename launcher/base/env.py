@@ -25,6 +25,10 @@ NODE_RANK = EnvVar("NODE_RANK", "number of this node, from 0", "set")
 GROUP_RANK = EnvVar("GROUP_RANK", "same as NODE_RANK, the name torchrun scripts read", "set")
 CROSS_RANK = EnvVar("CROSS_RANK", "same as NODE_RANK, the name DeepSpeed scripts read", "set")
 CROSS_SIZE = EnvVar("CROSS_SIZE", "number of nodes of the job, the name DeepSpeed scripts read", "set")
+GROUP_WORLD_SIZE = EnvVar("GROUP_WORLD_SIZE", "same as CROSS_SIZE, the name torchrun scripts read", "set")
+ROLE_RANK = EnvVar("ROLE_RANK", "same as RANK: all ranks have one role, as torchrun's by default", "set")
+ROLE_WORLD_SIZE = EnvVar("ROLE_WORLD_SIZE", "same as WORLD_SIZE, the name torchrun scripts read", "set")
+ROLE_NAME = EnvVar("ROLE_NAME", "`default`, the name of torchrun's role", "set")
 MASTER_ADDR = EnvVar("MASTER_ADDR", "address of node 0 that every node can reach", "set")
 MASTER_PORT = EnvVar("MASTER_PORT", "port on node 0 for the rendezvous of the process group", "set")
 CUDA_VISIBLE_DEVICES = EnvVar("CUDA_VISIBLE_DEVICES", "the node's slots, as device indices", "set")
@@ -145,6 +149,7 @@ ZE_AFFINITY_MASK = EnvVar("ZE_AFFINITY_MASK", "Intel: GPUs that may be used; ran
 ASCEND_RT_VISIBLE_DEVICES = EnvVar(
     "ASCEND_RT_VISIBLE_DEVICES", "Ascend: NPUs that may be used; ranks get the node's slots", "read"
 )
+DS_ENV_FILE = EnvVar("DS_ENV_FILE", "name or path of the file that is read in place of `.deepspeed_env`", "read")
 XDG_STATE_HOME = EnvVar(
     "XDG_STATE_HOME", "parent folder of launch/jobs, what launch ps reads; default ~/.local/state", "read"
 )

@@ -13,6 +13,7 @@ from launcher.agent.wire import (
     Decoder,
     Handled,
     Hello,
+    MasterTried,
     Message,
     Output,
     Ping,
@@ -125,6 +126,7 @@ class Agent(Member):
         super().__init__(host)
         self.hello: Hello | None = None
         self.port: int | None = None  # the answer to PickPort
+        self.master: MasterTried | None = None  # the answer to TryMaster
         self.left_pids: tuple[int, ...] = ()  # processes that the agent could not kill
         self.clock_offset_s = math.inf  # our monotonic clock minus the host's, see `_estimate_clock_offset`
         self.ponged_s = 0.0  # monotonic, of the last answer to a heartbeat
@@ -194,6 +196,8 @@ class Agent(Member):
             self._estimate_clock_offset(message.time_s)
         elif isinstance(message, PortPicked):
             self.port = message.port
+        elif isinstance(message, MasterTried):
+            self.master = message
         elif isinstance(message, Bye):
             self.exited_cleanly, self.left_pids = True, tuple(message.left)
 

@@ -27,8 +27,9 @@ from launcher.agent.wire import (
     SpawnFailed,
     Stacks,
     Started,
+    TryMaster,
 )
-from launcher.base.errors import LauncherError, ProtocolError, UsageError
+from launcher.base.errors import Diagnostic, LauncherError, ProtocolError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.timeouts import timeouts
@@ -130,6 +131,28 @@ class Controller:
             fleet.wait(lambda node: node.port is not None, "a free port", [first], limit_s)
             _check_port(first.port, self._plan)
             self._plan = dataclasses.replace(self._plan, master_port=first.port)
+        if self._plan.placement.num_nodes > 1:
+            self._try_master(limit_s)
+
+    def _try_master(self, limit_s: float) -> None:
+        """Find out that ranks could not meet, before there are any. Raises: TransportError."""
+        plan = self._plan
+        # Where each node runs its own command, node 0 may be there later, its name too; its ranks may listen already.
+        is_alone = bool(plan.placement.elsewhere)
+        for node in self._nodes:
+            node.send(TryMaster(plan.master_addr, 0 if is_alone else plan.master_port or 0))
+        self._fleet.wait(lambda node: node.master is not None, f"{plan.master_addr} to be reached", limit_s=limit_s)
+        hint = f"give --master-addr an address of {plan.placement.nodes[0].host.name} that all hosts reach"
+        found = [
+            Diagnostic(f"{plan.master_addr}, where ranks are to meet, {node.master.problem} there", node.name, hint)
+            for node in self._nodes
+            if node.master is not None and node.master.problem is not None
+        ]
+        # Slurm has names for nodes that need not be those of the network; what runs there may not need any.
+        if found and not is_alone and "srun" not in plan.transports.values():
+            raise TransportError.from_diagnostics(found)
+        for finding in found:
+            self._watcher.warning(str(finding))
 
     def _spawn(self) -> None:
         plan = self._plan

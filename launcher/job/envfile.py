@@ -1,7 +1,7 @@
 """Environment files and `--env` options: variables for every rank of a job.
 
-`.deepspeed_env` and `.launch_env` are read from the home folder and from the working directory, then the files of
-`--env-file`, then `--env`; later ones win.
+`.deepspeed_env` (or what DS_ENV_FILE names) and `.launch_env` are read from the home folder and from the working
+directory, then the files of `--env-file`, then `--env`; later ones win.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def job_environment(
     """
     values: dict[str, str] = {}
     notes: list[str] = []
-    for path in [folder / name for folder in dict.fromkeys(folders) for name in STANDARD_FILES]:
+    names = (environ.get(env.DS_ENV_FILE.name) or STANDARD_FILES[0], *STANDARD_FILES[1:])
+    for path in dict.fromkeys(folder / name for folder in folders for name in names):
         try:
             data = _read_trusted(path)
         except PermissionError as error:  # a home folder that is not ours: sudo, containers

@@ -17,10 +17,11 @@ from launcher.job.plan import JobPlan
 FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUBLAS_", "TRITON_", "HF_",
     "TRANSFORMERS_", "ACCELERATE_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "COMET_", "OMP_", "MKL_", "KMP_", "UCX_",
-    "FI_", "MV2_", "PYTHON", "CONDA_",
+    "FI_", "MV2_", "NVSHMEM_", "HSA_", "CCL_", "AWS_", "PYTHON", "CONDA_",
 )  # fmt: skip
 FORWARDED_NAMES = (
-    "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CUDA_HOME", "TMPDIR", "LANG", "LC_ALL", "TZ",
+    "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CUDA_HOME", "HUGGING_FACE_HUB_TOKEN", "TMPDIR",
+    "LANG", "LC_ALL", "TZ",
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
     env.SLURM_JOB_ID.name, env.SLURM_RESTART_COUNT.name,
 )  # fmt: skip
@@ -85,11 +86,14 @@ def rank_variables(
         env.GROUP_RANK.name: str(node.node_rank),
         env.CROSS_RANK.name: str(node.node_rank),
         env.CROSS_SIZE.name: str(placement.num_nodes),
+        env.GROUP_WORLD_SIZE.name: str(placement.num_nodes),
+        env.ROLE_WORLD_SIZE.name: str(placement.world_size),
+        env.ROLE_NAME.name: "default",
         env.MASTER_ADDR.name: master[0],
         env.MASTER_PORT.name: str(master[1]),
         env.CUDA_VISIBLE_DEVICES.name: visible_devices(node.host.slots, device_tokens),
     }
     return [
-        shared | {env.RANK.name: str(rank), env.LOCAL_RANK.name: str(local_rank)}
+        shared | {env.RANK.name: str(rank), env.ROLE_RANK.name: str(rank), env.LOCAL_RANK.name: str(local_rank)}
         for local_rank, rank in enumerate(node.ranks)
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +17,9 @@ import pytest
 from harness import scripts
 from harness.agents import Agent, spawn
 from harness.launching import ROOT, wait_until, wait_until_gone
+from harness.ports import free_port
 
+from launcher.agent import supervisor
 from launcher.agent.wire import (
     Bye,
     Exited,
@@ -23,6 +27,7 @@ from launcher.agent.wire import (
     Hello,
     Lease,
     LeftBehind,
+    MasterTried,
     Output,
     PickPort,
     Ping,
@@ -34,6 +39,7 @@ from launcher.agent.wire import (
     Started,
     Stop,
     Sweep,
+    TryMaster,
 )
 from launcher.base.processes import members_of_job
 from launcher.job.plan import new_job_id
@@ -100,8 +106,6 @@ def test_a_traceback_comes_as_a_record(agent: Agent, tmp_path: Path) -> None:
 
 
 def test_a_picked_port_can_be_bound(agent: Agent) -> None:
-    import socket
-
     agent.send(PickPort())
     answer = agent.receive()
     assert isinstance(answer, PortPicked)
@@ -112,6 +116,26 @@ def test_a_picked_port_can_be_bound(agent: Agent) -> None:
         assert agent.receive() == PortPicked(0)
     agent.send(PickPort(answer.port))
     assert agent.receive() == answer
+
+
+def test_the_master_is_tried_before_there_are_ranks(agent: Agent) -> None:
+    closed = free_port()
+    cases = (
+        ("127.0.0.1", closed, None),
+        ("127.0.0.1", 0, None),
+        ("no-such-host.invalid", closed, "cannot be resolved"),
+    )
+    for address, port, problem in cases:
+        agent.send(TryMaster(address, port))
+        assert agent.receive() == MasterTried(problem)
+
+
+def test_a_master_that_gives_no_answer_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_MASTER_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        with contextlib.closing(socket.create_connection(("127.0.0.1", port))):  # there is room for no other
+            assert supervisor._problem_of_master("127.0.0.1", port) == f"gives no answer at port {port}"
 
 
 def test_a_picked_port_is_none_that_outgoing_connections_take(agent: Agent) -> None:

@@ -19,6 +19,7 @@ from launcher.agent.wire import (
     Exited,
     Handled,
     Hello,
+    MasterTried,
     Message,
     Output,
     PickPort,
@@ -33,6 +34,7 @@ from launcher.agent.wire import (
     Started,
     Stop,
     Sweep,
+    TryMaster,
     check_version,
     encode,
 )
@@ -44,6 +46,8 @@ NAMES = st.dictionaries(TEXT, TEXT, max_size=3)
 INTEGERS = st.integers(-(2**31), 2**31)
 MESSAGES = st.one_of(
     st.builds(PickPort, st.integers(0, 65535)),
+    st.builds(TryMaster, TEXT, INTEGERS),
+    st.builds(MasterTried, st.none() | TEXT),
     st.builds(Ping),
     st.builds(Pong, st.floats(0, 2e9)),
     st.builds(Handled, INTEGERS),

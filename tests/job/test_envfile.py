@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.base.errors import UsageError
+from launcher.cluster.cluster import Cluster, Host, place
 from launcher.job.envfile import JobEnvironment, job_environment, parse_env_file
+from launcher.job.environment import forwarded, rank_variables
 
 
 def test_every_form_of_a_line() -> None:
@@ -160,6 +162,16 @@ def test_a_home_folder_that_cannot_be_searched_ends_no_launch(tmp_path: Path, mo
     assert found.notes[0] == f"{tmp_path}/.deepspeed_env is left out: Permission denied"
 
 
+@pytest.mark.parametrize("is_path", [False, True])
+def test_the_file_of_deepspeed_may_have_another_name(tmp_path: Path, is_path: bool) -> None:
+    (tmp_path / ".deepspeed_env").write_text("A=usual\nB=1\n")
+    (tmp_path / "other").write_text("A=other\n")
+    environ = {"DS_ENV_FILE": str(tmp_path / "other") if is_path else "other"}
+    found = job_environment((), (), environ, (tmp_path / "no-home", tmp_path))
+    assert found.values == {"A": "other"}
+    assert found.notes == (f"{tmp_path / 'other'} gives variables to all ranks: A",)
+
+
 def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
     (tmp_path / ".launch_env").write_bytes(b"\xef\xbb\xbfA=1\nB=\xff\n")
     assert given_by(tmp_path).values == {"A": "1", "B": "\udcff"}
@@ -180,3 +192,23 @@ def test_what_would_have_no_effect_is_refused(name: str, remedy: str) -> None:
     with pytest.raises(UsageError, match=rf"f:1: {name} would have no effect.*{remedy}"):
         parse_env_file(f"{name}=1", "f")
     assert job_environment(["OMP_NUM_THREADS=3"], [], {}, []).values == {"OMP_NUM_THREADS": "3"}
+
+
+def test_what_ranks_on_other_hosts_need_is_passed_on() -> None:
+    wanted = {
+        "AWS_PROFILE": "a",
+        "HUGGING_FACE_HUB_TOKEN": "t",
+        "NVSHMEM_DEBUG": "1",
+        "HSA_X": "1",
+        "CCL_LOG_LEVEL": "1",
+    }
+    assert forwarded({**wanted, "HOME": "/root", "RANK": "3", "CUDA_VISIBLE_DEVICES": "0"}) == wanted
+
+
+def test_torchruns_names_are_there() -> None:
+    placement = place(Cluster((Host("a", (0, 1)), Host("b", (0, 1)))))
+    (_, last) = rank_variables(placement, placement.nodes[1], ("a", 1), ())
+    own = ("RANK", "WORLD_SIZE", "GROUP_RANK", "CROSS_SIZE")
+    assert [last[name] for name in own] == ["3", "4", "1", "2"]
+    assert (last["ROLE_RANK"], last["ROLE_WORLD_SIZE"], last["ROLE_NAME"]) == ("3", "4", "default")
+    assert last["GROUP_WORLD_SIZE"] == "2"

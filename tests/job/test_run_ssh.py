@@ -37,6 +37,25 @@ def test_ranks_are_numbered_over_hosts(sshd: LoopbackSshd, tmp_path: Path) -> No
     assert result.out.count(f"CWD {tmp_path}") == 2
 
 
+def test_a_master_that_no_host_resolves_is_an_error_before_any_rank_starts(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "print('started')")
+    result = run_launch(tmp_path, *options(sshd), "--master-addr", "no-such-host.invalid", script)
+    assert (result.code, result.out) == (69, "")
+    assert (
+        "✗ 127.0.0.[1-2]: no-such-host.invalid, where ranks are to meet, cannot be resolved there\n"
+        "  → give --master-addr an address of 127.0.0.1 that all hosts reach\n"
+    ) in result.err
+
+
+def test_a_node_of_its_own_command_waits_for_the_name_of_node_0(tmp_path: Path) -> None:
+    """Kubernetes makes the name of node 0 when node 0 is there."""
+    script = scripts.write(tmp_path, "print('started')")
+    words = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid", "--master-port", "4711")
+    result = run_launch(tmp_path, *words, "--num-gpus", "1", script)
+    assert (result.code, "started" in result.out) == (0, True)
+    assert "! node-1: no-such-host.invalid, where ranks are to meet, cannot be resolved there; give" in result.err
+
+
 @pytest.mark.parametrize(("kind", "code"), [("exit", 3), ("raise", 1), ("SIGKILL", 137)])
 def test_a_failure_on_one_host_stops_the_other(sshd: LoopbackSshd, tmp_path: Path, kind: str, code: int) -> None:
     result = run_launch(tmp_path, *options(sshd), scripts.write(tmp_path, scripts.BIPOLAR), kind)
