@@ -109,10 +109,15 @@ class Placement:
 
     def node_of(self, rank: int) -> NodePlacement:
         """Return the node that runs `rank`. Raises: IndexError when no node does."""
-        for node in self.nodes:
-            if rank in node.ranks:
-                return node
-        raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
+        try:
+            return self._node_of_rank[rank]
+        except KeyError:
+            raise IndexError(f"rank {rank} is not in a world of {self.world_size}") from None
+
+    @cached_property
+    def _node_of_rank(self) -> dict[int, NodePlacement]:
+        """The node of each rank: each piece of output asks for one."""
+        return {rank: node for node in self.nodes for rank in node.ranks}
 
 
 def place(cluster: Cluster) -> Placement:

@@ -192,3 +192,15 @@ def test_a_rank_s_environment_has_one_variable_for_its_devices(monkeypatch: pyte
     environment = spawn.rank_environment(spec, rank_env, {}, None)
     assert environment["HIP_VISIBLE_DEVICES"] == "1"
     assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+@pytest.mark.parametrize("value", ["0,1,2", "MIG-a/1/0,MIG-a/2/0,MIG-b/1/0"])
+def test_a_rank_sees_its_own_mig_instance_alone(value: str) -> None:
+    tokens = ("MIG-a/1/0", "MIG-a/2/0", "MIG-b/1/0")
+    shown = [rank_devices(value, local_rank, Devices(NVIDIA, tokens)) for local_rank in range(3)]
+    assert shown == [{"CUDA_VISIBLE_DEVICES": token} for token in tokens]
+
+
+@pytest.mark.parametrize(("value", "seen"), [("0,1,1,2", ["0", "1"]), ("0,x,1", ["0"]), ("2,0", ["2", "0"])])
+def test_a_repeated_or_wrong_entry_ends_the_list_as_cuda_has_it(value: str, seen: list[str], tmp_path: Path) -> None:
+    assert given_devices({"CUDA_VISIBLE_DEVICES": value}, root=str(tmp_path)) == seen

@@ -79,6 +79,11 @@ def test_the_scheduler_knows_gpus_that_differ_between_nodes() -> None:
     assert [len(host.slots) for host in cluster.hosts] == [4, 4, 2]
 
 
+def test_gpus_of_several_types_on_a_node_are_added() -> None:
+    lines = "     Nodes=n[1-2] CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1)\n     Nodes=n1 CPU_IDs=1 Mem=0 GRES=gpu:v100:1(IDX:2)\n"
+    assert slurm.parse_job_detail(lines) == {"n1": 3, "n2": 2}
+
+
 def test_gpus_that_differ_between_nodes_are_never_guessed() -> None:
     with pytest.raises(UsageError, match="10 GPUs on 3 nodes, 4 of them on this one"):
         slurm.read_allocation({**BATCH, "SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS": "10"})
