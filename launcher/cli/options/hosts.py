@@ -71,7 +71,7 @@ REACHING = (
     _ssh(
         "-F",
         "--ssh-config",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=click.Path(path_type=Path),
         metavar="FILE",
         help="SSH config. Default: ~/.ssh/config.",
     ),
