@@ -173,6 +173,7 @@ def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:
     unit = unit_of(param)
     if unit is None or unit.grads is None:
         return None
+    unit.params.check_thread()
     if unit.params.pending is not None:
         unit.params.pending.wait()
     unit.group.copier.synchronize()  # a copy of the last step may still write, or read, what is going to be touched

@@ -274,10 +274,8 @@ def _watch_accesses(
 
     @outside_graphs
     def on_listing(params: Iterable[nn.Parameter | None]) -> None:
-        # Whole parameters only: reading shards is a collective, and this rank may be the only one that lists.
         for unit in {unit_of[param] for param in params if param in unit_of}:
-            if not unit.is_sharded:
-                schedule.on_access(unit)
+            schedule.on_listing(unit)
 
     watched = [
         module

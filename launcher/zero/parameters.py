@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -141,6 +142,8 @@ class UnitParameters:
         self._master_swap: Swapped | None = None
         self.pending: PendingUpdate | None = None  # None: updates end before a step does
         self.copy: Tensor | None = None  # 1-D [owned], 16-bit, beside the master: what an optimizer may write for us
+        self._waiting = threading.RLock()  # held while a gather is waited for: see `wait`
+        self.check_thread = any_thread  # raises in a thread that may not touch the unit: the schedule knows
         self.may_be_edited = False  # somebody outside of forward and backward has got hold of the parameters
         # Who has a sharded unit unsharded, alike on every rank:
         self.is_scheduled = False  # the schedule of its engine
@@ -324,14 +327,23 @@ class UnitParameters:
             return collectives.all_gather(group or self.group, self.flat, own)
 
     def wait(self) -> None:
-        """Block until what is in flight has arrived: the values are those of the last step. Cheap when nothing is."""
+        """Block until what is in flight has arrived: the values are those of the last step. Cheap when nothing is.
+
+        A thread that only reads may call it beside the one that trains. A gather is waited for once, so the one that
+        comes second waits for the first one: `_gather` is None when the values are there, and not before.
+        """
         if self._gather is None:
             return
+        with self._waiting:
+            if self._gather is not None:
+                self._end_gather(self._gather)
+
+    def _end_gather(self, gather: Pending) -> None:
         with observe.unit_span("wait for the gather", self._label):
-            self._gather.wait()
-        self._gather = None
+            gather.wait()
         self._arrival.wait()
         self.state = ParameterState.UNSHARDED
+        self._gather = None
         if self.is_sharded:
             for slot, param, view in zip(self._layout.slots, self._params, self._views, strict=True):
                 if param.dtype is not self._absent.dtype:
@@ -341,6 +353,8 @@ class UnitParameters:
 
     def start_block(self) -> None:
         """Start gathering a sharded unit in its own type for a block of `GatheredParameters`. Collective."""
+        if self.is_sharded:
+            self.check_thread()
         if self.flat is not self._in_own_type.flat:
             self.release()
         self.num_blocks += 1
@@ -477,6 +491,10 @@ class UnitParameters:
         """Take over that the master was written from elsewhere: what sits a step out is sent from the copy too."""
         if self.copy is not None and self.copy is not self.shard:
             self.copy.copy_(self.master)
+
+
+def any_thread() -> None:
+    """Raise nothing: see `UnitParameters.check_thread`."""
 
 
 def _cast_error(name: str, found: torch.dtype, expected: torch.dtype) -> EngineError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -50,6 +51,9 @@ class ParameterSchedule:
         self._live: set[int] = set()  # units unsharded from here; what the user gathers is the user's to release
         self._live_numel = 0
         self._reading: set[int] = set()  # units whose shards were read ahead of being fetched
+        self._thread = threading.current_thread()  # that runs the model
+        for unit in units:
+            unit.params.check_thread = self._check_thread
         self._is_cast = False  # the last outermost forward ran under torch.autocast
         self._ahead = 0  # how many of the upcoming uses have been looked at
         self._ahead_numel: dict[int, int] = {}  # units fetched ahead and not used yet -> elements
@@ -74,6 +78,7 @@ class ParameterSchedule:
         with the module.
         """
         if not self._running and not self._in_backward:
+            self._thread = threading.current_thread()
             if self._is_broken:
                 if self._order is not None and self._has_sharded and self._group is not None:
                     self._order.rendezvous(self._group, "forward")
@@ -153,8 +158,12 @@ class ParameterSchedule:
         """See to it that a parameter is there that was read just now, perhaps by the forward of another module."""
         if not unit.is_sharded:
             unit.params.wait()
-            unit.params.may_be_edited |= not self._running and not self._in_backward
-        elif self._running:
+            if not self._running and not self._in_backward:
+                unit.params.may_be_edited = True
+            return
+        if self._running or self._in_backward:
+            self._check_thread()
+        if self._running:
             if self._uses[unit.index] == 0:
                 self._running[-1].append(unit)
                 self._uses[unit.index] += 1
@@ -164,6 +173,33 @@ class ParameterSchedule:
         elif self._in_backward and not self._running:
             self._read_from_outside(unit)
         # Else no pass runs: the user looks at the parameter, perhaps on one rank only.
+
+    def on_listing(self, unit: FlatUnit) -> None:
+        """See to it that a parameter is there that is being listed with others: a whole one.
+
+        Shards are not gathered: that is collective, and this rank may be the only one that lists.
+        """
+        if not unit.is_sharded:
+            self.on_access(unit)
+        elif self._running or self._in_backward:
+            self._check_thread()
+
+    def _check_thread(self) -> None:
+        """Raise EngineError where this thread is neither the one that runs the model nor one of autograd.
+
+        A read that gathers would come between the collectives of that one, in another place on every rank; what is
+        unsharded is released while it is read.
+        """
+        trains = self._thread
+        if trains is threading.current_thread() or not trains.is_alive():
+            return
+        if torch._C._current_graph_task_id() == -1:
+            raise EngineError(
+                f"the thread {threading.current_thread().name} reads or writes what the engine keeps, and the thread"
+                f" {trains.name} trains",
+                hint=f"call it in {trains.name}; below stage 3 another thread may read parameters and state_dict() of"
+                " the model",
+            )
 
     def _read_from_outside(self, unit: FlatUnit) -> None:
         if torch.is_grad_enabled():
@@ -176,6 +212,7 @@ class ParameterSchedule:
 
     def begin_backward(self) -> None:
         """Prepare for the backward pass of what has been run forward."""
+        self._thread = threading.current_thread()
         self._in_backward = True
         self._forget_running()
 

@@ -16,7 +16,7 @@ from launcher.optim.api import ParamShard, UnitOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
-from launcher.zero.parameters import ShardSpec, UnitParameters, unit_params_of
+from launcher.zero.parameters import ShardSpec, UnitParameters, any_thread, unit_params_of
 from launcher.zero.placement import ON_DEVICE, Placements
 from launcher.zero.stages import Place, ZeroPolicy
 
@@ -117,6 +117,7 @@ class FlatUnit:
     def free(self) -> None:
         """End the unit: parameters belong to no engine. Sharded ones stay shards, which another engine takes over."""
         self.params.wait()
+        self.params.check_thread = any_thread
         for param in self.members.params:
             if unit_of(param) is self:
                 delattr(param, _UNIT)

@@ -238,7 +238,7 @@ def _config(zero: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def _check(world_size: int, config: dict[str, Any], names: list[str], tolerance: float = 1e-5) -> None:
+def _check(world_size: int, config: dict[str, Any], names: list[str], tolerance: float = 1e-4) -> None:
     plain = PlainLoop()
     expected = _run(plain, names)
     ranks = run_on_ranks(world_size, _engines, config, names)
@@ -310,8 +310,8 @@ def _check_kind(kind: str, names: list[str], folder: str) -> None:
         run_on_ranks(world_size, _engines, config, names), expected, strict=True
     ):
         numbers = [float(value) for value in found]
-        assert numbers == pytest.approx([float(value) for value in wanted], rel=1e-5, abs=1e-5, nan_ok=True), names
-        assert weight_distance(weights, wanted_weights) <= 1e-5, names
+        assert numbers == pytest.approx([float(value) for value in wanted], rel=1e-4, abs=1e-4, nan_ok=True), names
+        assert weight_distance(weights, wanted_weights) <= 1e-4, names
 
 
 _names = st.one_of(st.sampled_from(["train", "step"]), st.sampled_from([*OPERATIONS, "step"]))

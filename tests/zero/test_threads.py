@@ -1,0 +1,126 @@
+"""A thread that reads the model beside the one that trains changes nothing, or gets one clear error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import run_on_ranks
+from torch import Tensor, nn
+
+import launcher
+from launcher.base.errors import EngineError
+from launcher.zero.access import safe_get_full_fp32_param, safe_get_local_fp32_param
+from launcher.zero.gathered import GatheredParameters
+
+WIDTH, NUM_STEPS = 256, 20
+
+READERS: dict[str, Callable[[Any], object]] = {
+    "state_dict": lambda engine: engine.module.state_dict(),
+    "listed": lambda engine: [param.sum().item() for param in engine.module.parameters()],
+    "attribute": lambda engine: [layer.weight.sum().item() for layer in engine.module],
+    "full access": lambda engine: safe_get_full_fp32_param(engine.module[0].weight),
+    "local access": lambda engine: safe_get_local_fp32_param(engine.module[0].weight),
+    "gathered": lambda engine: _gather(engine),
+}
+
+
+def _gather(engine: Any) -> None:
+    with GatheredParameters(engine.module.parameters()):
+        pass
+
+
+class _Reader(threading.Thread):
+    """Reads until it is stopped, or gets an error."""
+
+    def __init__(self, engine: Any, name: str) -> None:
+        super().__init__(name="monitor")
+        self._engine, self._read = engine, READERS[name]
+        self._is_over = threading.Event()
+        self.num_reads = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        while not self._is_over.wait(0.0002):
+            try:
+                self._read(self._engine)
+            except BaseException as error:  # noqa: BLE001  # the test looks at it
+                self.error = error
+                return
+            self.num_reads += 1
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self.join()
+
+
+def _train(rank: int, world_size: int, stage: int, precision: str, reader: str | None) -> tuple[Tensor, int, str]:
+    """Return the weights, how often another thread has read, and the error that it got."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 0,
+        precision: {"enabled": precision != "fp32"},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": WIDTH * WIDTH,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    }
+    config.pop("fp32", None)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    engine = launcher.initialize(model=model, config=config)[0]
+    thread = _Reader(engine, reader) if reader is not None else None
+    if thread is not None:
+        thread.start()
+    dtype = engine.get_data_types()[0]
+    for step in range(NUM_STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step)).to(dtype)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    while thread is not None and thread.error is None and thread.num_reads < 10:
+        engine.synchronize_parameters()
+    if thread is not None:
+        thread.stop()
+    weights = torch.cat([value.float().flatten() for value in engine.state_dict().values()])
+    if thread is None:
+        return weights, 0, ""
+    assert thread.error is None or isinstance(thread.error, EngineError)
+    return weights, thread.num_reads, str(thread.error or "")
+
+
+@pytest.mark.parametrize("reader", ["state_dict", "listed", "attribute"])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16")])
+def test_a_reading_thread_changes_nothing(stage: int, precision: str, reader: str) -> None:
+    expected = run_on_ranks(2, _train, stage, precision, None)[0][0]
+    for weights, num_reads, error in run_on_ranks(2, _train, stage, precision, reader):
+        assert (num_reads >= 10, error) == (True, "")
+        assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize(
+    ("stage", "reader"),
+    [*((3, reader) for reader in READERS), (1, "full access"), (2, "local access")],
+)
+def test_what_another_thread_cannot_read_is_an_error_there(stage: int, reader: str) -> None:
+    expected = run_on_ranks(2, _train, stage, "fp32", None)[0][0]
+    for weights, _, error in run_on_ranks(2, _train, stage, "fp32", reader):
+        assert "the thread monitor reads or writes what the engine keeps, and the thread MainThread trains" in error
+        assert torch.equal(weights, expected)
+
+
+def _trains_elsewhere(rank: int, world_size: int) -> float:
+    """Train in a thread of its own, then use the engine in the first one: only one thread at a time does."""
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(_train(rank, world_size, 3, "fp32", None)[0]))
+    thread.start()
+    thread.join()
+    return (found[0] - _train(rank, world_size, 3, "fp32", None)[0]).abs().max().item()
+
+
+def test_an_engine_may_train_in_any_thread() -> None:
+    assert run_on_ranks(2, _trains_elsewhere) == [0.0, 0.0]
