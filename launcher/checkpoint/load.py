@@ -91,25 +91,38 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target, *, reads_wh
     said: str | None = None
     is_trained = unit.grads is not None and target.optimizer is not None
     unit.params.release()
-    with unit.with_new_states() if is_trained else unit.readable(writes=True):
-        try:
-            if target.loads_weights:
-                _load_weights(source, unit, reads_whole=reads_whole)
-            if target.optimizer is not None and is_trained:
-                optimizer = target.optimizer
-                infos = {slot.name: slot.param for slot in unit.layout.slots}
-                states = {
-                    shard.name: _state_of(source, shard, optimizer, infos) for shard in unit.shards if shard.owned
-                }
-                optimizer.load_unit(unit.index, states)
-        except Exception as error:  # noqa: BLE001  # whatever it is: the other ranks gather with this one
-            said = error_text(error)
-            if unit.swap is not None and is_trained:
-                _forget_states(unit, target)
-        if not reads_whole:
-            unit.write_back(is_written=False, overlaps=True)  # gathered while the next unit is read
+    has_gathered = reads_whole
+    try:
+        with unit.with_new_states() if is_trained else unit.readable(writes=True):
+            said = _read_unit(source, unit, target, is_trained=is_trained, reads_whole=reads_whole)
+            if not reads_whole:
+                has_gathered = True
+                unit.write_back(is_written=False, overlaps=True)  # gathered while the next unit is read
+    except Exception as error:  # noqa: BLE001  # a disk, when the unit comes in or goes out: the others gather all the same
+        said = said or error_text(error)
+    if not has_gathered:
+        unit.params.gather_unwritten()
     unit.params.after_load()
     return said
+
+
+def _read_unit(
+    source: CheckpointSource, unit: FlatUnit, target: Target, *, is_trained: bool, reads_whole: bool
+) -> str | None:
+    """Read what a rank holds of a unit, whose master and states are in memory. Returns what went wrong."""
+    try:
+        if target.loads_weights:
+            _load_weights(source, unit, reads_whole=reads_whole)
+        if target.optimizer is not None and is_trained:
+            optimizer = target.optimizer
+            infos = {slot.name: slot.param for slot in unit.layout.slots}
+            states = {shard.name: _state_of(source, shard, optimizer, infos) for shard in unit.shards if shard.owned}
+            optimizer.load_unit(unit.index, states)
+    except Exception as error:  # noqa: BLE001  # whatever it is: the other ranks gather with this one
+        if unit.swap is not None and is_trained:
+            _forget_states(unit, target)
+        return error_text(error)
+    return None
 
 
 def _forget_states(unit: FlatUnit, target: Target) -> None:

@@ -77,12 +77,23 @@ def on_any_rank(group: RankGroup, flags: Sequence[bool]) -> list[bool]:
 
 
 def node_sizes(world: RankGroup) -> list[int]:
-    """Return how many ranks each node has, in the order of ranks; one node where ranks know of none. Collective."""
-    own = int(os.environ.get(env.LOCAL_WORLD_SIZE.name, world.world_size))
-    of_ranks = [int(size) for size in collectives.gather_scalars(world, float(own))]
+    """Return how many ranks each node has, in the order of ranks; one node where ranks know of none. Collective.
+
+    Raises: EngineError where the ranks of a node do not follow each other: neighbours would be on different nodes.
+    """
+    own = [os.environ.get(env.LOCAL_WORLD_SIZE.name, world.world_size), os.environ.get(env.LOCAL_RANK.name, -1)]
+    facts = torch.tensor([float(value) for value in own], dtype=torch.float64, device=world.device)
+    of_ranks = [(int(size), int(place)) for size, place in collectives.gather_rows(world, facts).tolist()]
     sizes: list[int] = []
-    while sum(sizes) < len(of_ranks):
-        sizes.append(max(of_ranks[sum(sizes)], 1))
+    while (first := sum(sizes)) < len(of_ranks):
+        sizes.append(max(of_ranks[first][0], 1))
+        places = [place for _, place in of_ranks[first : first + sizes[-1]]]
+        if -1 not in places and sorted(places) != list(range(len(places))):
+            raise EngineError(
+                f"the ranks of a node do not follow each other: ranks {first} to {first + len(places) - 1} are the"
+                f" numbers {', '.join(map(str, places))} of their nodes ({env.LOCAL_RANK.name})",
+                hint="place neighbouring ranks on one node: srun --distribution=block, mpirun --map-by slot",
+            )
     return sizes
 
 

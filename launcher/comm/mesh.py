@@ -128,9 +128,11 @@ def build_mesh(
             where="zero_optimization.mics_shard_size",
             hint="use stage 0, or 2 and more",
         )
+    # Asked before groups of neighbours are made: these are to be on one node.
+    nodes = tuple(node_names(world)) if not sizes.is_data_alone or shard_size or node_size else ()
     found = _mesh(world, sizes, shard_size, node_size)
     if not sizes.is_data_alone:
-        found = replace(found, nodes=tuple(node_names(world)))
+        found = replace(found, nodes=nodes)
     _current[:] = [found]
     return found
 

@@ -45,7 +45,7 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of what is computed, kept and sent. Sums over ranks are fp32 at every precision."""
+    """Types of what is computed, kept and sent. Sums over ranks are fp32 on gloo, on NCCL of the type that is sent."""
 
     param: DType  # of the model
     keeps_fp32_master: bool = True  # of a 16-bit model

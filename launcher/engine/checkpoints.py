@@ -79,8 +79,8 @@ class Checkpoints:
         """Save. With `checkpoint.async` this returns as soon as copies are taken. Raises: CheckpointError."""
         self._saver.wait()
         exchange = Exchange(self._parts.mesh.world, "save_checkpoint")
-        if self._parts.sharded.delayed is not None:
-            exchange.all_succeeded(None)  # to synchronize is collective then: a rank that saves alone would hang in it
+        if self._parts.sharded.delayed is not None or self._parts.mesh.pipeline is not None:
+            exchange.all_succeeded(None)  # what follows is collective then: a rank that saves alone would hang in it
         self._engine.synchronize_parameters()
         saving = Save(self._request(root, tag, saves_latest), exchange)
         try:

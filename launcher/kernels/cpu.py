@@ -6,11 +6,13 @@ and releases the GIL while it works.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,27 @@ LIBRARY = Path(__file__).with_name("libcpu_kernels.so")
 _ABI_VERSION = 2  # of csrc/library.cpp
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _RULES: dict[type[Rule], int] = {Adam: 0, Adagrad: 1, Lion: 2, Sgd: 3, Lamb: 4}
+
+
+_of_thread = threading.local()
+
+
+def num_threads() -> int:
+    """Return how many threads a kernel that this thread calls works with."""
+    return max(1, int(torch.get_num_threads() * getattr(_of_thread, "fraction", 1.0)))
+
+
+@contextlib.contextmanager
+def part_of_threads(fraction: float) -> Iterator[None]:
+    """Let kernels that this thread calls within the block use a part of the threads; other threads keep theirs.
+
+    `torch.set_num_threads` would set MKL's number for the whole process.
+    """
+    _of_thread.fraction = fraction
+    try:
+        yield
+    finally:
+        _of_thread.fraction = 1.0
 
 
 class _Array(ctypes.Structure):
@@ -73,12 +96,12 @@ class CpuKernel:
             if grad_scale.skip.item():
                 return
             grad_scale = grad_scale.factor.item()
-        self._library.launch_update(self._isa, _spans(spans), len(spans), grad_scale, torch.get_num_threads())
+        self._library.launch_update(self._isa, _spans(spans), len(spans), grad_scale, num_threads())
 
     def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:
         """Update the moments of LAMB; return fp64 [num_spans, 2]: sums of squares of weights and directions."""
         sums = torch.empty(len(spans), 2, dtype=torch.float64)
-        threads = torch.get_num_threads()
+        threads = num_threads()
         self._library.launch_lamb_moments(self._isa, _spans(spans), len(spans), grad_scale, threads, sums.data_ptr())
         return sums
 
@@ -86,7 +109,7 @@ class CpuKernel:
         """Return the sum of squares of all elements, scalar fp64; the same bits for any number of threads."""
         arrays = (_Array * len(grads))(*(_Array(*_array(grad, grad.numel())) for grad in grads))
         numels = (ctypes.c_int64 * len(grads))(*(grad.numel() for grad in grads))
-        threads = torch.get_num_threads()
+        threads = num_threads()
         total = self._library.launch_sum_of_squares(self._isa, arrays, numels, len(grads), threads)
         return torch.tensor(total, dtype=torch.float64)
 
@@ -98,7 +121,7 @@ class CpuKernel:
         """
         numel = target.numel()
         (to, _), (read, _) = _array(target, numel), _array(source, numel)
-        self._library.launch_scaled_copy(self._isa, to, read, numel, scale, torch.get_num_threads())
+        self._library.launch_scaled_copy(self._isa, to, read, numel, scale, num_threads())
 
 
 _STREAMED_BYTES = 2**20  # a copy of so much goes past the caches: the second-level cache of a core holds no more

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from launcher.comm.groups import RankGroup
+from launcher.kernels.cpu import part_of_threads
 from launcher.optim.api import UnitOptimizer
 from launcher.zero.stages import ZeroPolicy
-from launcher.zero.threads import using_part_of_threads
 from launcher.zero.unit import FlatUnit
 
 
@@ -52,7 +52,7 @@ class DelayedUpdate:
 
     def _run(self, update: Callable[[], None]) -> None:
         self._group.copier.synchronize()  # copies of the step before may still read what this one writes
-        with using_part_of_threads(self._policy.offload.cores_fraction):
+        with part_of_threads(self._policy.offload.cores_fraction):
             update()
 
     def wait(self) -> None:

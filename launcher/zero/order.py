@@ -122,6 +122,8 @@ class CollectiveOrder:
             who = f"rank {group.rank} caught the exception and continues, rank {', '.join(absent)} not"
             self._parted = _parted(who)
             raise self._parted from None
+        # All ranks have read what was set for the rendezvous before this one: they have come to this one.
+        store.delete_key(f"launch/rendezvous/{self.number}/{self._num_rendezvous - 1}/{ranks[group.rank]}")
         if any(part != reported[0] for part in reported):
             ends = [f"{name}, after {sum(map(_end, orders))} collectives" for name, orders in reported]
             self._parted = _parted("; ".join(f"rank {rank} in {end}" for rank, end in enumerate(ends)))

@@ -423,10 +423,20 @@ class UnitParameters:
             with self.shard_in_memory(reads=False, writes=True):
                 copied = self.group.copier.copy(self.shard, source)
             self._written = copied
+        self._gather_written()
+
+    def gather_unwritten(self) -> None:
+        """Gather an unsharded unit with the values that it has: its master, which `write_back` reads, is not there."""
+        if not self.is_sharded:
+            self.wait()
+        self._written = self.group.streams.record()
+        self._gather_written()
+
+    def _gather_written(self) -> None:
         if not self.is_sharded:
             self._arrival = self._written
             owns_all = len(self.owned) == self._layout.padded_numel
-            with streams.on(Side.GATHER):
+            with self.group.streams.on(Side.GATHER):
                 self._written.wait()
                 self._gather = Pending() if owns_all else self._start_all_gather(self._own_flat)
             self.state = ParameterState.GATHERING

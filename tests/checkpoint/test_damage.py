@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,8 @@ from harness.checkpoint_runs import full_state, loads, make_engine, train
 from harness.ranks import run_on_ranks
 from torch import Tensor
 
-from launcher.base.errors import CheckpointError
+from launcher.base.errors import CheckpointError, EngineError
+from launcher.zero.unit import FlatUnit
 
 TAG = "global_step1"
 
@@ -193,4 +195,41 @@ def test_states_on_a_disk_are_whole_after_a_load_that_failed(tmp_path: Path) -> 
     for said, problems in run_on_ranks(2, _load_onto_disk, str(tmp_path)):
         assert "rank-00001.safetensors" in said
         assert "load another one before a step" in said
+        assert problems == []
+
+
+def _load_with_a_failing_disk(rank: int, world_size: int, folder: str, stage: int, when: str) -> tuple[str, list[str]]:
+    """Load while rank 1 cannot bring a unit in, or send it out; return what it said, and what differs after a load."""
+    engine = make_engine(world_size, stage, zero={"offload_optimizer": {"device": "nvme", "nvme_path": folder}})
+    train(engine, 1)
+    good = Path(folder, "good")
+    engine.save_checkpoint(good)
+    full, real, entered = full_state(engine), FlatUnit.with_new_states, []
+
+    @contextlib.contextmanager
+    def failing(unit: FlatUnit) -> Iterator[None]:
+        fails = rank == 1 and not entered
+        entered.append(unit.index)
+        if fails and when == "in":
+            raise EngineError("a disk cannot be read", where=folder)
+        with real(unit):
+            yield
+        if fails and when == "out":
+            raise EngineError("a disk is full", where=folder)
+
+    with mock.patch.object(FlatUnit, "with_new_states", failing), pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(good)
+    problems = loads(engine, good, full)
+    engine.destroy()
+    return str(caught.value), problems
+
+
+@pytest.mark.parametrize(("when", "said"), [("in", "a disk cannot be read"), ("out", "a disk is full")])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_disk_that_fails_under_a_load_is_named_on_every_rank(
+    tmp_path: Path, stage: int, when: str, said: str
+) -> None:
+    for text, problems in run_on_ranks(2, _load_with_a_failing_disk, str(tmp_path), stage, when):
+        assert "rank 1: " in text
+        assert said in text
         assert problems == []

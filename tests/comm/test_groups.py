@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from harness.ranks import RankPool, run_on_ranks
 
 from launcher.base.errors import EngineError, UsageError
 from launcher.comm.groups import agree_on_group, has_own_reductions, world_group
-from launcher.comm.hosts import largest_of_hosts
+from launcher.comm.hosts import largest_of_hosts, node_sizes
 from launcher.comm.mesh import build_mesh, subgroup
 from launcher.sharding.mesh import MeshSizes
 
@@ -145,3 +146,21 @@ def _hosts_of(rank: int, world_size: int, sizes: MeshSizes) -> list[str]:
 )
 def test_groups_that_exchange_facts_of_a_step_have_one_for_their_hosts(sizes: MeshSizes, names: list[str]) -> None:
     assert run_on_ranks(4, _hosts_of, sizes) == [names] * 4
+
+
+def _sizes_of_nodes(rank: int, world_size: int, local_ranks: list[int], mesh: dict[str, int]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setenv("LOCAL_RANK", str(local_ranks[rank]))
+        try:
+            build_mesh(world_group(), MeshSizes(world_size), **mesh)
+            return node_sizes(world_group())
+        except EngineError as error:
+            return str(error)
+
+
+def test_ranks_of_a_node_follow_each_other() -> None:
+    assert run_on_ranks(4, _sizes_of_nodes, [0, 1, 0, 1], {"node_size": 2}) == [[2, 2]] * 4
+    for found in run_on_ranks(4, _sizes_of_nodes, [0, 0, 1, 1], {"node_size": 2}):
+        assert "ranks 0 to 1 are the numbers 0, 0 of their nodes (LOCAL_RANK)" in found
+        assert "srun --distribution=block" in found

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -234,6 +235,23 @@ def test_tensors_it_cannot_take_are_refused() -> None:
         for bad in (replace(span, grad=wrong), replace(span, states=(wrong,)), replace(span, param=wrong)):
             with pytest.raises(ValueError, match="contiguous"):
                 KERNELS[0].update([bad])
+
+
+def test_a_thread_that_uses_a_part_of_the_threads_leaves_others_theirs(threads: None) -> None:
+    """As torch counts them too: MKL has one number for the process, which a forward beside an update reads."""
+    torch.set_num_threads(2)
+    found: list[tuple[int, int]] = []
+
+    def use_a_part() -> None:
+        with cpu.part_of_threads(0.5):
+            found.append((cpu.num_threads(), torch.get_num_threads()))
+
+    thread = threading.Thread(target=use_a_part)
+    with cpu.part_of_threads(1.0):
+        thread.start()
+        thread.join()
+        found.append((cpu.num_threads(), torch.get_num_threads()))
+    assert found == [(1, 2), (2, 2)]
 
 
 FORKED = """

@@ -399,7 +399,7 @@ def test_what_is_no_matrix_is_refused() -> None:
     model.norm.weight.use_muon = True  # type: ignore[assignment]
     with pytest.raises(EngineError, match=r"uses Muon for a parameter of shape \(20,\), which is not a matrix"):
         start(0, 1, 1, model=model)
-    with pytest.raises(EngineError, match="does not whether Muon updates it"):
+    with pytest.raises(EngineError, match="does not say whether Muon updates it"):
         Muon([{"params": list(model.parameters())}])
     with pytest.raises(ConfigError, match="ns_method"):
         load_config({"optimizer": {"type": "Muon", "params": {"ns_method": "svd"}}})

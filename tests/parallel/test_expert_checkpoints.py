@@ -165,6 +165,23 @@ def _asked_of_the_model(rank: int, world_size: int, kind: str) -> str:
     return said
 
 
+def _keys_in_the_store(rank: int, world_size: int) -> list[int]:
+    engine, found = _engine("listed", 2, 2), []
+    store = torch.distributed.distributed_c10d._get_default_store()
+    for _ in range(4):
+        engine.module.state_dict()
+        engine.any_rank(False)  # all have called
+        found.append(store.num_keys())
+        engine.any_rank(False)  # all have counted
+    engine.destroy()
+    return found
+
+
+def test_meeting_for_a_state_dict_leaves_no_keys_behind() -> None:
+    for first, *others in run_on_ranks(2, _keys_in_the_store):
+        assert others == [first] * 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_models_own_state_dict_is_whole_or_an_error(kind: str) -> None:
     said, _ = run_on_ranks(2, _asked_of_the_model, kind)

@@ -20,7 +20,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import launcher
-from launcher.base.errors import EngineError
+from launcher.base.errors import CheckpointError, EngineError
+from launcher.base.timeouts import Timeouts
+from launcher.checkpoint import exchange
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 MICRO, BATCH = 4, 8  # micro-batches of one pipeline, samples of all
@@ -447,3 +449,25 @@ def test_a_module_of_layers_is_one_stage_without_a_pipeline() -> None:
     for found in run_on_ranks(2, _one_stage, 3):
         assert found[0] == pytest.approx(expected, rel=1e-6)
         assert found[1] == num_keys
+
+
+def _saves_alone(rank: int, world_size: int, folder: str) -> str:
+    engine = launcher.initialize(model=make_decoder(), config=config_of({"stages": 2}, world_size))[0]
+    train(engine, 1)
+    said = ""
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange, "timeouts", lambda: Timeouts(other_ranks_s=0.5))
+            with pytest.raises(CheckpointError) as error:
+                engine.save_checkpoint(folder)
+        said = str(error.value)
+    engine.any_rank(False)  # wait for rank 0
+    train(engine, 1)
+    engine.destroy()
+    return said
+
+
+def test_a_stage_that_saves_alone_gets_an_error_and_harms_nothing(tmp_path: Path) -> None:
+    said, _ = run_on_ranks(2, _saves_alone, str(tmp_path))
+    assert "save_checkpoint" in said
+    assert "rank 1" in said

@@ -79,7 +79,7 @@ MUON_KINDS: tuple[type[torch.optim.Optimizer], ...] = (
 def _check(index: int, group: Mapping[str, Any]) -> None:
     if "use_muon" not in group:
         raise EngineError(
-            f"optimizer group {index} does not whether Muon updates it", hint='add "use_muon": True or False'
+            f"optimizer group {index} does not say whether Muon updates it", hint='add "use_muon": True or False'
         )
     flat = [shape_of(param) for param in group["params"] if len(shape_of(param)) < 2]
     if group["use_muon"] and flat:

@@ -69,6 +69,9 @@ class _WholeState:
                 "the model's experts are spread over ranks, and not all of them asked for its state dict",
                 hint="call engine.state_dict(), engine.save_16bit_model() or model.state_dict() on every rank",
             ) from None
+        # All ranks are past the call before this one: they have called this one.
+        if self._num_calls:
+            store.delete_key(f"{self._prefix}/{self._num_calls - 1}/{ranks[self._group.rank]}")
         self._num_calls += 1
 
 
