@@ -98,25 +98,25 @@ def _caller() -> str:
     return frame.f_code.co_name
 
 
-_logs: list[CommsLog] = []
+_logs: list[CommsLog] = []  # of engines that live, the newest last
 
 
 def start_log(rules: LogRules) -> CommsLog:
-    """Log every collective of this process from now on. Collectives then block, so that their time is their own."""
+    """Log every collective of this process until `stop_log`. They block, so that their time is their own."""
     log = CommsLog(rules)
-    _logs[:] = [log]
-    observe.set_meter(log)
+    _logs.append(log)
+    observe.add_meter(log)
     return log
 
 
-def stop_log() -> None:
-    """Log no more; collectives overlap with computation again."""
-    _logs.clear()
-    observe.set_meter(None)
+def stop_log(log: CommsLog) -> None:
+    """End a log; without another one collectives overlap with computation again."""
+    _logs[:] = [each for each in _logs if each is not log]
+    observe.remove_meter(log)
 
 
 def log_summary(show_straggler: bool = False) -> str:
-    """Log the summary of all collectives on rank 0, and return this rank's.
+    """Log the summary of all collectives on rank 0, and return this rank's: of the engine that was built last.
 
     show_straggler: also show how much longer each took here than on the rank where it was quickest, which is time
     spent waiting for late ranks; then every rank must call it.
@@ -124,7 +124,7 @@ def log_summary(show_straggler: bool = False) -> str:
     """
     if not _logs:
         raise EngineError("no collectives are logged", hint='set "comms_logger": {"enabled": true} in the config')
-    log = _logs[0]
+    log = _logs[-1]
     fastest_s: dict[tuple[str, int], float] | None = None
     distributed = dist.is_initialized() and dist.get_world_size() > 1
     if show_straggler and distributed:

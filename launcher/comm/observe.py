@@ -43,19 +43,29 @@ _wait_spans: list[WaitSpan] = []
 _sent = [0]  # bytes so far
 
 
-def set_meter(meter: Meter | None) -> None:
-    """Measure every collective of this process from now on; None: no more."""
-    _meters[:] = [] if meter is None else [meter]
+def add_meter(meter: Meter) -> None:
+    """Measure every collective of this process with `meter` too, until `remove_meter`."""
+    _meters.append(meter)
 
 
-def set_wait_span(span: WaitSpan | None) -> None:
-    """Enter `span(kind)` around every wait for a collective; None: no more. The last one set holds."""
-    _wait_spans[:] = [] if span is None else [span]
+def remove_meter(meter: Meter) -> None:
+    """Measure no more with `meter`; those of other engines go on."""
+    _meters[:] = [each for each in _meters if each is not meter]
+
+
+def add_wait_span(span: WaitSpan) -> None:
+    """Enter `span(kind)` around every wait for a collective, until `remove_wait_span`. The last one added holds."""
+    _wait_spans.append(span)
+
+
+def remove_wait_span(span: WaitSpan) -> None:
+    """Enter `span` no more; the one before it holds again."""
+    _wait_spans[:] = [each for each in _wait_spans if each is not span]
 
 
 def wait_span() -> WaitSpan | None:
     """Return what is to be entered around a wait."""
-    return _wait_spans[0] if _wait_spans else None
+    return _wait_spans[-1] if _wait_spans else None
 
 
 _no_span = contextlib.nullcontext()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,22 +49,24 @@ class Watch:
         self._curves = open_curves(settings, group.rank)
         reports = group.rank == 0
         self._timer = PhaseTimer(group.device) if reports and settings.wall_clock_breakdown else None
-        observe.set_wait_span(self._wait_span if self._timer is not None else None)
+        self._releases: list[weakref.finalize[..., Watch]] = []  # what ends with this engine, also where it is dropped
+        if self._timer is not None:
+            span = functools.partial(_span_of_wait, self._timer)
+            observe.add_wait_span(span)
+            self._releases.append(weakref.finalize(self, observe.remove_wait_span, span))
         self._memory: dict[str, MemoryUse] | None = {} if reports and settings.memory_breakdown else None
         profiles = reports and settings.flops_profiler.enabled
         self._profile = _Profile(settings, group.device, model, dtype) if profiles else None
         logger = settings.comms_logger
-        stop_log()  # that of an engine before this one
         if logger.enabled:
-            start_log(LogRules(logger.verbose, logger.prof_all, logger.debug, logger.prof_ops))
+            log = start_log(LogRules(logger.verbose, logger.prof_all, logger.debug, logger.prof_ops))
+            self._releases.append(weakref.finalize(self, stop_log, log))
         self._is_idle = self._timer is None and self._memory is None and self._profile is None
 
     def stop(self) -> None:
-        """Follow no more: collectives are neither measured nor logged."""
-        if self._timer is not None:
-            observe.set_wait_span(None)
-        if self._settings.comms_logger.enabled:
-            stop_log()
+        """Follow no more: for this engine, collectives are neither measured nor logged."""
+        for release in self._releases:
+            release()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return the context of `forward`, `backward` or `step`."""
@@ -102,10 +106,6 @@ class Watch:
             if self._profile.is_finished:
                 self._profile = None
 
-    def _wait_span(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        assert self._timer is not None
-        return self._timer.span("gather" if kind == "all_gather" else "reduce")
-
     def _report_times(self, step: int, timer: PhaseTimer) -> dict[str, float]:
         """Log the mean time of each phase, and return it as curves in milliseconds."""
         means_ms = {name: seconds * 1e3 / self._window for name, seconds in timer.take().items()}
@@ -119,6 +119,10 @@ class Watch:
         kind = "GPU, allocated" if self._device.type != "cpu" else "host, resident"
         peak_gib = max(use.peak_bytes for use in uses.values()) / GIB
         get_logger().info("memory at step %d: %s · peak %.2f GiB (%s)", step, after, peak_gib, kind)
+
+
+def _span_of_wait(timer: PhaseTimer, kind: str) -> contextlib.AbstractContextManager[None]:
+    return timer.span("gather" if kind == "all_gather" else "reduce")
 
 
 class _Profile:

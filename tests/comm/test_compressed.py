@@ -110,7 +110,7 @@ def _bytes(rank: int, world_size: int) -> tuple[int, int, dict[tuple[str, int], 
     sent = observe.sent_bytes() - before
     log = start_log(LogRules())
     mean.average(flat)
-    stop_log()
+    stop_log(log)
     return sent, flat.nbytes, {key: count for key, (count, _) in log.totals().items()}
 
 

@@ -82,7 +82,6 @@ def test_times_of_the_phases() -> None:
         match = re.search(rf"\b{name} ([\d.]+) ms", found[-1])
         assert match is not None
         assert 0 < float(match[1]) < 10_000
-    observe.set_wait_span(None)
 
 
 def test_memory_of_the_phases() -> None:
@@ -184,13 +183,46 @@ def test_keys_of_another_stage_are_not_dumped() -> None:
 
 
 def _train_logged(rank: int, world_size: int, stage: int, rules: dict[str, Any]) -> tuple[str, list[str], Any]:
-    try:
-        _, lines = train(3, zero_optimization={"stage": stage}, comms_logger={"enabled": True, **rules})
-        with logged() as said:
-            table = launcher.comm.log_summary(show_straggler=True)
-        return table, lines + said, log._logs[0].totals()
-    finally:
-        log.stop_log()
+    engine, lines = train(3, zero_optimization={"stage": stage}, comms_logger={"enabled": True, **rules})
+    with logged() as said:
+        table = launcher.comm.log_summary(show_straggler=True)
+    totals = log._logs[-1].totals()
+    engine.destroy()
+    return table, lines + said, totals
+
+
+def _with_another_engine(rank: int, world_size: int) -> list[tuple[int, bool]]:
+    """Return how many collectives a step adds to the first engine's log, and whether waits are measured."""
+    config = {"zero_optimization": {"stage": 2}, "comms_logger": {"enabled": True}, "wall_clock_breakdown": True}
+    found: list[tuple[int, bool]] = []
+    engine, _ = train(1, **config)
+    own = log._logs[-1]
+
+    def step() -> None:
+        before = sum(count for count, _ in own.totals().values())
+        engine.backward(engine(torch.ones(BATCH, TIME, WIDTH)))
+        engine.step()
+        found.append((sum(count for count, _ in own.totals().values()) - before, observe.wait_span() is not None))
+
+    step()
+    other, _ = train(1)
+    step()
+    other.destroy()
+    step()
+    other, _ = train(1, **config)
+    step()
+    del other  # an engine that is dropped ends its own
+    step()
+    engine.destroy()
+    assert log._logs == []
+    assert observe.wait_span() is None
+    return found
+
+
+def test_another_engine_leaves_log_and_spans_of_the_first_alone() -> None:
+    for rank, found in enumerate(run_on_ranks(2, _with_another_engine)):
+        assert found[0][0] > 0
+        assert found == [(found[0][0], rank == 0)] * 5
 
 
 def padded_bytes() -> int:
@@ -222,10 +254,7 @@ def test_only_the_named_collectives_with_their_callers() -> None:
 
 
 def _train_waited(rank: int, world_size: int) -> list[str]:
-    try:
-        return train(4, zero_optimization={"stage": 2}, wall_clock_breakdown=True)[1]
-    finally:
-        observe.set_wait_span(None)
+    return train(4, zero_optimization={"stage": 2}, wall_clock_breakdown=True)[1]
 
 
 def test_waits_for_collectives_are_part_of_the_times() -> None:

@@ -153,13 +153,16 @@ def _sent(rank: int, world_size: int, zero: dict[str, Any]) -> dict[str, Any]:
             if call.num_bytes >= 256:  # not the facts beside the norm
                 sent[call.world_size] = sent.get(call.world_size, 0) + call.num_bytes
 
-    engine = engine_of("Plain", {"stage3_prefetch_bucket_size": 0, **zero}, train_micro_batch_size_per_gpu=2)
+    engine, meter = (
+        engine_of("Plain", {"stage3_prefetch_bucket_size": 0, **zero}, train_micro_batch_size_per_gpu=2),
+        Meter(),
+    )
     for number, (x, y) in enumerate(batches(2)):
         if number == 1:
-            observe.set_meter(Meter())
+            observe.add_meter(meter)
         engine.backward(engine(x.chunk(world_size)[rank], y.chunk(world_size)[rank]))
         engine.step()
-    observe.set_meter(None)
+    observe.remove_meter(meter)
     units = engine._sharded.units
     return {
         "by_ranks": sent,
