@@ -98,6 +98,8 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
         self._watch = Watch(parts.settings, parts.mesh.world, model, parts.policy.precision.compute_dtype)
         self._model_facts = ModelFacts(model)
+        for unit in parts.sharded.units:
+            unit.params.after_load()  # building the engine has listed them
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
         self._autosave = Autosave(parts.settings.checkpoint)
         self._checkpoints = Checkpoints(self, parts.settings, self._autosave.after_commit)
@@ -412,10 +414,12 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         another `initialize()` unshard them. Optimizer states are freed with the last reference to the engine.
         """
         self._checkpoints.end()
-        if not self._sharded.has_ended:
-            self._last_step.report()
-        self._sharded.end()
-        self._watch.stop()
+        try:
+            if not self._sharded.has_ended:
+                self._last_step.report()
+        finally:
+            self._sharded.end()
+            self._watch.stop()
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None

@@ -124,13 +124,14 @@ class LastStep:
     def report(self) -> None:
         """Say why the last norm is not finite, if it is not and that was not said. Collective.
 
-        Raises: EngineError when the loss scale cannot get smaller and steps overflow all the same.
+        Raises: EngineError when the loss scale cannot get smaller and steps overflow all the same, and for parameters
+        that were written on one rank alone.
         """
         step = self._step
         if step is None or step.is_reported:
             return
-        self.wait_for_outcome()
         step.is_reported = True
+        self.wait_for_outcome()
         assert self._optimizer is not None
         norm, is_skipped = step.outcome.norm, step.outcome.is_skipped
         is_finite = math.isfinite(norm)

@@ -74,6 +74,8 @@ class FlatOptimizer(ABC):
     # Steps are queued on the device before the host knows their scale. Set once, alike on every rank, where the engine
     # is built: what this rank owns must not decide which collectives of a step it takes part in.
     steps_behind_host = False
+    # Parameters have the same values on every rank before each step.
+    keeps_ranks_alike: ClassVar[bool] = True
 
     def __init__(self, name: str, shards: Sequence[ParamShard], param_groups: list[dict[str, Any]]) -> None:
         """name: of the class whose steps are taken. param_groups: live, what is written there holds from then on."""

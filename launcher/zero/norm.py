@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from launcher.base.errors import EngineError
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import Readback
 from launcher.kernels.api import DeviceScale
@@ -20,13 +22,16 @@ CLIP_EPSILON = 1e-6
 class StepOutcome:
     """How an optimizer step went, as soon as the host knows it."""
 
-    def __init__(self, norm: float | Readback, *, skips_overflow: bool) -> None:
-        """norm: of all gradients before clipping; or its square, being copied from the device.
+    def __init__(self, norm: float | Readback, *, skips_overflow: bool, compared: Sequence[str] = ()) -> None:
+        """norm: of all gradients before clipping; or, being copied from the device, its square, how many units differed
+        between ranks before the step, and whether each of `compared` did.
 
-        skips_overflow: a step whose norm is not finite updates nothing.
+        skips_overflow: a step whose norm is not finite updates nothing. compared: the labels of units.
         """
         self._norm = norm
         self.skips_overflow = skips_overflow
+        self._compared = compared
+        self._error: EngineError | None = None
 
     @property
     def is_known(self) -> bool:
@@ -35,16 +40,31 @@ class StepOutcome:
 
     @property
     def norm(self) -> float:
-        """The gradient norm before clipping."""
+        """The gradient norm before clipping. Raises: EngineError for parameters that differed between ranks."""
         if isinstance(self._norm, Readback):
-            (square,) = self._norm.values()
+            square, num_parted, *are_parted = self._norm.values()
             self._norm = math.sqrt(square) if square >= 0 else math.nan
+            if num_parted:
+                self._error = parted_error(self._compared, are_parted)
+        if self._error is not None:
+            raise self._error
         return self._norm
 
     @property
     def is_skipped(self) -> bool:
         """Whether nothing was updated."""
         return self.skips_overflow and not math.isfinite(self.norm)
+
+
+def parted_error(labels: Sequence[str], are_parted: Sequence[float]) -> EngineError:
+    """Return the error for parameters that are not the same on every rank. labels: of the units that were compared."""
+    first = next((label for label, is_parted in zip(labels, are_parted, strict=False) if is_parted), "another rank")
+    return EngineError(
+        f"the parameters of {first} are not the same on every rank: some were written on one rank alone, or with other"
+        " values, since the last step",
+        hint="write the same on every rank (load_state_dict, param.copy_(...)), or on one rank within"
+        " launcher.zero.GatheredParameters(params, modifier_rank=0), which sends its values to all",
+    )
 
 
 def sum_of_squares(gradients: list[UnitGradients], group: RankGroup) -> Tensor:

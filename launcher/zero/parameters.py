@@ -145,6 +145,7 @@ class UnitParameters:
         self._waiting = threading.RLock()  # held while a gather is waited for: see `wait`
         self.check_thread = any_thread  # raises in a thread that may not touch the unit: the schedule knows
         self.may_be_edited = False  # somebody outside of forward and backward has got hold of the parameters
+        self.is_touched = False  # so has been since ranks last compared their values
         # Who has a sharded unit unsharded, alike on every rank:
         self.is_scheduled = False  # the schedule of its engine
         self.num_blocks = 0  # so many blocks of `GatheredParameters`
@@ -462,8 +463,8 @@ class UnitParameters:
                 self._master_swap.send_out()
 
     def after_load(self) -> None:
-        """Take note that the masters, and what follows them, have been read from elsewhere."""
-        self.may_be_edited = False
+        """Take note that the masters, and what follows them, have been read from elsewhere: nothing is edited since."""
+        self.may_be_edited = self.is_touched = False
         self.note_versions()
 
     def take_edits(self) -> None:

@@ -17,9 +17,10 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gradients import UnitGradients
-from launcher.zero.norm import StepOutcome, device_scale, grad_scale, sum_of_squares
+from launcher.zero.norm import StepOutcome, device_scale, grad_scale, parted_error, sum_of_squares
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.stages import Place, ZeroPolicy
+from launcher.zero.tensors import digest
 from launcher.zero.threads import using_part_of_threads
 from launcher.zero.unit import FlatUnit
 
@@ -34,41 +35,46 @@ class _StepFacts:
     num_unused: int  # parameters without a gradient, summed over ranks
     num_late: int  # units with gradients that are not in their sums, summed over ranks
     num_written: int  # units with a `param.grad` that a user has written, summed over ranks
+    num_touched: int  # ranks whose whole parameters a user has got hold of, and may have written
 
 
-def _exchange_facts(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> _StepFacts:
+def _exchange_facts(
+    gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh, *, is_touched: bool
+) -> _StepFacts:
     """Return the same facts on every rank, the norm with the same bits. Collective, after the reductions.
 
     Raises: EngineError on all ranks when their collectives had different orders.
     """
     group = mesh.data
     if not gradients and mesh.model is None:
-        return _StepFacts(0.0, 0, 0, 0)
+        return _StepFacts(0.0, 0, 0, 0, 0)
     total = sum_of_squares(gradients, group)
     num_unused = sum(own.used.count(False) for own in gradients)
-    counts = [num_unused, reducer.num_late, reducer.num_written, *reducer.order.digests]
+    counts = [num_unused, reducer.num_late, reducer.num_written, int(is_touched), *reducer.order.digests]
     facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
     pending.name_next("the norm of the gradients")
     rows = collectives.gather_rows(group, facts)
-    digests = rows[:, 4:]
+    digests = rows[:, 5:]
     has_orders = (digests != digests[0]).any().to(rows.dtype)
-    known = torch.cat([rows[:, :4].sum(dim=0), has_orders.reshape(1)])
+    known = torch.cat([rows[:, :5].sum(dim=0), has_orders.reshape(1)])
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
         known = collectives.sum_scalars(mesh.model, known)
-    square, num_unused, num_late, num_written, num_orders = known.tolist()
+    square, *counts, num_orders = known.tolist()
     if num_orders:
         raise reducer.order.difference(group)
-    return _StepFacts(math.sqrt(square / mesh.num_copies), int(num_unused), int(num_late), int(num_written))
+    return _StepFacts(math.sqrt(square / mesh.num_copies), *map(int, counts))
 
 
-def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> _StepFacts:
+def complete_sums(
+    gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh, *, is_touched: bool
+) -> _StepFacts:
     """Wait for the sums of all gradients, late ones included, and return what all ranks know of them. Collective."""
     reducer.complete()
     if mesh.data.runtime.runs_behind_host and (gradients or mesh.model is not None):
         # Before the host waits for its device: behind collectives that do not fit each other nothing ever arrives.
-        _share_facts_of_hosts(gradients, reducer, mesh)
+        _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched)
     mesh.data.copier.synchronize()  # gradients in host memory are read from here on
-    facts = _exchange_facts(gradients, reducer, mesh)
+    facts = _exchange_facts(gradients, reducer, mesh, is_touched=is_touched)
     if facts.num_late == facts.num_written == 0:
         return facts
     if facts.num_late:
@@ -76,30 +82,54 @@ def complete_sums(gradients: list[UnitGradients], reducer: GradientReducer, mesh
     if facts.num_written:
         reducer.take_written(mesh.data, mesh.model)
     mesh.data.copier.synchronize()
-    return _exchange_facts(gradients, reducer, mesh)
+    return _exchange_facts(gradients, reducer, mesh, is_touched=is_touched)
 
 
-def _share_facts_of_hosts(gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh) -> bool:
-    """Queue the sums of late gradients; return whether a rank of the model has parameters without a gradient.
+def _share_facts_of_hosts(
+    gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh, *, is_touched: bool
+) -> tuple[bool, bool]:
+    """Queue the sums of late gradients.
 
-    Collective; the host does not wait for the device. Raises: EngineError as `_exchange_facts` does.
+    Returns whether a rank has parameters without a gradient, and whether `is_touched` holds on any. Collective; the
+    host does not wait for the device. Raises: EngineError as `_exchange_facts` does.
     """
     is_any_unused = any(not used for own in gradients for used in own.used)
     digests = reducer.order.digests
-    counts = [int(is_any_unused), int(reducer.num_late > 0), int(reducer.num_written > 0)]
-    facts = [*counts, *digests, *(-digest for digest in digests)]
-    is_unused, is_late, is_written, *both = largest_of_hosts(mesh.data, facts)
+    counts = [int(is_any_unused), int(reducer.num_late > 0), int(reducer.num_written > 0), int(is_touched)]
+    facts = [*counts, *digests, *(-own for own in digests)]
+    is_unused, is_late, is_written, is_touched_anywhere, *both = largest_of_hosts(mesh.data, facts)
     parts = any(most != -least for most, least in zip(both[: len(digests)], both[len(digests) :], strict=True))
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
-        is_unused, is_written, parts = on_any_rank(mesh.model, [bool(is_unused), bool(is_written), parts])
+        flags = [bool(is_unused), bool(is_written), bool(is_touched_anywhere), parts]
+        is_unused, is_written, is_touched_anywhere, parts = on_any_rank(mesh.model, flags)
     if parts:
         raise reducer.order.difference(mesh.data)
     if is_late:
         reducer.reduce_late()
     if is_written:
         reducer.take_written(mesh.data, mesh.model)
-        return _share_facts_of_hosts(gradients, reducer, mesh)
-    return bool(is_unused)
+        return _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched)
+    return bool(is_unused), bool(is_touched_anywhere)
+
+
+def _values_of(units: list[FlatUnit], device: torch.device) -> torch.Tensor:
+    """Return a digest of each unit's parameters, fp64 [units]. units: whole ones, which all ranks should have alike."""
+    for unit in units:
+        unit.params.wait()
+    return (
+        torch.stack([digest(unit.params.flat) for unit in units]) if units else torch.zeros(0, device=device).double()
+    )
+
+
+def _check_alike(units: list[FlatUnit], mesh: ParallelMesh) -> None:
+    """Raise EngineError on every rank for parameters that are not the same on all. Collective."""
+    rows = collectives.gather_rows(mesh.data, _values_of(units, mesh.data.device))
+    are_parted = (rows != rows[0]).any(dim=0)
+    num_parted = are_parted.sum().double().reshape(1)
+    if mesh.model is not None:
+        num_parted = collectives.sum_scalars(mesh.model, num_parted)
+    if num_parted.item():
+        raise parted_error([unit.label for unit in units], are_parted.tolist())
 
 
 def _unused_anywhere(units: list[FlatUnit], group: RankGroup) -> list[str]:
@@ -138,6 +168,12 @@ def step_units(
     """
     trained = [unit for unit in units if unit.grads is not None]
     gradients = [unit.grads for unit in trained if unit.grads is not None]
+    alike = [unit for unit in trained if not unit.is_sharded and not unit.members.is_expert]
+    is_touched = False
+    for unit in alike if optimizer.keeps_ranks_alike else ():
+        is_touched |= unit.params.is_touched or unit.params.first_written() is not None
+        unit.params.is_touched = False
+        unit.params.note_versions()
     for unit in trained:
         unit.take_edits()
     # The same on all ranks that have one model together: a stage of a pipeline may have frozen parameters only.
@@ -145,11 +181,15 @@ def step_units(
     if optimizer.steps_behind_host and has_gradients:
         assert isinstance(optimizer, DeviceScaled), "decided when the engine was built"
         reducer.complete()
-        is_any_unused = _share_facts_of_hosts(gradients, reducer, mesh)
+        is_any_unused, is_touched = _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched)
         check(trained)
-        outcome = _step_behind_host(trained, gradients, optimizer, policy, mesh, is_any_unused=is_any_unused)
+        unused = _unused(trained, policy, mesh) if is_any_unused else []
+        compared = alike if is_touched else []
+        outcome = _step_behind_host(trained, gradients, optimizer, policy, mesh, unused=unused, compared=compared)
     else:
-        facts = complete_sums(gradients, reducer, mesh)
+        facts = complete_sums(gradients, reducer, mesh, is_touched=is_touched)
+        if facts.num_touched:
+            _check_alike(alike, mesh)
         check(trained)
         outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale or 1.0, delayed)
     for own in gradients:
@@ -165,15 +205,24 @@ def _step_behind_host(
     policy: ZeroPolicy,
     mesh: ParallelMesh,
     *,
-    is_any_unused: bool,
+    unused: Collection[str],
+    compared: list[FlatUnit],
 ) -> StepOutcome:
-    """Queue a step whose norm, factor of clipping and skip flag only the device knows."""
-    unused = _unused(trained, policy, mesh) if is_any_unused else []
-    rows = collectives.gather_rows(mesh.data, sum_of_squares(gradients, mesh.data))
-    square = rows.sum(dim=0) / mesh.num_copies
+    """Queue a step whose norm, factor of clipping and skip flag only the device knows.
+
+    compared: units whose parameters are compared between ranks; of a difference the host learns with the norm.
+    """
+    squares = sum_of_squares(gradients, mesh.data)
+    rows = collectives.gather_rows(mesh.data, torch.cat([squares, _values_of(compared, squares.device)]))
+    are_parted = (rows[:, 1:] != rows[0, 1:]).any(dim=0).double()
+    known = torch.cat([rows[:, :1].sum(dim=0) / mesh.num_copies, are_parted.sum().reshape(1)])
     if mesh.model is not None:
-        square = collectives.sum_scalars(mesh.model, square)
-    outcome = StepOutcome(Readback(square), skips_overflow=policy.skips_overflow)
+        known = collectives.sum_scalars(mesh.model, known)
+    square = known[:1]
+    labels = [unit.label for unit in compared]
+    outcome = StepOutcome(
+        Readback(torch.cat([known, are_parted])), skips_overflow=policy.skips_overflow, compared=labels
+    )
     optimizer.step(device_scale(square, policy.max_grad_norm, skips_overflow=policy.skips_overflow), frozenset(unused))
     for unit in trained:
         unit.write_back(is_written=optimizer.writes_params, overlaps=policy.overlap_comm)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+from harness.behind import runs_behind_host
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from harness.zoo import SAMPLES, batches, build
@@ -105,6 +107,57 @@ def _give_other_memory(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_other_memory_and_other_parameters_are_errors(stage: int) -> None:
     run_on_ranks(2, _give_other_memory, stage)
+
+
+def _edit_on_one_rank(rank: int, world_size: int, stage: int, precision: str, how: str, is_behind: bool) -> str | None:
+    """Return what the step after the edit says, or the backward after it where the host runs ahead of the device."""
+    with runs_behind_host() if is_behind else contextlib.nullcontext():
+        engine = engine_of(build("Plain"), stage, world_size, bf16={"enabled": precision == "bf16"})
+        mine = list(engine.module.parameters())
+        dtype = mine[0].dtype
+        x, y = (tensor.chunk(world_size)[rank].to(dtype) for tensor in batches(1)[0])
+        for number in range(3):
+            with pytest.raises(EngineError) if number == 2 and how != "reads" else contextlib.nullcontext() as error:
+                engine.backward(engine(x, y))
+                if number == 1 and rank == 1:
+                    with torch.no_grad():
+                        if how == "data":
+                            next(engine.module.blocks[3].parameters()).data.mul_(0.5)
+                        elif how == "earlier list":
+                            mine[-1].mul_(0.5)
+                        elif how == "load":
+                            engine.module.load_state_dict(build("Repeated").state_dict())
+                        else:
+                            assert all(param.norm() >= 0 for param in engine.module.parameters())
+                if number == 1 and how != "reads" and not is_behind:
+                    with pytest.raises(EngineError) as error:
+                        engine.step()
+                    return str(error.value)
+                engine.step()
+        engine.destroy()
+        return None if how == "reads" else str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "how", "is_behind"),
+    [
+        (0, "fp32", "data", False),
+        (0, "fp32", "earlier list", False),
+        (0, "bf16", "load", False),
+        (1, "fp32", "load", False),
+        (2, "bf16", "data", False),
+        (2, "fp32", "earlier list", True),
+        (0, "bf16", "data", True),
+        (0, "fp32", "reads", False),
+        (2, "bf16", "reads", True),
+    ],
+)
+def test_weights_written_on_one_rank_alone_are_an_error_on_every_rank(
+    stage: int, precision: str, how: str, is_behind: bool
+) -> None:
+    for said in run_on_ranks(2, _edit_on_one_rank, stage, precision, how, is_behind):
+        assert (said is None) == (how == "reads")
+        assert said is None or "are not the same on every rank: some were written on one rank alone" in said
 
 
 class _Adapted(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.behind import runs_behind_host
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
 from harness.zoo import LR, SAMPLES, batches, build
@@ -116,6 +117,18 @@ def test_whole_gradients_are_there_between_backward_and_step(
 ) -> None:
     expected = plain(change, 2)
     for weights in run_on_ranks(world_size, _train, stage, change, 2, "Plain", 0.0):
+        assert weight_distance(weights, expected) <= 2e-6
+
+
+def _train_behind(rank: int, world_size: int, stage: int, change: Callable[[Params], None]) -> dict[str, Tensor]:
+    with runs_behind_host():
+        return _train(rank, world_size, stage, change, 2, "SomeUnused", 0.0)
+
+
+@pytest.mark.parametrize(("stage", "change"), [(0, _scale), (0, _replace), (2, _replace), (2, _take_away)])
+def test_the_same_where_the_host_runs_ahead_of_the_device(stage: int, change: Callable[[Params], None]) -> None:
+    expected = plain(change, 2, "SomeUnused")
+    for weights in run_on_ranks(2, _train_behind, stage, change):
         assert weight_distance(weights, expected) <= 2e-6
 
 

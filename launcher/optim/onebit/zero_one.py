@@ -34,6 +34,7 @@ class ZeroOneAdam(OneBitFlat):
     """
 
     title = "ZeroOneAdam"
+    keeps_ranks_alike = False
 
     @property
     def skips_reduction(self) -> bool:
