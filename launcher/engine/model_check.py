@@ -79,9 +79,16 @@ class ModelFacts:
     def __init__(self, model: nn.Module) -> None:
         self._dtypes = [(name, param, param.dtype) for name, param in model.named_parameters()]
         self._frozen = [(name, param) for name, param, _ in self._dtypes if not param.requires_grad]
+        self._known = {param for _, param, _ in self._dtypes}
+        # Compared by identity in every step: a module that is put into another one leaves no other trace.
+        self._children = [(name, module, tuple(module._modules.values())) for name, module in model.named_modules()]
 
     def check(self) -> None:
-        """Raise EngineError for a parameter that was unfrozen, or cast."""
+        """Raise EngineError for a parameter that was unfrozen, cast, or came with a module that was added."""
+        for index, (name, module, children) in enumerate(self._children):
+            if tuple(module._modules.values()) != children:
+                self._check_children(name, module)
+                self._children[index] = (name, module, tuple(module._modules.values()))
         for name, param in self._frozen:
             if param.requires_grad:
                 raise EngineError(
@@ -95,6 +102,21 @@ class ModelFacts:
                     f"the parameter {name} became {param.dtype} after initialize(), which made it {dtype}",
                     hint='set "fp16" or "bf16" in the config in place of model.half() or model.to(dtype)',
                 )
+
+    def _check_children(self, parent: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            new = next((own for own, param in child.named_parameters() if self._is_new(param)), None)
+            if new is not None:
+                path = f"{parent}.{name}" if parent else name
+                raise EngineError(
+                    f"the module {path} was added or replaced after initialize(), which would not train its"
+                    f" parameter {path}.{new}",
+                    hint="change the model before initialize(), or call initialize() anew; at stage 3 change it within"
+                    " launcher.zero.GatheredParameters",
+                )
+
+    def _is_new(self, param: nn.Parameter) -> bool:
+        return param.requires_grad and param not in self._known
 
 
 def _shown(name: str) -> str:

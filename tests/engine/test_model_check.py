@@ -77,6 +77,48 @@ def test_a_model_that_is_cast_later_is_named() -> None:
         engine.step()
 
 
+def _changed(rank: int, world_size: int, stage: int, how: str) -> str:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {**CONFIG, "zero_optimization": zero}
+    body = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    engine = launcher.initialize(model=nn.Sequential(body, nn.Linear(4, 1)), config=config)[0]
+    tokens = torch.tensor([rank, 2])
+
+    def step() -> None:
+        engine.backward(engine(tokens).sum())
+        engine.step()
+
+    step()
+    if how == "wrapped":  # no parameter is new, or to be trained
+        engine.module[0] = nn.Sequential(engine.module[0], nn.Identity(), nn.Linear(4, 4).requires_grad_(False))
+        step()
+        return "nothing"
+    if how == "replaced":
+        body[1] = nn.Linear(4, 4)
+    elif how == "added":
+        body.append(nn.Linear(4, 4))
+    else:  # as transformers' resize_token_embeddings does
+        body[0].weight.data = torch.randn(9, 4)
+    with pytest.raises(EngineError) as error:
+        step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "told"),
+    [
+        (0, "replaced", "the module 0.1 was added or replaced after initialize(), which would not train its parameter"),
+        (3, "replaced", "parameter 0.1.weight; change the model before initialize(), or call initialize() anew; at"),
+        (2, "added", "the module 0.2 was added or replaced after initialize()"),
+        (0, "resized", "the parameter 0.0.weight has another shape than at initialize(): (8, 4) then, (9, 4) now;"),
+        (2, "resized", "change the model before initialize(), or call initialize() anew"),
+        (2, "wrapped", "nothing"),
+    ],
+)
+def test_a_module_that_comes_later_is_named(stage: int, how: str, told: str) -> None:
+    assert all(told in said for said in run_on_ranks(2, _changed, stage, how))
+
+
 def _cast_shards(rank: int, world_size: int, how: str) -> str:
     config = {
         "train_micro_batch_size_per_gpu": 2,
