@@ -254,6 +254,17 @@ def test_workers_draw_other_numbers_each_epoch_and_on_each_rank_and_follow_the_s
     assert noise(0, 1) == drawn[:4]
 
 
+def test_the_position_ends_with_the_epoch_also_after_a_resume() -> None:
+    def positions(loader: DistributedLoader) -> list[int]:
+        return [loader.state_dict()["samples"] for _ in iter(loader)]
+
+    data = Numbers(10)
+    assert positions(loader_of(data=data)) == [4, 8, 10]
+    loader = loader_of(data=data)
+    next(iter(loader))
+    assert positions(resumed(loader, data=data)) == [8, 10]
+
+
 def test_another_dataset_starts_the_epoch_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     loader = loader_of()
     list(loader)

@@ -412,6 +412,25 @@ def test_a_loader_that_cannot_continue_is_named(tmp_path: Path) -> None:
     assert others == []
 
 
+def _given_other_samples(rank: int, world_size: int) -> tuple[str, float]:
+    """Ranks of a pipeline begin with micro-batches of the same shapes and other values."""
+    model = make_layers()
+    config = {**config_of({}, 2), "train_micro_batch_size_per_gpu": 2}
+    del config["pipeline"]
+    engine = launcher.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+    with pytest.raises(EngineError) as error:
+        engine.train_batch(_pairs([5] * 4, rank))
+    loss = engine.train_batch(_pairs([5] * 4, 1)).item()
+    engine.destroy()
+    return str(error.value), loss
+
+
+def test_other_samples_end_the_first_step() -> None:
+    (said, loss), other = run_on_ranks(2, _given_other_samples)
+    assert (said, loss) == other
+    assert "stages of a pipeline got different micro-batches: its rank 1 others than rank 0" in said
+
+
 def _overflowed(rank: int, world_size: int) -> tuple[list[float], int, float]:
     config = {**config_of({"stages": 2}, 2), "fp16": {"enabled": True, "initial_scale_power": 21, "hysteresis": 1}}
     engine = launcher.initialize(model=make_decoder(), config=config)[0]

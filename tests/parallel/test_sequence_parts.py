@@ -21,7 +21,9 @@ from launcher.base.log import get_logger
 from launcher.comm.groups import world_group
 from launcher.compat.sequence_layers import DistributedAttention as DeepSpeedAttention
 from launcher.compat.sequence_layers import vocab_sequence_parallel_cross_entropy
+from launcher.compat.ulysses import SequenceLoader, register_with_transformers
 from launcher.parallel.sequence.exchange import gather_heads, scatter_heads
+from launcher.parallel.sequence.positions import are_made_positions, made_positions
 
 # ---- what ranks exchange ----
 
@@ -93,6 +95,32 @@ def test_attention_of_parts_is_that_of_the_whole() -> None:
 
 
 # ---- batches and losses ----
+
+
+def test_positions_that_were_changed_or_copied_are_not_trusted() -> None:
+    tokens = torch.zeros(2, 4)
+    assert are_made_positions(made_positions(tokens, 1, 2), 1, 2)
+    assert not are_made_positions(made_positions(tokens, 1, 2), 0, 2)
+    assert not are_made_positions(made_positions(tokens, 1, 2).clone(), 1, 2)
+    changed = made_positions(tokens, 1, 2)
+    changed[0, 0] = 0  # as a packed sequence has it
+    assert not are_made_positions(changed, 1, 2)
+
+
+def _lengths_of_loaders(rank: int, world_size: int) -> tuple[int, int]:
+    rows = [{"input_ids": torch.full((1, 4), 3 * rank + number)} for number in range(3)]
+    loader = SequenceLoader(rows, rank, torch.distributed.group.WORLD, world_size)
+    return len(loader), len(list(loader))
+
+
+def test_a_loader_of_parts_has_the_batches_of_all_ranks() -> None:
+    assert run_on_ranks(2, _lengths_of_loaders) == [(6, 6), (6, 6)]
+
+
+@pytest.mark.parametrize("length", [None, 7])
+def test_a_length_that_does_not_vary_must_be_known_and_be_cut(length: int | None) -> None:
+    with pytest.raises(EngineError, match=f"seq_length {length} is not a multiple of the 2 ranks"):
+        register_with_transformers("a/model", "sdpa", 2, seq_length=length, seq_length_is_variable=False)
 
 
 def _check_parts(rank: int, world_size: int) -> None:
