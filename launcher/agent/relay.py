@@ -20,7 +20,7 @@ from launcher.agent.main import clean_up_after, serve
 from launcher.base import env
 from launcher.base.processes import adopt_orphans
 from launcher.base.timeouts import timeouts
-from launcher.slurm.framing import BEAT, DATA, END, LineReader, encode_lines
+from launcher.slurm.framing import ALL, BEAT, DATA, END, LineReader, encode_lines
 
 BEAT_INTERVAL_S = 5.0
 _READ_BYTES = 1 << 16
@@ -77,7 +77,7 @@ class Relay:
         try:
             while data := os.read(0, _READ_BYTES):
                 for line in reader.feed(data):
-                    if line.node != self._node:
+                    if line.node not in (self._node, ALL):
                         continue
                     if line.kind == END:
                         self._dismiss()

@@ -27,7 +27,7 @@ from launcher.base.errors import LauncherError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.fleet.member import READ_BYTES, Emit, Member
 from launcher.fleet.protocol import ProtocolCheck
-from launcher.transport.api import Channel
+from launcher.transport.api import Channel, Shared
 from launcher.transport.diagnose import start_failure
 
 HEARTBEAT_INTERVAL_S = 1.0
@@ -91,7 +91,11 @@ class Sender:
 
     def send(self, message: Message) -> None:
         """Send a message, later. A lost connection is noticed by whoever reads. Raises: ProtocolError."""
-        self._outbox.put(encode(message))
+        self.put(encode(message))
+
+    def put(self, frame: bytes) -> None:
+        """Send what is encoded, as `send` does."""
+        self._outbox.put(frame)
 
     def end(self) -> None:
         """End the agent's stdin once everything is sent. Idempotent."""
@@ -148,6 +152,10 @@ class Agent(Member):
     def send(self, message: Message) -> None:
         """Send a message once there is a channel, without waiting. Any thread. The reader reports a lost connection."""
         self._sender.send(message)
+
+    def send_frame(self, frame: Shared) -> None:
+        """Send what is encoded once for all hosts, as `send` does."""
+        self._sender.put(frame)
 
     def stop(self, grace_s: float) -> None:
         self.send(Stop(grace_s))

@@ -43,7 +43,7 @@ from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
 from launcher.job.hang import HangWatch, find_straggler
 from launcher.job.logs import RunFolder
-from launcher.job.node import Node, describe_leftovers
+from launcher.job.node import Node, describe_leftovers, pieces_of
 from launcher.job.outcome import RunReport
 from launcher.job.plan import JobPlan
 from launcher.job.rank import Rank
@@ -162,12 +162,12 @@ class Controller:
             self._end_if_interrupted()
             raise
         self._watcher.planned(plan)
-        now_s = time.monotonic()
+        now_s, pieces = time.monotonic(), pieces_of(plan.command.call)
         orders = [node.spawn_message(plan) for node in self._nodes]  # all, before any rank runs: one may be refused
         for node, order in zip(self._nodes, orders, strict=True):
             node.ranks = {number: Rank(number, logs[number], now_s) for number in node.placement.ranks}
             self._ranks += node.ranks.values()
-            node.start_ranks(plan, order)
+            node.start_ranks(pieces, order)
         if plan.hang_timeout_s is not None:
             self._hang_watch = HangWatch(plan.hang_timeout_s, self._ranks, now_s)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from launcher.agent.wire import PIECE_BYTES, Call, LeftBehind, Output, Spawn
+from launcher.agent.wire import PIECE_BYTES, Call, LeftBehind, Output, Spawn, encode
 from launcher.base.file_limit import original_limit
 from launcher.cluster.cluster import NodePlacement
 from launcher.fleet.agent import Agent
 from launcher.job.environment import device_tokens, job_variables, rank_variables
 from launcher.job.plan import JobPlan, Settings
 from launcher.job.rank import Candidate, Rank
+from launcher.transport.api import Shared
 
 # Output that is here and not yet written, of one host and of all together. Then agents leave their ranks' pipes unread
 # and ranks wait: nothing is lost and nothing grows. The stream itself is always read, whatever the console does: the
@@ -43,11 +44,13 @@ class Node(Agent):
     def take_output(self, output: Output) -> None:
         self._take_output(self, output)
 
-    def start_ranks(self, plan: JobPlan, order: Spawn) -> None:
-        """Tell the agent to start its ranks, after the pieces of the call that they make. order: `spawn_message`."""
-        call = plan.command.call
-        for start in range(0, len(call), PIECE_BYTES):
-            self.send(Call(call[start : start + PIECE_BYTES]))
+    def start_ranks(self, pieces: Sequence[Shared], order: Spawn) -> None:
+        """Tell the agent to start its ranks, after the pieces of the call that they make, see `pieces_of`.
+
+        order: `spawn_message`.
+        """
+        for piece in pieces:
+            self.send_frame(piece)
         self.send(order)
 
     def spawn_message(self, plan: JobPlan) -> Spawn:
@@ -71,6 +74,12 @@ class Node(Agent):
             open_files=None if transport == "ssh" else original_limit(),
             progress_interval_s=plan.progress_interval_s,
         )
+
+
+def pieces_of(call: bytes) -> list[Shared]:
+    """Return a call as frames. All nodes get the same ones: a copy for each would be the call times the hosts."""
+    starts = range(0, len(call), PIECE_BYTES)
+    return [Shared(encode(Call(call[start : start + PIECE_BYTES]))) for start in starts]
 
 
 def describe_leftovers(node: Node, message: LeftBehind) -> str:

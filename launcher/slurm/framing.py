@@ -20,6 +20,7 @@ DATA = b"d"  # bytes of the agent protocol
 END = b"e"  # to an agent: its stdin ends. From one: it has ended, with this exit status
 BEAT = b"b"  # from a node that has nothing else to say: it lives
 
+ALL = "*"  # in place of a node's name: for each of them
 PIECE_BYTES = 540  # of a line; 720 in base64, with mark and node name well below Slurm's 1024
 _MARK = b"@launch"
 _MAX_PENDING_BYTES = 1 << 16

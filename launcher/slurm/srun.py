@@ -26,7 +26,8 @@ from pathlib import Path
 from launcher.base.errors import ProtocolError, TransportError
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
-from launcher.slurm.framing import DATA, END, PIECE_BYTES, LineReader, encode_lines
+from launcher.slurm.framing import ALL, DATA, END, PIECE_BYTES, LineReader, encode_lines
+from launcher.transport.api import Shared
 from launcher.transport.command import NEUTRAL_FOLDER, agent_argv, is_relative
 from launcher.transport.local import start_child
 from launcher.transport.stderr_buffer import StderrTail
@@ -40,6 +41,7 @@ _READ_BYTES = 1 << 18
 # in 18 s, the third 0.2 MB. Therefore the output of all nodes that may be on its way fits into three quarters of them.
 _OUTPUT_BYTES = 768 * PIECE_BYTES
 _MIN_WINDOW_BYTES = 2048  # of one node: so the above holds up to 202 nodes; of more that all flood some may wait long
+_MAX_SHARED = 16  # frames for all nodes, of 1.4 MB, that wait for srun to take them
 _END_S = 2.0
 _TAIL_WAIT_S = 0.5
 _ORPHAN_S = 30  # what srun gets to end once the launcher has gone; the agents end their ranks with or without it
@@ -144,6 +146,10 @@ class SrunStep:
         # Writing has a thread of its own, and reading never waits for anybody: srun serves both in one thread, so who
         # writes to it while it waits to be read from would wait for ever.
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: the end of stdin
+        # What is for all nodes is sent when the first of them is to get it, and no other waits for room meanwhile.
+        self._shared_lock = threading.Lock()
+        self._shared: set[int] = set()  # ids of what was sent: it lives until every node's turn has come
+        self._shared_room = threading.Semaphore(_MAX_SHARED)
         self._end_lock = threading.Lock()
         self._stdin_ended = False
         self._is_broken = False
@@ -161,6 +167,20 @@ class SrunStep:
                 "srun is gone: the agent cannot be reached", where=node, hint=self.stderr_tail() or None
             )
         self._outbox.put(lines)
+
+    def send_to_all(self, node: str, frame: Shared) -> None:
+        """Send a frame that every agent gets, unless it is on its way already; waits for room. Raises: TransportError.
+
+        node: whose turn it is. What is sent to that node later arrives later.
+        """
+        with self._shared_lock:
+            if id(frame) in self._shared:
+                return
+            while not self._shared_room.acquire(timeout=1.0):
+                if self._is_broken:
+                    break
+            self.send(node, Shared(encode_lines(ALL, DATA, frame)))
+            self._shared.add(id(frame))
 
     def release(self, name: str) -> None:
         """Note that a channel is closed; the last one ends the step."""
@@ -217,6 +237,8 @@ class SrunStep:
                 view = memoryview(lines)
                 while view:
                     view = view[os.write(self._stdin.fileno(), view) :]
+                if isinstance(lines, Shared):
+                    self._shared_room.release()
         except OSError:
             self._is_broken = True
         self._stdin.close()
@@ -286,7 +308,10 @@ class SrunChannel:
     def write(self, data: bytes) -> None:
         if self._ended or self.stdin_ended:
             raise TransportError("the agent is gone", where=self.host_name, hint=self.stderr_tail() or None)
-        self._step.send(self.host_name, encode_lines(self.host_name, DATA, data))
+        if isinstance(data, Shared):
+            self._step.send_to_all(self.host_name, data)
+        else:
+            self._step.send(self.host_name, encode_lines(self.host_name, DATA, data))
 
     def close_stdin(self) -> None:
         if self.stdin_ended:

@@ -12,6 +12,10 @@ from typing import Protocol
 from launcher.cluster.cluster import Host
 
 
+class Shared(bytes):
+    """A whole frame that goes to every channel of a transport: where these share a pipe it needs to pass only once."""
+
+
 class Channel(Protocol):
     """The two byte streams to one agent, plus what can be said about its end."""
 

@@ -80,8 +80,8 @@ def test_the_scheduler_knows_gpus_that_differ_between_nodes() -> None:
 
 
 def test_gpus_of_several_types_on_a_node_are_added() -> None:
-    lines = "     Nodes=n[1-2] CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1)\n     Nodes=n1 CPU_IDs=1 Mem=0 GRES=gpu:v100:1(IDX:2)\n"
-    assert slurm.parse_job_detail(lines) == {"n1": 3, "n2": 2}
+    lines = ("Nodes=n[1-2] CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1)", "Nodes=n1 CPU_IDs=1 Mem=0 GRES=gpu:v100:1(IDX:2)")
+    assert slurm.parse_job_detail("".join(f"     {line}\n" for line in lines)) == {"n1": 3, "n2": 2}
 
 
 def test_gpus_that_differ_between_nodes_are_never_guessed() -> None:

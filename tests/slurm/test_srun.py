@@ -9,18 +9,24 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from harness import scripts
 from harness.launching import ROOT, wait_until
 
-from launcher.agent.wire import Decoder, Output, Spawn, Started, Stop, encode
+from launcher.agent.wire import Call, Decoder, Output, Ping, Pong, Spawn, Started, Stop, encode
 from launcher.base import env
+from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
+from launcher.fleet.agent import Agent
+from launcher.job.node import pieces_of
 from launcher.job.plan import new_job_id
-from launcher.slurm.framing import DATA, LineReader, encode_lines
+from launcher.slurm import srun
+from launcher.slurm.framing import ALL, DATA, LineReader, encode_lines
 from launcher.slurm.srun import SrunChannel, SrunTransport
 
 NUM_SRUN_BUFFERS = 1024  # a line each, for all nodes together
@@ -29,9 +35,9 @@ FLOOD_BYTES = 8 << 20
 
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, nodes: int = 2) -> list[SrunChannel]:
     """Open channels to nodes behind a script that stands for srun."""
-    srun = tmp_path / "srun"
-    srun.write_text(f"#!{sys.executable}\nimport sys, time\nsys.path.insert(0, {str(ROOT)!r})\n{body}")
-    srun.chmod(0o755)
+    program = tmp_path / "srun"
+    program.write_text(f"#!{sys.executable}\nimport sys, time\nsys.path.insert(0, {str(ROOT)!r})\n{body}")
+    program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     hosts = [Host(f"n{number + 1}", (0,)) for number in range(nodes)]
     transport = SrunTransport(hosts, root=ROOT)
@@ -199,3 +205,71 @@ def test_an_agent_hears_orders_while_srun_takes_no_output(relay: subprocess.Pope
     relay.stdin.write(encode_lines("n1", DATA, encode(Stop(0.0))))
     relay.stdin.flush()
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the rank")
+
+
+def test_what_is_for_all_nodes_passes_srun_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = play(
+        tmp_path, monkeypatch, f"open({str(tmp_path / 'seen')!r}, 'wb').write(sys.stdin.buffer.read())\n", 3
+    )
+    pieces = pieces_of(bytes(range(256)) * (40 << 12))
+    assert len(pieces) == 40
+
+    def start(channel: SrunChannel) -> None:
+        for frame in (encode(Ping()), *pieces, encode(Stop(float(channel.host_name[1:])))):
+            channel.write(frame)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(start, channels))
+    for channel in channels:
+        channel.close()
+    lines = list(LineReader().feed((tmp_path / "seen").read_bytes()))
+    for number in range(1, 4):
+        decoder = Decoder(expect_magic=False)
+        mine = b"".join(line.body for line in lines if line.node in (f"n{number}", ALL) and line.kind == DATA)
+        *others, last = decoder.feed(mine)
+        assert last == Stop(float(number))
+        others.remove(Ping())  # a piece may overtake it
+        assert others == [*Decoder(expect_magic=False).feed(b"".join(pieces))]
+    assert sum(len(line.body) for line in lines if line.node == ALL) == sum(map(len, pieces))
+
+
+def test_what_is_for_all_nodes_waits_for_room_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "never")
+    (channel,) = play(tmp_path, monkeypatch, f"open({str(tmp_path / 'never')!r})\n", 1)
+    pieces, ended = pieces_of(bytes(100 << 20)), threading.Event()
+
+    def start() -> None:
+        with contextlib.suppress(TransportError):
+            for piece in pieces:
+                channel.write(piece)
+        ended.set()
+
+    threading.Thread(target=start).start()
+    step = channel._step
+    wait_until(lambda: step._shared_room._value == 0, "the queue to fill")
+    assert step._outbox.qsize() <= srun._MAX_SHARED
+    assert not ended.is_set()
+    step._process.kill()
+    assert ended.wait(60)
+    channel.close()
+
+
+def test_a_relay_passes_on_what_is_for_all_nodes(relay: subprocess.Popen[bytes]) -> None:
+    assert relay.stdin is not None
+    assert relay.stdout is not None
+    relay.stdin.write(encode_lines("n2", DATA, encode(Stop(0.0))) + encode_lines(ALL, DATA, encode(Ping())))
+    relay.stdin.flush()
+    reader, decoder, has_answered = LineReader(), Decoder(expect_magic=True), False
+    while not has_answered:
+        for line in reader.feed(os.read(relay.stdout.fileno(), 1 << 16)):
+            has_answered = any(isinstance(message, Pong) for message in decoder.feed(line.body)) or has_answered
+
+
+def test_a_call_is_encoded_once_for_all_nodes() -> None:
+    pieces = pieces_of(b"x" * (3 << 20))
+    assert [*Decoder(expect_magic=False).feed(b"".join(pieces))] == [Call(b"x" * (1 << 20))] * 3
+    agents = [Agent(Host(name, (0,))) for name in ("a", "b")]
+    for agent in agents:
+        for piece in pieces:
+            agent.send_frame(piece)
+        assert all(agent._sender._outbox.get() is piece for piece in pieces)
