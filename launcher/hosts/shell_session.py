@@ -17,7 +17,7 @@ from launcher.hosts.shell_script import NO_FOLDER, NO_GROUP, STOP_LINE, MarkedSt
 from launcher.job.environment import forwarded
 from launcher.transport.api import Channel
 from launcher.transport.command import SETUP_FAILED
-from launcher.transport.diagnose import last_words, setup_failure
+from launcher.transport.diagnose import last_words, setup_failure, shell_hint
 
 _STATUS_WAIT_S = 1.0
 _STDERR_WAIT_S = 5.0  # for the mark on stderr, which the shell writes together with the one on stdout
@@ -103,4 +103,5 @@ class ShellSession(Member):
         if SETUP_FAILED in stderr:
             return setup_failure(self.name, status, stderr)
         words = last_words(stderr, self._stdout.noise)
-        return TransportError(f"no shell could be started (exit status {status})" + (f": {words}" if words else ""))
+        problem = f"no shell could be started (exit status {status})" + (f": {words}" if words else "")
+        return TransportError(problem, where=self.name, hint=shell_hint(self.name, words))

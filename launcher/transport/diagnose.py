@@ -10,6 +10,7 @@ from launcher.transport.command import SETUP_FAILED
 _COMMAND_NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
 _MAX_WORDS_CHARS = 2000
+_RESTRICTED = "restricted"  # what shells say of themselves that may not start programs by their paths
 
 
 def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") -> TransportError:
@@ -32,7 +33,7 @@ def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") ->
             where=where,
             hint="install launch-zero for that python, or use the same checkout path on every host",
         )
-    if status == _COMMAND_NOT_FOUND:
+    if status == _COMMAND_NOT_FOUND and _RESTRICTED not in stderr:
         return TransportError(
             f"python was not found (exit status {status}): {last}",
             where=where,
@@ -50,8 +51,17 @@ def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") ->
     return TransportError(
         f"the agent ended before it answered ({ended}){detail}",
         where=where,
-        hint="this came from its login shell in place of an answer: ask who runs the host" if printed else None,
+        hint=shell_hint(where, words) if printed or _RESTRICTED in words or not (words or status is None) else None,
     )
+
+
+def shell_hint(where: str, words: str) -> str:
+    """Return what to do about a login shell that ended before it ran anything. words: what it said."""
+    if _RESTRICTED in words:
+        return "its login shell may not start /bin/sh, as it is a restricted one (rbash): ask who runs the host"
+    if words:
+        return "this came from its login shell in place of an answer: ask who runs the host"
+    return f"does a start-up file of its login shell (.bashrc) end it? Then this prints nothing: ssh {where} echo hello"
 
 
 def setup_failure(where: str, status: int | None, stderr: str) -> TransportError:

@@ -58,8 +58,8 @@ def test_a_setup_is_run_by_the_login_shell_where_that_is_a_posix_shell(login_she
 def launch(sshd: LoopbackSshd, folder: Path, command: str, *options: str) -> Result:
     (folder / "hosts").write_text("127.0.0.1 slots=1\n")
     (folder / "train.py").touch()
-    words = ["exec"] if command == "exec" else []
-    target = ["true"] if command == "exec" else ["train.py"]
+    words = [] if command == "run" else [command]
+    target = {"run": ["train.py"], "exec": ["true"], "check": []}[command]
     return run_launch(folder, *words, "-H", "hosts", "-F", sshd.ssh_config, *options, *target)
 
 
@@ -100,10 +100,29 @@ def test_what_a_shell_that_refuses_says_is_shown(tmp_path: Path, command: str) -
     refusal.write_text("#!/bin/sh\necho 'Maintenance until noon.'\nexit 1\n")
     refusal.chmod(0o755)
     with LoopbackSshd(tmp_path / "server", settings=f"ForceCommand {refusal}\n") as server:
-        if command == "check":
-            (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
-            result = run_launch(tmp_path, "check", "-H", "hosts", "-F", server.ssh_config)
-        else:
-            result = launch(server, tmp_path, command)
+        result = launch(server, tmp_path, command)
     assert result.code == 69
     assert "Maintenance until noon." in result.err + result.out
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("command", ["run", "exec", "check"])
+@pytest.mark.parametrize(
+    ("lines", "words", "hint"),
+    [
+        ("exit 3", "(exit status 3)", "does a start-up file of its login shell (.bashrc) end it?"),
+        ('exec bash -r -c "$SSH_ORIGINAL_COMMAND"', "exec: restricted", "its login shell may not start /bin/sh"),
+    ],
+    ids=["exit", "rbash"],
+)
+def test_a_login_shell_that_ends_by_itself_has_a_hint(
+    tmp_path: Path, command: str, lines: str, words: str, hint: str
+) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text(f"#!/bin/sh\n{lines}\n")
+    shell.chmod(0o755)
+    with LoopbackSshd(tmp_path / "server", settings=f"ForceCommand {shell}\n") as server:
+        result = launch(server, tmp_path, command)
+    assert result.code == 69
+    assert words in result.err + result.out
+    assert hint in result.err + result.out
