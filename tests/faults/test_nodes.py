@@ -15,7 +15,9 @@ from harness.needs import need
 from harness.nodes import MortalNodes, available
 
 from launcher.base.processes import members_of_job
+from launcher.base.timeouts import timeouts
 
+SLOW_S = 10.0  # a machine with other work
 LEASE_S = 3.0
 
 
@@ -56,10 +58,10 @@ def test_a_node_that_crashes_ends_the_job(nodes: MortalNodes, tmp_path: Path) ->
     wait_until(lambda: job.out.count("READY") == 4, "the ranks")
     job_id, start_s = job.job_id, time.monotonic()
     nodes.nodes[1].crash()
-    result = job.wait(20)
+    result = job.wait(60)
     assert result.code == 69
     assert f"✗ {nodes.nodes[1].address} was lost" in result.err
-    assert time.monotonic() - start_s < 12
+    assert time.monotonic() - start_s < LEASE_S + timeouts().sweep_s + SLOW_S
     assert not members_of_job(job_id)
 
 
@@ -68,13 +70,13 @@ def test_both_sides_of_a_partition_end(nodes: MortalNodes, tmp_path: Path) -> No
     wait_until(lambda: job.out.count("READY") == 4, "the ranks")
     job_id, start_s = job.job_id, time.monotonic()
     nodes.nodes[1].cut()
-    wait_until(lambda: not members_of_job(job_id) or job.process.poll() is not None, "an end", 20)
-    result = job.wait(30)
+    wait_until(lambda: not members_of_job(job_id) or job.process.poll() is not None, "an end")
+    result = job.wait(60)
     assert result.code == 69
     assert f"✗ {nodes.nodes[1].address} was lost" in result.err
     assert "could not verify clean-up on" in result.err
-    wait_until(lambda: not members_of_job(job_id), "the ranks behind the partition", 10)
-    assert time.monotonic() - start_s < 3 * LEASE_S + 10
+    wait_until(lambda: not members_of_job(job_id), "the ranks behind the partition")
+    assert time.monotonic() - start_s < 3 * LEASE_S + timeouts().sweep_s + SLOW_S
 
 
 def test_a_lost_node_is_replaced_by_a_spare_one(nodes: MortalNodes, tmp_path: Path) -> None:

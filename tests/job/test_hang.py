@@ -17,6 +17,8 @@ from launcher.job.hang import HangWatch, find_straggler
 from launcher.job.logs import RankLog
 from launcher.job.rank import Rank
 
+HANG_S = 4.0  # of jobs that are healthy: on a machine with other work a start of python takes a while
+
 # All ranks count together until rank 2 gets stuck; the others then wait for it, as in a collective.
 ONE_HANGS = """
     import os, time
@@ -49,8 +51,8 @@ def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
 
 
 def test_output_counts_as_progress_for_scripts_without_heartbeats(tmp_path: Path) -> None:
-    script = scripts.write(tmp_path, "import time\nfor _ in range(8): time.sleep(0.25); print('working')\n")
-    result = run_launch(tmp_path, "--hang-timeout", "1.2", script)
+    script = scripts.write(tmp_path, f"import time\nfor _ in range(10): time.sleep({HANG_S / 8}); print('working')\n")
+    result = run_launch(tmp_path, "--hang-timeout", str(HANG_S), script)
     assert result.code == 0
 
 
@@ -186,8 +188,8 @@ def test_time_for_which_the_launcher_held_ranks_up_does_not_count() -> None:
 ONLY_RANK_0 = """
     import os, time
     import launcher
-    for step in range(9):
-        time.sleep(0.25)
+    for step in range(10):
+        time.sleep(0.5)
         if os.environ["RANK"] == "0":
             {}
 """
@@ -196,7 +198,7 @@ ONLY_RANK_0 = """
 @pytest.mark.parametrize("progress", ["print(step, flush=True)", "launcher.heartbeat(1.0)"])
 def test_progress_of_rank_0_alone_is_enough(tmp_path: Path, progress: str) -> None:
     script = scripts.write(tmp_path, ONLY_RANK_0.format(progress))
-    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", "1.4", script)
+    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", str(HANG_S), script)
     assert result.code == 0, result.err
 
 
@@ -207,13 +209,13 @@ def test_an_evaluation_that_prints_for_longer_than_the_timeout_is_healthy(tmp_pa
         import os, time
         import launcher
         launcher.heartbeat()
-        for batch in range(9):
-            time.sleep(0.25)
+        for batch in range(10):
+            time.sleep(0.5)
             if os.environ["RANK"] == "0":
                 print("evaluating", batch, flush=True)
         """,
     )
-    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", "1.4", script)
+    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", str(HANG_S), script)
     assert result.code == 0, result.err
 
 

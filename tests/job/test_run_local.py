@@ -91,14 +91,14 @@ def test_the_first_failure_stops_all_and_is_named(tmp_path: Path, kind: str, cod
 
 def test_stubborn_ranks_and_their_children_are_killed_in_one_grace(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, scripts.STUBBORN)
-    job = Launch(tmp_path, "--num_gpus", "3", "--grace", "1", script)
+    job = Launch(tmp_path, "--num_gpus", "3", "--grace", "2", script)
     wait_until(lambda: job.out.count("READY") == 3, "the ranks")
     job.signal(signal.SIGTERM)
-    result = job.wait(10)
+    result = job.wait()
     assert result.code == 143
     assert not members_of_job(result.job_id)
     seconds = json.loads((tmp_path / "runs" / result.job_id / "report.json").read_text())["stop_s"]
-    assert 1.0 <= seconds < 4.0
+    assert 2.0 <= seconds < 5.5, "one grace, and not one after the other"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -107,7 +107,7 @@ def test_signals_end_all_ranks(tmp_path: Path, number: int, code: int) -> None:
     job = Launch(tmp_path, "--num_gpus", "2", script)
     wait_until(lambda: job.out.count("READY") == 2, "the ranks")
     job.signal(number)
-    result = job.wait(10)
+    result = job.wait()
     assert result.code == code
     assert "✗" not in result.err
     assert not members_of_job(result.job_id)
@@ -135,7 +135,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     job.signal(signal.SIGINT)
     wait_until(lambda: "SIGINT: stopping" in job.err, "the first signal's effect")
     job.signal(signal.SIGINT)
-    assert job.wait(10).code == 130
+    assert job.wait().code == 130
     wait_until_gone(job.job_id)
 
 
@@ -156,7 +156,7 @@ def test_a_killed_agent_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     ranks = members_of_job(job.job_id)
     (agent,) = (pid for pid in descendants(job.process.pid) if pid not in ranks and descendants(pid) == ranks)
     os.kill(agent, signal.SIGKILL)
-    result = job.wait(15)
+    result = job.wait()
     assert result.code == 69
     assert "localhost was lost" in result.err
     assert not members_of_job(result.job_id)
