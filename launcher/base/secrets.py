@@ -15,6 +15,15 @@ _SECRET_VALUES = re.compile(
     r"hf_[A-Za-z0-9]{8,}|gh[pousr]_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|xox[abprs]-[A-Za-z0-9-]{8,}"
     r"|\b[0-9a-f]{40}\b|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
+# The same in JSON and YAML: `"wandb_key": "..."`, `api_key: ...`.
+_SECRET_LINES = re.compile(
+    rf"""(["']?[\w.-]*{_SECRET_NAMES.pattern}[\w.-]*["']?\s*:\s*)("[^"\n]*"|[^\s,}}"]+)""", re.IGNORECASE
+)
+
+
+def mask_text(text: str) -> str:
+    """Return a config's text with secrets hidden, by the names of keys and by the form of values."""
+    return _SECRET_VALUES.sub(MASK, _SECRET_LINES.sub(lambda found: f'{found[1]}"{MASK}"', text))
 
 
 def mask_arguments(arguments: Iterable[str]) -> list[str]:

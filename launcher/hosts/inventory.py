@@ -9,7 +9,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from launcher.agent.probe import host_facts
+from launcher.agent.probe import host_facts, package_versions
 from launcher.transport.command import last_json, own_argv, package_root
 
 TORCH_FACTS_MODULE = "launcher.probes.environment"
@@ -19,6 +19,17 @@ _VERSION = re.compile(r"\d+\.\d+[\w.]*")
 # Program -> the option that makes it print its version; sshd has none that every release knows.
 COMPILERS = {"gcc": "--version", "g++": "--version", "nvcc": "--version", "ninja": "--version"}
 PROGRAMS = {"ssh": "-V", "sshd": None, "srun": "--version", "nvidia-smi": "--version"}
+# What trains: versions that a bug report needs, and that hosts need not share.
+TRAINING_PACKAGES = (
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "pytorch-lightning",
+    "peft",
+    "trl",
+    "datasets",
+)
 _SYSTEM_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin", "/usr/local/cuda/bin")
 
 
@@ -28,11 +39,15 @@ def gather() -> dict[str, Any]:
         torch = pool.submit(_torch_facts)
         compilers = {name: pool.submit(_program, name, option) for name, option in COMPILERS.items()}
         programs = {name: pool.submit(_program, name, option) for name, option in PROGRAMS.items()}
+        topology = pool.submit(_topology)
+        machine = host_facts(os.getcwd()) | {"package": os.path.join(package_root(), "launcher")}
+        machine["packages"] |= package_versions(TRAINING_PACKAGES)
         return {
-            "machine": host_facts(os.getcwd()) | {"package": os.path.join(package_root(), "launcher")},
+            "machine": machine,
             "torch": torch.result(),
             "compilers": {name: future.result() for name, future in compilers.items()},
             "programs": {name: future.result() for name, future in programs.items()},
+            "topology": topology.result(),
         }
 
 
@@ -51,6 +66,21 @@ def _torch_facts() -> dict[str, Any]:
         return {"error": f"torch was not ready after {_TORCH_TIMEOUT_S:.0f} s"}
     said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return last_json(done.stdout) or {"error": said}
+
+
+def _topology() -> str | None:
+    """Return how the GPUs are linked, as `nvidia-smi topo -m` prints it; None where it cannot say."""
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        return None
+    try:
+        done = subprocess.run(
+            [path, "topo", "-m"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_VERSION_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout.decode(errors="replace")).rstrip()
+    return text if done.returncode == 0 and text else None
 
 
 def _program(name: str, option: str | None) -> dict[str, str | None] | None:

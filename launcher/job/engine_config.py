@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from launcher.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from launcher.cluster.cluster import Placement
@@ -11,19 +14,25 @@ if TYPE_CHECKING:
     from launcher.sharding.mesh import MeshSizes
 
 
+_SUFFIXES = (".json", ".yaml", ".yml")
+
+
 class EngineConfig:
     """The config that the script's arguments name; without one, every check passes."""
 
     def __init__(self, script_args: Sequence[str]) -> None:
-        self._source = _argument(script_args)
+        self._source = config_argument(script_args)
 
-    def check(self, placement: Placement) -> MeshSizes | None:
+    def check(self, placement: Placement, *, is_here: bool = False) -> MeshSizes | None:
         """Check the config as the ranks would; return its mesh, None without a config. Raises: ConfigError.
 
+        is_here: all ranks are on this machine, so that a file which is not here is missing.
         The number of ranks is checked against the mesh and `elasticity`: the script may still change the batch keys.
         """
         config = self._load()
         if config is None:
+            if is_here and (self._source or "").endswith(_SUFFIXES):  # other words may mean something to the script
+                raise ConfigError(f"config {self._source} does not exist", where=os.getcwd(), hint="check the path")
             return None
         from launcher.config.mesh import check_nodes, mesh_sizes
 
@@ -54,7 +63,8 @@ class EngineConfig:
         return load_config(self._source, world_size=world_size).config if readable else None
 
 
-def _argument(script_args: Sequence[str]) -> str | None:
+def config_argument(script_args: Sequence[str]) -> str | None:
+    """Return the config that a script gets: a path, or base64 of JSON; None without one."""
     for position, argument in enumerate(script_args):
         name, has_value, value = argument.partition("=")
         if name not in ("--deepspeed", "--deepspeed_config"):

@@ -79,7 +79,7 @@ class Job:
 
     def mesh_of(self, plan: JobPlan) -> MeshSizes | None:
         """Return the mesh of a plan's ranks, None where the script names no config. Raises: ConfigError."""
-        return self._config.check(plan.placement)
+        return self._config.check(plan.placement, is_here=plan.is_here)
 
     def run(self, first: JobPlan, display: Display, signals: SignalQueue) -> RunReport:
         """Run `first` to its end, and again after failures where the request says so; return the last run's report.
@@ -93,7 +93,7 @@ class Job:
             self.reach.prepare([node.host for node in plan.placement.nodes])
 
             def check() -> None:
-                config.check(plan.placement)
+                config.check(plan.placement, is_here=plan.is_here)
 
             return Controller(plan, self.reach.for_host, display, signals).run(check)
 

@@ -93,6 +93,11 @@ class JobPlan(Settings):
             return _PROGRESS_INTERVAL_S
         return min(_PROGRESS_INTERVAL_S, self.hang_timeout_s / _REPORTS_PER_HANG_TIMEOUT)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether every rank is on this machine."""
+        return set(self.transports.values()) == {"local"} and not self.placement.elsewhere
+
     def describe(self) -> dict[str, object]:
         """Return the plan as plain data for `--dry-run --json`; no environment values."""
         return {

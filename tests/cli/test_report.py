@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 from importlib import metadata
@@ -115,3 +116,49 @@ def test_probe_reads_memory_and_disk(tmp_path: Path) -> None:
         "click": metadata.version("click"),
         "no-such-package": None,
     }
+
+
+def test_versions_of_what_trains_are_listed(facts: dict[str, Any]) -> None:
+    packages = facts["machine"]["packages"]
+    assert {"transformers", "accelerate", "deepspeed", "lightning", "peft", "trl"} <= set(packages)
+    assert packages["transformers"] == metadata.version("transformers")
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_the_links_of_gpus_are_shown_as_nvidia_smi_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n[ \"$1\" = topo ] && printf '\\tGPU0\\tGPU1\\nGPU0\\t X \\tNV12\\n' || echo 535.104\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert "\nnvidia-smi topo -m:\n\tGPU0\tGPU1\nGPU0\t X \tNV12\n" in run_here(tmp_path, "report").out
+    program.write_text("#!/bin/sh\nexit 9\n")  # no driver
+    assert "topo" not in run_here(tmp_path, "report").out
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_a_bug_report_has_arguments_config_and_how_the_job_ended(tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.write_text("raise ValueError('no hf_0123456789abcdef')")
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8,\n "monitor": {"api_key": "s3cret"}}')
+    job = run_launch(tmp_path, "t.py", "--token", "s3cret", "--config", "ds.json").job_id
+    bundle = run_here(tmp_path, "report", "--job", job[:8], "--config", "ds.json").out
+    assert f"job        {job} · exit code 1 · 1 rank on localhost · " in bundle
+    assert "t.py --token ••• --config ds.json · in " in bundle
+    assert '\nds.json:\n{"train_batch_size": 8,\n "monitor": {"api_key": "•••"}}\n' in bundle
+    plain = run_here(tmp_path, "report", "--job", job, "--json").out
+    found = json.loads(plain)
+    assert found["job"]["report"]["failure"]["exit_code"] == 1
+    assert "s3cret" not in bundle + plain
+    assert "hf_0123456789abcdef" not in bundle + plain
+    missing = run_here(tmp_path, "report", "--config", "nowhere")
+    assert (missing.code, "nowhere: the config cannot be read" in missing.err) == (2, True)
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_the_config_of_a_job_is_found_by_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
+    job = run_launch(tmp_path, "t.py", "--deepspeed", "ds.json").job_id
+    assert f'\n{tmp_path / "ds.json"}:\n{{"train_batch_size": 8}}\n' in run_here(tmp_path, "report", "--job", job).out

@@ -109,7 +109,7 @@ TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "completion": {},
     "deepspeed-command": {},
     "io": {"size_bytes": ("--size",), "seconds": ("--seconds",), "as_json": ("--json",)},
-    "report": {"as_json": ("--json",)},
+    "report": {"job": ("--job",), "config": ("--config",), "as_json": ("--json",)},
 }
 
 
@@ -333,6 +333,8 @@ def test_a_subcommand_and_a_script_are_told_apart(tmp_path: Path) -> None:
         (["--json", "t.py"], "--json goes with --dry-run"),
         (["--num_nodes", "2", "t.py"], "--num-nodes 2 needs a --hostfile"),
         (["missing.py"], "script missing.py does not exist"),
+        (["t.py", "--deepspeed", "nofile.json"], "config nofile.json does not exist\n  → check the path"),
+        (["--dry-run", "t.py", "--deepspeed=nofile.yaml"], "config nofile.yaml does not exist"),
         (["-F", "nowhere", "t.py"], "nowhere' does not exist"),
         (["--hostfile", "nowhere", "t.py"], "nowhere"),
         ([], "Usage: launch"),

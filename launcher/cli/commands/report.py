@@ -2,26 +2,101 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
 import click
 
-from launcher.base.units import format_bytes
+from launcher.base.errors import UsageError
+from launcher.base.secrets import MASK, mask_text
+from launcher.base.units import counted, format_bytes
+from launcher.cli.console.render import printable
+from launcher.cluster.fold import fold
 from launcher.hosts.inventory import gather
+from launcher.job.engine_config import config_argument
+from launcher.job.registry import JobEntry, find_job
+
+_EPILOG = """\b
+examples:
+  launch report
+  launch report --job calm-otter --config ds_config.json > report.txt
+"""
 
 
-@click.command("report")
+@click.command("report", epilog=_EPILOG)
+@click.option("--job", metavar="JOB", help="Add what a job ran and how it ended, and the config that it was given.")
+@click.option("--config", metavar="FILE", help="Add a config file.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def report(as_json: bool) -> None:
-    """Show versions, devices, compilers and the kernels in use on this machine. No environment values."""
+def report(job: str | None, config: str | None, as_json: bool) -> None:
+    """Show versions, devices, compilers and the kernels in use on this machine. No environment values, and no secrets.
+
+    JOB is an id of `launch ps`, or the beginning of one.
+    """
+    entry = None if job is None else find_job(job)
+    if config is None and entry is not None:
+        config = config_argument(entry.command)
+        config = None if config is None else os.path.join(entry.cwd, config)
+        config = config if config is not None and os.path.isfile(config) else None
+    text = None if config is None else _text_of(config)
     found = gather()
+    if entry is not None:
+        found["job"] = {**dataclasses.asdict(entry), "state": entry.state, "report": _report_of(entry)}
+    if config is not None:
+        found["config"] = {"path": config, "text": text}
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
-    for name, text in rows(found):
-        click.echo(f"{name:<10} {text}")
+    for name, line in rows(found):
+        click.echo(f"{name:<10} {line}")
+    for name in ("topology", "config"):
+        if found.get(name):
+            title, body = ("nvidia-smi topo -m", found[name]) if name == "topology" else (config, text)
+            click.echo(f"\n{title}:\n{printable(body or '')}")
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return mask_text(file.read().rstrip())
+    except OSError as error:
+        raise UsageError(f"the config cannot be read: {error.strerror}", where=path) from None
+
+
+def _report_of(entry: JobEntry) -> dict[str, Any] | None:
+    """Return the report that the job's launcher has left, None before its end."""
+    try:
+        with open(os.path.join(entry.run_folder, "report.json"), encoding="utf-8") as file:
+            left = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return _masked(left) if isinstance(left, dict) else None
+
+
+def _masked(value: Any) -> Any:
+    """Return plain data with secrets hidden in its texts: a traceback, the last lines of a rank."""
+    if isinstance(value, dict):
+        return {key: _masked(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_masked(inner) for inner in value]
+    return mask_text(value) if isinstance(value, str) else value
+
+
+def _job_text(job: dict[str, Any]) -> str:
+    left = job["report"] or {}
+    reason = (left.get("failure") or {}).get("reason")
+    parts = [
+        job["job_id"],
+        job["state"] if job["exit_code"] is None else f"exit code {job['exit_code']}",
+        f"{counted(job['num_ranks'], 'rank')} on {fold(job['hosts'])}",
+        *([printable(reason)] if reason else []),
+        printable(shlex.join(job["command"]).replace(shlex.quote(MASK), MASK)),
+        printable(f"in {job['cwd']}"),
+    ]
+    return " · ".join(parts)
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -43,6 +118,8 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         optimizers = [f"{kind}: {by_kernel(names.values())}" for kind, names in torch["optimizers"].items()]
         rows.append(("optimizer", " · ".join(optimizers)))
         rows.append(("kernels", " · ".join(f"{kind}: {kernel}" for kind, kernel in torch["kernels"].items())))
+    if "job" in found:
+        rows.append(("job", _job_text(found["job"])))
     return [*rows, *[(section, _programs_text(found[section])) for section in ("compilers", "programs")]]
 
 
