@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from launcher.base.errors import UsageError
+from launcher.base.secrets import mask_arguments
 from launcher.cli.console import render, streams
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
@@ -17,16 +20,19 @@ from launcher.job.job import Job
 from launcher.job.offered import offered_hosts
 from launcher.job.planning import Here, num_ranks
 from launcher.job.registry import registered
+from launcher.job.request import DEFAULT_LOG_DIR
 
 if TYPE_CHECKING:
     from launcher.cli.console.live import LiveView
     from launcher.cli.options.run import RunOptions
     from launcher.job.plan import JobPlan
     from launcher.job.reach import Reach
+    from launcher.job.request import Request
     from launcher.transport.local import LocalTransport
 
 _STILL_SHOWING = "waiting for standard output to be read (Ctrl-C: leave; everything is in {}/)"
 _FOLDER_MAINS = ("__main__.py", "__main__.pyc")
+_MAX_FIRST_LINE_BYTES = 256
 
 
 def launch(options: RunOptions, local: LocalTransport) -> int:
@@ -35,6 +41,8 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     Raises: LauncherError when nothing could be started.
     """
     request, here = options.request, Here.now()
+    if not options.dry_run:
+        request = _with_writable_logs(request, here.cwd)
     offered = offered_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_ranks(request, here))
     job = Job(request, here, offered, options.ssh, local=local)
     plan = job.plan()
@@ -108,20 +116,66 @@ def _check_script(plan: JobPlan) -> None:
         return
     script = plan.command.target
     if not os.path.exists(script):
-        raise _no_script(script, plan.cwd)
-    if os.path.isdir(script) and not any(os.path.exists(os.path.join(script, name)) for name in _FOLDER_MAINS):
-        raise UsageError(f"the folder {script} has no __main__.py", where=plan.cwd, hint="name a file in it")
+        raise _no_script(script, plan)
+    if os.path.isdir(script):
+        if not any(os.path.exists(os.path.join(script, name)) for name in _FOLDER_MAINS):
+            raise UsageError(f"the folder {script} has no __main__.py", where=plan.cwd, hint="name a file in it")
+    elif (kind := _foreign_kind(script)) is not None:
+        path = shlex.quote(script if "/" in script else f"./{script}")
+        hint = _without_python(plan) or f"--no-python runs it as it is: launch --no-python {path}"
+        raise UsageError(f"{script} is {kind}, not a Python script", where=plan.cwd, hint=hint)
 
 
-def _no_script(script: str, cwd: str) -> UsageError:
+def _foreign_kind(script: str) -> str | None:
+    """Return what a file is that Python cannot run, None for all that it may."""
+    try:
+        with open(script, "rb") as file:
+            first, second = file.readline(_MAX_FIRST_LINE_BYTES), file.readline(_MAX_FIRST_LINE_BYTES)
+    except OSError:
+        return None  # python says why
+    if first.startswith(b"\x7fELF"):
+        return "a program"
+    # Scripts that pip installs begin as ones of sh where the path of their python is long.
+    is_both = second.startswith((b"'''", b'"""'))
+    return (
+        "a script of another language" if first.startswith(b"#!") and b"python" not in first and not is_both else None
+    )
+
+
+def _without_python(plan: JobPlan) -> str | None:
+    """Return a hint where the script is python itself, None elsewhere."""
+    if not re.fullmatch(r"python[\d.]*", os.path.basename(plan.command.target)):
+        return None
+    words = shlex.join(mask_arguments(plan.command.arguments))
+    return f"leave python out: launch {words}".rstrip()
+
+
+def _no_script(script: str, plan: JobPlan) -> UsageError:
     try:
         os.stat(script)
     except PermissionError:
         return UsageError(
             f"script {script} cannot be read: one of its folders may not be entered",
-            where=cwd,
+            where=plan.cwd,
             hint=f"namei -l {shlex.quote(os.path.abspath(script))} shows which",
         )
     except OSError:
         pass
-    return UsageError(f"script {script} does not exist", where=cwd, hint="check the path")
+    hint = _without_python(plan) or "check the path"
+    return UsageError(f"script {script} does not exist", where=plan.cwd, hint=hint)
+
+
+def _with_writable_logs(request: Request, cwd: str) -> Request:
+    """Return the request with its logs in a temporary folder where the default one cannot be made."""
+    wanted = Path(cwd, request.log_dir)
+    there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+    if request.log_dir != DEFAULT_LOG_DIR or os.access(there, os.W_OK | os.X_OK):
+        return request
+    import tempfile
+
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="launch-runs-"))
+    except OSError:
+        return request  # the error of the run folder says what to do
+    note = f"{there} cannot be written: the logs are in {folder}; --log-dir chooses another folder"
+    return dataclasses.replace(request, log_dir=folder, notes=(*request.notes, note))

@@ -64,6 +64,21 @@ COMMANDS = {
     ),
 }
 
+# What other programs call it.
+_OTHER_NAMES = {
+    "help": "launch --help",
+    "version": "launch --version",
+    "stop": 'did you mean "kill"?',
+    "cancel": 'did you mean "kill"?',
+    "list": 'did you mean "ps"?',
+    "jobs": 'did you mean "ps"?',
+    "status": 'did you mean "ps"?',
+    "plan": "launch --dry-run SCRIPT shows the plan; launch estimate which settings fit",
+    "submit": "launch sbatch --submit SCRIPT",
+    "doctor": 'did you mean "check"?',
+    "env": "launch report",
+}
+
 SUMMARY = "Run SCRIPT on every rank (GPU) of this machine or a cluster."
 EXAMPLES = """\
   launch --num-gpus 2 train.py --deepspeed ds_config.json
@@ -93,7 +108,7 @@ class LaunchGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _refuse_mistyped(args)
-        if args and args[0] not in COMMANDS and args[0] not in ("--help", "-h", "--version"):
+        if args and args[0] not in COMMANDS and args[0] not in ("--help", "-h", "--version", "-V"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -151,7 +166,7 @@ class LaunchGroup(click.Group):
             formatter.write_dl(
                 [
                     ("-h, --help", "Show this. Options of a run: launch run --help; others: launch COMMAND --help."),
-                    ("--version", "Show the version."),
+                    ("-V, --version", "Show the version."),
                 ]
             )
         formatter.write("\n" + EXIT_CODES)
@@ -166,7 +181,7 @@ class LaunchGroup(click.Group):
         "token_normalize_func": spelled,
     },
 )
-@click.version_option(__version__, prog_name="launch", message="%(prog)s %(version)s")
+@click.version_option(__version__, "-V", "--version", prog_name="launch", message="%(prog)s %(version)s")
 def cli() -> None:
     """Run PyTorch jobs on one machine or on many."""
 
@@ -174,6 +189,8 @@ def cli() -> None:
 def _refuse_mistyped(args: list[str]) -> None:
     """Say which command is meant by a first word that is like one and is not a script. Raises: UsageError."""
     word = args[0] if args else ""
+    if word in _OTHER_NAMES and not os.path.exists(word):
+        raise UsageError(f"there is no command {word}, and no script of that name", hint=_OTHER_NAMES[word])
     if word in COMMANDS or word.startswith("-") or not word.replace("-", "").isalpha() or os.path.exists(word):
         return
     near = did_you_mean(word, [name for name in COMMANDS if name != "run"])

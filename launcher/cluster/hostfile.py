@@ -114,7 +114,10 @@ def _parse_line(line: str) -> list[Host]:
     address = _address(head)
     options = _options(rest)
     if "slots" not in options:
-        raise _LineError(len(line.partition("#")[0].rstrip()) + 1, f'host "{head.text}" has no slots', _EXAMPLE)
+        hint = _EXAMPLE
+        if address.port is not None:  # as MPI's files have it
+            hint = f'write "{head.text.rpartition(":")[0]} slots={address.port}": behind ":" stands a port of SSH'
+        raise _LineError(len(line.partition("#")[0].rstrip()) + 1, f'host "{head.text}" has no slots', hint)
     slots = tuple(range(_slot_count(options["slots"])))
     port = _port(options.get("port"), address)
     return [Host(name, slots, address.user, port) for name in address.names]

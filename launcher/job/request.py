@@ -10,6 +10,7 @@ from launcher.base.errors import UsageError
 from launcher.cluster.cluster import NodeRange
 from launcher.job.plan import Command, Settings
 
+DEFAULT_LOG_DIR = Path("runs")
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -33,7 +34,7 @@ class Request(Settings):
     force_multi: bool = False  # this machine's name is reached over SSH, too
     env: tuple[str, ...] = ()
     env_files: tuple[Path, ...] = ()
-    log_dir: Path = Path("runs")
+    log_dir: Path = DEFAULT_LOG_DIR
     notes: tuple[str, ...] = ()  # what the user should know about what was asked for
 
     def __post_init__(self) -> None:

@@ -228,6 +228,58 @@ def test_mistakes_are_one_line_and_a_remedy(words: list[str], message: str) -> N
     assert "Did you mean" not in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["help"], "launch --help"),
+        (["stop", "calm"], 'did you mean "kill"?'),
+        (["list"], 'did you mean "ps"?'),
+        (["python", "train.py", "--lr", "1"], "leave python out: launch train.py --lr 1"),
+        ([sys.executable, "train.py"], "leave python out: launch train.py"),
+        (["run.sh"], "--no-python runs it as it is: launch --no-python ./run.sh"),
+        (["/bin/ls"], "--no-python runs it as it is: launch --no-python /bin/ls"),
+    ],
+)
+def test_what_a_newcomer_types_is_told_in_one_line(tmp_path: Path, words: list[str], hint: str) -> None:
+    (tmp_path / "run.sh").write_text("#!/bin/sh\necho hi\n")
+    result = run_here(tmp_path, *words)
+    assert result.code == 2
+    assert result.err.endswith(f"\n  → {hint}\n"), result.err
+
+
+def test_a_python_script_that_begins_as_one_of_sh_is_run(tmp_path: Path) -> None:
+    script = tmp_path / "installed"
+    script.write_text(f"#!/bin/sh\n'''exec' {sys.executable} \"$0\" \"$@\"\n' '''\nprint('it runs')\n")
+    assert "it runs" in run_launch(tmp_path, script).out
+
+
+def test_options_behind_the_script_that_are_ours_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    line = "--num_gpus goes to t.py: options of launch stand before the script"
+    assert line in run_here(tmp_path, "--dry-run", "t.py", "--num_gpus=2").out
+    assert "goes to t.py" not in run_here(tmp_path, "--dry-run", "t.py", "--include", "a", "--seed", "1").out
+
+
+def test_a_folder_that_cannot_be_written_has_its_logs_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any, mode: int) -> bool:  # as root, every folder can be written
+        return Path(path) != tmp_path and access(path, mode)
+
+    access = os.access
+    (tmp_path / "t.py").write_text("print('it runs')")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(os, "access", refuse)
+    result = run_here(tmp_path, "t.py")
+    assert (result.code, "it runs" in result.out) == (0, True), result.err
+    (log,) = (tmp_path / "tmp").glob("launch-runs-*/*/rank_0.log")
+    assert f"{tmp_path} cannot be written: the logs are in {log.parents[1]}" in result.err
+    assert not (tmp_path / "runs").exists()
+    assert run_here(tmp_path, "--log-dir", "mine", "t.py").code == 0
+    assert (tmp_path / "mine").exists(), "what a user names is not replaced"
+
+
 @pytest.mark.parametrize("word", ["chekc", "exce", "sbacth", "deepspeed-comand"])
 def test_a_mistyped_command_is_told(word: str) -> None:
     assert f"there is no command {word}, and no script of that name\n  → did you mean " in usage_error(word)

@@ -55,6 +55,7 @@ def test_lines_are_read_as_meant(text: str, expected: list[Host]) -> None:
         ("a slots=2 junk", "hosts:1:11", 'unexpected "junk"'),
         ("a slot=2", "hosts:1:3", 'did you mean "slots"'),
         ("a slots=2 slots=2", "hosts:1:11", "twice"),
+        ("node1:8", "hosts:1:8", 'write "node1 slots=8"'),
         ("slots=2", "hosts:1:1", "instead of a host"),
         ("\n\n a:99999 slots=2", "hosts:3:2", "port"),
         ("a:1 slots=2 port=2", "hosts:1:13", "twice"),

@@ -13,13 +13,15 @@ import click
 from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import SRUN, SchedulerRank, scheduler_rank
 from launcher.cli.options.accepted import NOTES
-from launcher.cli.options.command import Command
+from launcher.cli.options.command import Command, Option, spelled
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, default_hostfile
 from launcher.cli.options.run import read_options, run_options
 from launcher.cluster.cluster import NodeRange
 from launcher.slurm.allocation import in_allocation
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
+_HEADINGS_OF_LAUNCHERS = ("Ranks", "Hosts", "SSH")
+_NAMES_OF_SCRIPTS = frozenset(("--module", "--include", "--exclude", "--setup", "--ssh", "--job-id"))  # theirs as well
 
 
 @click.command(
@@ -43,6 +45,8 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         raise _started_several_times(started)
     if values["hostfile"] is None and not _is_chosen(values):
         values = _with_scheduler(values, started, notes)
+    if misplaced := _misplaced(ctx, values["script_args"]):
+        notes.append(f"{misplaced} goes to {values['script']}: options of launch stand before the script")
     options = read_options(values, os.environ, notes)
     if values["node_rank"] is None and started is not None:
         if started.local_world_size is None:  # nothing says which one of its host this is
@@ -63,6 +67,14 @@ def run(ctx: click.Context, /, **values: Any) -> None:
         ctx.exit(launch(options, local))
     finally:
         local.close()
+
+
+def _misplaced(ctx: click.Context, words: tuple[str, ...]) -> str | None:
+    """Return the first word behind the script that is an option of ours, and hardly one of the script's own."""
+    ours = [one for one in ctx.command.params if isinstance(one, Option) and one.heading in _HEADINGS_OF_LAUNCHERS]
+    names = {name for one in ours for name in (*one.opts, *one.also)} - _NAMES_OF_SCRIPTS
+    given = (word.partition("=")[0] for word in words if word.startswith("--"))
+    return next((word for word in given if spelled(word) in names), None)
 
 
 def _is_chosen(values: dict[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from launcher.cluster.cluster import MAX_SLOTS
 from launcher.compat import AUTO as AUTO_ENGINE
 from launcher.compat import ENGINES
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
-from launcher.job.request import Request
+from launcher.job.request import DEFAULT_LOG_DIR, Request
 from launcher.slurm.allocation import in_allocation
 from launcher.transport.ssh.options import SshOptions
 
@@ -155,7 +155,7 @@ _OPTIONS = (
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
         envvar="LAUNCH_LOG_DIR",
-        default=Path("runs"),
+        default=DEFAULT_LOG_DIR,
         help="Parent folder of the log files: DIR/JOB/rank_N.log. Default: runs.",
     ),
     *OUTPUT,
