@@ -6,7 +6,6 @@ own. The launcher says nothing of its own there; its words go to the logger "lau
 
 from __future__ import annotations
 
-import codecs
 import io
 import logging
 import os
@@ -129,24 +128,29 @@ class ConsoleOutput(Output):
 
 
 class CallableOutput(Output):
-    """Gives each line of a rank to a function of the caller, on one thread that is not the caller's."""
+    """Gives each line of a rank to a function of the caller, on one thread that is not the caller's.
+
+    A carriage return ends a line, too: a progress bar is one line for each time it is drawn.
+    """
 
     def __init__(self, take_line: TakeLine) -> None:
         super().__init__()
         self._take_line = take_line
-        self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = defaultdict(
-            lambda: codecs.getincrementaldecoder("utf-8")("replace")
-        )
-        self._pending: dict[tuple[int, str], str] = defaultdict(str)
+        self._pending: dict[tuple[int, str], bytes] = {}  # the line that has no end yet
 
     def show(self, rank: int, stream: str, data: bytes) -> None:
-        key = rank, stream
-        *lines, self._pending[key] = (self._pending[key] + self._decoders[key].decode(data)).split("\n")
-        for line in lines:
-            self._take_line(rank, stream, line)
+        parts = (self._pending.pop((rank, stream), b"") + data).splitlines(keepends=True)
+        if parts and not parts[-1].endswith(b"\n"):  # also after \r: the \n that belongs to it may be on its way
+            self._pending[rank, stream] = parts.pop()
+        for part in parts:
+            self._take(rank, stream, part)
 
     def finish(self) -> None:
-        for (rank, stream), text in self._pending.items():
-            if text:
-                self._take_line(rank, stream, text)
+        for (rank, stream), part in self._pending.items():
+            self._take(rank, stream, part)
         self._pending.clear()
+
+    def _take(self, rank: int, stream: str, part: bytes) -> None:
+        line = part.rstrip(b"\r\n").decode("utf-8", "replace")
+        if line or part.endswith(b"\n"):  # a bar begins with the \r that leaves what was drawn before
+            self._take_line(rank, stream, line)

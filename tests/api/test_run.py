@@ -111,13 +111,14 @@ def test_what_takes_the_lines_and_fails_ends_the_job_and_is_raised(folder: Path)
 def test_lines_are_whole_whatever_pieces_they_come_in() -> None:
     def work() -> None:
         out = os.fdopen(1, "wb", buffering=0)
-        for piece in (b"caf\xc3", b"\xa9\n\nno end"):
+        for piece in (b"caf\xc3", b"\xa9\n\n", b"\r 10%", b"\r 20", b"%\rdone\r", b"\nno end"):
             out.write(piece)
-            time.sleep(0.3)
+            time.sleep(0.2)
 
     lines: list[tuple[int, str, str]] = []
     launcher.run(work, output=lambda *line: lines.append(line))
-    assert lines == [(0, "stdout", "café"), (0, "stdout", ""), (0, "stdout", "no end")]
+    assert {(rank, stream) for rank, stream, _ in lines} == {(0, "stdout")}
+    assert [line for _, _, line in lines] == ["café", "", " 10%", " 20%", "done", "no end"]
 
 
 @pytest.mark.cluster

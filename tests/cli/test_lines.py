@@ -27,6 +27,13 @@ def test_a_progress_bar_that_ended_with_a_carriage_return_is_shown_after_a_momen
     assert lines.settle(LATER_S) == b""
 
 
+def test_a_bar_that_begins_with_a_carriage_return_has_one_prefix() -> None:
+    lines = MixedLines()
+    shown = b"".join(lines.feed(0, b"[0] ", piece) for piece in (b"a\n\r 0%", b"\r50%", b"\r100%\n", b"\rnext\n"))
+    assert shown == b"[0] a\n\r[0]  0%\r[0] 50%\r[0] 100%\n\r[0] next\n"
+    assert lines.feed(0, b"[0] ", b"\r") + lines.settle(LATER_S) == b"\r"
+
+
 def test_a_long_line_has_one_prefix() -> None:
     lines = MixedLines()
     shown = b"".join(lines.feed(0, b"[0] ", b"x" * 10_000) for _ in range(20)) + lines.feed(0, b"[0] ", b"end\nnext\n")

@@ -35,7 +35,11 @@ class LineAssembler:
             self.pending = parts.pop()
         shown = b""
         if parts:
-            shown = self._start + self._prefix.join(parts)
+            if b"\r" in parts:  # a bar begins with it: it returns to where the bar will be, and is no line
+                shown = b"".join(part if part == b"\r" else self._prefix + part for part in parts)
+                shown = shown.removeprefix(self._prefix) if self.is_inside else shown
+            else:
+                shown = self._start + self._prefix.join(parts)
             self.is_inside = False
         if len(self.pending) > _MAX_PENDING_BYTES:
             shown += self.take_pending()
@@ -43,7 +47,7 @@ class LineAssembler:
 
     def take_pending(self) -> bytes:
         """Return what is pending, to be shown for good."""
-        shown, self.pending = self._start + self.pending, b""
+        shown, self.pending = (b"" if self.pending == b"\r" else self._start) + self.pending, b""
         self.is_inside = not shown.endswith(b"\r")
         return shown
 

@@ -152,7 +152,7 @@ class Console(Watcher):
     def raised(self, failure: Failure) -> None:
         """Show what a rank has raised that has not exited: what it says must not wait for its end."""
         who = f"rank {failure.rank} ({failure.host}, pid {failure.pid})"
-        what = printable(f"{who} has failed but has not exited: {failure.reason}")
+        what = printable(f"{who} has failed but has not exited: {failure.reason}")  # not yet ✗: it may still end well
         lines = [click.style("! ", fg="yellow") + what, "", *(f"  {line}" for line in _evidence(failure)), ""]
         grace = format_duration(self._plan.grace_s)
         lines.append(f"  Its exit handlers and threads have {grace} (--grace) before all ranks are stopped.")
@@ -251,10 +251,12 @@ class Console(Watcher):
                 f"rank {failure.rank} ({host}, pid {failure.pid}) failed"
                 f" {format_duration(failure.after_s)} after start: {failure.reason}"
             )
-        lines = [click.style(f"✗ {printable(what)}", fg="red", bold=True), ""]
         shown = _evidence(failure)
-        if failure.traceback and failure.traceback == self._shown_traceback:
-            shown = ["(its traceback is above)"]
+        is_known = bool(failure.traceback) and failure.traceback == self._shown_traceback
+        what = printable(what) + (" (its traceback is above)" if is_known else "")
+        lines = [click.style(f"✗ {what}", fg="red", bold=True)] + ([] if is_known else [""])
+        if is_known:
+            shown = []
         elif not failure.traceback and self._shown.has(failure.rank, "\n".join(failure.last_lines)):
             shown = ["(its last lines are above)"]
         lines += [f"  {line}" for line in shown]
