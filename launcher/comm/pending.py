@@ -152,9 +152,8 @@ class Pending:
         finish = self.finish
 
         def finish_and_begin() -> Pending:
-            if finish is not None:
-                finish()
-            return begin()
+            phase = finish() if finish is not None else None
+            return begin() if phase is None else phase.then(begin)
 
         self.finish = finish_and_begin
         return self

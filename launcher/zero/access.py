@@ -30,11 +30,12 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return a copy of the gradient the next step will see, the mean over all ranks; None when there is none.
 
-    Collective. Call it between `engine.backward` of the last micro-batch and `engine.step`.
+    Collective. Call it between `engine.backward` of the last micro-batch and `engine.step`. Sums over ranks that wait
+    for the step, or for further micro-batches, are taken now.
     """
     found = _find(param)
     if found is not None:
-        _sum_late_gradients(found[0])
+        _complete_sums(found[0])
     return _full(param, _owned_grad)
 
 
@@ -58,7 +59,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite the gradient the next step will see. `value` must be the same on every rank. Collective."""
-    _sum_late_gradients(_trained(param)[0])
+    _complete_sums(_trained(param)[0])
     _set_grad(param, value, _write)
 
 
@@ -73,7 +74,13 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return a copy of this rank's part of the gradient the next step will see; None when there is none."""
+    """Return a copy of this rank's part of the gradient the next step will see; None when there is none.
+
+    Raises: EngineError where its sum over ranks waits for the step: see `safe_get_full_grad`.
+    """
+    found = _find(param)
+    if found is not None:
+        _check_sums(found[0])
     return _local(param, _owned_grad)
 
 
@@ -121,6 +128,7 @@ _Write = Callable[[FlatUnit, ParamSlot, Tensor, Tensor], None]
 
 def _set_grad(param: nn.Parameter, value: Tensor, write: _Write) -> None:
     unit, slot = _trained(param)
+    _check_sums(unit)
     gradient = _owned_grad(unit)
     if gradient is None or unit.grads is None:
         raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
@@ -151,9 +159,19 @@ def _owned_grad(unit: FlatUnit) -> Tensor | None:
     return unit.grads.owned_grad if unit.grads.state is UnitState.REDUCED else None
 
 
-def _sum_late_gradients(unit: FlatUnit) -> None:
-    """Add gradients that came after the unit's sum was begun, which `engine.step()` would do. Collective."""
+def _check_sums(unit: FlatUnit) -> None:
+    if unit.grads is not None and unit.grads.is_incomplete:
+        raise EngineError(
+            f"the gradients of {unit.label} are not summed over all ranks yet: after the last backward another"
+            " one could come before engine.step(), which sums them",
+            hint="call safe_get_full_grad on every rank before: it does it too",
+        )
+
+
+def _complete_sums(unit: FlatUnit) -> None:
+    """Do what `engine.step()` does before it looks at gradients, late ones of this unit included. Collective."""
     assert unit.grads is not None
+    unit.complete_sums()
     # All ranks decide together: the reduction includes the ranks of other copies of the shards.
     states = collectives.gather_scalars(unit.mesh.data, float(unit.grads.has_late + 2 * unit.grads.has_written))
     if max(states) >= 2:

@@ -264,16 +264,19 @@ class UnitGradients:
         scatters = self._policy.reduction.scatters
         if self._full is not None and (self._owns_all or not scatters):
             return collectives.all_reduce(self._reductions, self._full, scale, sent=sent)
-        if not scatters:
+        if scatters:
+            output = self.owned_grad
+            if self._sum.holds_sum or not self._sum.has_buffer:
+                self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
+            pending = collectives.reduce_scatter(self._reductions, sent, output, scale)
+        else:
             self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
-            return collectives.all_reduce(self._reductions, self._arriving, scale, sent=sent)
-        output = self.owned_grad
-        if self._sum.holds_sum or not self._sum.has_buffer:
-            self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
-        pending = collectives.reduce_scatter(self._reductions, sent, output, scale)
-        return (
-            pending.then(lambda: self._sum_over_copies(output)) if is_last and self._replicate is not None else pending
-        )
+            output = self._arriving[self._owned.start : self._owned.stop]
+            pending = collectives.all_reduce(self._reductions, self._arriving, scale, sent=sent)
+        # What is added to a sum over the copies must be one, too.
+        if self._replicate is not None and (is_last or self._is_summed_over_copies):
+            return pending.then(lambda: self._sum_over_copies(output))
+        return pending
 
     def _sum_over_copies(self, output: Tensor) -> Pending:
         """Start adding the sums of all copies of the shards, with those of earlier micro-batches that were not yet."""
@@ -341,6 +344,12 @@ class UnitGradients:
         self._sum.holds_sum = not self._is_kept_full
         self._square = None
 
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether there are gradients that are not summed over all ranks, and wait for a step."""
+        is_partial = self.state is UnitState.REDUCED and not self._is_summed_over_copies
+        return is_partial or self.state is UnitState.ACCUMULATING
+
     def reduce_late(self) -> None:
         """Start adding the gradients that came too late to the sum, which must have ended.
 
@@ -363,13 +372,14 @@ class UnitGradients:
         """
         self._streams.join(Side.REDUCE)
         local = self._local.flat()
+        factor = self._factor * (self._num_copies if self._is_summed_over_copies else 1)
         if self._owns_all:
-            local.mul_(1.0 / (self._factor * self._group.world_size))
+            local.mul_(1.0 / (factor * self._group.world_size))
         else:
             local[: self._owned.start].zero_()
             local[self._owned.stop :].zero_()
-            self.owned_grad.mul_(1.0 / (self._factor * (self._num_copies if self._is_summed_over_copies else 1)))
-            self._is_summed_over_copies = self._replicate is None
+            self.owned_grad.mul_(1.0 / factor)
+        self._is_summed_over_copies = self._replicate is None
         self._local.resume()
         self.state = check_transition(self.state, UnitState.ACCUMULATING)
 

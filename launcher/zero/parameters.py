@@ -258,7 +258,7 @@ class UnitParameters:
         """Overwrite parameters of this unsharded unit by rank `source`'s, of the data axis. Collective."""
         views = [self._views[self.slot_of(param).index] for param in params]
         collectives.broadcast(self._mesh.data, views, self._mesh.place_in_data(source))
-        self.refresh()
+        self.refresh(keeps_bits=True)
 
     # ---- unsharded and sharded ----
 
@@ -445,10 +445,11 @@ class UnitParameters:
             self.start_gather()
             self.wait()
 
-    def refresh(self) -> None:
+    def refresh(self, *, keeps_bits: bool = False) -> None:
         """Take the values of the unsharded parameters, which were written from elsewhere, as the new ones.
 
-        A sharded unit is unsharded in its own type: see `start_block`.
+        A sharded unit is unsharded in its own type: see `start_block`. keeps_bits: elements that were not written keep
+        the master's bits that 16 bits cannot hold.
         """
         self.note_versions()
         if self.is_sharded:
@@ -456,9 +457,12 @@ class UnitParameters:
                 self.shard.copy_(self._own_flat)
         if self.master is not self.shard:
             if self._master_swap is not None:
-                self._master_swap.bring_in(reads=False)
-            self.master.copy_(self._own_flat)
-            self.renew_copy()
+                self._master_swap.bring_in(reads=keeps_bits)
+            if keeps_bits:
+                self.take_edits()
+            else:
+                self.master.copy_(self._own_flat)
+                self.renew_copy()
             if self._master_swap is not None:
                 self._master_swap.send_out()
 

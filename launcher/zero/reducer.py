@@ -41,6 +41,8 @@ class GradientReducer:
 
     def __init__(self, units: Sequence[FlatUnit], policy: ZeroPolicy, group: RankGroup, order: CollectiveOrder) -> None:
         """units: all, in forward order. order: notes what is issued here."""
+        for unit in units:
+            unit.complete_sums = self.complete_early
         self._index_of = {unit.grads: unit.index for unit in units if unit.grads is not None}
         self._gradients = list(self._index_of)
         self.order = order
@@ -194,6 +196,14 @@ class GradientReducer:
         for gradients in self._gradients:
             gradients.complete_sum()
 
+    def complete_early(self) -> None:
+        """Do as `complete` where a backward pass has left gradients: before a step somebody asks for their sums.
+
+        Every rank must call it. Further backward passes add to the sums.
+        """
+        if not self._in_backward and (self._reduces or self._unsent):
+            self.complete()
+
     def abort_backward(self) -> None:
         """Leave a backward pass that an exception ended."""
         self._in_backward = False
@@ -206,6 +216,7 @@ class GradientReducer:
         """Drop all gradients since the last step. Every rank must call it."""
         self.wait()
         _showing.discard(self)
+        self._unsent.clear()
         for gradients in self._gradients:
             gradients.discard()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,7 @@ class FlatUnit:
         self._resident_states = policy.offload.resident_states
         self.swap: UnitSwap | None = None  # None: what the optimizer works on is always in memory
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
+        self.complete_sums: Callable[[], None] = lambda: None  # of the gradients of all units; collective
         if layout.is_trainable:
             placement = placements.of_optimizer(layout.numel)
             master = self.params.keep_master(policy.precision, placement, is_apart=policy.offload.is_delayed)

@@ -20,7 +20,9 @@ from launcher.base.errors import EngineError
 from launcher.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
+    safe_get_local_grad,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_local_fp32_param,
 )
 from launcher.zero.gathered import GatheredParameters
@@ -89,6 +91,12 @@ class PlainLoop:
         grad = self.models[0].head.weight.grad
         return 0.0 if grad is None else grad.sum().item()
 
+    def set_gradient(self) -> list[Any]:
+        grad = self.models[0].head.weight.grad
+        if grad is not None:
+            grad.fill_(0.25)
+        return []
+
 
 class EngineLoop:
     """The same operations on engines, of which this rank is one."""
@@ -144,6 +152,12 @@ class EngineLoop:
     def gradient(self) -> float:
         grad = safe_get_full_grad(self.engines[0].module.head.weight)
         return 0.0 if grad is None else grad.sum().item()
+
+    def set_gradient(self) -> list[Any]:
+        weight = self.engines[0].module.head.weight
+        if safe_get_full_grad(weight) is not None:
+            safe_set_full_grad(weight, torch.full((1, WIDTH), 0.25))
+        return []
 
 
 def _joint(loop: Any, batch: int) -> list[Tensor]:
@@ -201,6 +215,7 @@ OPERATIONS: dict[str, Callable[[Any, int], list[Any]]] = {
     "state dict": lambda loop, batch: [loop.state_sum()],
     "masters": lambda loop, batch: [loop.masters()],
     "gradient": lambda loop, batch: [loop.gradient()],
+    "set gradient": lambda loop, batch: loop.set_gradient(),
     "write": lambda loop, batch: loop.write(),
     "set": lambda loop, batch: loop.set(),
     "load": lambda loop, batch: loop.load(),
@@ -259,6 +274,12 @@ def test_between_backward_and_step(name: str, kind: str) -> None:
     _check(2, _config_of(3, kind, ""), [*(3 * ["train", name, "step"]), "forward"])
 
 
+@pytest.mark.parametrize("name", ["write", "set", "load"])
+def test_what_is_written_in_16_bits(name: str) -> None:
+    """The masters keep their bits."""
+    _check_kind("bf16", 3 * ["train", "step", name, "train", "step", "forward"], "")
+
+
 def _disk(folder: str) -> dict[str, Any]:
     return {"device": "nvme", "nvme_path": folder}
 
@@ -271,6 +292,9 @@ def _config_of(stage: int, kind: str, folder: str) -> dict[str, Any]:
     host = {"device": "cpu"}
     more: dict[str, dict[str, Any]] = {
         "sharded after each use": {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+        "MiCS": {"mics_shard_size": 2},
+        "MiCS, sums sent whole": {"mics_shard_size": 2, "reduce_scatter": False},
+        "MiCS on host": {"mics_shard_size": 2, "offload_optimizer": host},
         "hpZ": {"zero_hpz_partition_size": 2},
         "host": {"offload_param": host, "offload_optimizer": host},
         "disk": {"offload_param": _disk(folder), "offload_optimizer": _disk(folder)},
@@ -295,7 +319,12 @@ KINDS = {
     "autocast": (3, 2),
     "bf16": (3, 2),
     "fp16": (3, 2),
+    "MiCS": (3, 4),
+    "MiCS, sums sent whole": (3, 4),
+    "MiCS on host": (3, 4),
     "stage 2": (2, 2),
+    "stage 1": (1, 4),
+    "stage 0": (0, 2),
 }
 
 
@@ -327,6 +356,35 @@ def test_any_order(kind: str, tmp_path: Path) -> None:
         _check_kind(kind, [*names, "train", "step", "forward"], str(tmp_path))
 
     check()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "MiCS" in kind or "stage" in kind])
+def test_gradients_that_wait_for_the_step_are_read_and_set_whole(kind: str) -> None:
+    names = ["train", "gradient", "train", "set gradient", "train", "gradient", "step", "train", "set gradient", "step"]
+    _check_kind(kind, [*names, "train", "set gradient", "train", "step", "forward"], "")
+
+
+def _local_gradients(rank: int, world_size: int, kind: str) -> float:
+    """Read this rank's part before its sum is there, which is an error, and after."""
+    loop = EngineLoop(rank, world_size, _config_of(KINDS[kind][0], kind, ""))
+    weight = loop.engines[0].module.head.weight
+    _train(loop, 0)
+    with pytest.raises(EngineError, match="not summed over all ranks yet"):
+        safe_get_local_grad(weight)
+    whole, part = safe_get_full_grad(weight), safe_get_local_grad(weight)
+    assert whole is not None
+    assert part is not None
+    assert set(part.tolist()) <= set(whole.flatten().tolist())
+    loop.step(0)
+    assert safe_get_full_grad(weight) is None
+    return float(part.numel())
+
+
+@pytest.mark.parametrize("kind", ["MiCS", "stage 1"])
+def test_a_part_of_a_gradient_that_waits_for_the_step_is_an_error(kind: str) -> None:
+    world_size = KINDS[kind][1]
+    num_copies = 2 if kind == "MiCS" else 1
+    assert sum(run_on_ranks(world_size, _local_gradients, kind)) == num_copies * WIDTH
 
 
 # ---- what is open across a step ----
