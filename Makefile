@@ -18,7 +18,6 @@ LONG := tests/parallel tests/e2e tests/compat/test_alias.py tests/huggingface/te
   tests/kernels/test_triton.py::test_kernels_compile_without_a_gpu tests/kernels/test_triton.py::test_parity_interpreted \
   tests/checkpoint/test_deepspeed.py tests/huggingface/test_sequence_parallel.py \
   'tests/checkpoint/test_reshard.py::test_every_setting_loads_what_every_other_one_saved[True]' \
-  'tests/optim/test_instruction_sets.py::test_numbers_do_not_depend_on_the_processor[default]' \
   'tests/zero/test_memory_limit.py::test_a_model_larger_than_a_rank_may_hold[sharded]' \
   'tests/zero/test_nvme_faults.py::test_states_four_times_as_large_as_the_memory[nvme]'
 BESIDE := services models transformers4
@@ -27,7 +26,7 @@ PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hostfiles 
 # Built by the installation.
 KERNELS := $(wildcard launcher/kernels/csrc/*.cpp launcher/kernels/csrc/*.h) launcher/kernels/csrc/CMakeLists.txt
 
-.PHONY: help install demo test lint types compat soak soak-short docs man site bench bench-page clean
+.PHONY: help install demo test numerics lint types compat soak soak-short docs man site bench bench-page clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -41,6 +40,9 @@ demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks w
 test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models ## install what the tests need and run them all
 	@.ci/system-packages
 	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
+
+numerics: $(VENV)/.installed-dev $(VENV)/.peers ## what compares numbers, with each instruction set of this CPU and one thread or two
+	$(BIN)/python -m pytest -q -n 2 -m soak tests/optim/test_instruction_sets.py
 
 lint: $(VENV)/.installed-dev ## style, floors, generated pages against the code
 	$(BIN)/ruff check .

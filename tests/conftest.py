@@ -89,9 +89,10 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def one_thread() -> Iterator[None]:
     """Compute here as ranks do: with another number of threads some of torch's sums run in another order."""
     import torch  # most rooms' tests need none
+    from harness.ranks import NUM_THREADS
 
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     yield
     torch.set_num_threads(num_threads)
 

@@ -28,6 +28,7 @@ from harness.ports import free_port
 from launcher.base import processes
 
 DEADLINE_S = 120.0
+NUM_THREADS = int(os.environ.get("TEST_RANK_THREADS", "1"))  # of a rank, and of what `one_thread` compares with it
 Body = Callable[..., Any]
 
 
@@ -142,7 +143,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, stacks_path:
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
+        OMP_NUM_THREADS=str(NUM_THREADS),
     )
     processes.die_with_parent(os.getppid())  # a test run that is killed leaves no rank behind
     stacks = open(stacks_path, "a")  # noqa: SIM115  # faulthandler needs it as long as the process lives
@@ -151,7 +152,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, stacks_path:
 
     import launcher
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     launcher.init_distributed()
     gc.freeze()  # searches for garbage leave out what was imported: each would go through, and copy, what forks share
     while True:

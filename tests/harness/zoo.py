@@ -373,17 +373,20 @@ def batches(num_steps: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def train_plain(
-    name: str, num_steps: int, adjust: Callable[[nn.Module], None] | None = None
+    name: str,
+    num_steps: int,
+    adjust: Callable[[nn.Module], None] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train on one process with plain torch; return the losses and the final weights."""
-    model = build(name)
+    model = build(name).to(dtype)
     if adjust is not None:
         adjust(model)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY)
     losses = []
     for x, y in batches(num_steps):
-        loss = model(x, y)
+        loss = model(x.to(dtype), y.to(dtype))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -237,7 +237,7 @@ def case_resized(folder: Path) -> Any:
             plain_loss.backward()
             stepper.step()
             stepper.zero_grad()
-            distances.append(abs(loss.item() - plain_loss.item()))
+            distances.append(abs(loss.item() / plain_loss.item() - 1))
         state = engine._zero3_consolidated_16bit_state_dict()
         del alive
         unset_hf_deepspeed_config()

@@ -28,10 +28,18 @@ def needs(name: str) -> None:
         pytest.skip("transformers is not installed")
 
 
+def build(name: str) -> Any:
+    """Return the model in fp64: what differs then is no rounding of sums, whose order is the processor's."""
+    model: Any = split_models.build(name).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the other one takes no fp64
+    return model
+
+
 def _trained(rank: int, world_size: int, name: str) -> dict[str, Any]:
     """Train split over all ranks; return losses, whole gradients of each step, whole weights, what was split."""
     group = world_group()
-    model = split_models.build(name)
+    model = build(name)
     if rank:
         for param in model.parameters():
             nn.init.constant_(param, 0.5)  # rank 0's values count
@@ -58,7 +66,7 @@ def _whole(gradient: Tensor, param: nn.Parameter, group: Any) -> Tensor:
 
 
 def expected(name: str) -> dict[str, Any]:
-    model = split_models.build(name)
+    model = build(name)
     steps = [(loss, {own: grad.clone() for own, grad in grads.items()}) for loss, grads in split_models.train(model)]
     return {
         "losses": [loss for loss, _ in steps],
@@ -73,7 +81,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str)
     largest = max(float(tensor.norm()) for tensor in wanted.values())
     for name, tensor in wanted.items():
         difference = float((found[name] - tensor).norm()) / max(float(tensor.norm()), 0.1 * largest)
-        assert difference <= 3e-6, f"{what} of {name}: {difference}"
+        assert difference <= 1e-6, f"{what} of {name}: {difference}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -150,7 +158,7 @@ def test_torch_s_own_layer_does_not_pass_its_split_weights_to_a_fused_kernel() -
 
 
 def _recomputed(rank: int, world_size: int, reentrant: bool) -> dict[str, Tensor]:
-    model: Any = split_models.build("llama")
+    model = build("llama")
     split_model(model, world_group(), TensorParallel())
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
