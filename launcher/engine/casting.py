@@ -162,8 +162,9 @@ def set_tf32(allowed: bool | None) -> None:
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     cudnn = torch.backends.cudnn
     cudnn.allow_tf32 = allowed
-    for operation in (torch.backends.cuda.matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
-        if operation is not None and hasattr(operation, "fp32_precision"):
+    operations: list[Any] = [torch.backends.cuda.matmul, *(getattr(cudnn, name, None) for name in ("conv", "rnn"))]
+    for operation in operations:
+        if hasattr(operation, "fp32_precision"):
             operation.fp32_precision = "tf32" if allowed else "ieee"
 
 
