@@ -35,6 +35,7 @@ ELSEWHERE = {
     "make demo": ".ci/run",
     "make test": ".ci/run",
     "make install": ".ci/run",
+    "make numerics": ".ci/run",
     "make soak-short": ".ci/run",
     ".ci/system-packages": ".ci/run",
     "python -m pytest tests/cluster": "tests/cluster/test_hostfile.py",
