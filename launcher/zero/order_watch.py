@@ -128,15 +128,20 @@ class OrderWatch(threading.Thread):
         self._warned_since_s: float | None = None
 
     def run(self) -> None:
-        """Look at waits until no engine is left; see the module."""
+        """Look at waits until no engine or no default group is left; see the module."""
         interval = threading.Event()
-        while not interval.wait(_INTERVAL_S):
-            with _lock:
-                if not self.orders:
-                    _watches.clear()
-                    return
-            with contextlib.suppress(RuntimeError):  # the store or the default group has gone: the job is about to end
+        while not interval.wait(_INTERVAL_S) and self._is_needed():
+            try:
                 self._look()
+            except RuntimeError:  # the store has gone with its rank: nothing can be told any more
+                self.orders.clear()
+
+    def _is_needed(self) -> bool:
+        with _lock:
+            if self.orders and self.world() is dist.group.WORLD:
+                return True
+            _watches[:] = [each for each in _watches if each is not self]
+            return False
 
     def _look(self) -> None:
         check_s = timeouts().order_check_s
