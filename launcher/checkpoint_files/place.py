@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.remote import RemotePath, RemoteReader
 
 Place = Path | RemotePath
@@ -14,9 +15,14 @@ _READ_AHEAD_BYTES = 16 * 2**20
 
 
 def place_of(text: str | os.PathLike[str] | RemotePath) -> Place:
-    """Return the place that a path or a URL names. Raises: CheckpointError for a store that cannot be used."""
+    """Return the place that a path or a URL names.
+
+    Raises: CheckpointError for a store that cannot be used, and where there is no path: "" would be the working folder.
+    """
     if isinstance(text, RemotePath):
         return text
+    if not isinstance(text, str | os.PathLike) or not os.fspath(text):
+        raise CheckpointError(f"{text!r} names no folder for checkpoints", hint='give a path, such as "checkpoints"')
     text = os.fspath(text)
     scheme, separator, rest = text.partition("://")
     if not separator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -153,8 +154,9 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         return self.optimizer is not None and self.optimizer.dynamic_loss_scale
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+        """Return the learning rate of each parameter group; NaN for one of an optimizer that has none."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [float(group.get("lr", math.nan)) for group in groups]
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before the optimizer step."""

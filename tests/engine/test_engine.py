@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import launcher
 from launcher.base import env, progress
-from launcher.base.errors import ConfigError, EngineError
+from launcher.base.errors import CheckpointError, ConfigError, EngineError
 from launcher.base.progress import make_counter, read_counter
 
 STEPS, SAMPLES, WIDTH = 6, 8, 10
@@ -433,3 +433,36 @@ def test_the_launcher_is_told_steps_not_micro_batches_and_the_printed_loss() -> 
     assert first.loss is not None
     assert 0 < first.loss < 10
     assert second.loss is None  # only rank 0 tells it
+
+
+class _Fixed(torch.optim.Optimizer):
+    """Steps by a fixed part of the gradient: its groups have no "lr"."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad, alpha=0.1)
+
+
+def test_an_optimizer_without_a_rate_steps() -> None:
+    model = make_net()
+    before = model.head.weight.detach().clone()
+    settings = {key: value for key, value in config().items() if key not in ("optimizer", "scheduler")}
+    settings |= {"steps_per_print": 1, "zero_allow_untested_optimizer": True}
+    engine = launcher.initialize(model=model, config=settings, optimizer=_Fixed(model.parameters()))[0]
+    engine.backward(engine(*batch()))
+    engine.step()
+    assert not torch.equal(before, model.head.weight)
+    assert all(math.isnan(rate) for rate in engine.get_lr())
+
+
+@pytest.mark.parametrize("folder", ["", None])
+def test_a_checkpoint_needs_a_folder(folder: Any) -> None:
+    engine = alone()
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(CheckpointError, match="names no folder for checkpoints"):
+            call(folder)
