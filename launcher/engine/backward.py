@@ -54,7 +54,7 @@ class BackwardPass:
             self._abort(error)
             if isinstance(error, RuntimeError) and "returned an invalid gradient" in str(error):
                 raise _sharded_error() from error
-            if isinstance(error, RuntimeError) and "out of bounds for storage of size 0" in str(error):
+            if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _RELEASED):
                 raise _released_error() from error
             raise
         self._end()
@@ -120,9 +120,19 @@ def _sharded_error() -> EngineError:
     )
 
 
+# What torch says where a parameter that backward reads has no elements: whether it has kept a view of it, or itself.
+_RELEASED = (
+    "out of bounds for storage of size 0",
+    "must be a matrix, got 1-D tensor",
+    "size of tensor a (0) must",
+    "size of tensor b (0) at",
+)
+
+
 def _released_error() -> EngineError:
     return EngineError(
         "backward read a parameter after it was released: at stage 3 nothing gathers parameters for a gradient of a"
-        " gradient (create_graph=True)",
-        hint="keep the parameters that it reads unsharded with stage3_param_persistence_threshold, or use stage 2",
+        " gradient (create_graph=True), nor for an output that no tensor is found in, such as an iterator or a closure",
+        hint="have modules return tensors in tuples, lists, sets, dictionaries or attributes of objects; keep the"
+        " parameters that backward reads unsharded with stage3_param_persistence_threshold, or use stage 2",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, ValuesView
@@ -13,12 +15,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from launcher.base.errors import EngineError
+from launcher.base.log import get_logger
+from launcher.comm.groups import is_first_rank
 from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import ParameterPolicy
 from launcher.zero.tensors import tensors_in
-from launcher.zero.unit import FlatUnit
+from launcher.zero.unit import FlatUnit, unit_of
 from launcher.zero.uses import Use
 
 
@@ -66,6 +70,8 @@ def install_hooks(
         reader = _Reader(schedule, reducer, read)
         handles.append(module.register_forward_pre_hook(reader.before_forward, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(reader.after_forward, always_call=True))
+    if any(unit.is_sharded for unit in units):
+        handles.append(model.register_state_dict_post_hook(_warn_of_shards))
     installed.watched = _watch_accesses(model, units, schedule)
     return installed
 
@@ -259,6 +265,34 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (dict, (dict(self.items()),))  # a copy of the model belongs to no engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        for name, param in self.items():
+            if param is not None and _is_released(param):
+                raise EngineError(
+                    f"the parameter {name} is a shard: a copy of its module would have no values",
+                    hint="copy within launcher.zero.GatheredParameters(model.parameters()), on every rank",
+                )
+        return copy.deepcopy(dict(self.items()), memo)
+
+
+def _is_released(param: nn.Parameter) -> bool:
+    unit = unit_of(param)
+    return unit is not None and unit.is_sharded and not param.numel()
+
+
+def _warn_of_shards(module: nn.Module, _state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
+    """Say once, on the first rank, that a state dict has empty tensors. A function of a module can be pickled."""
+    if is_first_rank() and any(map(_is_released, module.parameters())):
+        _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    get_logger().warning(
+        "state_dict() of the model has empty tensors in place of what is sharded: call engine.state_dict(), or"
+        " engine.save_16bit_model(folder), on every rank"
+    )
 
 
 def _watch_accesses(

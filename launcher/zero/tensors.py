@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
@@ -42,7 +43,7 @@ def _search(value: Any, seen: set[int], object_depth: int) -> Iterator[Tensor]:
     seen.add(id(value))
     if isinstance(value, Mapping):  # also the dict-like outputs of Hugging Face models
         items: Iterable[Any] = value.values()
-    elif isinstance(value, list | tuple | Set):
+    elif isinstance(value, list | tuple | Set | deque):
         items = value
     elif object_depth < _MAX_OBJECT_DEPTH:
         items, object_depth = _attributes(value), object_depth + 1
@@ -57,4 +58,8 @@ def _attributes(value: Any) -> list[Any]:
     if dataclasses.is_dataclass(value):  # also one with slots
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     attributes = getattr(value, "__dict__", None)
-    return list(attributes.values()) if isinstance(attributes, dict) else []
+    found = list(attributes.values()) if isinstance(attributes, dict) else []
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        found += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
+    return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ from torch.nn import functional as F
 
 import launcher
 from launcher.base.errors import EngineError
+from launcher.zero import hooks
+from launcher.zero.gathered import GatheredParameters
 
 STEPS = 4
 
@@ -67,6 +72,33 @@ class ObjectBlock(Block):
 
     def forward(self, state: Any) -> Any:  # type: ignore[override]  # that is the point
         return SimpleNamespace(inner=SimpleNamespace(hidden=super().forward(state.inner.hidden)))
+
+
+class _State:
+    __slots__ = ("states",)
+
+    def __init__(self, *states: Tensor) -> None:
+        self.states = deque(states)
+
+
+class SlotsBlock(Block):
+    """Takes and returns an object without a dictionary, and a queue."""
+
+    def forward(self, state: Any) -> Any:  # type: ignore[override]
+        return _State(super().forward(state.states[0]))
+
+
+class Slots(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SlotsBlock() for _ in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        state = _State(x)
+        for block in self.blocks:
+            state = block(state)
+        found: Tensor = state.states[0]
+        return found
 
 
 class Objects(Plain):
@@ -150,7 +182,7 @@ class Squared(Plain):
 
 KINDS: dict[str, type[nn.Module]] = {
     kind.__name__: kind
-    for kind in (ReturnedView, ReturnedParameter, Objects, Sets, Distribution, Shapes, DenseInputs, Squared)
+    for kind in (ReturnedView, ReturnedParameter, Objects, Slots, Sets, Distribution, Shapes, DenseInputs, Squared)
 }
 
 
@@ -333,6 +365,24 @@ class Vectorized(Plain):
         return super().body(x) + torch.func.vmap(self.blocks[0])(x)
 
 
+class _IteratorBlock(Block):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return iter([super().forward(x)])
+
+
+class Iterators(Plain):
+    """Blocks that return what no tensor is found in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_IteratorBlock() for _ in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = next(block(x))
+        return x
+
+
 def _read_what_is_not_gathered(rank: int, world_size: int, kind: type[nn.Module], message: str) -> None:
     engine = engine_of(kind(), world_size)
     with pytest.raises(EngineError, match=message):
@@ -343,9 +393,34 @@ def _read_what_is_not_gathered(rank: int, world_size: int, kind: type[nn.Module]
     ("kind", "message"),
     [
         (Penalized, "a gradient of a gradient"),
+        (Iterators, "an output that no tensor is found in, such as an iterator"),
         (Transformed, "a forward of Block, which reads blocks.0.scale .* torch.func"),
         (Vectorized, "a forward of Block, which reads blocks.0.scale .* torch.func"),
     ],
 )
 def test_what_stage_3_cannot_gather_is_one_clear_error(kind: type[nn.Module], message: str) -> None:
     run_on_ranks(2, _read_what_is_not_gathered, kind, message)
+
+
+def _copy_and_save(rank: int, world_size: int) -> tuple[float, int]:
+    """Copy a model outside of a block, which is an error, and within; save its shards, which is a warning, once."""
+    engine = engine_of(build("Objects"), world_size)
+    x, y = batches(1)[0]
+    with pytest.raises(EngineError, match=r"scale is a shard: a copy .*GatheredParameters"):
+        copy.deepcopy(engine.module)
+    with GatheredParameters(engine.module.parameters()):
+        twin = copy.deepcopy(engine.module)
+        hooks._warn_once.cache_clear()
+        with mock.patch.object(hooks, "get_logger") as logger:
+            engine.module.state_dict()
+            engine.state_dict()
+            twin.state_dict()
+            assert not logger.return_value.warning.called
+    with mock.patch.object(hooks, "get_logger") as logger:
+        engine.module.state_dict()
+        engine.module.state_dict()
+    return (engine(x, y) - twin(x, y)).abs().item(), logger.return_value.warning.call_count
+
+
+def test_a_copy_of_shards_is_an_error_and_a_state_dict_of_them_a_warning() -> None:
+    assert run_on_ranks(2, _copy_and_save) == [(0.0, 1), (0.0, 0)]
