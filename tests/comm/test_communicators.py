@@ -11,7 +11,8 @@ from harness.ranks import run_on_ranks
 from torch import Tensor
 
 from launcher.comm import collectives
-from launcher.comm.groups import RankGroup, world_group
+from launcher.comm.groups import RankGroup, group_of_notices, world_group
+from launcher.comm.mesh import subgroup
 
 CHUNK = 96
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -124,3 +125,20 @@ def _misuse(rank: int, world_size: int, kind: str, how: str) -> Any:
 )
 def test_the_late_double_finds(how: str, found: Any, kind: str) -> None:
     assert run_on_ranks(2, _misuse, kind, how) == [found] * 2
+
+
+def _further_groups(rank: int, world_size: int) -> int:
+    """Return how many process groups there are of the same ranks, for different purposes."""
+    world = world_group(has_reductions=True)
+    assert world.process_group is not None
+    assert world.reduce_process_group is not None
+    ranks = [list(range(world_size))]
+    found = [world.process_group, world.reduce_process_group, group_of_notices()]
+    found += [subgroup(ranks, purpose) for purpose in ("one", "another", "one")]
+    assert world_group(has_reductions=True).reduce_process_group is world.reduce_process_group
+    return len({id(group) for group in found})
+
+
+def test_each_purpose_has_a_process_group_of_its_own() -> None:
+    """Collectives of two purposes are in no order with each other; in one group NCCL would match them by order."""
+    assert run_on_ranks(2, _further_groups) == [5, 5]

@@ -26,6 +26,10 @@ from launcher.zero.access import (
     safe_set_local_fp32_param,
 )
 from launcher.zero.gathered import GatheredParameters
+from launcher.zero.parameters import full_shape
+from launcher.zero.stages import ParameterState
+from launcher.zero.step import first_bad_gradient
+from launcher.zero.unit import unit_of
 
 LR = 0.05
 NUM_BATCHES = 8
@@ -450,3 +454,45 @@ def test_blocks_within_a_forward(precision: dict[str, Any]) -> None:
     expected = run_on_ranks(2, _within, 2, precision)[0]
     for weights in run_on_ranks(2, _within, 3, precision):
         assert weight_distance(weights, expected) <= 1e-5
+
+
+# ---- what is fetched, and what is said, of which unit ----
+
+
+def _states_after_first_block(rank: int, world_size: int, prefetch: int) -> list[bool]:
+    """Return, by block, whether it is a shard when the first one's forward has ended, and the path is known."""
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": prefetch, "stage3_max_reuse_distance": 0}
+    loop = EngineLoop(rank, world_size, _config(zero))
+    blocks = loop.engines[0].module.blocks
+    units = [unit_of(block.up.weight) for block in blocks]  # to read the weight within the forward would gather it
+    found: list[bool] = []
+
+    def look(*_: Any) -> None:
+        found[:] = [unit is not None and unit.params.state is ParameterState.SHARDED for unit in units]
+
+    for index in range(3):
+        if index == 2:
+            blocks[0].register_forward_hook(look)
+        _train(loop, index)
+        loop.step(0)
+    return found
+
+
+@pytest.mark.parametrize(("prefetch", "expected"), [(0, [True] * 4), (1, [True, False, True, True])])
+def test_without_a_bucket_nothing_is_fetched_ahead(prefetch: int, expected: list[bool]) -> None:
+    assert run_on_ranks(2, _states_after_first_block, prefetch) == [expected] * 2
+
+
+def _first_bad(rank: int, world_size: int, stage: int) -> str | None:
+    loop = EngineLoop(rank, world_size, _config({"stage": stage, "reduce_bucket_size": WIDTH * WIDTH}))
+    sharded = loop.engines[0]._sharded
+    assert len(sharded.units) > 2
+    _train(loop, 0)
+    for weight in (loop.engines[0].module.blocks[2].down.weight, loop.engines[0].module.blocks[3].scale):
+        safe_set_full_grad(weight, torch.full(full_shape(weight), torch.inf))
+    return first_bad_gradient(sharded.units, sharded.reducer.group)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_first_bad_gradient_is_named_in_any_unit(stage: int) -> None:
+    assert run_on_ranks(2, _first_bad, stage) == ["blocks.2.down.weight"] * 2
