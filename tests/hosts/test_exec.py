@@ -160,7 +160,7 @@ def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_p
     job = Launch(tmp_path, "exec", "--supervise", *hosts(sshd, tmp_path), *words)
     wait_until(lambda: len(sleeping(nap("77.75"))) == 1, "the command")
     os.kill(parent_of(first(nap("77.75"))), signal.SIGKILL)
-    result = job.wait(20)
+    result = job.wait()
     assert result.code == 69
     assert "✗ 127.0.0.3: the agent ended or the connection was lost\n" in result.err
     assert not sleeping(nap("77.75"))
@@ -212,7 +212,7 @@ def test_an_interrupt_ends_the_command_on_all_hosts(sshd: LoopbackSshd, tmp_path
     job = Launch(tmp_path, "exec", *hosts(sshd, tmp_path), "sleep", nap("77.5"))
     wait_until(lambda: len(sleeping(nap("77.5"))) == 4, "the command")
     job.signal(number)
-    result = job.wait(15)
+    result = job.wait()
     assert result.code == 128 + number
     assert not sleeping(nap("77.5"))
 

@@ -57,7 +57,7 @@ def test_no_process_list_shows_variables_or_arguments(sshd: LoopbackSshd, tmp_pa
     shown = command_lines()
     told = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in commands]
     job.signal(signal.SIGTERM)
-    assert job.wait(15).code == 143
+    assert job.wait().code == 143
     assert all(f"HF_TOKEN={SECRET}".encode() in environ for environ in told)
     assert not [line for line in shown.values() if SECRET.encode() in line]
     ours = {*commands, job.process.pid}
@@ -87,7 +87,7 @@ def test_the_group_ends_when_the_launcher_is_killed(sshd: LoopbackSshd, tmp_path
     job = Launch(tmp_path, "exec", *more, "--", "sh", "-c", f"sleep {nap('79.75')} & wait")
     wait_until(lambda: len(running("sleep", nap("79.75"))) == (2 if far else 1), "the command")
     job.signal(signal.SIGKILL)
-    job.wait(15)
+    job.wait()
     wait_until(lambda: not running("sleep", nap("79.75")), "the end of the group")
 
 

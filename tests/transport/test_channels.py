@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.launching import wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.base.errors import TransportError
@@ -107,11 +108,7 @@ def test_close_frees_a_waiting_reader_and_is_idempotent(transport: Transport) ->
     assert not reader.is_alive()
     channel.close()
     channel.close_stdin()
-    for _ in range(200):  # the far side sees its stdin end and leaves
-        if not Path(f"/proc/{pid}").exists():
-            break
-        threading.Event().wait(0.02)
-    assert not Path(f"/proc/{pid}").exists()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the far side to see the end of its stdin")
 
 
 def test_a_killed_local_agent_shows_its_signal() -> None:
