@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +65,21 @@ def _parent(pid: int) -> int:
 def environments(out: str) -> list[dict[str, str]]:
     found = [json.loads(text) for text in re.findall(r"ENV (\{.*\})$", out, re.MULTILINE)]
     return sorted(found, key=lambda environment: int(environment["RANK"]))
+
+
+def test_a_call_with_data_reaches_every_node_whole(allocation: dict[str, str], tmp_path: Path) -> None:
+    """Its pieces are sent to all nodes in one line each, beside what is for one of them."""
+    (tmp_path / "sums.py").write_text(
+        "import hashlib, launcher, os\n"
+        "def digest(data):\n    return os.environ['RANK'] + hashlib.sha256(data).hexdigest()\n"
+        "if __name__ == '__main__':\n"
+        "    data = os.urandom(9 << 20)\n"
+        "    wanted = [str(rank) + hashlib.sha256(data).hexdigest() for rank in range(6)]\n"
+        "    print(launcher.run(digest, data, output='files') == wanted)\n"
+    )
+    environ = {**os.environ, **allocation, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "sums.py"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 def test_ranks_are_numbered_over_the_nodes_of_the_allocation(allocation: dict[str, str], tmp_path: Path) -> None:
