@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -169,6 +171,31 @@ def test_a_key_agent_that_gives_no_answer_is_given_up(config: Path, tmp_path: Pa
         config.write_text(f"Host *\n  GSSAPIAuthentication yes\n{config.read_text()}")
         options = SshOptions(ssh_config=config, connect_timeout_s=0.5)
         assert choice._has_key(Targets(options).of(HOST)) is False
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_key_agent_that_never_signs_is_given_up(config: Path, sshd: LoopbackSshd, short_folder: Path) -> None:
+    """As one does that asks a person who is not there (ssh-add -c)."""
+    blob = base64.b64decode(Path(f"{sshd.user_key}.pub").read_text().split()[1])
+    key = struct.pack(">I", len(blob)) + blob + struct.pack(">I", 3) + b"key"
+    answer = struct.pack(">BI", 12, 1) + key  # SSH_AGENT_IDENTITIES_ANSWER, one key
+    over = threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 10)
+            connection.sendall(struct.pack(">I", len(answer)) + answer)
+            over.wait()
+
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listening:
+        listening.bind(str(short_folder / "agent"))
+        listening.listen()
+        threading.Thread(target=serve, args=(listening,)).start()
+        config.write_text(f"{config.read_text()}  IdentityAgent {short_folder / 'agent'}\n")
+        message = failure(config, connect_timeout_s=1.0)
+        over.set()
+    assert "gives no answer" in message or f"does the key agent sign with {sshd.user_key} (agent)" in message
 
 
 def test_a_name_server_that_gives_no_answer_is_given_up(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

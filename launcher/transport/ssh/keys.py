@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import paramiko
 from paramiko.agent import AgentSSH
@@ -58,9 +58,20 @@ class SshAgent(AgentSSH):
         try:
             connection.connect(path)
             self._connect(connection)
-        except OSError as error:  # its process is gone, as OpenSSH finds too, or hangs
-            self.has_answered = not isinstance(error, TimeoutError)
+        except (OSError, paramiko.SSHException) as error:
             connection.close()
+            if isinstance(error, paramiko.SSHException) and self.has_answered:
+                raise
+            # Its process is gone, as OpenSSH finds too, or hangs.
+            self.has_answered = self.has_answered and not isinstance(error, TimeoutError)
+
+    def _send_message(self, msg: Any) -> Any:
+        """Ask the agent. Raises: paramiko.SSHException, OSError."""
+        try:
+            return super()._send_message(msg)  # type: ignore[misc]  # the stubs leave it out
+        except TimeoutError:  # the thread of a connection, which asks for signatures, cannot report this one
+            self.has_answered = False
+            raise paramiko.SSHException("the key agent gives no answer") from None
 
     def close(self) -> None:
         """Leave the agent."""
