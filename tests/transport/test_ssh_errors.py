@@ -164,12 +164,12 @@ def test_a_key_agent_that_gives_no_answer_is_given_up(config: Path, tmp_path: Pa
         mute.bind(str(agent))
         mute.listen()
         config.write_text(f"{text}  IdentityAgent {agent}\n")
-        assert works(config, connect_timeout_s=0.5), "the key file is taken"
+        assert works(config, connect_timeout_s=2.0), "the key file is taken"
         config.write_text(re.sub("IdentityFile .*", "IdentityFile none", config.read_text()))
-        message = failure(config, connect_timeout_s=0.5)
-        assert f"tried: none found (the key agent at {agent} gave no answer within 0.5 s)" in message
+        message = failure(config, connect_timeout_s=2.0)
+        assert f"tried: none found (the key agent at {agent} gave no answer within 2 s)" in message
         config.write_text(f"Host *\n  GSSAPIAuthentication yes\n{config.read_text()}")
-        options = SshOptions(ssh_config=config, connect_timeout_s=0.5)
+        options = SshOptions(ssh_config=config, connect_timeout_s=2.0)
         assert choice._has_key(Targets(options).of(HOST)) is False
 
 
@@ -193,7 +193,7 @@ def test_a_key_agent_that_never_signs_is_given_up(config: Path, sshd: LoopbackSs
         listening.listen()
         threading.Thread(target=serve, args=(listening,)).start()
         config.write_text(f"{config.read_text()}  IdentityAgent {short_folder / 'agent'}\n")
-        message = failure(config, connect_timeout_s=1.0)
+        message = failure(config, connect_timeout_s=2.0)
         over.set()
     assert "gives no answer" in message or f"does the key agent sign with {sshd.user_key} (agent)" in message
 
