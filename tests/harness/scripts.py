@@ -54,6 +54,14 @@ SAVES = """
     time.sleep(600)
 """
 
+# The rank's child has nothing of the job in its environment; it leads a session of its own.
+ORPHAN = """
+    import os, subprocess, sys, time
+    subprocess.Popen(["sleep", sys.argv[1]], start_new_session=True, env={"PATH": os.environ["PATH"]})
+    print("READY", flush=True)
+    time.sleep(600)
+"""
+
 
 def write(folder: Path, text: str, name: str = "script.py") -> Path:
     """Write a script and return its path."""

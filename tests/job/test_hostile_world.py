@@ -288,7 +288,7 @@ def test_a_suspended_agent_does_not_keep_the_launcher_from_ending(tmp_path: Path
 def test_a_suspended_agent_does_not_make_the_end_longer_than_the_grace(tmp_path: Path, insists: bool) -> None:
     """What the ranks have started ends, too, whatever is in its environment, and no folder stays."""
     words = ["sleep", nap("600.")]
-    job = Launch(tmp_path, "--grace", "60" if insists else "1", scripts.write(tmp_path, ORPHAN), words[1])
+    job = Launch(tmp_path, "--grace", "60" if insists else "1", scripts.write(tmp_path, scripts.ORPHAN), words[1])
     wait_until(lambda: "READY" in job.out, "the rank")
     (agent,) = [pid for pid in descendants(job.process.pid) if len(descendants(pid)) == 2]
     os.kill(agent, signal.SIGSTOP)
@@ -305,7 +305,7 @@ def test_a_suspended_agent_does_not_make_the_end_longer_than_the_grace(tmp_path:
 @pytest.mark.parametrize("also", [[], ["launcher"], ["guard"]])
 def test_a_killed_agent_leaves_nothing_that_does_not_carry_the_job_s_id(tmp_path: Path, also: list[str]) -> None:
     words = ["sleep", nap("600.")]
-    job = Launch(tmp_path, "--grace", "60", scripts.write(tmp_path, ORPHAN), words[1])
+    job = Launch(tmp_path, "--grace", "60", scripts.write(tmp_path, scripts.ORPHAN), words[1])
     wait_until(lambda: "READY" in job.out, "the rank")
     assert running(*words)
     (agent,) = [pid for pid in descendants(job.process.pid) if len(descendants(pid)) == 2]
@@ -324,7 +324,7 @@ def test_a_suspended_agent_on_another_host_ends_with_its_connection(sshd: Loopba
     words = ["sleep", nap("600.")]
     job = Launch(
         tmp_path, "--hostfile", "hosts", "--ssh_config", sshd.ssh_config, "--grace", "0",
-        scripts.write(tmp_path, ORPHAN), words[1],
+        scripts.write(tmp_path, scripts.ORPHAN), words[1],
         env={"LAUNCH_TIMEOUT_SCALE": "0.2"},
     )  # fmt: skip
     wait_until(lambda: "READY" in job.out, "the rank")
@@ -336,13 +336,6 @@ def test_a_suspended_agent_on_another_host_ends_with_its_connection(sshd: Loopba
     wait_until(lambda: not (running(*words) or members_of_job(job_id) or folders_of(job_id)), "the end of all", 20)
 
 
-# The rank's child has nothing of the job in its environment; it leads a session of its own.
-ORPHAN = """
-    import os, subprocess, sys, time
-    subprocess.Popen(["sleep", sys.argv[1]], start_new_session=True, env={"PATH": os.environ["PATH"]})
-    print("READY", flush=True)
-    time.sleep(600)
-"""
 SLOW_S = 10.0  # a machine with other work
 
 

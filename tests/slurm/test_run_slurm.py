@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, run_launch, wait_until, wait_until_gone
+from harness.launching import ROOT, Launch, nap, run_launch, running, wait_until, wait_until_gone
 from harness.slurm import LoopbackSlurm
 
 from launcher.base.processes import members_of_job
@@ -177,6 +177,18 @@ def test_a_killed_agent_is_a_lost_node(allocation: dict[str, str], tmp_path: Pat
     assert "✗ n2 was lost" in result.err
     wait_until_gone(job.job_id)
     wait_until(lambda: not relays(), "the end of the step")
+
+
+def test_what_a_killed_agent_leaves_ends_whatever_it_has_in_its_environment(
+    allocation: dict[str, str], tmp_path: Path
+) -> None:
+    words = ["sleep", nap("600.")]
+    job = Launch(tmp_path, "--grace", "0.5", scripts.write(tmp_path, scripts.ORPHAN), words[1], env=allocation)
+    wait_until(lambda: job.out.count("READY") == 6, "the ranks")
+    assert len(running(*words)) == 6
+    os.kill(agent_on("n2"), signal.SIGKILL)
+    assert job.wait().code == 69
+    wait_until(lambda: not (running(*words) or relays()), "the end of all")
 
 
 def test_a_dead_node_ends_the_job(slurm: LoopbackSlurm, allocation: dict[str, str], tmp_path: Path) -> None:
