@@ -318,6 +318,18 @@ def test_a_killed_agent_leaves_nothing_that_does_not_carry_the_job_s_id(tmp_path
     wait_until(lambda: not (running(*words) or members_of_job(job_id) or folders_of(job_id)), "the end of all", 20)
 
 
+def test_a_suspended_agent_ends_after_its_launcher_was_killed(tmp_path: Path) -> None:
+    words = ["sleep", nap("600.")]
+    job = Launch(tmp_path, scripts.write(tmp_path, scripts.ORPHAN), words[1])
+    wait_until(lambda: "READY" in job.out, "the rank")
+    (agent,) = [pid for pid in descendants(job.process.pid) if len(descendants(pid)) == 2]
+    os.kill(agent, signal.SIGSTOP)
+    job_id = job.job_id
+    job.signal(signal.SIGKILL)
+    job.process.wait()
+    wait_until(lambda: not (running(*words) or members_of_job(job_id) or folders_of(job_id)), "the end of all", 20)
+
+
 @pytest.mark.cluster
 def test_a_suspended_agent_on_another_host_ends_with_its_connection(sshd: LoopbackSshd, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.2 slots=1\n")
