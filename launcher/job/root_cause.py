@@ -89,7 +89,9 @@ class RootCause:
 
     def add_exit(self, node: Node, rank: Rank, message: Exited) -> Failure | None:
         """Keep the end of a rank if it can be a cause; returns it then."""
-        if self.was_warned and message.status == ExitCode.REQUEUE:
+        # One that had saved may be killed while its interpreter ends, where SIGTERM has its default action again.
+        on_way_out = (message.record or {}).get("exit_code") if message.status < 0 else None
+        if self.was_warned and ExitCode.REQUEUE in (message.status, on_way_out):
             self.wants_requeue = True  # the others may still be saving: none is stopped for it
             return None
         if message.status == 0 and self._stop_s is None:

@@ -235,3 +235,14 @@ def test_a_rank_that_is_killed_on_its_way_out_keeps_its_own_code(tmp_path: Path)
     book.add(node(), Exited(0, -15, now_s + 0.4, record, 0, None), tmp_path / "0.log")
     assert book.cause is not None
     assert (book.cause.exit_code, book.cause.signal_name, book.cause.reason) == (7, None, "exit code 7")
+
+
+@pytest.mark.parametrize("is_warned", [True, False])
+def test_a_rank_that_has_saved_and_is_killed_on_its_way_out_asks_for_a_requeue(tmp_path: Path, is_warned: bool) -> None:
+    """Slurm's SIGTERM may come while the interpreter ends, when no handler is there any more."""
+    book = Book(0.0)
+    book.root.was_warned = is_warned
+    record = {"time_s": 5.0, "type": "SystemExit", "exit_code": 75, "message": "75", "traceback": ""}
+    failure = book.add(node(), Exited(0, -15, 5.1, record, 0, None), tmp_path / "0.log")
+    assert book.root.wants_requeue == is_warned
+    assert (failure is None) == is_warned
