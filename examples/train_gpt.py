@@ -218,7 +218,7 @@ def train(engine: Any, loader: Any, validation: ByteWindows, arguments: argparse
             rate = tokens_per_step * window_steps / (time.perf_counter() - window_start_s)
             if arguments.rank == 0:
                 print(
-                    f"step {step:4d}/{arguments.steps}  loss {history.losses[-1]:.4f}"
+                    f"step {step:4d}/{arguments.steps}  loss {history.losses[-1]:.4f} (mean of all ranks)"
                     f"  {rate:,.0f} tok/s  mem {memory_mib(engine.device):,.0f} MiB",
                     flush=True,
                 )

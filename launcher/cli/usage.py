@@ -17,7 +17,7 @@ def as_usage_error(error: click.ClickException) -> UsageError:
     if isinstance(error, click.NoSuchOption):
         return _no_such_option(error)
     if isinstance(error, click.MissingParameter):
-        return UsageError(f"{_name(error) or 'an argument'} is missing", hint=_usage(error))
+        return UsageError(f"{_name(error) or 'an argument'} is missing", hint=_example(error) or _usage(error))
     if isinstance(error, click.BadOptionUsage):
         _, _, problem = error.message.rstrip(".").rpartition("' ")
         return UsageError(problem, where=spelled(error.option_name), hint=_usage(error))
@@ -55,6 +55,13 @@ def _name(error: click.BadParameter) -> str | None:
     if isinstance(error.param, click.Option):
         return error.param.spelling if isinstance(error.param, Option) else max(error.param.opts, key=len)
     return error.param.make_metavar(error.ctx) if error.param is not None and error.ctx is not None else None
+
+
+def _example(error: click.UsageError) -> str | None:
+    """Return the first example of the command's help, None where it has none."""
+    epilog = (error.ctx.command.epilog if error.ctx is not None else None) or ""
+    line = next((line for line in epilog.splitlines() if line.startswith("  launch ")), None)
+    return None if line is None else f"such as: {line.strip()}"
 
 
 def _usage(error: click.UsageError) -> str | None:

@@ -399,9 +399,10 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         tell(loss=loss)
         rate = f"  {self._timer.samples_per_s:.1f} samples/s" if self._timer.samples_per_s else ""
         get_logger().info(
-            "step %d  loss %.4f  lr %.3g  grad norm %.3g%s",
+            "step %d  loss %.4f%s  lr %.3g  grad norm %.3g%s",
             self.global_steps,
             loss,
+            " of rank 0" if self.dp_world_size > 1 else "",
             self.get_lr()[0],
             self._last_step.norm,
             rate,

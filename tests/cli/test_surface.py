@@ -280,6 +280,11 @@ def test_a_folder_that_cannot_be_written_has_its_logs_elsewhere(
     assert (tmp_path / "mine").exists(), "what a user names is not replaced"
 
 
+def test_a_missing_argument_comes_with_an_example() -> None:
+    assert "MODEL is missing\n  → such as: launch estimate " in usage_error("estimate")
+    assert "COMMAND is missing\n  → such as: launch exec --hostfile hosts nvidia-smi -L" in usage_error("exec")
+
+
 @pytest.mark.parametrize("word", ["chekc", "exce", "sbacth", "deepspeed-comand"])
 def test_a_mistyped_command_is_told(word: str) -> None:
     assert f"there is no command {word}, and no script of that name\n  → did you mean " in usage_error(word)
