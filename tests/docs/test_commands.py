@@ -107,6 +107,10 @@ ELSEWHERE = {
     "launch checkpoint import deepspeed_checkpoints checkpoints": IMPORT,
     "launch checkpoint import deepspeed_checkpoints checkpoints --tag global_step500": IMPORT,
     "launch report": REPORT,
+    "launch report --job JOB": "tests/cli/test_report.py::test_a_bug_report_has_arguments_config_and_how_the_job_ended",
+    "launch report --job calm-otter --config ds_config.json > report.txt": (
+        "tests/cli/test_report.py::test_a_bug_report_has_arguments_config_and_how_the_job_ended"
+    ),
     'launch exec --hostfile hosts -- "$(command -v launch)" report': REPORT,
     'launch exec --hostfile hosts -- "$(command -v launch)" io /local_nvme': "tests/cli/test_io.py",
     'launch exec -H hosts -- "$(command -v launch)" io /local_nvme': "tests/cli/test_io.py",
