@@ -13,8 +13,7 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.secrets import MASK, mask_text
-from launcher.base.units import counted, format_bytes
-from launcher.cli.console.render import printable
+from launcher.base.units import counted, format_bytes, printable
 from launcher.cluster.fold import fold
 from launcher.hosts.inventory import gather
 from launcher.job.engine_config import config_argument
