@@ -44,7 +44,7 @@ class GPTConfig:
 
 
 SIZES = {  # name -> layers, hidden size, heads
-    "1m": (4, 160, 5),
+    "600k": (3, 128, 4),
     "5m": (6, 256, 8),
     "10m": (8, 320, 8),
     "20m": (12, 384, 12),
@@ -283,13 +283,13 @@ def plot(history: History, path: Path, title: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--size", choices=sorted(SIZES), default="1m", help="parameters (default: 1m)")
+    parser.add_argument("--size", choices=sorted(SIZES), default="600k", help="parameters (default: 600k)")
     parser.add_argument("--data", type=Path, help="text file or folder (default: Python's own sources)")
     parser.add_argument("--context", type=int, default=128, help="bytes per sample (default: 128)")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps (default: 600)")
-    parser.add_argument("--print_every", type=int, default=25, help="steps between lines (default: 25)")
-    parser.add_argument("--evaluate_every", type=int, default=100, help="default: 100")
-    parser.add_argument("--sample_bytes", type=int, default=200, help="bytes to write at the end; 0: none")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: 1000)")
+    parser.add_argument("--print_every", type=int, default=50, help="steps between lines (default: 50)")
+    parser.add_argument("--evaluate_every", type=int, default=250, help="default: 250")
+    parser.add_argument("--sample_bytes", type=int, default=300, help="bytes to write at the end; 0: none")
     parser.add_argument("--plot", type=Path, default=Path("runs/loss.png"), help="default: runs/loss.png")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     launcher.add_config_arguments(parser)
@@ -320,7 +320,7 @@ def main() -> None:
     engine, _, loader, _ = launcher.initialize(args=arguments, model=model, training_data=training)
     history = train(engine, loader, validation, arguments)
     if arguments.sample_bytes:
-        text = sample(engine, b"def ", arguments.sample_bytes, arguments.context, arguments.seed)
+        text = sample(engine, b"class Reader:\n\tdef ", arguments.sample_bytes, arguments.context, arguments.seed)
         if arguments.rank == 0:
             print("\n--- sample ---\n" + text + "\n--------------")
     if arguments.rank == 0:
