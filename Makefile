@@ -60,7 +60,7 @@ compat: $(VENV)/.installed-dev $(VENV)/.transformers4 ## run a short list of tes
 
 soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, every fault on every transport, stalls of minutes
 	@.ci/system-packages
-	$(BIN)/python -m pytest -m soak
+	SEQUENCES=5000 $(BIN)/python -m pytest -m soak
 	$(BIN)/python benchmarks/random_kills.py --count 500
 	$(BIN)/python benchmarks/checkpoint_kills.py --count 1000
 	$(BIN)/python benchmarks/fuzz.py --count 1000000

@@ -1,29 +1,18 @@
-"""Programs of calls on engines, and what plain torch says that each call does.
-
-A program is a list of settings, one for each engine, and a list of acts. The parent sends one act after another to a
-pool of ranks, where an `EngineSide` does it, and lets a `PlainSide` do it in one process that knows the data of all
-ranks: autograd over the same micro-batches, one optimizer, no shards. After every act both must tell the same, or every
-rank must raise the error that the documentation names, and none may hang. An act that means nothing in the state that a
-program has reached (a backward without a forward) is left out on both sides, so every list of acts is a program.
-"""
+"""What users call on an engine, as acts of a program: on the ranks. `harness.plain_calls` has the same acts in plain
+torch, and `harness.programs` runs both."""
 
 from __future__ import annotations
 
 import copy
-import math
 import os
-import shutil
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from harness.ranks import RankPool
 from torch import Tensor, nn
 
 import launcher
@@ -31,8 +20,6 @@ from launcher.zero import GatheredParameters
 
 MICRO, LR, MOMENTUM, DECAY = 2, 0.2, 0.9, 0.01
 NUM_BLOCKS = 3
-HANG_S = 40.0  # of one act, where the engine itself gives up after half of its usual times
-RELATIVE, ABSOLUTE = 5e-5, 2e-6
 Act = tuple[Any, ...]  # the name of a method of both sides, the number of an engine, and arguments
 Told = dict[str, Any]
 
@@ -155,6 +142,11 @@ def weight_of(model: Net, index: int) -> nn.Parameter:
     """Return the weight of one part."""
     part = model.part(index)
     return part.weight if isinstance(part, nn.Linear) else part.linear.weight  # type: ignore[return-value]
+
+
+def grad_of_script(width: int) -> Tensor:
+    """Return a gradient of a weight that no loss has made."""
+    return torch.linspace(-0.1, 0.1, width * width).view(width, width)
 
 
 class OnPurpose(Exception):
@@ -311,7 +303,7 @@ class EngineSide:
             return {name: array(value) for name, value in model.named_parameters()}
         if how == "deepcopy":
             return {name: array(value) for name, value in copy.deepcopy(model).named_parameters()}
-        if how == "rank 0":
+        if how == "rank_0":
             return {name: array(value) for name, value in model.state_dict().items()} if self.rank == 0 else None
         if how == "thread":
             found: Told = {}
@@ -353,6 +345,12 @@ class EngineSide:
         with torch.no_grad():
             return {"loss": loss_of(self.engines[index](self._inputs(index))).item()}
 
+    def part(self, index: int) -> None:
+        """Evaluate on one rank where every forward needs all of them, and go on."""
+        self.evaluate_alone(index)
+        self.engines[index].backward(loss_of(self.engines[index](self._inputs(index))))
+        self.engines[index].step()
+
     def write(self, index: int, how: str, part: int) -> None:
         engine, model = self.engines[index], self.engines[index].module
         if how == "fp32":
@@ -363,22 +361,31 @@ class EngineSide:
         elif how == "load":
             engine.load_state_dict({name: value * 0.9 for name, value in engine.state_dict().items()})
         elif how in ("gathered", "forgotten"):
-            with GatheredParameters(model.parameters(), modifier_rank=0 if how == "gathered" else None), torch.no_grad():
-                for param in model.parameters():
+            with (
+                GatheredParameters(model.parameters(), modifier_rank=0 if how == "gathered" else None),
+                torch.no_grad(),
+            ):
+                for _, param in named_grads_wanted(model):  # below stage 3 a block does not know the others
                     if self.rank == 0 or how == "forgotten":
                         param.mul_(0.9)
         elif how == "data":
             for param in model.parameters():
                 param.data.mul_(0.9)
-        elif how == "rank 0":
-            with torch.no_grad():
-                for param in model.parameters() if self.rank == 0 else ():
-                    param.mul_(0.9)
         else:
             assert how == "edit"
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(0.9)
+
+    def write_alone(self, index: int) -> None:
+        """Write weights on one rank, and take a step."""
+        engine = self.engines[index]
+        with torch.no_grad():
+            for _, param in named_grads_wanted(engine.module) if self.rank == 0 else ():
+                param.mul_(0.9)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(loss_of(engine(self._inputs(index))))
+        engine.step()
 
     def read_grad(self, index: int, part: int) -> Told:
         grad = launcher.zero.safe_get_full_grad(weight_of(self.engines[index].module, part))
@@ -386,8 +393,21 @@ class EngineSide:
 
     def write_grad(self, index: int, part: int) -> None:
         param = weight_of(self.engines[index].module, part)
-        width = self.settings[index].width
-        launcher.zero.safe_set_full_grad(param, torch.linspace(-0.1, 0.1, width * width).view(width, width))
+        launcher.zero.safe_set_full_grad(param, grad_of_script(self.settings[index].width))
+
+    def own_grad(self, index: int, how: str, part: int) -> Told | None:
+        """Do to `param.grad` what scripts do."""
+        model = self.engines[index].module
+        param = weight_of(model, part)
+        if how == "clip":
+            return {"norm of all": float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))}
+        if how == "set":
+            param.grad = grad_of_script(self.settings[index].width)
+        elif how == "none":
+            param.grad = None
+        elif param.grad is not None:
+            param.grad.mul_(0.5)
+        return None
 
     # ---- checkpoints ----
 
@@ -420,7 +440,7 @@ class EngineSide:
 _side: EngineSide | None = None
 
 
-def _start(rank: int, world_size: int, settings: Sequence[Setting], folder: Path, errors: Path) -> Told:
+def start_acts(rank: int, world_size: int, settings: Sequence[Setting], folder: Path, errors: Path) -> Told:
     """Make the engines of a program. errors: where the process writes what it has to say from now on."""
     global _side
     from launcher.base.timeouts import timeouts
@@ -436,593 +456,6 @@ def _start(rank: int, world_size: int, settings: Sequence[Setting], folder: Path
     return {}
 
 
-def _do(rank: int, world_size: int, number: int, act: Act, drops: Sequence[int]) -> Told:
+def do_act(rank: int, world_size: int, number: int, act: Act, drops: Sequence[int]) -> Told:
     assert _side is not None
     return _side.do(number, act, drops)
-
-
-# ---- in one process ----
-
-
-@dataclass(frozen=True)
-class Refused:
-    """What every rank must raise. ends: nothing is said of the engine after it."""
-
-    kind: str
-    ends: bool = False
-
-
-SKIPPED = Refused("skipped")
-
-
-@dataclass
-class Rank0:
-    """What rank 0 alone tells."""
-
-    told: Told
-
-
-@dataclass
-class PerRank:
-    """A value for each rank."""
-
-    values: list[Any]
-
-
-@dataclass
-class _Pending:
-    engines: frozenset[int]
-    losses: list[Tensor]  # by rank
-
-
-@dataclass
-class _Saved:
-    weights: dict[str, Tensor]
-    states: list[dict[str, Any]]
-    rates: list[float]
-    steps: int
-
-
-@dataclass
-class PlainEngine:
-    """Model, optimizer and counters."""
-
-    setting: Setting
-    model: Net
-    optimizer: torch.optim.Optimizer = field(init=False)
-    steps: int = 0
-    num_summed: int = 0
-    accumulation: int = 0
-    micro: int = MICRO
-    next_sizes: tuple[int, int] = (0, 0)
-    has_divided: bool = False
-    backward_done: bool = False
-    override: bool | None = None
-    num_drops: int = 0
-    norm: float | None = None
-    is_broken: bool = False  # an exception has ended a backward, and no call has come since
-    has_edited_shards: bool = False
-    has_parted: bool = False  # one rank has other weights than the others
-    saved: _Saved | None = None
-    is_read: bool = False  # a thread reads
-
-    def __post_init__(self) -> None:
-        self.accumulation = self.setting.accumulation
-        self.next_sizes = (self.accumulation, self.micro)
-        self.begin_optimizer()
-
-    def begin_optimizer(self) -> None:
-        params = [param for _, param in named_grads_wanted(self.model)]
-        if self.setting.optimizer == "SGD":
-            self.optimizer = torch.optim.SGD(params, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-        else:
-            self.optimizer = torch.optim.AdamW(params, lr=LR, eps=0.1, weight_decay=DECAY)
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return list(self.optimizer.param_groups[0]["params"])
-
-    @property
-    def at_boundary(self) -> bool:
-        if not self.setting.managed:
-            return True
-        return self.num_summed + 1 >= self.accumulation if self.override is None else self.override
-
-    def add_grads(self, loss: Tensor) -> None:
-        params = [param for param in self.params if param.requires_grad]
-        grads = torch.autograd.grad(loss, params, allow_unused=True, retain_graph=True)
-        for param, grad in zip(params, grads, strict=True):
-            if grad is not None:
-                param.grad = grad if param.grad is None else param.grad + grad
-
-    def begin_sum(self) -> None:
-        self.num_summed, self.has_divided, self.backward_done = 0, False, False
-        self.accumulation, self.micro = self.next_sizes
-
-    def drop(self) -> None:
-        """Drop the gradients: the accumulation begins anew."""
-        self.optimizer.zero_grad()
-        self.begin_sum()
-
-
-class PlainSide:
-    """Says what each act tells, as `EngineSide` does; `keys` of losses are chosen here."""
-
-    def __init__(self, settings: Sequence[Setting]) -> None:
-        self.world_size = max(setting.world_size for setting in settings)
-        self.engines = [PlainEngine(setting, Net(setting, index)) for index, setting in enumerate(settings)]
-        self.pending: dict[int, _Pending] = {}
-        self.number = 0
-        self.resolved: Act = ()
-        self.drops: list[int] = []
-
-    def do(self, number: int, act: Act) -> Told | Refused | Rank0:
-        """Do an act. `resolved` is then what ranks are to do, and `drops` the losses that nobody needs any more."""
-        self.number, self.resolved, self.drops = number, act, []
-        index = act[1]
-        if index >= len(self.engines):
-            return SKIPPED
-        told: Told | Refused | Rank0 = getattr(self, act[0])(*act[1:])
-        for key in self.drops:
-            self.pending.pop(key, None)
-        return {} if told is None else told
-
-    def common(self) -> Told:
-        """Return what every act tells."""
-        return {
-            "steps": [engine.steps for engine in self.engines],
-            "at boundary": [engine.at_boundary for engine in self.engines],
-            "accumulation": [engine.accumulation for engine in self.engines],
-        }
-
-    def _inputs(self, index: int, rank: int) -> Tensor:
-        engine = self.engines[index]
-        return inputs_of(engine.setting, engine.micro, self.number, rank)
-
-    def _forget_graphs(self, index: int) -> None:
-        """Drop the losses whose graphs read weights that have changed."""
-        self.drops += [key for key, pending in self.pending.items() if index in pending.engines]
-
-    def _mend(self, index: int) -> None:
-        """A call of the engine comes after an exception."""
-        self.engines[index].is_broken = False
-
-    def forward(self, index: int, what: str, grad: bool, factor: float = 1.0) -> Told | Refused:
-        engine, engines = self.engines[index], {index}
-        if what == "chain":
-            if len(self.engines) < 2 or self.engines[0].setting.width != self.engines[1].setting.width:
-                return SKIPPED
-            engines = {0, 1}
-        if what in ("whole", "chain"):
-            for each in engines:
-                self._mend(each)
-        losses = []
-        with torch.set_grad_enabled(grad):
-            for rank in range(self.world_size):
-                x = self._inputs(index, rank)
-                if what == "whole":
-                    out = engine.model(x)
-                elif what == "chain":
-                    out = self.engines[1 - index].model(engine.model(x))
-                else:
-                    out = engine.model.part(int(what))(x)
-                losses.append(loss_of(out) * factor)
-        if losses[0].requires_grad:
-            self.pending[self.number] = _Pending(frozenset(engines), losses)
-        return {"loss": PerRank([loss.item() for loss in losses])}
-
-    def saliency(self, index: int) -> Told:
-        self._mend(index)
-        grads = []
-        for rank in range(self.world_size):
-            x = self._inputs(index, rank).requires_grad_()
-            grads += torch.autograd.grad(loss_of(self.engines[index].model(x)), x)
-        return {"input's gradient": PerRank([array(grad) for grad in grads])}
-
-    def _mean(self, keys: Sequence[int]) -> Tensor:
-        return sum(sum(self.pending[key].losses) for key in keys) / self.world_size  # type: ignore[return-value]
-
-    def backward(self, index: int, how: str, joint: bool, retain: bool) -> Refused | None:
-        engine = self.engines[index]
-        own = [key for key, pending in self.pending.items() if index in pending.engines]
-        if not own:
-            return SKIPPED
-        keys = [own[-1]]
-        if joint:  # the newest loss of the other engine, or an older one of this engine
-            others = [key for key, pending in self.pending.items() if index not in pending.engines] or own[:-1]
-            keys += others[-1:]
-        self.resolved = ("backward", index, how, keys, retain)
-        if how == "no_sync" and engine.setting.stage >= 2:
-            return Refused("no_sync")
-        if how == "raw":
-            self.drops += keys
-            return Refused("raw backward")
-        self._mend(index)
-        loss = self._mean(keys)
-        if how != "unscaled":
-            loss = loss / engine.accumulation
-        engine.add_grads(loss)
-        engine.has_divided = engine.backward_done = True
-        if not retain:
-            self.drops += keys
-        return None
-
-    def both(self, _index: int) -> Refused | None:
-        if len(self.engines) < 2:
-            return SKIPPED
-        newest = []
-        for index in (0, 1):
-            own = [key for key, pending in self.pending.items() if pending.engines == {index}]
-            if not own:
-                return SKIPPED
-            newest.append(own[-1])
-        self.resolved = ("both", newest)
-        for index, (engine, key) in enumerate(zip(self.engines, newest, strict=True)):
-            self._mend(index)
-            engine.add_grads(self._mean([key]) / engine.accumulation)
-            engine.has_divided = engine.backward_done = True
-        self.drops += newest
-        return None
-
-    def step(self, index: int) -> Told | Refused:
-        engine = self.engines[index]
-        self._mend(index)
-        if not engine.backward_done:
-            return Refused("no backward")
-        is_boundary = engine.at_boundary
-        engine.backward_done = False
-        engine.num_summed += 1
-        if is_boundary:
-            if engine.has_parted:
-                return Refused("parted", ends=True)
-            if engine.has_edited_shards:
-                return Refused("shards written", ends=True)
-            grads = [param.grad for param in engine.params if param.grad is not None]
-            engine.norm = math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
-            if math.isfinite(engine.norm):
-                if engine.setting.clipping:
-                    for grad in grads:
-                        grad.mul_(min(1.0, engine.setting.clipping / (engine.norm + 1e-6)))
-                engine.optimizer.step()
-            engine.drop()
-            engine.num_drops = 0
-            engine.steps += 1
-            self._forget_graphs(index)
-        return {"norm": engine.norm}
-
-    def zero_grad(self, index: int) -> Refused | None:
-        engine = self.engines[index]
-        self._mend(index)
-        is_between = engine.num_summed > 0 and not engine.backward_done
-        if is_between and engine.num_drops:
-            return Refused("zero_grad again")
-        engine.num_drops += is_between
-        engine.drop()
-        return None
-
-    def mode(self, index: int, training: bool) -> None:
-        self.engines[index].model.train(training)
-
-    def boundary(self, index: int, is_boundary: bool) -> None:
-        self.engines[index].override = is_boundary
-
-    def _resize(self, index: int, sizes: tuple[int, int]) -> None:
-        engine = self.engines[index]
-        engine.next_sizes = sizes
-        if not engine.has_divided:
-            engine.begin_sum()
-
-    def batch(self, index: int, accumulation: int) -> Refused | None:
-        if self.engines[index].next_sizes[1] != self.engines[index].micro:
-            return SKIPPED  # how many samples that is depends on a size to come
-        self._resize(index, (accumulation, self.engines[index].micro))
-        return None
-
-    def micro(self, index: int, samples: int) -> None:
-        self._resize(index, (self.engines[index].next_sizes[0], samples))
-
-    def rate(self, index: int, rate: float) -> None:
-        self.engines[index].optimizer.param_groups[0]["lr"] = rate
-
-    def freeze(self, index: int, part: int, frozen: bool) -> Refused | None:
-        engine = self.engines[index]
-        if engine.setting.model != "plain":
-            return SKIPPED
-        engine.model.part(part).requires_grad_(not frozen)
-        return None
-
-    def sync(self, index: int) -> None:
-        pass
-
-    def fail(self, index: int, where: str) -> Refused | None:
-        engine = self.engines[index]
-        if where == "backward" and not engine.model.blocks[0].linear.weight.requires_grad and not (
-            engine.model.blocks[1].linear.weight.requires_grad
-        ):
-            return SKIPPED  # no gradient reaches the block
-        if where != "gathered":
-            self._mend(index)
-        if where in ("backward", "own"):
-            engine.drop()
-            engine.is_broken = True
-        return None
-
-    # ---- weights, gradients, states ----
-
-    def _weights(self, index: int) -> Told:
-        return {name: array(value) for name, value in self.engines[index].model.state_dict().items()}
-
-    def read(self, index: int, how: str) -> Told | Refused | Rank0:
-        engine = self.engines[index]
-        if how == "momentum":
-            if engine.setting.optimizer != "SGD":
-                return SKIPPED
-            states = {
-                name: engine.optimizer.state[param].get("momentum_buffer")
-                for name, param in named_grads_wanted(engine.model)
-            }
-            return {name: None if state is None else array(state) for name, state in states.items()}
-        if how in ("parameters", "deepcopy", "rank 0", "thread") and engine.setting.is_sharded:
-            return SKIPPED
-        if how == "rank 0":
-            return Rank0(self._weights(index))
-        if how in ("state_dict", "thread"):
-            return self._weights(index)
-        named = dict(engine.model.named_parameters())
-        if how == "fp32":
-            named = dict(named_grads_wanted(engine.model))
-        return {name: array(param) for name, param in named.items()}
-
-    def reader(self, index: int, on: bool) -> Refused | None:
-        engine = self.engines[index]
-        if on and (engine.setting.is_sharded or engine.is_read):
-            return SKIPPED
-        engine.is_read = on
-        return None
-
-    def evaluate_alone(self, index: int) -> Refused | Rank0:
-        engine = self.engines[index]
-        if engine.setting.is_sharded:
-            return Refused("evaluation alone", ends=True)
-        if engine.is_broken:
-            return SKIPPED
-        with torch.no_grad():
-            return Rank0({"loss": loss_of(engine.model(self._inputs(index, 0))).item()})
-
-    def write(self, index: int, how: str, part: int) -> Refused | None:
-        engine = self.engines[index]
-        if how == "data" and engine.setting.is_sharded:
-            return SKIPPED
-        params = list(engine.model.parameters())
-        if how == "fp32":
-            params = [weight_of(engine.model, part)]
-            if not params[0].requires_grad:
-                return SKIPPED
-        self._forget_graphs(index)
-        if how == "edit" and engine.setting.is_sharded:
-            engine.has_edited_shards = True
-            return None
-        if how == "rank 0":
-            if engine.setting.is_sharded:
-                engine.has_edited_shards = True
-            else:
-                engine.has_parted = True
-            return None
-        if how == "forgotten" and engine.setting.is_sharded:
-            return None
-        with torch.no_grad():
-            for param in params:
-                param.mul_(0.5 if how == "fp32" else 0.9)
-        return None
-
-    def _has_grads(self, index: int) -> bool:
-        engine = self.engines[index]
-        return engine.backward_done and engine.at_boundary and not engine.is_broken
-
-    def read_grad(self, index: int, part: int) -> Told | Refused:
-        param = weight_of(self.engines[index].model, part)
-        if not self._has_grads(index) or not param.requires_grad:
-            return SKIPPED
-        return {"gradient": None if param.grad is None else array(param.grad)}
-
-    def write_grad(self, index: int, part: int) -> Refused | None:
-        engine = self.engines[index]
-        param = weight_of(engine.model, part)
-        if not self._has_grads(index) or param.grad is None:
-            return SKIPPED
-        param.grad = torch.linspace(-0.1, 0.1, param.numel()).view(param.shape)
-        return None
-
-    # ---- checkpoints ----
-
-    def save(self, index: int) -> Refused | None:
-        engine = self.engines[index]
-        if engine.has_parted or engine.has_edited_shards:
-            return SKIPPED
-        engine.saved = _Saved(
-            copy.deepcopy(engine.model.state_dict()),
-            [copy.deepcopy(engine.optimizer.state[param]) for param in engine.params],
-            [group["lr"] for group in engine.optimizer.param_groups],
-            engine.steps,
-        )
-        return None
-
-    def load(self, index: int) -> Refused | None:
-        engine = self.engines[index]
-        if engine.saved is None or engine.has_parted or engine.has_edited_shards:
-            return SKIPPED
-        engine.model.load_state_dict(engine.saved.weights)
-        for param, state in zip(engine.params, engine.saved.states, strict=True):
-            engine.optimizer.state[param] = copy.deepcopy(state)
-        for group, rate in zip(engine.optimizer.param_groups, engine.saved.rates, strict=True):
-            group["lr"] = rate
-        engine.steps, engine.is_broken = engine.saved.steps, False
-        engine.drop()
-        self._forget_graphs(index)
-        return None
-
-    def reload(self, index: int, setting: Setting) -> Refused | None:
-        old = self.engines[index]
-        setting = replace(setting, optimizer=old.setting.optimizer, model=old.setting.model, width=old.setting.width)
-        if old.saved is None or setting.world_size > self.world_size or old.has_parted or old.has_edited_shards:
-            return SKIPPED
-        self.resolved = ("reload", index, setting)
-        self._forget_graphs(index)
-        new = PlainEngine(setting, Net(setting, index))
-        new.saved = old.saved
-        self.engines[index] = new
-        return self.load(index)
-
-    def again(self, index: int) -> Refused | None:
-        old = self.engines[index]
-        if old.has_parted or old.has_edited_shards or old.is_read:
-            return SKIPPED
-        self._forget_graphs(index)
-        old.model.zero_grad()
-        self.engines[index] = PlainEngine(old.setting, old.model, saved=old.saved)
-        return None
-
-
-# ---- both ----
-
-
-class Crew(RankPool):
-    """Ranks that do acts; ended as soon as one of them tells something else than it should."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        self.folder = Path(tempfile.mkdtemp(prefix="sequences-"))
-        self.is_open = True
-
-    def close(self) -> None:
-        """End the processes."""
-        self.is_open = False
-        super().close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def tell(self, body: Callable[..., Told], *args: Any) -> list[Told]:
-        """Have every rank call `body`; return what each tells. Raises: AssertionError where one hangs."""
-        for _, pipe in self._ranks:
-            pipe.send((body, args))
-        found: list[Told] = []
-        end_s = time.monotonic() + HANG_S
-        for rank, (_, pipe) in enumerate(self._ranks):
-            try:
-                if not pipe.poll(max(0.0, end_s - time.monotonic())):
-                    raise AssertionError(f"rank {rank} hung:\n{self._dump_and_close()}")
-                is_fine, value = pipe.recv()
-                found.append(value if is_fine else {"error": ("in the harness", value)})
-            except (EOFError, ConnectionError):
-                found.append({"error": ("ended", self.said())})
-        return found
-
-    def said(self) -> str:
-        """Return what the ranks have written of errors."""
-        path = self.folder / "errors"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-
-_crews: dict[int, Crew] = {}
-
-
-def _crew_of(world_size: int) -> Crew:
-    crew = _crews.get(world_size)
-    if crew is None or not crew.is_open:
-        crew = _crews[world_size] = Crew(world_size)
-    return crew
-
-
-def expanded(acts: Sequence[Act], num_engines: int) -> Iterator[Act]:
-    """Return the acts one by one, and those that look at everything at the end."""
-    ends: list[Act] = []
-    for index in range(num_engines):
-        ends += [("boundary", index, True), ("train", index), ("read", index, "state_dict"), ("read", index, "fp32")]
-    for act in [*acts, *ends]:
-        if act[0] == "train":
-            yield from (("forward", act[1], "whole", True), ("backward", act[1], "engine", False, False), ("step", act[1]))
-        else:
-            yield act
-
-
-def run_program(settings: Sequence[Setting], acts: Sequence[Act], errors: dict[str, tuple[str, str]]) -> None:
-    """Run a program on ranks and in plain torch. errors: kind -> class and a part of the text.
-
-    Raises: AssertionError with the program and the first act that told something else.
-    """
-    plain = PlainSide(settings)
-    crew = _crew_of(plain.world_size)
-    folder = Path(tempfile.mkdtemp(dir=crew.folder))
-    done: list[Act] = []
-    try:
-        _compare(crew.tell(_start, list(settings), folder, crew.folder / "errors"), {}, {}, errors)
-        for number, act in enumerate(expanded(acts, len(settings))):
-            expected = plain.do(number, act)
-            if expected is SKIPPED:
-                continue
-            done.append(act)
-            found = crew.tell(_do, number, plain.resolved, plain.drops)
-            _compare(found, expected, plain.common(), errors)
-            if isinstance(expected, Refused) and expected.ends:
-                crew.close()
-                return
-        _compare(crew.tell(_do, -1, ("finish", 0), ()), {}, {}, errors)
-    except AssertionError as error:
-        crew.close()
-        lines = "\n".join(f"    {act!r}," for act in acts)
-        text = f"run_program(\n  {list(settings)!r},\n  [\n{lines}\n  ],\n)"
-        last = f"in act {len(done)}, {done[-1]!r}" if done else "at the start"
-        raise AssertionError(f"{last}: {error}\n{text}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _compare(
-    found: list[Told], expected: Told | Refused | Rank0, common: Told, errors: dict[str, tuple[str, str]]
-) -> None:
-    """Raise AssertionError where a rank has told something else."""
-    problems: list[str] = []
-    for rank, told in enumerate(found):
-        error = told.pop("error", None)
-        if isinstance(expected, Refused):
-            kind, text = errors[expected.kind]
-            if error is None or error[0] != kind or text not in error[1]:
-                problems.append(f"rank {rank} should raise {kind} with {text!r}, and got {error or told}")
-            continue
-        if error is not None:
-            problems.append(f"rank {rank} raised {error[0]}: {error[1]}")
-            continue
-        wanted = {**common}
-        if isinstance(expected, Rank0):
-            wanted.update(expected.told if rank == 0 else {})
-        else:
-            wanted.update(expected)
-        if common and wanted.keys() != told.keys():
-            problems.append(f"rank {rank} told of {sorted(told)} in place of {sorted(wanted)}")
-            continue
-        for name, value in wanted.items():
-            value = value.values[rank] if isinstance(value, PerRank) else value
-            if not _is_close(told[name], value):
-                problems.append(f"rank {rank}, {name}: {_shown(told[name], value)}")
-    assert not problems, "\n".join(problems)
-
-
-def _is_close(found: Any, expected: Any) -> bool:
-    if expected is None or found is None:
-        other = found if expected is None else expected  # what has not been used has none, or zeros
-        return other is None or (isinstance(other, np.ndarray) and not other.any())
-    if isinstance(expected, np.ndarray):
-        if not np.isfinite(expected).all():
-            return bool(not np.isfinite(found).all())
-        return bool(np.abs(found - expected).max() <= RELATIVE * np.abs(expected).max() + ABSOLUTE)
-    if isinstance(expected, float):
-        return math.isclose(found, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or (
-            not math.isfinite(expected) and not math.isfinite(found)
-        )
-    return bool(found == expected)
-
-
-def _shown(found: Any, expected: Any) -> str:
-    if isinstance(found, np.ndarray) and isinstance(expected, np.ndarray):
-        off = np.abs(found - expected).max()
-        return f"off by {off:.3g}, {found.ravel()[:3]} in place of {expected.ravel()[:3]}"
-    return f"{found!r} in place of {expected!r}"

@@ -35,7 +35,8 @@ def _group_of_file(path: str) -> str | None:
     if any(name in text for name in ("run_cases", "launch_cases", "run_with_transformers", "preload=IMPORTS")):
         return "transformers"  # forks of one process that has imported it
     # What a file sets up once: ranks that have torch loaded, fixtures of the module.
-    return path if "from harness.ranks import" in text or 'scope="module"' in text else None
+    sets_up = ("from harness.ranks import", "from harness.programs import", 'scope="module"')
+    return path if any(part in text for part in sets_up) else None
 
 
 def arrange(items: list[pytest.Item]) -> None:
