@@ -80,6 +80,12 @@ class _Params:
     def __init__(self, *, is_sharded: bool) -> None:
         self.state = ParameterState.SHARDED if is_sharded else ParameterState.UNSHARDED
         self.num_gathers = 0
+        self.is_scheduled = self.may_be_edited = self.is_touched = False
+        self.check_thread: Any = None  # set by the schedule
+
+    def is_gathered_in(self, *, for_autocast: bool) -> bool:
+        """There is one type."""
+        return True
 
     def start_gather(self, *, for_autocast: bool) -> None:
         self.state = ParameterState.UNSHARDED
@@ -88,7 +94,7 @@ class _Params:
     def wait(self) -> None:
         """Nothing is in flight."""
 
-    def release(self) -> None:
+    def release_if_idle(self) -> None:
         self.state = ParameterState.SHARDED
 
 
@@ -139,7 +145,7 @@ def steps_of(model: nn.Module, units: list[_Unit], policy: ZeroPolicy, num_steps
         schedule.begin_backward()
         backward(model)
         schedule.end_backward()
-        schedule.forget_uses()
+        schedule.after_step()
     return sum(unit.params.num_gathers for unit in units) - before, schedule.peak_live_numel
 
 

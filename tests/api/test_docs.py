@@ -45,9 +45,10 @@ def test_examples_on_this_machine(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_examples_on_other_hosts(sshd: LoopbackSshd, tmp_path: Path) -> None:
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "config").write_text(sshd.ssh_config.read_text())
+    # ssh looks for its config in the account's home, whatever HOME says
+    config = f'options=launcher.Options(ssh_config="{sshd.ssh_config}"), hosts='
     found = [block.replace("node-a", "127.0.0.2").replace("node-b", "127.0.0.3") for block in blocks("node-a")]
+    found = [block.replace("hosts=", config) for block in found]
     assert found
     out = run(tmp_path, [TRAIN, *found], environment(tmp_path))
     assert "[1 127.0.0.3] rank 1 of 2\n" in out

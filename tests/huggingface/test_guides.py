@@ -156,6 +156,7 @@ def test_the_commands_of_the_guides_are_understood(
     monkeypatch.chdir(tmp_path)
     Path("hostfile").write_text("hostname1 slots=8\nhostname2 slots=8\n")
     Path("train.py").touch()
+    Path("ds_config.json").write_text("{}")
     assert options.removesuffix(" --num_gpus 8") in PAGE
     result = CliRunner().invoke(cli, ["--dry-run", *options.split(), "train.py", "--deepspeed", "ds_config.json"])
     assert result.exit_code == 0, result.output

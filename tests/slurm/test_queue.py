@@ -91,14 +91,14 @@ def test_a_controller_that_does_not_answer_once_ends_no_wait(
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert "Slurm job 7: Slurm does not answer" in caplog.text
     answers.write_text("fail\n")
-    with pytest.raises(TransportError, match="Unable to contact"):
+    with pytest.raises(TransportError, match=r"Unable to contact|timed out"):
         job.state()
 
 
 @pytest.mark.usefixtures("short_times")
 def test_a_controller_that_never_answers_ends_the_wait(job: launcher.SlurmJob, answers: Path) -> None:
     answers.write_text("fail\n")
-    with pytest.raises(TransportError, match="Unable to contact"):
+    with pytest.raises(TransportError, match=r"Unable to contact|timed out"):  # the last answer, or that there is none
         job.wait()
 
 

@@ -118,7 +118,7 @@ _RESERVED_SIGNALS = {
     "SIGCONT": "it ends a suspension",
     "SIGTTIN": "it stops who reads a terminal from the background",
     "SIGTTOU": "it stops who writes to a terminal from the background",
-    "SIGPIPE": "it tells that nobody reads what launch writes",
+    "SIGPIPE": "it tells that the reader of what launch writes has ended",
     "SIGWINCH": "it tells that the size of the terminal has changed",
     **dict.fromkeys(
         ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGIOT", "SIGTRAP", "SIGSYS"),
