@@ -152,6 +152,8 @@ class Checkpoints:
     def _contents(self, excluded: set[str]) -> list[UnitContents]:
         sharded, optimizer = self._parts.sharded, self._engine.optimizer
         for unit in sharded.units:
+            if (lost := unit.find_lost()) is not None:
+                raise lost
             unit.take_edits()
         return contents_of(
             self._engine.module,

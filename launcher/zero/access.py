@@ -24,7 +24,7 @@ _Owned = Callable[[FlatUnit], Tensor | None]
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return a copy of a parameter's master value; None when no engine trains it. Collective."""
-    return _full(param, lambda unit: unit.params.master)
+    return _full(param, _master_of, takes_edits=True)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -70,7 +70,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return a copy of this rank's part of a parameter's master value; None when no engine trains it."""
-    return _local(param, lambda unit: unit.params.master)
+    return _local(param, _master_of, takes_edits=True)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -152,6 +152,10 @@ def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _
 # ---- where things are ----
 
 
+def _master_of(unit: FlatUnit) -> Tensor:
+    return unit.params.master
+
+
 def _owned_grad(unit: FlatUnit) -> Tensor | None:
     if unit.grads is None:
         return None
@@ -187,7 +191,8 @@ def _complete_sums(unit: FlatUnit) -> None:
         unit.grads.leave(shows=True)
 
 
-def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:
+def _find(param: nn.Parameter, *, takes_edits: bool = False) -> tuple[FlatUnit, ParamSlot] | None:
+    """takes_edits: the master gets what was written into whole parameters since the last step."""
     unit = unit_of(param)
     if unit is None or unit.grads is None:
         return None
@@ -195,6 +200,8 @@ def _find(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot] | None:
     if unit.params.pending is not None:
         unit.params.pending.wait()
     unit.group.copier.synchronize()  # a copy of the last step may still write, or read, what is going to be touched
+    if takes_edits and not unit.is_sharded:
+        unit.take_edits()
     return unit, unit.params.slot_of(param)
 
 
@@ -212,8 +219,8 @@ def _nothing(unit: FlatUnit, slot: ParamSlot, what: str, hint: str) -> EngineErr
     return EngineError(f"{slot.name} has no {what} now", hint=hint)
 
 
-def _full(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
-    found = _find(param)
+def _full(param: nn.Parameter, owned_of: _Owned, *, takes_edits: bool = False) -> Tensor | None:
+    found = _find(param, takes_edits=takes_edits)
     if found is None:
         return None
     unit, slot = found
@@ -231,8 +238,8 @@ def _part(unit: FlatUnit, slot: ParamSlot, owned: Tensor) -> Tensor:
     return owned[unit.shards[slot.index].place]
 
 
-def _local(param: nn.Parameter, owned_of: _Owned) -> Tensor | None:
-    found = _find(param)
+def _local(param: nn.Parameter, owned_of: _Owned, *, takes_edits: bool = False) -> Tensor | None:
+    found = _find(param, takes_edits=takes_edits)
     if found is None:
         return None
     with found[0].in_memory(writes=False):

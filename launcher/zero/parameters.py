@@ -149,6 +149,7 @@ class UnitParameters:
         # Who has a sharded unit unsharded, alike on every rank:
         self.is_scheduled = False  # the schedule of its engine
         self.num_blocks = 0  # so many blocks of `GatheredParameters`
+        self._lost: ParamSlot | None = None  # the first parameter written as a shard, where a block has come after that
         self.note_versions()
 
     def _full_buffer(self, dtype: torch.dtype) -> _FullBuffer:
@@ -358,6 +359,8 @@ class UnitParameters:
             self.check_thread()
         if self.flat is not self._in_own_type.flat:
             self.release()
+        if self.is_sharded and self.state is not ParameterState.UNSHARDED and self._lost is None:
+            self._lost = self.first_written()  # what the block writes counts no more at its end
         self.num_blocks += 1
         self.start_gather()
 
@@ -469,7 +472,7 @@ class UnitParameters:
     def after_load(self) -> None:
         """Take note that the masters, and what follows them, have been read from elsewhere: nothing is edited since."""
         self.may_be_edited = self.is_touched = False
-        self.note_versions()
+        self.forget_written()
 
     def take_edits(self) -> None:
         """Take values that were written into the unsharded parameters since the last step over into the master.
@@ -487,8 +490,18 @@ class UnitParameters:
         """Take note of what autograd has counted of writes into the parameters."""
         self._versions = [param._version for param in self._params]
 
+    def forget_written(self) -> None:
+        """Have `first_written` find nothing that was written until now."""
+        self._lost = None
+        self.note_versions()
+
     def first_written(self) -> ParamSlot | None:
-        """Return the slot of the first parameter that was written in place since the versions were noted, or None."""
+        """Return the slot of the first parameter that was written in place since the versions were noted, or None.
+
+        Of a sharded unit also of one whose write a block of `GatheredParameters` came after: it is lost all the same.
+        """
+        if self._lost is not None:
+            return self._lost
         for slot, param, version in zip(self._layout.slots, self._params, self._versions, strict=True):
             if param._version != version:
                 return slot

@@ -174,6 +174,9 @@ def step_units(
         is_touched |= unit.params.is_touched or unit.params.first_written() is not None
         unit.params.is_touched = False
         unit.params.note_versions()
+    lost = next((error for unit in trained if (error := unit.find_lost()) is not None), None)
+    if lost is not None:
+        raise lost
     for unit in trained:
         unit.take_edits()
     # The same on all ranks that have one model together: a stage of a pipeline may have frozen parameters only.

@@ -85,28 +85,33 @@ class FlatUnit:
                 self.swap = UnitSwap(placement.disk, master, self.grads.swap)
 
     def take_edits(self) -> None:
-        """Take over what was written into parameters from outside since the last step: a clamp, an average.
+        """Take over what was written into whole parameters from outside since the last step: a clamp, an average."""
+        params = self.params
+        is_apart = params.master is not params.shard
+        if not self.is_sharded and params.may_be_edited and is_apart and params.pending is None:
+            params.wait()
+            with self.in_memory():
+                params.take_edits()
 
-        Raises: EngineError for a write into a sharded parameter, which is lost, for a parameter with other memory, and
-        for a sharded one that is open: a block that ends after the update would write the values of before back.
+    def find_lost(self) -> EngineError | None:
+        """Return the error of what the next step would lose; None where it loses nothing.
+
+        That is a write into a sharded parameter, a parameter with other memory, and a sharded one that is open: a block
+        that ends after the update would write the values of before back.
         """
         params = self.params
         if self.is_sharded and params.num_blocks:
-            raise EngineError(
+            return EngineError(
                 f"engine.step() was called within a block of launcher.zero.GatheredParameters that has {self.label}",
                 hint="end the block before engine.step()",
             )
         slot = params.first_elsewhere()
         if slot is not None:
-            raise self._lost(slot, "was given other memory after initialize() (param.data = ...)")
-        if self.is_sharded:
-            slot = params.first_written()
-            if slot is not None:
-                raise self._lost(slot, "was written in place while it was sharded, or in a forward")
-        elif params.may_be_edited and params.master is not params.shard and params.pending is None:
-            params.wait()
-            with self.in_memory():
-                params.take_edits()
+            return self._lost(slot, "was given other memory after initialize() (param.data = ...)")
+        if not self.is_sharded:
+            return None
+        slot = params.first_written()
+        return None if slot is None else self._lost(slot, "was written in place while it was sharded, or in a forward")
 
     def _lost(self, slot: ParamSlot, what: str) -> EngineError:
         within = "within launcher.zero.GatheredParameters(params, modifier_rank=0)" if self.is_sharded else "in place"

@@ -102,6 +102,20 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
         [Setting(stage=3)],
         [("pass", 0), ("micro", 0, 1), ("fail", 0, "backward")],
     ),
+    **{
+        f"edited weights are read, stage {stage}, {offload}": (
+            [Setting(stage=stage, offload=offload)],
+            [("write", 0, "edit", 0), ("read", 0, "fp32")],
+        )
+        for stage, offload in ((2, "cpu"), (1, "nvme"))
+    },
+    **{
+        f"a shard is written before a block reads it: {how}": (
+            [Setting(stage=3, keeps=False)],
+            [("write", 0, "edit", 0), ("read", 0, how)],
+        )
+        for how in ("state_dict", "gathered")
+    },
     "a refused backward leaves nothing": (
         [Setting(stage=1, accumulation=3)],
         [TRAIN, ("overflow", 0), ("backward", 0, "raw", False, False), TRAIN, TRAIN],
