@@ -321,14 +321,15 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         heartbeat()
         self._sharded.reducer.withdraw()
         boundary = self.is_gradient_accumulation_boundary()
-        self._backward_done, self._ended_accumulation = False, boundary
-        self.micro_steps += 1
-        self._num_summed += 1
         if boundary:
             self._model_facts.check()
             self._autosave.begin_step()
             with self._watch.phase("step"):
                 self._take_step()
+        # Not before: after an error the micro-batch has not ended, and `step()` may be called again.
+        self._backward_done, self._ended_accumulation = False, boundary
+        self.micro_steps += 1
+        self._num_summed += 1
         self._timer.stop(boundary)
         if boundary:
             tell(step=self.global_steps)  # heartbeats count micro-batches
@@ -361,6 +362,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         outcome = step_units(
             sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed, check
         )
+        self._backward_done = False  # its gradients are used up, whatever follows raises
         sharded.schedule.after_step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()

@@ -188,7 +188,7 @@ class PipelineEngine(Engine):
         self._runtime.stopwatch.end()
         self._losses = [loss]
         self._backward_done = True
-        self.micro_steps += count - 1
+        self.micro_steps += count - 1 - self._num_summed  # some where an error has ended the last step
         self._num_summed = count - 1
         super().step()
         return loss

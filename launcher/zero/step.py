@@ -36,10 +36,11 @@ class _StepFacts:
     num_late: int  # units with gradients that are not in their sums, summed over ranks
     num_written: int  # units with a `param.grad` that a user has written, summed over ranks
     num_touched: int  # ranks whose whole parameters a user has got hold of, and may have written
+    num_lost: int  # ranks that have values, written by a user, which the step would lose
 
 
 def _exchange_facts(
-    gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh, *, is_touched: bool
+    gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh, *, is_touched: bool, is_lost: bool
 ) -> _StepFacts:
     """Return the same facts on every rank, the norm with the same bits. Collective, after the reductions.
 
@@ -47,16 +48,17 @@ def _exchange_facts(
     """
     group = mesh.data
     if not gradients and mesh.model is None:
-        return _StepFacts(0.0, 0, 0, 0, 0)
+        return _StepFacts(0.0, 0, 0, 0, 0, 0)
     total = sum_of_squares(gradients, group)
     num_unused = sum(own.used.count(False) for own in gradients)
-    counts = [num_unused, reducer.num_late, reducer.num_written, int(is_touched), *reducer.order.digests]
+    own_counts = [num_unused, reducer.num_late, reducer.num_written, int(is_touched), int(is_lost)]
+    counts = [*own_counts, *reducer.order.digests]
     facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
     pending.name_next("the norm of the gradients")
     rows = collectives.gather_rows(group, facts)
-    digests = rows[:, 5:]
+    digests = rows[:, 6:]
     has_orders = (digests != digests[0]).any().to(rows.dtype)
-    known = torch.cat([rows[:, :5].sum(dim=0), has_orders.reshape(1)])
+    known = torch.cat([rows[:, :6].sum(dim=0), has_orders.reshape(1)])
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
         known = collectives.sum_scalars(mesh.model, known)
     square, *counts, num_orders = known.tolist()
@@ -66,15 +68,26 @@ def _exchange_facts(
 
 
 def complete_sums(
-    gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh, *, is_touched: bool
+    gradients: list[UnitGradients],
+    reducer: GradientReducer,
+    mesh: ParallelMesh,
+    *,
+    is_touched: bool,
+    lost: EngineError | None,
 ) -> _StepFacts:
-    """Wait for the sums of all gradients, late ones included, and return what all ranks know of them. Collective."""
+    """Wait for the sums of all gradients, late ones included, and return what all ranks know of them. Collective.
+
+    Raises: EngineError on every rank where one has a `lost`.
+    """
     reducer.complete()
     if mesh.data.runtime.runs_behind_host and (gradients or mesh.model is not None):
         # Before the host waits for its device: behind collectives that do not fit each other nothing ever arrives.
-        _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched)
+        _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched, lost=lost)
     mesh.data.copier.synchronize()  # gradients in host memory are read from here on
-    facts = _exchange_facts(gradients, reducer, mesh, is_touched=is_touched)
+    is_lost = lost is not None
+    facts = _exchange_facts(gradients, reducer, mesh, is_touched=is_touched, is_lost=is_lost)
+    if facts.num_lost:
+        raise _lost_anywhere(lost, mesh)
     if facts.num_late == facts.num_written == 0:
         return facts
     if facts.num_late:
@@ -82,33 +95,59 @@ def complete_sums(
     if facts.num_written:
         reducer.take_written(mesh.data, mesh.model)
     mesh.data.copier.synchronize()
-    return _exchange_facts(gradients, reducer, mesh, is_touched=is_touched)
+    return _exchange_facts(gradients, reducer, mesh, is_touched=is_touched, is_lost=is_lost)
+
+
+def _lost_anywhere(own: EngineError | None, mesh: ParallelMesh) -> EngineError:
+    """Return the error of the first rank that has one, for all ranks to raise. Collective."""
+    said = None
+    if own is not None:
+        [found] = own.diagnostics
+        said = found.message, f"rank {mesh.world.rank}", found.hint
+    everywhere = [said] * mesh.data.world_size
+    if mesh.data.process_group is not None:
+        dist.all_gather_object(everywhere, said, group=mesh.data.process_group)
+    for reported in everywhere:
+        if reported is not None:
+            message, where, hint = reported
+            return EngineError(message, where=where, hint=hint)
+    return EngineError(
+        "on a rank with another part of the model a parameter was written where the engine would not train that value",
+        hint="see the error of that rank",
+    )
 
 
 def _share_facts_of_hosts(
-    gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh, *, is_touched: bool
+    gradients: list[UnitGradients],
+    reducer: GradientReducer,
+    mesh: ParallelMesh,
+    *,
+    is_touched: bool,
+    lost: EngineError | None,
 ) -> tuple[bool, bool]:
     """Queue the sums of late gradients.
 
     Returns whether a rank has parameters without a gradient, and whether `is_touched` holds on any. Collective; the
-    host does not wait for the device. Raises: EngineError as `_exchange_facts` does.
+    host does not wait for the device. Raises: EngineError as `complete_sums` does.
     """
     is_any_unused = any(not used for own in gradients for used in own.used)
     digests = reducer.order.digests
-    counts = [int(is_any_unused), int(reducer.num_late > 0), int(reducer.num_written > 0), int(is_touched)]
-    facts = [*counts, *digests, *(-own for own in digests)]
-    is_unused, is_late, is_written, is_touched_anywhere, *both = largest_of_hosts(mesh.data, facts)
+    flags = [is_any_unused, reducer.num_late > 0, reducer.num_written > 0, is_touched, lost is not None]
+    facts = [*map(int, flags), *digests, *(-own for own in digests)]
+    is_unused, is_late, is_written, is_touched_anywhere, is_lost, *both = largest_of_hosts(mesh.data, facts)
     parts = any(most != -least for most, least in zip(both[: len(digests)], both[len(digests) :], strict=True))
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
-        flags = [bool(is_unused), bool(is_written), bool(is_touched_anywhere), parts]
-        is_unused, is_written, is_touched_anywhere, parts = on_any_rank(mesh.model, flags)
+        flags = [bool(is_unused), bool(is_written), bool(is_touched_anywhere), bool(is_lost), parts]
+        is_unused, is_written, is_touched_anywhere, is_lost, parts = on_any_rank(mesh.model, flags)
     if parts:
         raise reducer.order.difference(mesh.data)
+    if is_lost:
+        raise _lost_anywhere(lost, mesh)
     if is_late:
         reducer.reduce_late()
     if is_written:
         reducer.take_written(mesh.data, mesh.model)
-        return _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched)
+        return _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched, lost=lost)
     return bool(is_unused), bool(is_touched_anywhere)
 
 
@@ -158,9 +197,9 @@ def step_units(
     gradients are too large by; the norm returned is not. None: the precision needs none. When the norm is not finite
     nothing is updated: one bad micro-batch must not destroy the weights. Parameters that had no gradient on any rank
     are left out of the step, weight decay included, as torch does. Raises: EngineError for these where the policy does
-    not accept them, for a sharded parameter that was written in place, and on all ranks where their collectives had
-    different orders. delayed: what takes the step beside the next one; the parameters get the update of the step
-    before.
+    not accept them, and on all ranks where one has a sharded parameter that was written in place, or where their
+    collectives had different orders. delayed: what takes the step beside the next one; the parameters get the update of
+    the step before.
 
     On a GPU the host waits for nothing here, where the optimizer can read the scale of gradients there: see the note in
     `launcher.comm.hosts`. It does wait with a loss scale, which follows every norm, with an optimizer in host memory,
@@ -169,32 +208,33 @@ def step_units(
     trained = [unit for unit in units if unit.grads is not None]
     gradients = [unit.grads for unit in trained if unit.grads is not None]
     alike = [unit for unit in trained if not unit.is_sharded and not unit.members.is_expert]
-    is_touched = False
-    for unit in alike if optimizer.keeps_ranks_alike else ():
-        is_touched |= unit.params.is_touched or unit.params.first_written() is not None
-        unit.params.is_touched = False
-        unit.params.note_versions()
+    watched = alike if optimizer.keeps_ranks_alike else []
+    is_touched = any(unit.params.is_touched or unit.params.first_written() is not None for unit in watched)
+    # Raised when all ranks know of it: a rank that left alone would have the others wait for it.
     lost = next((error for unit in trained if (error := unit.find_lost()) is not None), None)
-    if lost is not None:
-        raise lost
     for unit in trained:
         unit.take_edits()
+        if unit.is_sharded:
+            unit.params.forget_written()  # reported once
     # The same on all ranks that have one model together: a stage of a pipeline may have frozen parameters only.
     has_gradients = bool(gradients) or mesh.model is not None
     if optimizer.steps_behind_host and has_gradients:
         assert isinstance(optimizer, DeviceScaled), "decided when the engine was built"
         reducer.complete()
-        is_any_unused, is_touched = _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched)
+        is_any_unused, is_touched = _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched, lost=lost)
         check(trained)
         unused = _unused(trained, policy, mesh) if is_any_unused else []
         compared = alike if is_touched else []
         outcome = _step_behind_host(trained, gradients, optimizer, policy, mesh, unused=unused, compared=compared)
     else:
-        facts = complete_sums(gradients, reducer, mesh, is_touched=is_touched)
+        facts = complete_sums(gradients, reducer, mesh, is_touched=is_touched, lost=lost)
         if facts.num_touched:
             _check_alike(alike, mesh)
         check(trained)
         outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale or 1.0, delayed)
+    for unit in watched:
+        unit.params.is_touched = False
+        unit.params.note_versions()
     for own in gradients:
         own.discard()
     reducer.order.begin_step()

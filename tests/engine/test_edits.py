@@ -80,6 +80,30 @@ def test_a_write_into_a_shard_is_an_error() -> None:
     run_on_ranks(2, _write_into_a_shard)
 
 
+def _write_into_a_shard_of_one_rank(rank: int, world_size: int, is_behind: bool) -> Tensor:
+    """Write on rank 1, catch the error on every rank, and train on: `step` reports it once."""
+    with runs_behind_host() if is_behind else contextlib.nullcontext():
+        engine = engine_of(build("Plain"), 3, world_size)
+        x, y = batches(1)[0]
+        engine.backward(engine(x, y))
+        if rank == 1:
+            with torch.no_grad():
+                engine.module.blocks[1].up.weight.mul_(0.5)
+        with pytest.raises(EngineError, match=r"^rank 1: .*blocks\.1\.up\.weight was written in place while it was"):
+            engine.step()
+        assert engine.global_steps == 0
+        engine.step()
+        assert engine.global_steps == 1
+        return engine.state_dict()["blocks.1.up.weight"]
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_write_into_a_shard_of_one_rank_is_an_error_on_every_rank(is_behind: bool) -> None:
+    one, other = run_on_ranks(2, _write_into_a_shard_of_one_rank, is_behind)
+    assert torch.equal(one, other)
+    assert not torch.equal(one, build("Plain").state_dict()["blocks.1.up.weight"])
+
+
 def _shorten_rows(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 1))
     with pytest.raises(EngineError, match=r"the module 0 has max_norm=1\.0"):
