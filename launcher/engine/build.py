@@ -73,6 +73,7 @@ from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.experts import is_moe_param
+from launcher.zero.gathered import register_outside
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
 from launcher.zero.order import CollectiveOrder
@@ -302,9 +303,11 @@ def _place_others(model: nn.Module, precision: Precision, mesh: ParallelMesh) ->
     others = [param for param in model.parameters() if unit_params_of(param) is None]
     for param in others:
         param.data = param.data.to(device=mesh.data.device, dtype=precision.dtype_of(param))
-    collectives.broadcast(mesh.data, [param.data for param in others if not is_moe_param(param)])
-    of_experts = (mesh.of_experts or mesh).data
-    collectives.broadcast(of_experts, [param.data for param in others if is_moe_param(param)])
+    of_experts = [param for param in others if is_moe_param(param)]
+    of_all = [param for param in others if not is_moe_param(param)]
+    for params, own_mesh in ((of_all, mesh), (of_experts, mesh.of_experts or mesh)):
+        collectives.broadcast(own_mesh.data, [param.data for param in params])
+        register_outside(params, own_mesh)
 
 
 def _casting(model: nn.Module, settings: Config, precision: Precision, group: RankGroup) -> Casting:

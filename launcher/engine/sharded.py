@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from launcher.base.errors import EngineError
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.zero.delayed import DelayedUpdate
+from launcher.zero.gathered import unregister_outside
 from launcher.zero.hooks import InstalledHooks
 from launcher.zero.order_watch import unwatch_order, watch_order
 from launcher.zero.reducer import GradientReducer
@@ -69,6 +70,7 @@ class ShardedModel:
         self._hooks.remove()
         for unit in self.units:
             unit.free()
+        unregister_outside(self._model.parameters())
         self._model.__dict__.pop(_OF_MODEL, None)
 
 

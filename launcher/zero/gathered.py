@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
+from launcher.comm import collectives
+from launcher.comm.mesh import ParallelMesh
 from launcher.zero.parameters import UnitParameters, unit_params_of
+
+_OUTSIDE = "_launch_outside_of_units"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """What is known of a parameter that is in no unit, because nothing trains it and it is whole on every rank."""
+
+    number: int  # in one order on all ranks of the mesh's data axis
+    mesh: ParallelMesh
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())  # a saved parameter belongs to no engine
+
+
+def register_outside(params: Iterable[nn.Parameter], mesh: ParallelMesh) -> None:
+    """Have `GatheredParameters` find parameters that are in no unit, to be called in one order by all ranks."""
+    for param in params:
+        setattr(param, _OUTSIDE, _Outside(next(_numbers), mesh))
+
+
+def unregister_outside(params: Iterable[nn.Parameter]) -> None:
+    """Undo `register_outside` where it was called."""
+    for param in params:
+        vars(param).pop(_OUTSIDE, None)
 
 
 class GatheredParameters:
     """Unshard parameters within a `with` block; they are sharded again at its end.
 
-    params: a parameter or any iterable of them; None and parameters that were never sharded are left alone.
+    params: a parameter or any iterable of them; None and parameters that no engine has are left alone.
     modifier_rank: the rank whose changes all ranks take over at the end; None: changes are forgotten. Every rank must
     enter and leave with the same parameters. Blocks may be nested: the outermost one shards again.
     """
@@ -30,13 +60,17 @@ class GatheredParameters:
         given: list[Any] = [params] if isinstance(params, nn.Parameter) else list(params or ())
         self._modifier_rank = modifier_rank
         found: list[tuple[UnitParameters, nn.Parameter]] = []
+        outside: list[tuple[_Outside, nn.Parameter]] = []
         for param in dict.fromkeys(given) if enabled else ():
             unit_params = unit_params_of(param) if param is not None else None
             if unit_params is not None:
                 found.append((unit_params, param))
+            elif (known := getattr(param, _OUTSIDE, None)) is not None:
+                outside.append((known, param))
         # In one order on every rank, whatever that of `params` is: transformers gives sets, whose order differs.
         positions = {unit_params: unit_params.positions() for unit_params in {pair[0] for pair in found}}
         found.sort(key=lambda pair: (pair[0].number, positions[pair[0]][pair[1]]))
+        self._outside = sorted(outside, key=lambda pair: pair[0].number)
         self._unit_params: dict[UnitParameters, list[nn.Parameter]] = {}
         for unit_params, param in found:
             self._unit_params.setdefault(unit_params, []).append(param)
@@ -55,5 +89,7 @@ class GatheredParameters:
         if kind is None and self._modifier_rank is not None:
             for found, params in self._unit_params.items():
                 found.broadcast(params, self._modifier_rank)
+            for known, param in self._outside:
+                collectives.broadcast(known.mesh.data, [param.data], known.mesh.place_in_data(self._modifier_rank))
         for found in self._unit_params:  # without a modifier rank changes are forgotten, which is the caller's choice
             found.end_block()

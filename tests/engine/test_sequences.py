@@ -95,7 +95,7 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
     },
     **{
         f"weights edited on one rank, stage {stage}": ([Setting(stage=stage)], [TRAIN, ("write_alone", 0)])
-        for stage in (0, 1, 2)
+        for stage in (0, 1, 2, 3)
     },
     "evaluation on one rank": ([Setting(stage=3)], [TRAIN, TRAIN, ("part", 0)]),
     "sizes that wait when a backward fails": (
@@ -116,6 +116,10 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
         )
         for how in ("state_dict", "gathered")
     },
+    "a block writes frozen weights": (
+        [Setting(stage=2, model="frozen")],
+        [TRAIN, ("write", 0, "gathered", 0), ("read", 0, "gathered"), TRAIN],
+    ),
     "a refused backward leaves nothing": (
         [Setting(stage=1, accumulation=3)],
         [TRAIN, ("overflow", 0), ("backward", 0, "raw", False, False), TRAIN, TRAIN],

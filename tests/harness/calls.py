@@ -365,7 +365,7 @@ class EngineSide:
                 GatheredParameters(model.parameters(), modifier_rank=0 if how == "gathered" else None),
                 torch.no_grad(),
             ):
-                for _, param in named_grads_wanted(model):  # below stage 3 a block does not know the others
+                for param in model.parameters():
                     if self.rank == 0 or how == "forgotten":
                         param.mul_(0.9)
         elif how == "data":

@@ -404,8 +404,6 @@ class PlainSide:
         if how == "data" and engine.setting.is_sharded:
             return SKIPPED
         params = list(engine.model.parameters())
-        if how in ("gathered", "forgotten"):
-            params = [param for param in params if param.requires_grad]
         if how == "fp32":
             params = [weight_of(engine.model, part)]
             if not params[0].requires_grad:
@@ -423,11 +421,11 @@ class PlainSide:
 
     def write_alone(self, index: int) -> Refused:
         engine = self.engines[index]
-        if engine.is_broken or engine.setting.is_sharded:  # there the error is on one rank, which has to end
+        if engine.is_broken:
             return SKIPPED
         if not any(True for _ in named_grads_wanted(engine.model)):
             return SKIPPED
-        return Refused("parted", ends=True)
+        return Refused("shards written" if engine.setting.is_sharded else "parted", ends=True)
 
     def _has_grads(self, index: int) -> bool:
         engine = self.engines[index]
