@@ -42,6 +42,7 @@ class BackwardPass:
         self._stack = contextlib.ExitStack()
         self._is_open = False
         self._is_broken = False  # an exception ended it: units may still be gathered, or on their way
+        self._is_noted = False  # the engine knows that
 
     @contextlib.contextmanager
     def running(self, *, is_boundary: bool) -> Iterator[None]:
@@ -73,11 +74,24 @@ class BackwardPass:
         loss.register_hook(on_gradient)
         return loss
 
+    def note_exception(self) -> bool:
+        """Whether an exception has ended a pass, once for each: gradients of a part of the model are no gradient.
+
+        Whoever calls it must begin the accumulation anew. It may be called within a pass, and in any thread.
+        """
+        is_over = torch._C._current_graph_task_id() == -1 and self._schedule.is_in_thread
+        if self._is_open and is_over:  # it was within an autograd call of the user's
+            self._abort(None)
+        if not self._is_broken or self._is_noted or not is_over:
+            return False
+        self._is_noted = True
+        return True
+
     def recover(self) -> bool:
         """Clean up after a pass that an exception ended, before the next one begins. Then every rank must call it.
 
-        Returns whether there was one: gradients of a part of the model are no gradient, so all since the last step are
-        dropped. Raises: EngineError where the exception was not caught alike on all ranks.
+        Returns whether there was one that was not noted: all gradients since the last step are dropped. Raises:
+        EngineError where the exception was not caught alike on all ranks.
         """
         if self._is_open:  # it was within an autograd call of the user's
             self._abort(None)
@@ -87,7 +101,7 @@ class BackwardPass:
         self._is_broken = False
         self._schedule.reset()
         self._reducer.discard()
-        return True
+        return not self._is_noted
 
     def _begin(self, *, is_boundary: bool) -> None:
         self._is_open = True
@@ -105,7 +119,7 @@ class BackwardPass:
     def _abort(self, error: BaseException | None) -> None:
         """Leave the pass without waiting for anything: the peers may be gone, and the error must be seen."""
         self._is_open = False
-        self._is_broken = True
+        self._is_broken, self._is_noted = True, False
         self._reducer.abort_backward()
         self._schedule.abort_backward()
         self._stack.__exit__(type(error) if error is not None else None, error, None)

@@ -77,6 +77,7 @@ class DeepSpeedNames:
     zero_optimization_stage: Callable[[], int]
     _batch: BatchPlan
     _ended_accumulation: bool
+    _note_exception: Callable[[], None]
     _parts: EngineParts
     _wait_for_parameters: Callable[[], None]
     _whole_state: Callable[..., dict[str, Any]]
@@ -85,6 +86,7 @@ class DeepSpeedNames:
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return the samples of a step, those of a micro-batch of one rank, and the micro-batches of a step."""
+        self._note_exception()
         return self._batch.sizes
 
     def zero_optimization(self) -> bool:

@@ -40,6 +40,8 @@ from launcher.monitor.throughput import ThroughputTimer
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units
 
+_INTERRUPTED = "an exception ended a backward pass"
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -121,14 +123,17 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
 
     def train_batch_size(self) -> int:
         """Return the samples of one optimizer step over all ranks."""
+        self._note_exception()
         return self._batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the samples of one micro-batch of one rank."""
+        self._note_exception()
         return self._batch.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-batches of one optimizer step."""
+        self._note_exception()
         return self._batch.accumulation_steps
 
     def zero_optimization_stage(self) -> int:
@@ -160,6 +165,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before the optimizer step."""
+        self._note_exception()
         if self._parts.policy.reduction.at_step_only:
             return True
         if self._boundary_override is not None:
@@ -193,6 +199,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._set_batch(solve_batch(None, micro_batch_size, self._next_batch.accumulation_steps, self.dp_world_size))
 
     def _set_batch(self, batch: BatchPlan) -> None:
+        self._note_exception()
         self._next_batch = batch
         if not self._has_divided:
             self._begin_sum()
@@ -228,7 +235,12 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
                 " trainer.model_wrapped = trainer.model",
             )
         if self._pass.recover():
-            self._begin_sum_anew("an exception ended a backward pass")
+            self._begin_sum_anew(_INTERRUPTED)
+
+    def _note_exception(self) -> None:
+        """Count anew after an exception in backward, where that was not done. The next call cleans up."""
+        if self._pass.note_exception():
+            self._begin_sum_anew(_INTERRUPTED)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; its parameters are waited for unit by unit."""

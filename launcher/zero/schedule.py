@@ -184,6 +184,11 @@ class ParameterSchedule:
         elif self._running or self._in_backward:
             self._check_thread()
 
+    @property
+    def is_in_thread(self) -> bool:
+        """Whether this thread is the one that ran the model last."""
+        return self._thread is threading.current_thread()
+
     def _check_thread(self) -> None:
         """Raise EngineError where this thread is neither the one that runs the model nor one of autograd.
 

@@ -120,6 +120,13 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
         [Setting(stage=2, model="frozen")],
         [TRAIN, ("write", 0, "gathered", 0), ("read", 0, "gathered"), TRAIN],
     ),
+    **{
+        f"an accumulation begins anew when a backward fails: {where}": (
+            [Setting(stage=stage, accumulation=3)],
+            [TRAIN, ("pass", 0), ("batch", 0, 2), ("fail", 0, where), ("batch", 0, 1), TRAIN],
+        )
+        for stage, where in ((1, "backward"), (2, "own"))
+    },
     "a refused backward leaves nothing": (
         [Setting(stage=1, accumulation=3)],
         [TRAIN, ("overflow", 0), ("backward", 0, "raw", False, False), TRAIN, TRAIN],

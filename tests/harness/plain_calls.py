@@ -168,9 +168,8 @@ class PlainSide:
         """Return what every act tells."""
         return {
             "steps": [engine.steps for engine in self.engines],
-            # After an exception the engine counts anew when its next call comes.
-            "at boundary": [None if engine.is_broken else engine.at_boundary for engine in self.engines],
-            "accumulation": [None if engine.is_broken else engine.accumulation for engine in self.engines],
+            "at boundary": [engine.at_boundary for engine in self.engines],
+            "accumulation": [engine.accumulation for engine in self.engines],
         }
 
     def _inputs(self, index: int) -> list[Tensor]:
@@ -183,10 +182,8 @@ class PlainSide:
         self.drops += [key for key, pending in self.pending.items() if index in pending.engines]
 
     def _mend(self, index: int) -> None:
-        """A call of the engine comes: after an exception it begins its accumulation anew."""
-        if self.engines[index].is_broken:
-            self.engines[index].is_broken = False
-            self.engines[index].drop()
+        """A call of the engine comes, which cleans up after an exception."""
+        self.engines[index].is_broken = False
 
     def forward(self, index: int, what: str, grad: bool, factor: float = 1.0) -> Told | Refused:
         engine, engines, inputs = self.engines[index], {index}, self._inputs(index)
@@ -316,14 +313,12 @@ class PlainSide:
             engine.begin_sum()
 
     def batch(self, index: int, accumulation: int) -> Refused | None:
-        if self.engines[index].next_sizes[1] != self.engines[index].micro or self.engines[index].is_broken:
+        if self.engines[index].next_sizes[1] != self.engines[index].micro:
             return SKIPPED  # how many samples that is depends on a size to come
         self._resize(index, (accumulation, self.engines[index].micro))
         return None
 
     def micro(self, index: int, samples: int) -> Refused | None:
-        if self.engines[index].is_broken:
-            return SKIPPED
         self._resize(index, (self.engines[index].next_sizes[0], samples))
         return None
 
@@ -354,6 +349,7 @@ class PlainSide:
             self._mend(index)
         if where in ("backward", "own"):
             engine.is_broken = True
+            engine.drop()
         return None
 
     # ---- weights, gradients, states ----
