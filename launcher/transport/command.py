@@ -30,9 +30,14 @@ NEUTRAL_FOLDER = "/"
 SETUP_FAILED = "launch: the setup failed"  # the last words of a host whose setup did
 _POSIX_SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 _SPECIAL = frozenset("\\'!")
+# While the setup runs, no agent sees that the launcher, or the connection, has gone: a process beside it does, which is
+# no job of this shell, as a setup may `wait` for all of those. A setup that ends the shell (`exit`) has failed, too.
 _SETUP = (
     "_launch_setup=$1 _launch_command=$2; set --; "
-    f'eval "$_launch_setup" || {{ _launch_code=$?; echo "{SETUP_FAILED}" >&2; exit $_launch_code; }}; '
+    "_launch_watch=$( (kill -0 $PPID && { while kill -0 $PPID; do sleep 1; done; kill -9 -- -$$ || kill -9 $$; }) "
+    "< /dev/null > /dev/null 2>&1 & echo $!); "
+    f"trap 'kill -9 $_launch_watch 2> /dev/null; echo \"{SETUP_FAILED}\" >&2' 0; "
+    'eval "$_launch_setup" || exit; trap - 0; kill -9 $_launch_watch 2> /dev/null; '
     'eval "$_launch_command"'
 )
 _SITE_FOLDERS = ("site-packages", "dist-packages")

@@ -74,8 +74,10 @@ def setup_failure(where: str, status: int | None, stderr: str) -> TransportError
             "the text is run by the login shell, or /bin/sh, without its interactive start-up files: "
             "name what defines the command, such as '. /etc/profile.d/modules.sh && module load cuda'"
         )
-    words = said[-1] if said else "no message"
-    return TransportError(f"--setup or --venv-script: {what} (exit status {status}): {words}", where=where, hint=hint)
+    elif status == 0:
+        what, hint = "it ended its shell", "ranks are started by the same shell: leave `exit` and `exec` out of it"
+    words = f": {said[-1]}" if said else ""
+    return TransportError(f"--setup or --venv-script: {what} (exit status {status}){words}", where=where, hint=hint)
 
 
 def last_words(stderr: str, printed: bytes) -> str:

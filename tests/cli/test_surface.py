@@ -392,7 +392,7 @@ def test_a_subcommand_and_a_script_are_told_apart(tmp_path: Path) -> None:
         (["missing.py"], "script missing.py does not exist"),
         (["t.py", "--deepspeed", "nofile.json"], "config nofile.json does not exist\n  → check the path"),
         (["--dry-run", "t.py", "--deepspeed=nofile.yaml"], "config nofile.yaml does not exist"),
-        (["-F", "nowhere", "t.py"], "nowhere' does not exist"),
+        (["-F", "nowhere", "t.py"], "-F nowhere: the SSH config does not exist"),
         (["--hostfile", "nowhere", "t.py"], "nowhere"),
         ([], "Usage: launch"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from harness import scripts
-from harness.launching import ROOT, Launch, nap, run_here, run_launch, wait_until
+from harness.launching import ROOT, Launch, nap, run_here, run_launch, running, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.cli.main import cli
@@ -67,23 +66,32 @@ def test_setup_runs_on_this_machine_too(tmp_path: Path, lines: str | None) -> No
     assert (failing.code, "it failed (exit status 1): no module cuda" in failing.err) == (69, True)
 
 
-def is_running(words: str) -> bool:
-    """Whether a process has these words on its command line."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            if path.read_bytes() == words.replace(" ", "\0").encode() + b"\0":
-                return True
-    return False
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("is_remote", [False, True], ids=["here", "ssh"])
+def test_a_setup_that_takes_long_ends_with_the_launcher(
+    sshd: LoopbackSshd, tmp_path: Path, number: int, is_remote: bool
+) -> None:
+    hosts = ("--hostfile", LOOPBACK, "--ssh_config", str(sshd.ssh_config)) if is_remote else ("--num-gpus", "1")
+    words = ("sleep", nap("1234"))
+    setup = f"trap '' HUP INT TERM; {' '.join(words)}; true"
+    run = Launch(tmp_path, *hosts, "--setup", setup, scripts.write(tmp_path, ""))
+    wait_until(lambda: len(running(*words)) == 1 + is_remote, "the setup")
+    run.signal(number)
+    assert run.wait().code == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    wait_until(lambda: not running(*words), "the end of what the setup has started")
 
 
-def test_an_interrupt_ends_a_setup_that_takes_long(tmp_path: Path) -> None:
-    words = f"sleep {nap('1234')}"
-    run = Launch(tmp_path, "--num-gpus", "1", "--setup", f"touch begun; {words}; true", scripts.write(tmp_path, ""))
-    wait_until((tmp_path / "begun").exists, "the setup")
-    wait_until(lambda: is_running(words), "its command")
-    run.signal(signal.SIGINT)
-    assert run.wait().code == 130
-    wait_until(lambda: not is_running(words), "the end of what the setup has started")
+def test_a_setup_waits_for_its_own_jobs_alone(tmp_path: Path) -> None:
+    result = run_launch(tmp_path, "--num-gpus", "1", "--setup", "sleep 0.1 & wait", scripts.write(tmp_path, ""))
+    assert (result.code, "setup" in result.err) == (0, False), result.err
+
+
+@pytest.mark.parametrize(
+    ("setup", "words"), [("exit 7", "it failed (exit status 7)\n"), ("exit", "it ended its shell (exit status 0)\n")]
+)
+def test_a_setup_that_ends_its_shell_is_told(tmp_path: Path, setup: str, words: str) -> None:
+    result = run_here(tmp_path, "--num-gpus", "1", "--setup", setup, scripts.write(tmp_path, ""))
+    assert (result.code, f"--setup or --venv-script: {words}" in result.err) == (69, True), result.err
 
 
 def test_a_plan_shows_the_beginning_of_long_commands(tmp_path: Path) -> None:
