@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,9 +223,10 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the files that the pages speak of."""
     (tmp_path / "hosts").write_text("node-a slots=8\nnode-b slots=8\n")
     (tmp_path / "hostfile").write_text("node-a slots=8\nnode-b slots=8\n")
-    for name in ("train.py", "gen.py", "run_translation.py", "your_program.py", "package/train.py", "train.sh"):
+    for name in ["train", "gen", "run_translation", "run_clm", "your_program", "package/train"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
+        (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "train.sh").write_text("")
     (tmp_path / "train.sh").chmod(0o755)
     for name in ("ds_config.json", "ds.json"):
         (tmp_path / name).write_text(json.dumps(CONFIG))
@@ -311,13 +311,8 @@ def test_a_command_finds_the_job_again(sandbox: Path, job: str, shown: Shown) ->
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("shown", [each for each in RUN if on_hosts(each)], ids=lambda each: each.place)
-def test_a_command_reaches_all_hosts(
-    sandbox: Path, sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch, shown: Shown
-) -> None:
-    (sandbox / ".ssh").mkdir()
-    shutil.copy(sshd.ssh_config, sandbox / ".ssh" / "config")
-    monkeypatch.setenv("HOME", str(sandbox))
-    command = shown.text
+def test_a_command_reaches_all_hosts(sandbox: Path, sshd: LoopbackSshd, shown: Shown) -> None:
+    command = re.sub(r"^launch \w+", rf"\g<0> -F {sshd.ssh_config}", shown.text)
     for name, address in HOSTS.items():
         command = command.replace(name, address)
     names = [HOSTS["node[01-04]"]] if HOSTS["node[01-04]"] in command else [HOSTS["node-a"], HOSTS["node-b"]]
