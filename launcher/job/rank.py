@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from launcher.fleet.agent import Agent
 from launcher.job.logs import RankLog
 from launcher.job.outcome import Failure
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A time by the clock of a host, or by our monotonic one."""
+
+    time_s: float
+    host: Agent | None = None
+
+    @property
+    def ours_s(self) -> float:
+        """By our clock, as far as is known now: what is known of a host's clock gets better with every heartbeat."""
+        return self.time_s + (self.host.clock_offset_s if self.host is not None else 0.0)
 
 
 @dataclass(frozen=True)
@@ -13,8 +27,9 @@ class Candidate:
     """A failure that may be the one which all others followed from."""
 
     is_lost_peer: bool  # it says of itself that another rank was gone before
-    died_s: float  # our monotonic clock
+    died: Moment
     failure: Failure
+    late_status: int | None = None  # how the rank ended, where that seemed to be our own doing
 
 
 @dataclass(eq=False)
@@ -33,4 +48,4 @@ class Rank:
     has_traceback: bool = False  # its traceback is in its log
     stack: str | None = None  # its answer to the last request for stacks
     failure: Candidate | None = None
-    done_s: float | None = None  # when it ended with 0
+    done: Moment | None = None  # when it ended with 0

@@ -3,7 +3,8 @@
 When a rank dies, its peers fail too, often within milliseconds and with errors of their own about a lost connection.
 The order in which such news reaches the controller says little, so every failure is kept, with the time of its death,
 in the record of its rank or host, and the cause is chosen at the end. All times are our monotonic clock, which is never
-set; those of other hosts are converted.
+set; those of other hosts are converted when they are compared: news of the first second come before it is well known
+how the clocks differ.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import term_is_notice
 from launcher.job.node import Node
 from launcher.job.outcome import Failure, FailureKind, describe_status, shell_code, signal_name
-from launcher.job.rank import Candidate, Rank
+from launcher.job.rank import Candidate, Moment, Rank
 
 LAST_LINES = 15
 # A rank that fails later than this after a failure did so because of it: clean-up code, lost peers.
@@ -66,13 +67,12 @@ class RootCause:
     def cause(self) -> Failure | None:
         """The failure that the others followed from, None when nothing failed."""
         every = (self._hang, *(node.failure for node in self._nodes), *(rank.failure for rank in self._ranks))
-        found = [candidate for candidate in every if candidate is not None]
+        found = [candidate for candidate in every if candidate is not None and self._counts(candidate)]
         if not found:
             return None
-        first = min(found, key=lambda candidate: (candidate.is_lost_peer, candidate.died_s))
-        early = [
-            rank.number for rank in self._ranks if rank.done_s is not None and rank.done_s <= first.died_s + _SLACK_S
-        ]
+        first = min(found, key=lambda candidate: (candidate.is_lost_peer, candidate.died.ours_s))
+        limit_s = first.died.ours_s + _SLACK_S
+        early = [rank.number for rank in self._ranks if rank.done is not None and rank.done.ours_s <= limit_s]
         if not (first.is_lost_peer and early):
             return first.failure
         return dataclasses.replace(
@@ -96,14 +96,18 @@ class RootCause:
             return None
         if message.status == 0 and self._stop_s is None:
             rank.failure = None  # it had raised, but what ended it says that all is well
-        died_s = float((message.record or {}).get("time_s", message.time_s)) + node.clock_offset_s
+        died = Moment(float((message.record or {}).get("time_s", message.time_s)), node)
         if message.status == 0:
-            rank.done_s = died_s
-        if message.status == 0 or not self._may_be_cause(message.status, died_s):
+            rank.done = died
             return None
-        failure = rank_failure(node, rank, message, max(0.0, died_s - self._start_s))
-        rank.failure = Candidate(_is_about_lost_peer(message, failure), died_s, failure)
-        return failure
+        failure = rank_failure(node, rank, message, max(0.0, died.ours_s - self._start_s))
+        candidate = Candidate(_is_about_lost_peer(message, failure), died, failure)
+        if self._may_be_cause(message.status, died.ours_s):
+            rank.failure = candidate
+            return failure
+        if rank.failure is None or rank.failure.late_status is not None:
+            rank.failure = dataclasses.replace(candidate, late_status=message.status)
+        return None
 
     def add_raised(self, node: Node, rank: Rank, message: Raised) -> None:
         """Keep what a rank has raised that has not ended yet; what is known at its end takes this one's place."""
@@ -137,7 +141,7 @@ class RootCause:
             traceback=rank.stack or "",
             kind=FailureKind.RANK_HANGS,
         )
-        self._hang = Candidate(False, now_s, failure)
+        self._hang = Candidate(False, Moment(now_s), failure)
 
     def _add_host_failure(self, node: Node, kind: FailureKind, exit_code: ExitCode, reason: str, **more: Any) -> None:
         if node.failure is None:  # its first failure counts
@@ -152,7 +156,11 @@ class RootCause:
                 kind=kind,
                 **more,
             )
-            node.failure = Candidate(False, now_s, failure)
+            node.failure = Candidate(False, Moment(now_s), failure)
+
+    def _counts(self, candidate: Candidate) -> bool:
+        status = candidate.late_status
+        return status is None or self._may_be_cause(status, candidate.died.ours_s)
 
     def _may_be_cause(self, status: int, died_s: float) -> bool:
         if self._stop_s is None:

@@ -71,6 +71,19 @@ def book_of(tmp_path: Path, now_s: float, *exits: tuple[Node, Exited]) -> Book:
     return book
 
 
+@pytest.mark.parametrize("stop_is_known", [False, True])
+def test_clocks_are_compared_by_what_is_known_at_last(tmp_path: Path, stop_is_known: bool) -> None:
+    now_s, there, here = time.monotonic(), node("node-b", clock_offset_s=1003.0), node()
+    book = Book(now_s - 10)
+    assert book.add(here, exited(0, 1, now_s - 1.0), tmp_path / "0.log")
+    if stop_is_known:
+        book.root.stopping(by_user=False)
+    book.add(there, exited(1, 1, now_s - 1002.0), tmp_path / "1.log")
+    assert rank_of(book) == 0, "the second one seems to have died in one second"
+    there.clock_offset_s = 1000.1  # a later message took less time
+    assert rank_of(book) == 1
+
+
 def rank_of(book: Book) -> int | None:
     assert book.cause is not None
     return book.cause.rank
