@@ -30,13 +30,26 @@ def main() -> int:
     lifeline, held = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     adopt_orphans()
+    has_jobs = _has_children()
     agent_pid = os.fork()
     if agent_pid == 0:
         os.close(held)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return serve(lifeline)
     os.close(lifeline)
-    return clean_up_after(agent_pid, _guard(agent_pid, launcher_pid))
+    status = _guard(agent_pid, launcher_pid)
+    if has_jobs:  # they hold stdout, so the launcher would wait for them
+        end_orphans(timeouts().kill_s)
+    return clean_up_after(agent_pid, status)
+
+
+def _has_children() -> bool:
+    """Whether --setup has left processes in the background: its shell has become this process."""
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def serve(lifeline: int | None = None, *, is_in_step: bool = False) -> int:

@@ -86,6 +86,18 @@ def test_a_setup_waits_for_its_own_jobs_alone(tmp_path: Path) -> None:
     assert (result.code, "setup" in result.err) == (0, False), result.err
 
 
+@pytest.mark.parametrize("is_remote", [False, True], ids=["here", "ssh"])
+def test_what_a_setup_runs_in_the_background_ends_with_the_ranks(
+    sshd: LoopbackSshd, tmp_path: Path, is_remote: bool
+) -> None:
+    hosts = ("--hostfile", LOOPBACK, "--ssh_config", str(sshd.ssh_config)) if is_remote else ("--num-gpus", "1")
+    words = ("sleep", nap("1234"))
+    script = scripts.write(tmp_path, "import os; os.kill(int(os.environ['JOB']), 0); print('IT RUNS')")
+    result = run_launch(tmp_path, *hosts, "--setup", f"{' '.join(words)} & export JOB=$!", script)
+    assert (result.code, result.out.count("IT RUNS")) == (0, 1 + is_remote), result.err
+    assert not running(*words)
+
+
 @pytest.mark.parametrize(
     ("setup", "words"), [("exit 7", "it failed (exit status 7)\n"), ("exit", "it ended its shell (exit status 0)\n")]
 )
