@@ -37,8 +37,9 @@ _SETUP = (
     "_launch_watch=$( (kill -0 $PPID && { while kill -0 $PPID; do sleep 1; done; kill -9 -- -$$ || kill -9 $$; }) "
     "< /dev/null > /dev/null 2>&1 & echo $!); "
     f"trap 'kill -9 $_launch_watch 2> /dev/null; echo \"{SETUP_FAILED}\" >&2' 0; "
-    'eval "$_launch_setup" || exit; trap - 0; kill -9 $_launch_watch 2> /dev/null; '
-    'eval "$_launch_command"'
+    # Not `eval ... || exit`: there a `set -e` of the setup would have no effect.
+    'eval "$_launch_setup"; _launch_code=$?; test $_launch_code = 0 || exit $_launch_code; '
+    'trap - 0; kill -9 $_launch_watch 2> /dev/null || :; eval "$_launch_command"'
 )
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 # What `launcher/start.py` does. The search path is put in order before anything is imported that is not built in.

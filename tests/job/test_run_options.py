@@ -99,7 +99,12 @@ def test_what_a_setup_runs_in_the_background_ends_with_the_ranks(
 
 
 @pytest.mark.parametrize(
-    ("setup", "words"), [("exit 7", "it failed (exit status 7)\n"), ("exit", "it ended its shell (exit status 0)\n")]
+    ("setup", "words"),
+    [
+        ("exit 7", "it failed (exit status 7)\n"),
+        ("exit", "it ended its shell (exit status 0)\n"),
+        ("set -e; false; true", "it failed (exit status 1)\n"),
+    ],
 )
 def test_a_setup_that_ends_its_shell_is_told(tmp_path: Path, setup: str, words: str) -> None:
     result = run_here(tmp_path, "--num-gpus", "1", "--setup", setup, scripts.write(tmp_path, ""))
