@@ -212,6 +212,7 @@ class _Loading:
     def _take(self, found: UnitParameters) -> None:
         """Take what has been loaded over into the shards."""
         found.refresh()
+        found.forget_written()  # of a write into a shard, which was lost, nothing is missed now
         self._unsharded.pop(found).close()
 
     def end(self) -> None:

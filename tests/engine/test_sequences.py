@@ -116,6 +116,10 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
         )
         for how in ("state_dict", "gathered")
     },
+    "a load after a shard is written": (
+        [Setting(stage=3, keeps=False)],
+        [TRAIN, ("write", 0, "edit", 0), ("write", 0, "load", 0), TRAIN],
+    ),
     "a block writes frozen weights": (
         [Setting(stage=2, model="frozen")],
         [TRAIN, ("write", 0, "gathered", 0), ("read", 0, "gathered"), TRAIN],

@@ -157,7 +157,8 @@ class PlainSide:
         self.number, self.resolved, self.drops = number, act, []
         if act[1] >= len(self.engines):
             return SKIPPED
-        if self.engines[act[1]].has_edited_shards and act[0] not in _AFTER_EDITS:
+        comes_after = act[0] in _AFTER_EDITS or (act[0] == "write" and act[2] == "load")
+        if self.engines[act[1]].has_edited_shards and not comes_after:
             return SKIPPED
         told: Told | Refused | Rank0 = getattr(self, act[0])(*act[1:])
         for key in self.drops:
@@ -405,6 +406,7 @@ class PlainSide:
             if not params[0].requires_grad:
                 return SKIPPED
         self._forget_graphs(index)
+        engine.has_edited_shards &= how != "load"
         if how == "edit" and engine.setting.is_sharded:
             engine.has_edited_shards = True
             return None
