@@ -134,7 +134,7 @@ def _set_grad(param: nn.Parameter, value: Tensor, write: _Write) -> None:
         raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
     with unit.in_memory():
         write(unit, slot, _part(unit, slot, gradient), value)
-        unit.grads.note_written()
+    unit.grads.note_written()  # after the block: it may bring the optimizer's copy in, and send it out, itself
 
 
 def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _Write) -> None:

@@ -120,6 +120,10 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
         [Setting(stage=3, keeps=False)],
         [TRAIN, ("write", 0, "edit", 0), ("write", 0, "load", 0), TRAIN],
     ),
+    "a gradient is written where the optimizer's copy is on disk": (
+        [Setting(stage=1, offload="nvme", model="frozen")],
+        [("pass", 0), ("write_grad", 0, 2), STEP],
+    ),
     "a block writes frozen weights": (
         [Setting(stage=2, model="frozen")],
         [TRAIN, ("write", 0, "gathered", 0), ("read", 0, "gathered"), TRAIN],
