@@ -400,6 +400,8 @@ class PlainSide:
         engine = self.engines[index]
         if how == "data" and engine.setting.is_sharded:
             return SKIPPED
+        if how == "edit" and engine.setting.is_sharded and any(index in each.engines for each in self.pending.values()):
+            return SKIPPED  # units may be whole until the backward: what is read before the error is open
         params = list(engine.model.parameters())
         if how == "fp32":
             params = [weight_of(engine.model, part)]
