@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from harness.slurm import LoopbackSlurm
 from harness.sshd import LoopbackSshd, available
 from hypothesis import HealthCheck
 
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
 _clock = schedule.Clock()
 
 # Garbage collection is off until all tests are collected: imported modules are not garbage.
@@ -83,6 +85,16 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A command that runs in this process ends with its signals ignored; children of later tests would inherit that."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

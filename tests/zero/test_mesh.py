@@ -150,7 +150,7 @@ def _sent(rank: int, world_size: int, zero: dict[str, Any]) -> dict[str, Any]:
 
     class Meter:
         def record(self, call: observe.Call) -> None:
-            if call.num_bytes > (256 if call.world_size == RANKS else 255):  # not the facts beside the norm
+            if call.num_bytes > (512 if call.world_size == RANKS else 255):  # not the facts beside the norm
                 sent[call.world_size] = sent.get(call.world_size, 0) + call.num_bytes
 
     engine, meter = (
