@@ -1,7 +1,7 @@
 """The agent's folder for what ranks leave: error records, stacks, progress. It goes with the agent.
 
 An agent that is killed cannot remove it: its guard does. Where that was killed, too, a lock that the kernel releases
-with the agent shows which folders nobody uses any more, also between containers that share a folder: every agent
+with the agent shows which folders are unused, also between containers that share a folder: every agent
 removes such ones at its end, and the agent that sweeps a job at once. The lock file names agent and guard: an agent
 that is stopped is found so. (`tempfile` would find a place too, for 4 ms of imports.)
 """

@@ -234,7 +234,7 @@ class Supervisor:
             self._lose_controller()
 
     def _lose_controller(self, grace_s: float = math.inf) -> None:
-        """Nobody listens any more: drop what is unsent and end the ranks, with their own grace at most."""
+        """The launcher has ended: drop what is unsent and end the ranks, with their own grace at most."""
         self._set_watched(self._output_fd, selectors.EVENT_WRITE, False, None)
         self._connected = False
         self._unsent.clear()
@@ -511,7 +511,7 @@ def _free_port(wanted: int) -> int:
 def _problem_of_master(address: str, port: int) -> str | None:
     """Return why ranks of this node would not reach the master, None when they will. port: 0: is not tried.
 
-    torch would repeat it for half an hour, with a warning each time. Nobody listens there yet: a refusal is an answer.
+    torch would repeat it for half an hour, with a warning each time. Nothing listens there yet: a refusal is an answer.
     """
     try:
         found = socket.getaddrinfo(address, port or None, type=socket.SOCK_STREAM)

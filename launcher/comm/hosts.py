@@ -45,7 +45,7 @@ def largest_of_hosts(group: RankGroup, values: Sequence[int]) -> list[int]:
     In round k a rank sends what it knows to the rank 2^k further on. A maximum may be taken twice of the same number,
     so this is right for any number of ranks, after log2 of it rounds. Messages bear the number of the call: where an
     exception has interrupted one, what is left of it is never taken for the next one, and ranks that are in different
-    calls are told so by `launcher.zero.order_watch`. Raises: EngineError for ranks without a `host_process_group`.
+    calls get an error from `launcher.zero.order_watch`. Raises: EngineError for ranks without a `host_process_group`.
     """
     hosts = group.host_process_group
     if hosts is None:

@@ -374,7 +374,7 @@ class UnitParameters:
             self.release()
 
     def release_if_idle(self) -> None:
-        """Do as `release` where nobody has the unit unsharded."""
+        """Do as `release` unless the schedule or a block has the unit unsharded."""
         if not self.is_scheduled and not self.num_blocks:
             self.release()
 

@@ -256,7 +256,7 @@ class ParameterSchedule:
     def after_step(self) -> None:
         """Forget what the optimizer step has ended: forwards that have not gone back, and units that it has released.
 
-        A pass under way goes on: what follows is recorded with it. Call it alike on every rank.
+        A pass under way continues: what follows is recorded with it. Call it alike on every rank.
         """
         self._open_uses.forget()
         for index in [index for index in self._live if not self._units[index].params.is_scheduled]:

@@ -236,7 +236,7 @@ def _target(host: Host, options: SshOptions) -> SshTarget:
         agent_socket=None if agent.lower() in ("", "none") else agent,
         known_hosts_files=_known_hosts_files(one, options, tokens),
         host_key_name=alias,
-        # "none", which is what `ssh -G` says where nothing is set, is no time for a job to wait.
+        # "none", which is what `ssh -G` says where nothing is set, would have a job wait without end.
         connect_timeout_s=options.connect_timeout_s
         or float(timeout if timeout.isdigit() else 0)
         or DEFAULT_CONNECT_TIMEOUT_S,
