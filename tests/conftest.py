@@ -38,7 +38,7 @@ hypothesis.settings.load_profile("shared cores")
 # What a shell inside of a job, or on a machine with GPUs, may have set: tests say themselves what they start with.
 _OF_THE_CALLER = re.compile(
     r"(SLURM|PET|OMPI|PMI|PMIX|TORCHELASTIC|DLTS|LAUNCH)_(?!TIMEOUT_SCALE)\w+"
-    r"|(LOCAL_|GROUP_|ROLE_|NODE_|CROSS_)?(RANK|WORLD_SIZE|SIZE)|NNODES|MASTER_(ADDR|PORT)|ACCELERATE_\w+"
+    r"|(LOCAL_|GROUP_|ROLE_|NODE_|CROSS_)?(RANK|WORLD_SIZE|SIZE)|NNODES|MASTER_(ADDR|PORT)|ACCELERATE_\w+|SHELL"
 )
 
 

@@ -34,7 +34,7 @@ _SPECIAL = frozenset("\\'!")
 # no job of this shell, as a setup may `wait` for all of those. A setup that ends the shell (`exit`) has failed, too.
 _SETUP = (
     "_launch_setup=$1 _launch_command=$2; set --; "
-    "_launch_watch=$( (kill -0 $PPID && { while kill -0 $PPID; do sleep 1; done; kill -9 -- -$$ || kill -9 $$; }) "
+    "_launch_watch=$( (kill -0 $PPID && { while kill -0 $PPID; do sleep 1; done; kill -9 -$$ || kill -9 $$; }) "
     "< /dev/null > /dev/null 2>&1 & echo $!); "
     f"trap 'kill -9 $_launch_watch 2> /dev/null; echo \"{SETUP_FAILED}\" >&2' 0; "
     # Not `eval ... || exit`: there a `set -e` of the setup would have no effect.

@@ -67,14 +67,18 @@ def test_setup_runs_on_this_machine_too(tmp_path: Path, lines: str | None) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("is_remote", [False, True], ids=["here", "ssh"])
+@pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash", None])
 def test_a_setup_that_takes_long_ends_with_the_launcher(
-    sshd: LoopbackSshd, tmp_path: Path, number: int, is_remote: bool
+    sshd: LoopbackSshd, tmp_path: Path, number: int, shell: str | None
 ) -> None:
+    """shell: the user's own, here; None: on a host reached over SSH, its account's."""
+    is_remote = shell is None
     hosts = ("--hostfile", LOOPBACK, "--ssh_config", str(sshd.ssh_config)) if is_remote else ("--num-gpus", "1")
     words = ("sleep", nap("1234"))
     setup = f"trap '' HUP INT TERM; {' '.join(words)}; true"
-    run = Launch(tmp_path, *hosts, "--setup", setup, scripts.write(tmp_path, ""))
+    run = Launch(
+        tmp_path, *hosts, "--setup", setup, scripts.write(tmp_path, ""), env={} if shell is None else {"SHELL": shell}
+    )
     wait_until(lambda: len(running(*words)) == 1 + is_remote, "the setup")
     run.signal(number)
     assert run.wait().code == (130 if number == signal.SIGINT else -signal.SIGKILL)
