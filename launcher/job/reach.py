@@ -72,10 +72,11 @@ class Transports:
         self._lock = threading.Lock()  # hosts are opened by many threads, and one transport is to hold them all
 
     def prepare(self, hosts: Sequence[Host]) -> None:
-        """Allow for the files of so many agents. Raises: UsageError."""
+        """Allow for the files of so many agents, and learn how hosts are reached. Raises: UsageError."""
         if len(hosts) == 1 and self._is_here(hosts[0]):
             return
         allow_connections(len(hosts))
+        self._ask_for(hosts)
 
     def for_host(self, host: Host) -> Transport:
         """Return the transport that reaches `host`."""
@@ -92,10 +93,7 @@ class Transports:
     def notes_on(self, hosts: Sequence[Host]) -> tuple[str, ...]:
         """Return which of `hosts` are reached by the system's ssh, and why, where `--ssh` left the choice to us."""
         names: dict[str, list[str]] = {}
-        others = [host for host in hosts if not self._is_here(host)] if self._options.ssh == "auto" else []
-        if others:
-            self._targets.ask_for(others)
-        for host in others:
+        for host in self._ask_for(hosts) if self._options.ssh == "auto" else ():
             if reason := self._reason(host):
                 names.setdefault(reason, []).append(host.name)
         if not names:
@@ -108,6 +106,13 @@ class Transports:
         """Close every connection."""
         for opened in (*self._opened, self._local):
             opened.close()
+
+    def _ask_for(self, hosts: Sequence[Host]) -> list[Host]:
+        """Learn how those of `hosts` are reached that are reached over SSH; return these."""
+        others = [host for host in hosts if not self._is_here(host)]
+        if others and self._options.ssh != "openssh":
+            self._targets.ask_for(others)
+        return others
 
     def _reason(self, host: Host) -> str | None:
         """Return why the system's ssh reaches `host`, None where paramiko does."""

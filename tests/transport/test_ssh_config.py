@@ -185,20 +185,43 @@ def test_without_a_word_of_the_config_algorithms_are_paramikos(tmp_path: Path) -
     assert usable(Targets(SshOptions(ssh_config=tmp_path / "config")).of(Host("n1", (0,)))) == usable(plain)
 
 
-def test_many_hosts_are_asked_for_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+NAMES = ["n1", "n2", "other", "far", "n10", "n1.example.org", "N1", "10.0.0.1", "10.0.0.11", "10.0.0.011"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_many_hosts_are_reached_as_each_of_them(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    config, _ = given(case, tmp_path)
+    options = SshOptions(ssh_config=config)
+    hosts = [*(Host(name, (0,)) for name in NAMES), Host("n2", (0,), "boss", 99)]
+    together = Targets(options)
+    together.ask_for(hosts)
+    assert [together.of(host) for host in hosts] == [Targets(options).of(host) for host in hosts]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "others", "answers"),
+    [("Host n*", [], 2), ("Host n? n1?  !n11", [11], 3), ("Match host n1", [n for n in range(20) if n != 1], 21)],
+)
+def test_hosts_that_the_config_does_not_tell_apart_are_asked_for_once(
+    patterns: str, others: list[int], answers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text(f"Include {tmp_path}/more\n{patterns}\n  ProxyJump bastion\n")
+    (tmp_path / "more").write_text("Host n*\n  User u1\nHost *\n  ConnectTimeout 3\n")
     asked: list[str] = []
+    ask_ssh = ssh_config._ask_ssh
 
-    def answer(host: Host, options: SshOptions) -> dict[str, list[str]]:
+    def counted(host: Host, options: SshOptions) -> ssh_config.Answer:
         asked.append(host.name)
-        return {"proxyjump": ["bastion"]} if host.name != "bastion" else {}
+        return ask_ssh(host, options)
 
-    monkeypatch.setattr(ssh_config, "_ask_ssh", answer)
-    targets = Targets(SshOptions(ssh_config=Path(os.devnull)))
+    monkeypatch.setattr(ssh_config, "_ask_ssh", counted)
+    targets = Targets(SshOptions(ssh_config=tmp_path / "config"))
     hosts = [Host(f"n{number}", (0,)) for number in range(20)]
-    targets.route(hosts[0])
     targets.ask_for(hosts)
-    assert [len(targets.route(host)) for host in hosts] == [2] * 20
-    assert sorted(asked) == sorted(["bastion", *(host.name for host in hosts)])
+    assert len(asked) == answers, asked
+    assert all(targets.of(host).user == "u1" and targets.of(host).address == host.name for host in hosts)
+    assert [len(targets.route(host)) for host in hosts] == [1 if n in others else 2 for n in range(20)]
 
 
 def test_a_config_that_is_never_evaluated_is_given_up(tmp_path: Path) -> None:

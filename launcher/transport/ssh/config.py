@@ -20,7 +20,9 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from launcher.base.errors import HostfileError, TransportError
 from launcher.cluster.cluster import Host
@@ -49,8 +51,12 @@ _DEFAULT_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 _MAX_JUMPS = 8
-# An `ssh -G` is 5 ms of a processor outside of this process: with 8 at a time 250 hosts take a second on two cores.
+# An `ssh -G` is 4 ms of a processor outside of this process, a second for 250 hosts: see `Targets.ask_for`.
 _NUM_ASKING = 8
+_STAYS = re.compile(
+    r"[a-z][a-z0-9.-]*|([1-9]\d{0,2}|0)(\.([1-9]\d{0,2}|0)){3}"
+)  # other names `ssh` may write otherwise
+_LINE = re.compile(r"\s*(?P<keyword>\w+)(?:\s*=\s*|\s+)(?P<value>.*)")
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)\}")
 
 Answer = Mapping[str, Sequence[str]]  # of `ssh -G`: lower-case keyword -> its values
@@ -126,13 +132,17 @@ class Targets:
     def __init__(self, options: SshOptions) -> None:
         self._options = options
         self._known: dict[tuple[str, str | None, int | None], SshTarget | TransportError] = {}
+        self._shared: dict[
+            tuple[Any, ...], tuple[str, Answer]
+        ] = {}  # by a group of hosts: of which one, and its answer
+        self._host_lines: list[list[str]] | None = None  # of the configuration; None: each host is asked for
 
     def of(self, host: Host) -> SshTarget:
         """Return how `host` is reached. Raises: TransportError."""
         key = (host.name, host.user, host.port)
         if key not in self._known:  # two threads that ask for one host at the same time learn the same
             try:
-                self._known[key] = _target(host, self._options)
+                self._known[key] = _target(host, self._options, self._answer_of)
             except TransportError as error:
                 self._known[key] = error
         found = self._known[key]
@@ -141,8 +151,16 @@ class Targets:
         return found
 
     def ask_for(self, hosts: Sequence[Host]) -> None:
-        """Learn how all of `hosts` are reached, several at a time. Their errors are left to `route` and `of`."""
-        left = list(hosts)
+        """Learn how all of `hosts` are reached, several at a time. Their errors are left to `route` and `of`.
+
+        Hosts that the same Host lines of the configuration match have one answer, up to their own name.
+        """
+        self._host_lines = _host_lines(self._options) if len(hosts) > 1 else None
+        firsts = {self._group_of(host): host for host in hosts}
+        self._ask_at_once(list(firsts.values()))
+        self._ask_at_once(list(hosts))
+
+    def _ask_at_once(self, left: list[Host]) -> None:
 
         def ask() -> None:
             while left:
@@ -157,6 +175,26 @@ class Targets:
             thread.start()
         for thread in threads:
             thread.join()
+
+    def _group_of(self, host: Host) -> tuple[Any, ...]:
+        if self._host_lines is None or not re.fullmatch(
+            r"[a-z][a-z0-9.-]*", host.name
+        ):  # else `ssh` may change the name
+            return (host.name, host.user, host.port)
+        return (host.user, host.port, *(_is_matched(host.name, patterns) for patterns in self._host_lines))
+
+    def _answer_of(self, host: Host) -> Answer:
+        """Return what `ssh -G` says of a host. Raises: TransportError."""
+        group = self._group_of(host)
+        if group not in self._shared:
+            self._shared[group] = host.name, _ask_ssh(host, self._options)
+        name, answer = self._shared[group]
+        if name == host.name:
+            return answer
+        its_own = {key for key, values in answer.items() if any(name in value for value in values)}
+        if its_own <= {"host", "hostname"} and answer.get("hostname", [name]) == [name]:
+            return {**answer, "host": [host.name], "hostname": [host.name]}
+        return _ask_ssh(host, self._options)
 
     def route(self, host: Host) -> list[SshTarget]:
         """Return the jump hosts before `host`, the first to connect to first, and `host` itself.
@@ -203,13 +241,13 @@ def run_briefly(argv: Sequence[str], timeout_s: float) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
-def _target(host: Host, options: SshOptions) -> SshTarget:
+def _target(host: Host, options: SshOptions, answer_of: Callable[[Host], Answer]) -> SshTarget:
     """Return how a host is reached; hostfile and command line win over the configuration. Raises: TransportError."""
     try:
         me = pwd.getpwuid(os.getuid())
     except KeyError:  # `ssh` says the same
         raise TransportError(f"No user exists for uid {os.getuid()}", where=host.name) from None
-    answer = _ask_ssh(host, options) if _has_config(options, me) else {}
+    answer = answer_of(host) if _has_config(options, me) else {}
 
     def one(key: str, default: str = "") -> str:
         return answer.get(key, (default,))[0]
@@ -267,6 +305,44 @@ def _ask_ssh(host: Host, options: SshOptions) -> Answer:
     answer = _settings((*options.openssh_words(host), *user), host.name, options.connect_timeout_s)
     defaults = _defaults(options.connect_timeout_s)
     return {key: values for key, values in answer.items() if values != defaults.get(key)}
+
+
+def _host_lines(options: SshOptions) -> list[list[str]] | None:
+    """Return the patterns of each Host line in the configuration; None where hosts may differ by more than these.
+
+    `ssh` says which files it reads. Tokens, variables, Match, an Include in a block, and names that are made canonical
+    or are quoted are left to it.
+    """
+    argv = ["ssh", "-v", "-G", "-T", *options.openssh_words(Host("host", ())), "--", "host"]
+    try:
+        done = run_briefly(argv, options.connect_timeout_s or DEFAULT_CONNECT_TIMEOUT_S)
+        paths = re.findall(r"^debug1: Reading configuration data (.*)$", done.stderr, re.MULTILINE)
+        texts = [Path(path).read_text(errors="surrogateescape") for path in paths]
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found: list[list[str]] = []
+    for text in texts:
+        is_in_block = False
+        for line in text.splitlines():
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            match = _LINE.fullmatch(line)
+            keyword, value = (match["keyword"].lower(), match["value"]) if match else ("match", "")
+            is_in_block |= keyword == "host"
+            if keyword == "host":
+                found.append(value.split())
+            is_by_name = keyword in ("match", "canonicalizehostname") or (keyword == "include" and is_in_block)
+            if is_by_name or set("%$") & set(value) or (keyword == "host" and set("\"'\\#") & set(value)):
+                return None
+    return found if texts else None
+
+
+def _is_matched(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a Host line with these patterns is for a host (ssh_config(5), PATTERNS)."""
+    kinds = {
+        pattern.startswith("!") for pattern in patterns if fnmatchcase(name, pattern.lstrip("!").replace("[", "[[]"))
+    }
+    return kinds == {False}
 
 
 @functools.lru_cache(maxsize=2)
