@@ -52,6 +52,7 @@ class _Issued:
         self.current: Call | None = None  # which is being begun: what is put in flight belongs to it
         self.next_name = ""
         self.thread_id = 0  # of the thread that has begun the last one
+        self.end_if_parted: Callable[[], None] | None = None  # called where a wait fails
 
 
 _issued = _Issued()
@@ -174,6 +175,11 @@ class Pending:
 _waits: dict[int, Wait] = {}  # by thread
 
 
+def on_failed_wait(end_if_parted: Callable[[], None]) -> None:
+    """Have `end_if_parted` called in each thread whose wait for other ranks has failed, before the error is raised."""
+    _issued.end_if_parted = end_if_parted
+
+
 @contextlib.contextmanager
 def waits_for(call: Call | None, kind: str) -> Iterator[None]:
     """Note that this thread waits for other ranks within the block."""
@@ -181,6 +187,10 @@ def waits_for(call: Call | None, kind: str) -> Iterator[None]:
     _waits[thread_id] = Wait(time.monotonic(), call, kind)
     try:
         yield
+    except RuntimeError:
+        if _issued.end_if_parted is not None:
+            _issued.end_if_parted()
+        raise
     finally:
         del _waits[thread_id]
 

@@ -126,6 +126,8 @@ class OrderWatch(threading.Thread):
         self._previous: dict[int, Report] = {}
         self._script: tuple[tuple[int, int], float, str] | None = None  # which frame, since when, what it is in
         self._warned_since_s: float | None = None
+        self._verdict_lock = threading.Lock()  # never released by the thread that ends the process
+        pending.on_failed_wait(self._before_error_of_backend)
 
     def run(self) -> None:
         """Look at waits until no engine or no default group is left; see the module."""
@@ -151,8 +153,7 @@ class OrderWatch(threading.Thread):
                 self._store.set(_key(self._rank), "null")
                 self._is_published = False
             return
-        if self._store.check([_VERDICT]):
-            self._end_process()
+        self._end_if_parted()
         if own.lasts_s < check_s:
             return
         self._tick += 1
@@ -176,7 +177,7 @@ class OrderWatch(threading.Thread):
         error = self._error_of(lasting, check_s)
         if error is not None:
             self._store.set(_VERDICT, json.dumps([str(error), list(reports)]))
-            self._end_process()
+            self._end_if_parted()
         if lasting:
             self._warn(own, reports)
 
@@ -270,14 +271,29 @@ class OrderWatch(threading.Thread):
                 "rank %d waits for rank %s in a forward without gradients: %s", self._rank, others, EVALUATION_HINT
             )
 
+    def _before_error_of_backend(self) -> None:
+        """End the process if ranks have parted: peers may have ended before this one, whose wait has therefore failed.
+
+        The backend's error, which says nothing of the model, is then not to reach the script.
+        """
+        thread = threading.Thread(target=self._end_if_parted, daemon=True)  # a store may be out of reach for minutes
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            thread.start()
+            thread.join(2 * _LAST_WORDS.total_seconds())
+
+    def _end_if_parted(self) -> None:
+        """End the process where ranks are known to wait for each other."""
+        with self._verdict_lock, contextlib.suppress(RuntimeError):  # the store has gone with its rank
+            if self._store.check([_VERDICT]):
+                self._end_process()
+
     def _end_process(self) -> None:
         """Say what holds the ranks, and end the process when all that wait have said it."""
         text, ranks = json.loads(self._store.get(_VERDICT))
         get_logger().error("%s", text)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        # The processes end together: a rank whose peer or store has ended gets the backend's error, which says nothing
-        # of the model. Where one is a moment late, that error is not to follow the sentence that does.
+        # Where the script waits itself, in torch.distributed, the error of a peer that has ended is not to follow.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{_VERDICT}/{self._rank}", "")
