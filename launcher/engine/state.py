@@ -16,7 +16,7 @@ from launcher.parallel.expert.share import absent_names, counterparts, values_of
 from launcher.parallel.expert.whole import own_state
 from launcher.parallel.tensor.slices import full_values
 from launcher.zero.gathered import GatheredParameters
-from launcher.zero.parameters import UnitParameters, unit_params_of
+from launcher.zero.parameters import UnitParameters, set_data, unit_params_of
 from launcher.zero.splits import slice_of, split_of
 from launcher.zero.tiling import is_tiled
 
@@ -123,12 +123,12 @@ def _showing(copies: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Have parameters show other memory within this block."""
     before = {param: param.data for param in copies}
     for param, copy in copies.items():
-        param.data = copy
+        set_data(param, copy)
     try:
         yield
     finally:
         for param, values in before.items():
-            param.data = values
+            set_data(param, values)
 
 
 # ---- into the model ----

@@ -16,12 +16,13 @@ Below stage 3 the buffer is one and the same, and `_written` comes after all tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,85 @@ class ShardSpec:
     label: str = ""  # of the unit, for profilers and the debug log
     has_equal_values: bool = False  # the parameters are alike on every rank; else rank 0's values are sent to all
     gathered: torch.dtype | None = None  # what a sharded unit is gathered in under torch.autocast; None: `dtype`
+
+
+_IN_PLACE = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")}
+_NO_WRITES = {"requires_grad_", "share_memory_", "detach_"}
+_PLAIN = "_launch_plain_class"
+
+
+class _ShardData(Tensor):
+    """The `data` of a sharded parameter, which has no elements: a write would be lost, so it raises.
+
+    Without this class `param.data.clamp_()` would leave no trace at all: autograd does not count it.
+    """
+
+    param: nn.Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
+            for each in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                if isinstance(each, _ShardData):
+                    raise _shard_error(each.param, f"param.data.{name}() was called")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+@functools.cache
+def _shard_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class that a parameter has while it is a shard of an engine, by the one that it has else."""
+
+    class Shard(plain):  # type: ignore[valid-type, misc]
+        @property
+        def data(self) -> Tensor:
+            data: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+            if data.numel():  # what `set_data` shows
+                return data
+            shard_data = data.as_subclass(_ShardData)
+            shard_data.param = self
+            return shard_data
+
+        @data.setter
+        def data(self, value: Tensor) -> None:
+            # What `module.to()` sets is the parameter itself, or has another type or device. `wait` judges that.
+            is_moved = not value.numel() and (value.dtype, value.device) != (self.dtype, self.device)
+            if not (value is self or is_moved or isinstance(value, _ShardData)):
+                raise _shard_error(self, "param.data was set")
+            set_data(self, value)
+
+        def __deepcopy__(self, _: Any) -> nn.Parameter:
+            raise _shard_error(self, "the parameter was copied")
+
+    Shard.__name__, Shard.__qualname__, Shard.__module__ = plain.__name__, plain.__qualname__, plain.__module__
+    setattr(Shard, _PLAIN, plain)
+    return Shard
+
+
+def _plain_class(param: nn.Parameter) -> type[nn.Parameter]:
+    """Return the class that a parameter has while it is unsharded."""
+    return getattr(type(param), _PLAIN, type(param))
+
+
+def set_data(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter other memory for a while, also a shard."""
+    Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
+
+
+def _shard_error(param: nn.Parameter, what: str) -> EngineError:
+    unit = unit_params_of(param)
+    name = "the parameter" if unit is None else unit.slot_of(param).name
+    return EngineError(
+        f"{what}, where {name} is a shard, which has no elements",
+        hint="do it on every rank within launcher.zero.GatheredParameters(params, modifier_rank=0)",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +225,7 @@ class UnitParameters:
         self._waiting = threading.RLock()  # held while a gather is waited for: see `wait`
         self.check_thread = any_thread  # raises in a thread that may not touch the unit: the schedule knows
         self.may_be_edited = False  # somebody outside of forward and backward has got hold of the parameters
+        self.refuses_writes = False  # into shards: an engine has the unit, and no initialization is to come
         self.is_touched = False  # so has been since ranks last compared their values
         # Who has a sharded unit unsharded, alike on every rank:
         self.is_scheduled = False  # the schedule of its engine
@@ -350,6 +431,8 @@ class UnitParameters:
             for slot, param, view in zip(self._layout.slots, self._params, self._views, strict=True):
                 if param.dtype is not self._absent.dtype:
                     raise _cast_error(slot.name, param.dtype, self._absent.dtype)
+                if self.refuses_writes:
+                    param.__class__ = _plain_class(param)
                 param.data = view
             self._mark(ZeroParamStatus.AVAILABLE)
 
@@ -389,6 +472,8 @@ class UnitParameters:
             self._has_second = True
         for param in self._params:
             param.data = self._absent
+            if self.refuses_writes:
+                param.__class__ = _shard_class(_plain_class(param))
         self.group.buffers.take_back(self.flat.untyped_storage())
         self.state = ParameterState.SHARDED
         self._mark(ZeroParamStatus.NOT_AVAILABLE)

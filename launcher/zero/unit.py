@@ -69,6 +69,7 @@ class FlatUnit:
             setattr(param, _UNIT, self)
         if policy.stage.shards_parameters:
             self.params.describe()
+        self.params.refuses_writes = is_sharded
         self.params.release()
         self.shards: list[ParamShard] = []  # of what is trained, in layout order; optimizers keep their states there
         self._resident_states = policy.offload.resident_states

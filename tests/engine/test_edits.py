@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -80,6 +82,59 @@ def test_a_write_into_a_shard_is_an_error() -> None:
     run_on_ranks(2, _write_into_a_shard)
 
 
+def _write_into_data(rank: int, world_size: int) -> Tensor:
+    """Write into the `data` of shards in the ways of scripts; each is refused, and leaves all as it was."""
+    engine = engine_of(build("Plain"), 3, world_size)
+    params = list(engine.module.parameters())
+    weight = engine.module.blocks[1].up.weight
+    for _ in range(2):  # of shards that have never been unsharded, and that have been
+        for write in (
+            lambda: _clamp(engine.module),
+            lambda: params[0].data.__setitem__(slice(None), 0.0),
+            lambda: torch._foreach_mul_([param.data for param in params], 0.5),
+            lambda: nn.init.zeros_(weight.data),
+            lambda: weight.data.sub_(1.0),
+            lambda: setattr(weight, "data", weight.data.clamp(-LIMIT, LIMIT)),
+            lambda: nn.utils.vector_to_parameters(torch.zeros(10**6), params),
+            lambda: copy.deepcopy(params),
+        ):
+            with pytest.raises(EngineError, match=r"is a shard, which has no elements"):
+                write()
+        with pytest.raises(
+            EngineError, match=r"param\.data\.mul_\(\) was called, where blocks\.1\.up\.weight is a shard"
+        ):
+            weight.data.mul_(0.5)
+        assert isinstance(weight, nn.Parameter)
+        assert weight.data.dtype is torch.float32
+        assert weight.data.shape == (0,)
+        assert type(weight.data.clone()) is type(pickle.loads(pickle.dumps(weight.data))) is Tensor
+        engine.module.to("cpu").float()
+        x, y = batches(1)[0]
+        engine.backward(engine(x, y))
+        engine.step()
+    with GatheredParameters(params, modifier_rank=0):
+        _clamp(engine.module)
+    engine.destroy()
+    again = engine_of(engine.module, 3, world_size)
+    with pytest.raises(EngineError, match="is a shard"):
+        _clamp(again.module)
+    with GatheredParameters(params):
+        assert type(weight) is nn.Parameter
+        return weight.detach().clone()
+
+
+def test_a_write_into_the_data_of_a_shard_is_an_error() -> None:
+    model = build("Plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(*batches(1)[0]).backward()
+        optimizer.step()
+    _clamp(model)
+    for found in run_on_ranks(2, _write_into_data):
+        torch.testing.assert_close(found, model.blocks[1].up.weight.detach())
+
+
 def _write_into_a_shard_of_one_rank(rank: int, world_size: int, is_behind: bool) -> Tensor:
     """Write on rank 1, catch the error on every rank, and train on: `step` reports it once."""
     with runs_behind_host() if is_behind else contextlib.nullcontext():
@@ -119,9 +174,13 @@ def _give_other_memory(rank: int, world_size: int, stage: int) -> None:
     x, y = batches(1)[0]
     engine.backward(engine(x, y))
     weight = engine.module.blocks[1].up.weight
-    weight.data = torch.zeros_like(weight.data) if stage < 3 else torch.zeros(32, 16)
-    with pytest.raises(EngineError, match=r"blocks\.1\.up\.weight was given other memory"):
-        engine.step()
+    if stage == 3:
+        with pytest.raises(EngineError, match=r"param\.data was set, where blocks\.1\.up\.weight is a shard"):
+            weight.data = torch.zeros(32, 16)
+    else:
+        weight.data = torch.zeros_like(weight.data)
+        with pytest.raises(EngineError, match=r"blocks\.1\.up\.weight was given other memory"):
+            engine.step()
     with pytest.raises(EngineError, match="the parameter weight was added or replaced after initialize"):
         engine.module.blocks[2].up.weight = nn.Parameter(torch.zeros(32, 16))
     with pytest.raises(EngineError, match="the parameter extra was added or replaced after initialize"):
