@@ -56,7 +56,7 @@ def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") ->
 
 
 def shell_hint(where: str, words: str) -> str:
-    """Return what to do about a login shell that ended before it ran anything. words: what it said."""
+    """Return what to do about a login shell that ended before it ran anything. words: what it printed."""
     if _RESTRICTED in words:
         return "its login shell may not start /bin/sh, as it is a restricted one (rbash): ask who runs the host"
     if words:
@@ -66,7 +66,7 @@ def shell_hint(where: str, words: str) -> str:
 
 def setup_failure(where: str, status: int | None, stderr: str) -> TransportError:
     """Say that what --setup or --venv-script asked for failed."""
-    said = stderr.partition(SETUP_FAILED)[0].strip().splitlines()
+    lines = stderr.partition(SETUP_FAILED)[0].strip().splitlines()
     what, hint = "it failed", "nothing is started where this fails: fix the command, or leave the option out"
     if status == _COMMAND_NOT_FOUND:
         what = "a command of it was not found"
@@ -76,11 +76,11 @@ def setup_failure(where: str, status: int | None, stderr: str) -> TransportError
         )
     elif status == 0:
         what, hint = "it ended its shell", "ranks are started by the same shell: leave `exit` and `exec` out of it"
-    words = f": {said[-1]}" if said else ""
+    words = f": {lines[-1]}" if lines else ""
     return TransportError(f"--setup or --venv-script: {what} (exit status {status}){words}", where=where, hint=hint)
 
 
 def last_words(stderr: str, printed: bytes) -> str:
-    """Return what both streams said before the end, in few lines."""
+    """Return what both streams showed before the end, in few lines."""
     words = "\n".join(filter(None, (printed.decode("utf-8", "replace").strip(), stderr.strip())))
     return words[-_MAX_WORDS_CHARS:]

@@ -159,9 +159,9 @@ class OpenSshTransport:
         if channel.has_ended:
             message = "ssh failed"
         for sign, meaning, remedy in _CAUSES:
-            said = [one for one in words.splitlines() if sign in one]
-            if said:
-                message, hint, line = meaning, remedy, said[-1].strip()
+            lines = [one for one in words.splitlines() if sign in one]
+            if lines:
+                message, hint, line = meaning, remedy, lines[-1].strip()
                 break
         place = f"{host.user}@{host.name}" if host.user else host.name
         command = [shlex.join(["ssh", *self._options.openssh_words(host), name]) for name in (place, "HOST")]
@@ -177,7 +177,7 @@ class OpenSshChannel(LocalChannel):
     def __init__(self, host_name: str, process: subprocess.Popen[bytes], log: _Log) -> None:
         self.has_ended = False  # before it had logged in
         self._log = log
-        super().__init__(host_name, process)
+        super().__init__(host_name, process, ends_group=True)  # a ProxyCommand is in it
 
     def wait_for_login(self, timeout_s: float) -> bool:
         """Wait until `ssh` has logged in; False when it ends before, or takes longer."""
@@ -202,12 +202,6 @@ class OpenSshChannel(LocalChannel):
     def close(self) -> None:
         super().close()
         self._log.end_writing()
-
-    def _kill(self, number: int) -> None:
-        # A ProxyCommand shares the process group. As long as `ssh` is not reaped, the number is no other group's.
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
 
 
 class _Log:

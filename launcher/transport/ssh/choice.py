@@ -15,11 +15,11 @@ from launcher.transport.ssh.config import SshTarget, Targets, run_briefly
 from launcher.transport.ssh.connect import usable
 from launcher.transport.ssh.known_hosts import find_keys
 
-_HARDWARE_KEY_FILES = ("~/.ssh/id_ed25519_sk", "~/.ssh/id_ecdsa_sk")  # OpenSSH tries them without being told
+_HARDWARE_KEY_FILES = ("~/.ssh/id_ed25519_sk", "~/.ssh/id_ecdsa_sk")  # OpenSSH tries them unasked
 _HARDWARE_KEY = "a key on a security token"
 _HARDWARE_TYPES = (b"sk-ssh-ed25519", b"sk-ecdsa-sha2")
 _MAX_KEY_FILE_BYTES = 1 << 14
-_KLIST_S = 5.0  # a ticket may lie in a service of this machine, which may not answer
+_KLIST_S = 5.0  # a ticket may be kept by a service of this machine, which may not answer
 
 
 def reason_for_openssh(host: Host, targets: Targets) -> str | None:

@@ -46,6 +46,7 @@ _ONLY_OPENSSH = {
     "BindAddress": (),
     "BindInterface": (),
 }
+ALGORITHMS = ("KexAlgorithms", "Ciphers", "MACs", "HostKeyAlgorithms")  # settings that name some
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 _DEFAULT_KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
@@ -60,16 +61,6 @@ _LINE = re.compile(r"\s*(?P<keyword>\w+)(?:\s*=\s*|\s+)(?P<value>.*)")
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)\}")
 
 Answer = Mapping[str, Sequence[str]]  # of `ssh -G`: lower-case keyword -> its values
-
-
-@dataclass(frozen=True)
-class Algorithms:
-    """What the configuration allows, the preferred first; () leaves it to paramiko."""
-
-    kex: tuple[str, ...] = ()
-    ciphers: tuple[str, ...] = ()
-    macs: tuple[str, ...] = ()
-    host_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,13 +79,13 @@ class SshTarget:
     connect_timeout_s: float
     accept_new_host_keys: bool
     jumps: tuple[str, ...]  # "user@host:port" of each jump host, the first to connect to first
-    only_openssh: tuple[str, ...] = ()  # names of settings for this host that paramiko does not know
-    allows_gssapi: bool = False  # Kerberos may log in; many systems' own ssh_config says so for every host
-    algorithms: Algorithms = Algorithms()
-    family: int = socket.AF_UNSPEC
+    only_openssh: tuple[str, ...]  # names of settings for this host that paramiko does not know
+    allows_gssapi: bool  # Kerberos may log in; many systems' own ssh_config says so for every host
+    algorithms: Mapping[str, Sequence[str]]  # setting -> what it allows, the preferred first; what is not in it is free
+    family: int
     # What the OpenSSH command line needs, beside the configuration, to reach the same place.
-    ssh_words: tuple[str, ...] = ()
-    ssh_user: str = ""  # the user that the hostfile names
+    ssh_words: tuple[str, ...]
+    ssh_user: str  # the user that the hostfile names; "": none
 
     @property
     def known_name(self) -> str:
@@ -122,7 +113,7 @@ class SshTarget:
 
     @property
     def as_any_host(self) -> SshTarget:
-        """This target with HOST for the host's own names: for what is said once of several hosts."""
+        """This target with HOST for the host's own names: for a message about several hosts."""
         return replace(self, name="HOST", address="HOST")
 
 
@@ -263,7 +254,6 @@ def _target(host: Host, options: SshOptions, answer_of: Callable[[Host], Answer]
     agent = one("identityagent", _AGENT_VARIABLE)
     if agent == _AGENT_VARIABLE or agent.startswith("$"):
         agent = os.environ.get(agent.removeprefix("$"), "")
-    algorithms = (one(key) for key in ("kexalgorithms", "ciphers", "macs", "hostkeyalgorithms"))
     return SshTarget(
         name=host.name,
         address=address,
@@ -282,7 +272,7 @@ def _target(host: Host, options: SshOptions, answer_of: Callable[[Host], Answer]
         jumps=tuple(jump for jump in one("proxyjump").split(",") if jump not in ("", "none")),
         only_openssh=tuple(_only_openssh(one, key_files)),
         allows_gssapi=one("gssapiauthentication") == "yes",
-        algorithms=Algorithms(*(tuple(names.split(",")) if names else () for names in algorithms)),
+        algorithms={name: names.split(",") for name in ALGORITHMS if (names := one(name.lower()))},
         family=_FAMILIES.get(one("addressfamily"), socket.AF_UNSPEC),
         ssh_words=tuple(options.openssh_words(host)),
         ssh_user=host.user or "",
@@ -369,8 +359,8 @@ def _settings(words: tuple[str, ...], name: str, timeout_s: float | None) -> Ans
         ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines()  # the last one says how many mistakes there are
-        said = "; ".join(lines[:-1] or lines) or f"exit status {done.returncode}"
-        raise TransportError(f"ssh does not accept the SSH config: {said}", where=name, hint="correct it there")
+        mistakes = "; ".join(lines[:-1] or lines) or f"exit status {done.returncode}"
+        raise TransportError(f"ssh does not accept the SSH config: {mistakes}", where=name, hint="correct it there")
     answer: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         keyword, _, value = line.partition(" ")

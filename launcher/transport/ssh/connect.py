@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.transport.ssh import library
-from launcher.transport.ssh.config import Algorithms, SshTarget
+from launcher.transport.ssh.config import ALGORITHMS, SshTarget
 from launcher.transport.ssh.known_hosts import (
     Finding,
     KnownKey,
@@ -221,29 +221,21 @@ def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: lis
 
 def usable(target: SshTarget) -> dict[str, tuple[str, ...]]:
     """Return, for each setting about algorithms, those that the SSH config allows and paramiko has, in that order."""
-    allowed, known = target.algorithms, _algorithms()
-    settings = {
-        "KexAlgorithms": (allowed.kex, known.kex),
-        "Ciphers": (allowed.ciphers, known.ciphers),
-        "MACs": (allowed.macs, known.macs),
-        "HostKeyAlgorithms": (allowed.host_keys, known.host_keys),
-    }
-    return {
-        key: tuple(
-            name for name in dict.fromkeys(_OTHER_NAMES.get(name, name) for name in names or all_) if name in all_
-        )
-        for key, (names, all_) in settings.items()
-    }
+    found = {}
+    for setting, known in zip(ALGORITHMS, _algorithms(), strict=True):
+        allowed = (_OTHER_NAMES.get(name, name) for name in target.algorithms.get(setting, known))
+        found[setting] = tuple(name for name in dict.fromkeys(allowed) if name in known)
+    return found
 
 
 @functools.lru_cache(maxsize=1)
-def _algorithms() -> Algorithms:
-    """Return what paramiko has."""
+def _algorithms() -> tuple[Sequence[str], ...]:
+    """Return what paramiko has, for each of ALGORITHMS."""
     paramiko = library.load()
     ours, theirs = socket.socketpair()
     connection = paramiko.Transport(ours)
     security = connection.get_security_options()
-    found = Algorithms(*map(tuple, (security.kex, security.ciphers, security.digests, security.key_types)))
+    found = (security.kex, security.ciphers, security.digests, security.key_types)
     ours.close()
     theirs.close()
     return found
