@@ -64,23 +64,15 @@ def _torch_facts() -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         return {"error": f"torch was not ready after {_TORCH_TIMEOUT_S:.0f} s"}
-    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return last_json(done.stdout) or {"error": said}
+    problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return last_json(done.stdout) or {"error": problem}
 
 
 def _topology() -> str | None:
     """Return how the GPUs are linked, as `nvidia-smi topo -m` prints it; None where it cannot say."""
     path = shutil.which("nvidia-smi")
-    if path is None:
-        return None
-    try:
-        done = subprocess.run(
-            [path, "topo", "-m"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_VERSION_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout.decode(errors="replace")).rstrip()
-    return text if done.returncode == 0 and text else None
+    text = "" if path is None else _output_of([path, "topo", "-m"])
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip() or None
 
 
 def _program(name: str, option: str | None) -> dict[str, str | None] | None:
@@ -88,20 +80,24 @@ def _program(name: str, option: str | None) -> dict[str, str | None] | None:
     path = shutil.which(name) or shutil.which(name, path=":".join(_SYSTEM_FOLDERS))
     if path is None:
         return None
-    if option is None:
-        return {"path": path, "version": None}
+    text = "" if option is None else _output_of([path, option])
+    # nvcc's first number is a year; the version follows "release".
+    found = re.search(r"release (\d+\.\d+)", text) or _VERSION.search(text)
+    return {"path": path, "version": None if found is None else found.group(found.lastindex or 0)}
+
+
+def _output_of(argv: list[str]) -> str:
+    """Return what a program prints on both streams; "" when it fails or takes too long."""
     try:
         done = subprocess.run(
-            [path, option],
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
             timeout=_VERSION_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return {"path": path, "version": None}
-    text = done.stdout.decode(errors="replace")
-    # nvcc's first number is a year; the version follows "release".
-    found = re.search(r"release (\d+\.\d+)", text) or _VERSION.search(text)
-    version = None if found is None else found.group(found.lastindex or 0)
-    return {"path": path, "version": version if done.returncode == 0 else None}
+        return ""
+    return done.stdout if done.returncode == 0 else ""

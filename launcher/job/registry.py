@@ -24,6 +24,7 @@ from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.folders import home_folder
 from launcher.base.private_files import make_private_folder, write_private
+from launcher.base.processes import identity
 from launcher.base.secrets import mask_arguments
 from launcher.base.suggest import did_you_mean
 from launcher.job.plan import JobPlan
@@ -157,20 +158,17 @@ def find_job(text: str) -> JobEntry:
 
 def process_identity(pid: int) -> str | None:
     """Return boot id and start time of a living process, which no other ever has; None when there is none."""
-    try:
+    start_ticks = identity(pid).partition(":")[2]
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # The name in parentheses may itself hold spaces and parentheses.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        state, start_ticks = fields[0], fields[19]
-    except (OSError, IndexError):
-        return None
-    return None if state in (b"Z", b"X") else f"{boot}:{start_ticks.decode()}"
+        return f"{boot}:{start_ticks}" if start_ticks else None
+    return None
 
 
 def send_signal(entry: JobEntry, number: int) -> bool:
     """Send a signal to the job's launcher; False when that process has gone.
 
-    Raises: LauncherError when it belongs to somebody else.
+    Raises: LauncherError when it belongs to another user.
     """
     if process_identity(entry.pid) != entry.process:
         return False

@@ -37,9 +37,8 @@ def report(job: str | None, config: str | None, as_json: bool) -> None:
     """
     entry = None if job is None else find_job(job)
     if config is None and entry is not None:
-        config = config_argument(entry.command)
-        config = None if config is None else os.path.join(entry.cwd, config)
-        config = config if config is not None and os.path.isfile(config) else None
+        path = os.path.join(entry.cwd, config_argument(entry.command) or "")
+        config = path if os.path.isfile(path) else None
     text = None if config is None else _text_of(config)
     found = gather()
     if entry is not None:
@@ -51,10 +50,9 @@ def report(job: str | None, config: str | None, as_json: bool) -> None:
         return
     for name, line in rows(found):
         click.echo(f"{name:<10} {line}")
-    for name in ("topology", "config"):
-        if found.get(name):
-            title, body = ("nvidia-smi topo -m", found[name]) if name == "topology" else (config, text)
-            click.echo(f"\n{title}:\n{printable(body or '')}")
+    for title, body in (("nvidia-smi topo -m", found.get("topology")), (config, text)):
+        if body:
+            click.echo(f"\n{title}:\n{printable(body)}")
 
 
 def _text_of(path: str) -> str:
