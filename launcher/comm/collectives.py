@@ -1,16 +1,21 @@
-"""Collectives on flat 1-D buffers that hold one equal chunk per rank: by name, and measured where somebody asks.
+"""Collectives on flat 1-D buffers that hold one equal chunk per rank: by name, and measured where a config asks.
 
 How they are done is the group's communicator's to know: see `gloo` and `nccl`.
 """
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from launcher.comm import observe
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending, begin_call, end_call, name_next
+
+T = TypeVar("T")
 
 
 def _begin(kind: str, group: RankGroup) -> float | None:
@@ -107,6 +112,14 @@ def gather_scalars(group: RankGroup, value: float) -> list[float]:
     own = torch.tensor([value], dtype=torch.float64, device=group.device)
     found: list[float] = gather_rows(group, own).reshape(-1).tolist()
     return found
+
+
+def gather_objects(group: RankGroup, value: T) -> list[T]:
+    """Return every rank's value, which is pickled, in rank order. Every rank must call it."""
+    values = [value] * group.world_size
+    if group.process_group is not None:
+        dist.all_gather_object(values, value, group=group.process_group)
+    return values
 
 
 def broadcast(group: RankGroup, tensors: list[Tensor], source: int = 0) -> None:

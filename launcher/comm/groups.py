@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
-import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +23,13 @@ from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.device import DeviceRuntime, backend_name, local_device, use_local_device
 from launcher.comm.gloo import GlooCommunicator
 from launcher.comm.nccl import NcclCommunicator
-from launcher.comm.pending import begin_call, end_call, name_next, waits_for
+from launcher.comm.pending import Call, begin_call, end_call, name_next, waits_for
 from launcher.comm.streams import Streams
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _DEFAULT_PORT = 29500
+_OWN, _SHARED = "own", "shared"  # of LAUNCH_REDUCE_GROUP
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two looks into the store
 
 
 _made: list[weakref.ref[RankGroup]] = []  # of this process, for its end
@@ -144,7 +144,7 @@ def init_distributed(
             _take_from_scheduler(is_wanted=is_wanted, port=distributed_port)
         if dist_init_required is not False and _is_of_several(rank, init_method, distributed_port):
             _start(dist_backend, init_method, timeout or DEFAULT_TIMEOUT, rank, world_size)
-    use_local_device()  # also where somebody else has started the group
+    use_local_device()  # also where the script has started the group
 
 
 def _is_of_several(rank: int, init_method: str | None, port: int) -> bool:
@@ -231,12 +231,9 @@ def with_reductions(world: RankGroup) -> RankGroup:
     group, runtime = world.process_group, world.runtime
     if group is None:
         return world
-    own = _group_of_reductions(group, runtime.device) if has_own_reductions(runtime.device) else None
-    hosts = _group_of_hosts(group, runtime.device) if runtime.runs_behind_host else None
+    own = _further_group(group, runtime.device, "reductions") if has_own_reductions(runtime.device) else None
+    hosts = _further_group(group, runtime.device, "hosts", "gloo") if runtime.runs_behind_host else None
     return RankGroup(world.rank, world.world_size, group, runtime, own, hosts)
-
-
-_OWN, _SHARED = "own", "shared"
 
 
 def has_own_reductions(device: torch.device) -> bool:
@@ -275,19 +272,13 @@ def group_of_notices() -> dist.ProcessGroup | None:
     return _further_group(world, local_device(), "notices", "gloo")
 
 
-def _group_of_reductions(world: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return a second process group of all ranks, the same one as long as the first one lasts."""
-    return _further_group(world, device, "reductions", None)
-
-
-def _group_of_hosts(world: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return a process group of all ranks for host memory, the same one as long as the first one lasts."""
-    return _further_group(world, device, "hosts", "gloo")
-
-
 def _further_group(
-    world: dist.ProcessGroup, device: torch.device, purpose: str, backend: str | None
+    world: dist.ProcessGroup, device: torch.device, purpose: str, backend: str | None = None
 ) -> dist.ProcessGroup:
+    """Return a process group of all ranks for one purpose, the same one as long as the default group lasts.
+
+    backend: "gloo" for host memory; None: that of the default group.
+    """
     if purpose not in _further_groups or _further_groups[purpose][0] is not world:
         agree_on_group(purpose)
         group = dist.new_group(timeout=timeout_of(world, device), backend=backend, group_desc=purpose)
@@ -303,8 +294,8 @@ def timeout_of(world: dist.ProcessGroup, device: torch.device) -> datetime.timed
 # [Note: groups cannot cross] Torch names a process group by a counter of each process, makes it without a barrier, and
 # gloo connects whoever gives the same name. Where one rank makes a group more than the others, because a cache was
 # empty there or an exception came early, its next group is connected with another one of its peers: both are made, and
-# the first collective in them waits for ever or mixes up two purposes. So before a group is made all ranks say through
-# the store which one it is, and none makes it where they differ.
+# the first collective in them waits forever or mixes up two purposes. So before a group is made all ranks compare
+# through the store which one it is, and none makes it where they differ.
 
 
 def agree_on_group(purpose: str, ranks: Sequence[Sequence[int]] | None = None) -> None:
@@ -322,7 +313,7 @@ def agree_on_group(purpose: str, ranks: Sequence[Sequence[int]] | None = None) -
     call = begin_call("new_group", world)
     end_call()
     own = f'"{purpose}" of {members} on rank {{}}, after {num_before} others'
-    text = _said_of_groups(world, call.number, own, lambda: waits_for(call, "new_group"))
+    text = _difference_of_groups(world, call, own)
     if text:
         raise EngineError(
             f"ranks make different process groups: {text}",
@@ -330,37 +321,32 @@ def agree_on_group(purpose: str, ranks: Sequence[Sequence[int]] | None = None) -
         )
 
 
-def _said_of_groups(
-    world: dist.ProcessGroup, number: int, own: str, waits: Callable[[], contextlib.AbstractContextManager[None]]
-) -> str:
-    """Return how the ranks' words on a group differ, on every rank alike; nothing where they do not."""
-    store, prefix = dist.distributed_c10d._get_default_store(), f"launch/group/{number}"
+def _difference_of_groups(world: dist.ProcessGroup, call: Call, own: str) -> str:
+    """Return how the groups that ranks make next differ, on every rank alike; "" where they do not."""
+    store, prefix = dist.distributed_c10d._get_default_store(), f"launch/group/{call.number}"
     keys = [f"{prefix}/{rank}" for rank in range(world.size())]
-    verdict = f"{prefix}/said"
+    verdict = f"{prefix}/difference"
     store.set(keys[world.rank()], own)
     limit = timeout_of(world, local_device()) or DEFAULT_TIMEOUT
     end_s = time.monotonic() + limit.total_seconds()
-    expected = keys if world.rank() == 0 else [verdict]
-    with waits():
+    expected, pause_s = keys if world.rank() == 0 else [verdict], _FIRST_PAUSE_S
+    with waits_for(call, "new_group"):
         # Asked again and again: a wait in the store would keep the watch over the order of collectives out of it.
-        for pause_s in itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1])):
-            if store.check(expected):
-                break
+        while not store.check(expected):
             if time.monotonic() > end_s:
                 absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
                 return f"{own.format(world.rank())}; nothing on rank {', '.join(absent) or '0'}"
             time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     if world.rank() == 0:
-        said = [store.get(key).decode() for key in keys]
-        first_of = {text: rank for rank, text in reversed(list(enumerate(said)))}
-        parts = [text.format(rank) for text, rank in sorted(first_of.items(), key=lambda each: each[1])]
+        first_of: dict[str, int] = {}  # what ranks make -> the first rank that does
+        for rank, key in enumerate(keys):
+            first_of.setdefault(store.get(key).decode(), rank)
+        parts = [text.format(rank) for text, rank in first_of.items()]
         store.set(verdict, "; ".join(parts) if len(parts) > 1 else "")
         for key in keys:
             store.delete_key(key)
     return store.get(verdict).decode()
-
-
-_PAUSES_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 def forget_process_groups() -> None:

@@ -176,11 +176,10 @@ def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
     data = _group_of(world, sizes.ranks_along("data", "sequence"), "data", has_reductions=True, has_hosts=True)
 
     def along(axis: str) -> RankGroup | None:
+        if getattr(sizes, axis) == 1:
+            return None
         # What ranks of one model must know of each other before a step travels between hosts.
-        has_hosts = axis != "sequence"
-        return (
-            _group_of(world, sizes.ranks_along(axis), axis, has_hosts=has_hosts) if getattr(sizes, axis) > 1 else None
-        )
+        return _group_of(world, sizes.ranks_along(axis), axis, has_hosts=axis != "sequence")
 
     tensor, pipeline, sequence, layers = along("tensor"), along("pipeline"), along("sequence"), None
     model = pipeline or tensor
@@ -247,12 +246,12 @@ def _rows(world: dist.ProcessGroup, device_type: str, row_size: int) -> tuple[De
 
     Once a process: process groups cannot be freed one by one.
     """
-    num_rows = world.size() // row_size
-    agree_on_group("rows", [[row_size] * num_rows])
-    mesh = init_device_mesh(device_type, (num_rows, row_size), mesh_dim_names=("across", "within"))
+    rows = [list(range(first, first + row_size)) for first in range(0, world.size(), row_size)]
+    agree_on_group("rows", rows)
+    mesh = init_device_mesh(device_type, (len(rows), row_size), mesh_dim_names=("across", "within"))
     second = None
     if has_own_reductions(local_device()):
-        agree_on_group("reductions of rows", [[row_size] * num_rows])
+        agree_on_group("reductions of rows", rows)
         second, _ = dist.new_subgroups(row_size, group_desc="reductions of rows")
     return mesh, second
 

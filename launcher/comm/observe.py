@@ -1,4 +1,4 @@
-"""Who watches the collectives: nobody, unless a config asks; then calls are measured here.
+"""What watches the collectives: nothing, unless a config asks; then calls are measured here.
 
 `collectives` asks twice a call whether anybody listens. Only the bytes sent are always counted: that is one addition.
 """
@@ -49,7 +49,7 @@ def add_meter(meter: Meter) -> None:
 
 
 def remove_meter(meter: Meter) -> None:
-    """Measure no more with `meter`; those of other engines go on."""
+    """Measure no more with `meter`; those of other engines continue."""
     _meters[:] = [each for each in _meters if each is not meter]
 
 
@@ -96,7 +96,7 @@ def sent_bytes() -> int:
 
 
 def begin(device: torch.device) -> float | None:
-    """Return the time at which a call begins; None when nobody measures."""
+    """Return the time at which a call begins; None when nothing measures."""
     if not _meters:
         return None
     _synchronize(device)

@@ -62,8 +62,8 @@ class PinnedMemory:
 def _take_last_error() -> None:
     """Launch a kernel for CUDA's last error, which a call that was refused leaves behind.
 
-    The runtime keeps it for whoever asks next: torch does after each of its kernels, and would raise it as that of a
-    kernel which ran well. `torch.cuda.cudart()` has no `cudaGetLastError`.
+    The runtime keeps it for the next call that asks: torch does after each of its kernels, and would raise it as that
+    of a kernel which ran well. `torch.cuda.cudart()` has no `cudaGetLastError`.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.data import IterableDataset
@@ -188,8 +187,7 @@ class SequenceLoader(IterableDataset[dict[str, Any]]):
         batches = iter(self.dl)
         while True:
             parts, description = self._cut(next(batches, None))
-            described: list[Any] = [None] * self._ranks.world_size
-            dist.all_gather_object(described, description, group=self._ranks.process_group)
+            described = collectives.gather_objects(self._ranks, description)
             if all(each is None for each in described):
                 return
             _check_alike(described)

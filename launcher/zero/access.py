@@ -20,11 +20,13 @@ from launcher.zero.unit import FlatUnit, unit_of
 
 # Returns the tensor of the owned range of a unit, 1-D [owned], or None when there is none (yet).
 _Owned = Callable[[FlatUnit], Tensor | None]
+# Does what must be done with a unit before its tensors are read or written.
+_Prepare = Callable[[FlatUnit], None]
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return a copy of a parameter's master value; None when no engine trains it. Collective."""
-    return _full(param, _master_of, takes_edits=True)
+    return _full(param, _master_of, _take_edits)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -33,10 +35,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     Collective. Call it between `engine.backward` of the last micro-batch and `engine.step`. Sums over ranks that wait
     for the step, or for further micro-batches, are taken now.
     """
-    found = _find(param)
-    if found is not None:
-        _complete_sums(found[0])
-    return _full(param, _owned_grad)
+    return _full(param, _owned_grad, _complete_sums)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -59,8 +58,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite the gradient the next step will see. `value` must be the same on every rank. Collective."""
-    _complete_sums(_trained(param)[0])
-    _set_grad(param, value, _write)
+    _set_grad(param, value, _write, _complete_sums)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -70,7 +68,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return a copy of this rank's part of a parameter's master value; None when no engine trains it."""
-    return _local(param, _master_of, takes_edits=True)
+    return _local(param, _master_of, _take_edits)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -78,10 +76,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
     Raises: EngineError where its sum over ranks waits for the step: see `safe_get_full_grad`.
     """
-    found = _find(param)
-    if found is not None:
-        _check_sums(found[0])
-    return _local(param, _owned_grad)
+    return _local(param, _owned_grad, _check_sums)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -126,12 +121,12 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 _Write = Callable[[FlatUnit, ParamSlot, Tensor, Tensor], None]
 
 
-def _set_grad(param: nn.Parameter, value: Tensor, write: _Write) -> None:
-    unit, slot = _trained(param)
+def _set_grad(param: nn.Parameter, value: Tensor, write: _Write, prepare: _Prepare = lambda unit: None) -> None:
+    unit, slot = _trained(param, prepare)
     _check_sums(unit)
     gradient = _owned_grad(unit)
     if gradient is None or unit.grads is None:
-        raise _nothing(unit, slot, "gradient", "call it between engine.backward and engine.step")
+        raise _nothing(slot, "gradient", "call it between engine.backward and engine.step")
     with unit.in_memory():
         write(unit, slot, _part(unit, slot, gradient), value)
     unit.grads.note_written()  # after the block: it may bring the optimizer's copy in, and send it out, itself
@@ -145,7 +140,7 @@ def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _
             return
         state = shard.state.get(name)
         if not isinstance(state, Tensor) or state.numel() != len(shard.owned):
-            raise _nothing(unit, slot, f"optimizer state {name}", "states exist after the first step")
+            raise _nothing(slot, f"optimizer state {name}", "states exist after the first step")
         write(unit, slot, state.view(-1), value)
 
 
@@ -191,8 +186,13 @@ def _complete_sums(unit: FlatUnit) -> None:
         unit.grads.leave(shows=True)
 
 
-def _find(param: nn.Parameter, *, takes_edits: bool = False) -> tuple[FlatUnit, ParamSlot] | None:
-    """takes_edits: the master gets what was written into whole parameters since the last step."""
+def _take_edits(unit: FlatUnit) -> None:
+    """Have the master get what was written into whole parameters since the last step."""
+    if not unit.is_sharded:
+        unit.take_edits()
+
+
+def _find(param: nn.Parameter, prepare: _Prepare) -> tuple[FlatUnit, ParamSlot] | None:
     unit = unit_of(param)
     if unit is None or unit.grads is None:
         return None
@@ -200,13 +200,12 @@ def _find(param: nn.Parameter, *, takes_edits: bool = False) -> tuple[FlatUnit, 
     if unit.params.pending is not None:
         unit.params.pending.wait()
     unit.group.copier.synchronize()  # a copy of the last step may still write, or read, what is going to be touched
-    if takes_edits and not unit.is_sharded:
-        unit.take_edits()
+    prepare(unit)
     return unit, unit.params.slot_of(param)
 
 
-def _trained(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot]:
-    found = _find(param)
+def _trained(param: nn.Parameter, prepare: _Prepare = lambda unit: None) -> tuple[FlatUnit, ParamSlot]:
+    found = _find(param, prepare)
     if found is None:
         raise EngineError(
             f"a parameter of shape {tuple(param.shape)} is not trained by an engine",
@@ -215,12 +214,12 @@ def _trained(param: nn.Parameter) -> tuple[FlatUnit, ParamSlot]:
     return found
 
 
-def _nothing(unit: FlatUnit, slot: ParamSlot, what: str, hint: str) -> EngineError:
+def _nothing(slot: ParamSlot, what: str, hint: str) -> EngineError:
     return EngineError(f"{slot.name} has no {what} now", hint=hint)
 
 
-def _full(param: nn.Parameter, owned_of: _Owned, *, takes_edits: bool = False) -> Tensor | None:
-    found = _find(param, takes_edits=takes_edits)
+def _full(param: nn.Parameter, owned_of: _Owned, prepare: _Prepare = lambda unit: None) -> Tensor | None:
+    found = _find(param, prepare)
     if found is None:
         return None
     unit, slot = found
@@ -238,8 +237,8 @@ def _part(unit: FlatUnit, slot: ParamSlot, owned: Tensor) -> Tensor:
     return owned[unit.shards[slot.index].place]
 
 
-def _local(param: nn.Parameter, owned_of: _Owned, *, takes_edits: bool = False) -> Tensor | None:
-    found = _find(param, takes_edits=takes_edits)
+def _local(param: nn.Parameter, owned_of: _Owned, prepare: _Prepare = lambda unit: None) -> Tensor | None:
+    found = _find(param, prepare)
     if found is None:
         return None
     with found[0].in_memory(writes=False):

@@ -27,7 +27,7 @@ from launcher.zero.codec import GradientCodec
 from launcher.zero.disk import Swapped
 from launcher.zero.local_gradients import LocalGradients
 from launcher.zero.owned_gradient import OwnedGradient, sum_of_squares
-from launcher.zero.placement import ON_DEVICE, Placement
+from launcher.zero.placement import Placement
 from launcher.zero.splits import is_copy
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 from launcher.zero.tensors import digest
@@ -48,8 +48,8 @@ class UnitGradients:
         mesh: ParallelMesh,
         owned: range,
         *,
-        placement: Placement = ON_DEVICE,
-        label: str = "",
+        placement: Placement,
+        label: str,
     ) -> None:
         """placement: where the optimizer updates the unit. label: of the unit, for profilers and the debug log."""
         self._label = label

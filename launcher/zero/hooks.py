@@ -77,7 +77,7 @@ def install_hooks(
 
 
 def _gradient_hook(reducer: GradientReducer, unit: FlatUnit, index: int) -> Callable[[Tensor], None]:
-    # Python's garbage collector does not look into a tensor's hooks: an engine held from there would stay for ever.
+    # Python's garbage collector does not look into a tensor's hooks: an engine held from there would stay forever.
     find_reducer, find_unit = weakref.ref(reducer), weakref.ref(unit)
 
     def on_gradient(_param: Tensor) -> None:

@@ -25,7 +25,7 @@ _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 class TakenGradient(Tensor):
     """What `param.grad` is between backward and step where no rank has the whole gradient: shape and type, no values.
 
-    None in its place would be skipped in silence by `clip_grad_norm_` and by whoever else reads gradients. Any
+    None in its place would be skipped in silence by `clip_grad_norm_` and other readers of gradients. Any
     computing with it raises an EngineError.
     """
 
@@ -67,7 +67,7 @@ class LocalGradients:
         dtype: torch.dtype,
         kept: Tensor | None,
         scale: float,
-        moves_together: bool = False,
+        moves_together: bool,
     ) -> None:
         """kept: 1-D [padded], a buffer that lasts; None: one of `dtype` is borrowed from `buffers` while it is needed.
 

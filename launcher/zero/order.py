@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from launcher.base.errors import EngineError
 from launcher.base.timeouts import timeouts
-from launcher.comm import pending
+from launcher.comm import collectives, pending
 from launcher.comm.groups import RankGroup
 
 HINT = (
@@ -71,7 +71,7 @@ class CollectiveOrder:
         self._num_steps = 0
         self.number = next(_ORDER_NUMBERS)
         self._num_rendezvous = 0
-        self._parted: EngineError | None = None  # why the ranks cannot go on together
+        self._parted: EngineError | None = None  # why the ranks cannot continue together
 
     @property
     def digests(self) -> list[int]:
@@ -131,9 +131,8 @@ class CollectiveOrder:
 
     def difference(self, group: RankGroup) -> EngineError:
         """Return an error that names the first collective in which ranks part. Collective."""
-        everywhere: list[list[_Order]] = [[] for _ in range(group.world_size)]
-        dist.all_gather_object(everywhere, self._orders(), group=group.process_group)
         own = self._orders()
+        everywhere = collectives.gather_objects(group, own)
         kind = next((kind for kind in Collective if any(orders[kind] != own[kind] for orders in everywhere)), None)
         if kind is None:  # where they part is forgotten
             return EngineError("ranks took different paths through the model since the last step", hint=HINT)

@@ -61,7 +61,7 @@ class Report:
     """What a rank publishes that has made no progress for a while."""
 
     tick: int  # grows with each report: a later one of the same wait proves that it lasts
-    since_s: float  # by the rank's own clock: it tells waits apart
+    since_s: float  # by the rank's own clock: equal for reports of the same wait
     lasts_s: float
     what: str  # is waited for
     is_host: bool  # the host waits; else its device may
@@ -324,7 +324,6 @@ def watch_order(order: CollectiveOrder, group: RankGroup) -> None:
     with _lock:
         if not _watches or _watches[0].world() is not world:
             _watches[:] = [OrderWatch(world, runs_behind_host=group.runtime.runs_behind_host)]
-            _watches[0].orders.add(order)
             _watches[0].start()
         _watches[0].orders.add(order)
 

@@ -65,13 +65,13 @@ class Disks:
         sizes: dict[str, int] = {}
         for store in stores:
             sizes[store.folder] = sizes.get(store.folder, 0) + store.size_bytes
-        said = [f"{folder}: {format_bytes(size)} reserved for this rank" for folder, size in sizes.items()]
+        notices = [f"{folder}: {format_bytes(size)} reserved for this rank" for folder, size in sizes.items()]
         if not all(disk.memory.is_pooled for disk in disks):
-            said.append(
+            notices.append(
                 f"torch {torch.__version__} cannot move memory between tensors, as 2.12 can: what is read and written"
                 " is copied through aligned blocks and not page-locked, which takes several times as long"
             )
-        return [*said, *dict.fromkeys(store.notice for store in stores if store.notice is not None)]
+        return [*notices, *dict.fromkeys(store.notice for store in stores if store.notice is not None)]
 
 
 NO_DISKS = Disks()

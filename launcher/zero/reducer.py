@@ -197,7 +197,7 @@ class GradientReducer:
             gradients.complete_sum()
 
     def complete_early(self) -> None:
-        """Do as `complete` where a backward pass has left gradients: before a step somebody asks for their sums.
+        """Do as `complete` where a backward pass has left gradients: their sums are read before a step.
 
         Every rank must call it. Further backward passes add to the sums.
         """

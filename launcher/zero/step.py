@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from launcher.base.errors import EngineError
 from launcher.comm import collectives, pending
@@ -21,10 +21,18 @@ from launcher.zero.norm import StepOutcome, device_scale, grad_scale, parted_err
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.tensors import digest
-from launcher.zero.threads import using_part_of_threads
 from launcher.zero.unit import FlatUnit
 
 MAX_NAMES = 8  # of unused parameters in an error
+
+
+@dataclass(frozen=True)
+class _OwnFacts:
+    """What this rank has before a step, and the others must know."""
+
+    gradients: list[UnitGradients]
+    is_touched: bool  # a user has got hold of its whole parameters, and may have written them
+    lost: EngineError | None  # about values, written by a user, which the step would lose
 
 
 @dataclass(frozen=True)
@@ -35,23 +43,21 @@ class _StepFacts:
     num_unused: int  # parameters without a gradient, summed over ranks
     num_late: int  # units with gradients that are not in their sums, summed over ranks
     num_written: int  # units with a `param.grad` that a user has written, summed over ranks
-    num_touched: int  # ranks whose whole parameters a user has got hold of, and may have written
-    num_lost: int  # ranks that have values, written by a user, which the step would lose
+    num_touched: int  # ranks where `_OwnFacts.is_touched` holds
+    num_lost: int  # ranks that have an `_OwnFacts.lost`
 
 
-def _exchange_facts(
-    gradients: list[UnitGradients], reducer: GradientReducer, mesh: ParallelMesh, *, is_touched: bool, is_lost: bool
-) -> _StepFacts:
+def _exchange_facts(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts) -> _StepFacts:
     """Return the same facts on every rank, the norm with the same bits. Collective, after the reductions.
 
     Raises: EngineError on all ranks when their collectives had different orders.
     """
-    group = mesh.data
+    group, gradients = mesh.data, own.gradients
     if not gradients and mesh.model is None:
         return _StepFacts(0.0, 0, 0, 0, 0, 0)
     total = sum_of_squares(gradients, group)
-    num_unused = sum(own.used.count(False) for own in gradients)
-    own_counts = [num_unused, reducer.num_late, reducer.num_written, int(is_touched), int(is_lost)]
+    num_unused = sum(each.used.count(False) for each in gradients)
+    own_counts = [num_unused, reducer.num_late, reducer.num_written, own.is_touched, own.lost is not None]
     counts = [*own_counts, *reducer.order.digests]
     facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
     pending.name_next("the norm of the gradients")
@@ -67,27 +73,19 @@ def _exchange_facts(
     return _StepFacts(math.sqrt(square / mesh.num_copies), *map(int, counts))
 
 
-def complete_sums(
-    gradients: list[UnitGradients],
-    reducer: GradientReducer,
-    mesh: ParallelMesh,
-    *,
-    is_touched: bool,
-    lost: EngineError | None,
-) -> _StepFacts:
+def complete_sums(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts) -> _StepFacts:
     """Wait for the sums of all gradients, late ones included, and return what all ranks know of them. Collective.
 
-    Raises: EngineError on every rank where one has a `lost`.
+    Raises: EngineError on every rank where one has an `own.lost`.
     """
     reducer.complete()
-    if mesh.data.runtime.runs_behind_host and (gradients or mesh.model is not None):
+    if mesh.data.runtime.runs_behind_host and (own.gradients or mesh.model is not None):
         # Before the host waits for its device: behind collectives that do not fit each other nothing ever arrives.
-        _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched, lost=lost)
+        _share_facts_of_hosts(reducer, mesh, own)
     mesh.data.copier.synchronize()  # gradients in host memory are read from here on
-    is_lost = lost is not None
-    facts = _exchange_facts(gradients, reducer, mesh, is_touched=is_touched, is_lost=is_lost)
+    facts = _exchange_facts(reducer, mesh, own)
     if facts.num_lost:
-        raise _lost_anywhere(lost, mesh)
+        raise _lost_anywhere(own.lost, mesh)
     if facts.num_late == facts.num_written == 0:
         return facts
     if facts.num_late:
@@ -95,19 +93,16 @@ def complete_sums(
     if facts.num_written:
         reducer.take_written(mesh.data, mesh.model)
     mesh.data.copier.synchronize()
-    return _exchange_facts(gradients, reducer, mesh, is_touched=is_touched, is_lost=is_lost)
+    return _exchange_facts(reducer, mesh, own)
 
 
 def _lost_anywhere(own: EngineError | None, mesh: ParallelMesh) -> EngineError:
     """Return the error of the first rank that has one, for all ranks to raise. Collective."""
-    said = None
+    report = None
     if own is not None:
         [found] = own.diagnostics
-        said = found.message, f"rank {mesh.world.rank}", found.hint
-    everywhere = [said] * mesh.data.world_size
-    if mesh.data.process_group is not None:
-        dist.all_gather_object(everywhere, said, group=mesh.data.process_group)
-    for reported in everywhere:
+        report = found.message, f"rank {mesh.world.rank}", found.hint
+    for reported in collectives.gather_objects(mesh.data, report):
         if reported is not None:
             message, where, hint = reported
             return EngineError(message, where=where, hint=hint)
@@ -117,23 +112,16 @@ def _lost_anywhere(own: EngineError | None, mesh: ParallelMesh) -> EngineError:
     )
 
 
-def _share_facts_of_hosts(
-    gradients: list[UnitGradients],
-    reducer: GradientReducer,
-    mesh: ParallelMesh,
-    *,
-    is_touched: bool,
-    lost: EngineError | None,
-) -> tuple[bool, bool]:
+def _share_facts_of_hosts(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts) -> tuple[bool, bool]:
     """Queue the sums of late gradients.
 
-    Returns whether a rank has parameters without a gradient, and whether `is_touched` holds on any. Collective; the
+    Returns whether a rank has parameters without a gradient, and whether `own.is_touched` holds on any. Collective; the
     host does not wait for the device. Raises: EngineError as `complete_sums` does.
     """
-    is_any_unused = any(not used for own in gradients for used in own.used)
+    is_any_unused = any(not used for each in own.gradients for used in each.used)
     digests = reducer.order.digests
-    flags = [is_any_unused, reducer.num_late > 0, reducer.num_written > 0, is_touched, lost is not None]
-    facts = [*map(int, flags), *digests, *(-own for own in digests)]
+    flags = [is_any_unused, reducer.num_late > 0, reducer.num_written > 0, own.is_touched, own.lost is not None]
+    facts = [*map(int, flags), *digests, *(-digest for digest in digests)]
     is_unused, is_late, is_written, is_touched_anywhere, is_lost, *both = largest_of_hosts(mesh.data, facts)
     parts = any(most != -least for most, least in zip(both[: len(digests)], both[len(digests) :], strict=True))
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
@@ -142,12 +130,12 @@ def _share_facts_of_hosts(
     if parts:
         raise reducer.order.difference(mesh.data)
     if is_lost:
-        raise _lost_anywhere(lost, mesh)
+        raise _lost_anywhere(own.lost, mesh)
     if is_late:
         reducer.reduce_late()
     if is_written:
         reducer.take_written(mesh.data, mesh.model)
-        return _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched, lost=lost)
+        return _share_facts_of_hosts(reducer, mesh, own)
     return bool(is_unused), bool(is_touched_anywhere)
 
 
@@ -187,9 +175,9 @@ def step_units(
     optimizer: FlatOptimizer,
     policy: ZeroPolicy,
     mesh: ParallelMesh,
-    loss_scale: float | None = None,
-    delayed: DelayedUpdate | None = None,
-    check: Callable[[list[FlatUnit]], None] = lambda units: None,
+    loss_scale: float | None,
+    delayed: DelayedUpdate | None,
+    check: Callable[[list[FlatUnit]], None],
 ) -> StepOutcome:
     """Take one optimizer step and return how it went. Every rank must call it.
 
@@ -209,9 +197,12 @@ def step_units(
     gradients = [unit.grads for unit in trained if unit.grads is not None]
     alike = [unit for unit in trained if not unit.is_sharded and not unit.members.is_expert]
     watched = alike if optimizer.keeps_ranks_alike else []
-    is_touched = any(unit.params.is_touched or unit.params.first_written() is not None for unit in watched)
-    # Raised when all ranks know of it: a rank that left alone would have the others wait for it.
-    lost = next((error for unit in trained if (error := unit.find_lost()) is not None), None)
+    own = _OwnFacts(
+        gradients,
+        any(unit.params.is_touched or unit.params.first_written() is not None for unit in watched),
+        # Raised when all ranks know of it: a rank that left alone would have the others wait for it.
+        next((error for unit in trained if (error := unit.find_lost()) is not None), None),
+    )
     for unit in trained:
         unit.take_edits()
         if unit.is_sharded:
@@ -221,13 +212,13 @@ def step_units(
     if optimizer.steps_behind_host and has_gradients:
         assert isinstance(optimizer, DeviceScaled), "decided when the engine was built"
         reducer.complete()
-        is_any_unused, is_touched = _share_facts_of_hosts(gradients, reducer, mesh, is_touched=is_touched, lost=lost)
+        is_any_unused, is_touched = _share_facts_of_hosts(reducer, mesh, own)
         check(trained)
         unused = _unused(trained, policy, mesh) if is_any_unused else []
         compared = alike if is_touched else []
         outcome = _step_behind_host(trained, gradients, optimizer, policy, mesh, unused=unused, compared=compared)
     else:
-        facts = complete_sums(gradients, reducer, mesh, is_touched=is_touched, lost=lost)
+        facts = complete_sums(reducer, mesh, own)
         if facts.num_touched:
             _check_alike(alike, mesh)
         check(trained)
@@ -235,8 +226,8 @@ def step_units(
     for unit in watched:
         unit.params.is_touched = False
         unit.params.note_versions()
-    for own in gradients:
-        own.discard()
+    for each in gradients:
+        each.discard()
     reducer.order.begin_step()
     return outcome
 
@@ -316,13 +307,27 @@ def _update(
     if policy.offload.optimizer is Place.DEVICE:
         optimizer.step(scale, unused)
     else:
-        with using_part_of_threads(policy.offload.cores_fraction):
+        with _part_of_threads(policy.offload.cores_fraction):
             if isinstance(optimizer, UnitOptimizer):
                 _update_in_turn(units, optimizer, policy, unused, scale)
                 return
             optimizer.step(scale, unused)
     for unit in units:
         _write_back(unit, optimizer, policy)
+
+
+@contextlib.contextmanager
+def _part_of_threads(fraction: float) -> Iterator[None]:
+    """Let torch, too, use a part of the threads: nothing computes beside this update (see `kernels.cpu`)."""
+    if fraction >= 1.0:
+        yield
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, int(num_threads * fraction)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _update_in_turn(
@@ -360,7 +365,7 @@ def _unused_error(names: list[str]) -> EngineError:
 def first_bad_gradient(units: list[FlatUnit], group: RankGroup) -> str | None:
     """Return the name of the first parameter whose summed gradient has an element that is not finite.
 
-    Every rank must call it, after `step_units` has skipped a step: the gradients still stand where they were.
+    Every rank must call it, after `step_units` has skipped a step: the gradients are still where they were.
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
     first, num_before = (math.inf, ""), 0.0
@@ -374,7 +379,5 @@ def first_bad_gradient(units: list[FlatUnit], group: RankGroup) -> str | None:
         if own.swap is not None:
             own.swap.drop()
         num_before += len(unit.layout.names)
-    everywhere = [first] * group.world_size
-    if group.process_group is not None:  # with its name: ranks have other experts at one place
-        dist.all_gather_object(everywhere, first, group=group.process_group)
-    return min(everywhere)[1] or None
+    # With its name: ranks have other experts at one place.
+    return min(collectives.gather_objects(group, first))[1] or None

@@ -1,4 +1,4 @@
-"""Find the tensors in what modules take and return, and tell tensors apart."""
+"""Find the tensors in what modules take and return, and compare tensors between ranks."""
 
 from __future__ import annotations
 

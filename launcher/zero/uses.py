@@ -22,7 +22,7 @@ from launcher.zero.unit import FlatUnit
 class Use:
     """One forward of a module that reads units, until its backward has passed."""
 
-    def __init__(self, units: Sequence[FlatUnit], *, is_copy: bool = False, is_cast: bool = False) -> None:
+    def __init__(self, units: Sequence[FlatUnit], *, is_cast: bool, is_copy: bool = False) -> None:
         """is_copy: checkpointing runs the forward again for its values; the graph of the first one goes back.
 
         is_cast: the units were gathered as torch.autocast casts them.
