@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 SWEEP_INTERVAL_S = 0.05
+_SWEEP_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -57,7 +58,7 @@ def identity(pid: int) -> str:
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a process as /proc shows it ("T" is stopped, "D" waits for a device), "" when it has gone."""
+    """Return the state of a process as /proc shows it ("T" is stopped, "D" waits for a device), "" without one."""
     found = _stat_of(pid)
     return "" if found is None else found[1]
 
@@ -140,18 +141,18 @@ def send(identities: Iterable[str], number: int) -> None:
                     os.kill(pid, number)
                 continue
             try:
-                if identity(pid) == who:  # the descriptor is this one's for good, whoever gets the pid
+                if identity(pid) == who:  # the descriptor is this one's for good, whichever gets the pid later
                     signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)
 
 
-def sweep_job(job_id: str, agents: Sequence[tuple[str, str]] = (), timeout_s: float = 5.0) -> set[int]:
-    """Kill the processes of a job until none is left or `timeout_s` has passed. Returns those that are left.
+def sweep_job(job_id: str, agents: Sequence[tuple[str, str]] = ()) -> set[int]:
+    """Kill the processes of a job until none is left or 5 s have passed. Returns those that are left.
 
     agents: identities of agents, which do not carry the id, each with its guard's, which ends what it leaves.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _SWEEP_S
     while True:
         members = [*_members(job_id), *(agent for agent, _ in agents if _is_alive(agent))]
         guards = [guard for _, guard in agents if _is_alive(guard)]

@@ -107,9 +107,9 @@ class Summary:
         return CheckpointError(f"{what} cannot be read", where=str(self.path / self.manifest.state))
 
 
-def summary_of(path: Place, manifest: Manifest | None = None) -> Summary:
+def summary_of(path: Place) -> Summary:
     """Return what a checkpoint says about itself. Raises: CheckpointError where it is missing or damaged."""
-    manifest = read_manifest(path) if manifest is None else manifest
+    manifest = read_manifest(path)
     return Summary(path, manifest, read_json(path, manifest.state, manifest))
 
 

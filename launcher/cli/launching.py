@@ -115,8 +115,17 @@ def _check_script(plan: JobPlan) -> None:
     if plan.command.kind != "script" or "local" not in plan.transports.values():
         return
     script = plan.command.target
-    if not os.path.exists(script):
-        raise _no_script(script, plan)
+    try:
+        os.stat(script)
+    except PermissionError:
+        raise UsageError(
+            f"script {script} cannot be read: one of its folders may not be entered",
+            where=plan.cwd,
+            hint=f"namei -l {shlex.quote(os.path.abspath(script))} shows which",
+        ) from None
+    except (OSError, ValueError):
+        hint = _without_python(plan) or "check the path"
+        raise UsageError(f"script {script} does not exist", where=plan.cwd, hint=hint) from None
     if os.path.isdir(script):
         if not any(os.path.exists(os.path.join(script, name)) for name in _FOLDER_MAINS):
             raise UsageError(f"the folder {script} has no __main__.py", where=plan.cwd, hint="name a file in it")
@@ -148,21 +157,6 @@ def _without_python(plan: JobPlan) -> str | None:
         return None
     words = shlex.join(mask_arguments(plan.command.arguments))
     return f"leave python out: launch {words}".rstrip()
-
-
-def _no_script(script: str, plan: JobPlan) -> UsageError:
-    try:
-        os.stat(script)
-    except PermissionError:
-        return UsageError(
-            f"script {script} cannot be read: one of its folders may not be entered",
-            where=plan.cwd,
-            hint=f"namei -l {shlex.quote(os.path.abspath(script))} shows which",
-        )
-    except OSError:
-        pass
-    hint = _without_python(plan) or "check the path"
-    return UsageError(f"script {script} does not exist", where=plan.cwd, hint=hint)
 
 
 def _with_writable_logs(request: Request, cwd: str) -> Request:

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 _POLL_S = 0.1
+_TICK_S = 0.25
 _EXPLAIN_AFTER_S = 2.0
 
 
@@ -47,10 +48,10 @@ class Answer(Generic[_T]):
 class Lane:
     """Makes calls in the order they were put, on a daemon thread. Any thread may put."""
 
-    def __init__(self, name: str, tick: Callable[[], object] | None = None, tick_s: float = 0.25) -> None:
-        """tick: called about every `tick_s` seconds, between two calls."""
+    def __init__(self, name: str, tick: Callable[[], object] | None = None) -> None:
+        """tick: called about every `_TICK_S` seconds, between two calls."""
         self._calls: queue.SimpleQueue[tuple[Callable[..., object], tuple[object, ...]] | None] = queue.SimpleQueue()
-        self._tick, self._tick_s = tick, tick_s
+        self._tick = tick
         self._busy_since_s: float | None = None
         self._error: Exception | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -101,7 +102,7 @@ class Lane:
         self._calls.put(None)
 
     def _run(self) -> None:
-        tick_at_s = time.monotonic() + self._tick_s
+        tick_at_s = time.monotonic() + _TICK_S
         while True:
             item = None
             if self._tick is None:
@@ -113,7 +114,7 @@ class Lane:
                         return
                 if time.monotonic() >= tick_at_s:
                     self._make(self._tick, ())
-                    tick_at_s = time.monotonic() + self._tick_s
+                    tick_at_s = time.monotonic() + _TICK_S
                     if item is None:
                         continue
             if item is None:

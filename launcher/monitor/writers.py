@@ -9,7 +9,7 @@ import csv
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -59,19 +59,18 @@ def log_folder(output_path: str, job_name: str) -> Path:
 class TensorBoardWriter:
     """Event files that `tensorboard --logdir` reads."""
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
         self._writer: Any = module.SummaryWriter(log_dir=str(folder))
-        self._clock = clock
-        self._flushed_s = clock()
+        self._flushed_s = time.monotonic()
 
     def write(self, events: Sequence[Event]) -> None:
         """Add points."""
         for event in events:
             self._writer.add_scalar(event.name, event.value, event.num_samples)
-        if self._clock() - self._flushed_s >= FLUSH_INTERVAL_S:
+        if time.monotonic() - self._flushed_s >= FLUSH_INTERVAL_S:
             self._writer.flush()
-            self._flushed_s = self._clock()
+            self._flushed_s = time.monotonic()
 
     def close(self) -> None:
         """Write what is left."""

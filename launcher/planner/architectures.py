@@ -108,10 +108,9 @@ def _linear(name: str, inputs: int, outputs: int, bias: bool) -> _Layers:
         yield Parameter(f"{name}.bias", outputs)
 
 
-def _norm(name: str, size: int, bias: bool = True) -> _Layers:
+def _norm(name: str, size: int) -> _Layers:
     yield Parameter(f"{name}.weight", size)
-    if bias:
-        yield Parameter(f"{name}.bias", size)
+    yield Parameter(f"{name}.bias", size)
 
 
 def _llama(config: ArchitectureConfig) -> _Layers:

@@ -167,14 +167,14 @@ class _SumOverRanks(torch.autograd.Function):
 # ---- slices ----
 
 
-def own_part(whole: Tensor, group: RankGroup, blocks: Sequence[int], dim: int = -1) -> Tensor:
-    """Return a rank's share of every block of a dimension, one after another: a view where there is one block."""
+def own_part(whole: Tensor, group: RankGroup, blocks: Sequence[int]) -> Tensor:
+    """Return a rank's share of every block of the last dimension, one after another; of one block, a view."""
     parts, start = [], 0
     for block in blocks:
         share = block // group.world_size
-        parts.append(whole.narrow(dim, start + group.rank * share, share))
+        parts.append(whole.narrow(-1, start + group.rank * share, share))
         start += block
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def gathered(part: Tensor, group: RankGroup, blocks: Sequence[int], dim: int = -1) -> Tensor:
