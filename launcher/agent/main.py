@@ -87,7 +87,7 @@ def clean_up_after(agent_pid: int, status: int) -> int:
 def _guard(agent_pid: int, launcher_pid: int) -> int:
     """Wait for the end of the agent; returns its status. SIGTERM of the launcher alone means: kill it now.
 
-    An agent that was stopped (SIGSTOP) does not see that its launcher has gone: that is seen to here.
+    An agent that was stopped (SIGSTOP) does not notice that its launcher has ended: its guard does.
     """
     poller = select.poll()
     poller.register(0, select.POLLHUP)
@@ -95,8 +95,8 @@ def _guard(agent_pid: int, launcher_pid: int) -> int:
     while True:
         # One look in a day does no harm, and there is no call without a limit that returns all that is needed.
         found = signal.sigtimedwait(_BLOCKED, _LOOK_INTERVAL_S if is_stopped else 86_400.0)
-        is_told = found is not None and found.si_signo == signal.SIGTERM and found.si_pid == launcher_pid
-        if is_told or (is_stopped and poller.poll(0)):
+        is_asked = found is not None and found.si_signo == signal.SIGTERM and found.si_pid == launcher_pid
+        if is_asked or (is_stopped and poller.poll(0)):
             os.kill(agent_pid, signal.SIGKILL)  # it is not reaped yet, so no other process can be hit
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)

@@ -51,7 +51,7 @@ def listener(port: int) -> socket.socket:
 
 
 def serve(listening: socket.socket, words: bytes) -> None:
-    """Say `words` to everybody who connects, for ever."""
+    """Say `words` to everybody who connects, forever."""
     while True:
         connection, _ = listening.accept()
         with connection:

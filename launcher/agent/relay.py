@@ -45,7 +45,7 @@ class Relay:
             _write_all(1, b"\n")  # ends what start-up files of the node may have printed
             while self._turn():
                 pass
-        except BrokenPipeError:  # srun is gone: nobody hears the agent any more
+        except BrokenPipeError:  # srun has ended: nothing reads what the agent writes
             self._end_agent()
         os.close(self._from_agent)
 

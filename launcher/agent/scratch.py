@@ -88,7 +88,7 @@ def agents_of(job_id: str) -> list[tuple[str, str]]:
 
 
 def _owners(folder: str) -> tuple[str, str] | None:
-    """Return the identities of an agent and its guard, as they stand in its lock file; a disk that is full has none."""
+    """Return the identities of an agent and its guard, as its lock file names them; none on a full disk."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = os.open(os.path.join(folder, _LOCK_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, encoding="ascii") as file:

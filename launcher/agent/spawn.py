@@ -161,7 +161,7 @@ def spawn_rank(
     open_files = spec.open_files or original_limit()
 
     def prepare_child() -> None:
-        """Runs in the child, and exec keeps it. The agent has one thread: no lock can be held for ever there."""
+        """Runs in the child, and exec keeps it. The agent has one thread: no lock can be held forever there."""
         die_with_parent(agent_pid)
         give_limit(open_files)
 

@@ -51,7 +51,7 @@ def create_private(path: str | os.PathLike[str], folder_fd: int | None = None) -
 def make_private_folder(path: str | os.PathLike[str]) -> None:
     """Create a folder with mode 0700, and those above it that are missing; one that is there keeps its mode.
 
-    Raises: OSError, also when what is there belongs to somebody else.
+    Raises: OSError, also when what is there belongs to another user.
     """
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     try:
@@ -73,7 +73,7 @@ def open_folder(path: str | os.PathLike[str]) -> int:
 def append_to(path: str | os.PathLike[str], folder: tuple[int, int]) -> int:
     """Open a file to append to it and return its descriptor. folder: device and inode of the one that it must be in.
 
-    A path leads elsewhere once somebody who owns a folder above has put another in place of ours. Raises: OSError.
+    A path leads elsewhere once another user who owns a folder above has replaced ours. Raises: OSError.
     """
     where, name = os.path.split(os.fspath(path))
     folder_fd = open_folder(where or ".")
@@ -93,7 +93,7 @@ def append_to(path: str | os.PathLike[str], folder: tuple[int, int]) -> int:
 
 
 def _check_owner(folder_fd: int, file_fd: int) -> None:
-    """Raise PermissionError for a folder of somebody else's, who could replace what we write.
+    """Raise PermissionError for a folder of another user, who could replace what we write.
 
     The new file says who we are on that disk: root may be another user there (NFS).
     """

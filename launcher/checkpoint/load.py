@@ -51,14 +51,14 @@ def load_parameters(source: CheckpointSource, target: Target, exchange: Exchange
     if error:
         raise CheckpointError(error, where=source.where)
     is_near = _have_one_folder(exchange, source) and "://" not in source.where
-    said: str | None = None
+    problem: str | None = None
     for unit in target.units:
         # Of every unit: other ranks gather with this one.
         failed = _tried(source, unit, target, reads_whole=is_near and _is_its_own_master(unit))
-        said = said or failed
+        problem = problem or failed
     if target.loads_weights:
-        said = said or _load_others(source, target.module)
-    error = exchange.all_succeeded(said, timeout_s=READ_TIMEOUT_S)
+        problem = problem or _load_others(source, target.module)
+    error = exchange.all_succeeded(problem, timeout_s=READ_TIMEOUT_S)
     if error:
         raise CheckpointError(
             error,
@@ -88,22 +88,22 @@ def _tried(source: CheckpointSource, unit: FlatUnit, target: Target, *, reads_wh
     reads_whole: every rank reads all weights of the unit, instead of its part and then the others' from these ranks.
     Ranks of one host do where they can: the page cache is quicker than a socket.
     """
-    said: str | None = None
+    problem: str | None = None
     is_trained = unit.grads is not None and target.optimizer is not None
     unit.params.release()
     has_gathered = reads_whole
     try:
         with unit.with_new_states() if is_trained else unit.readable(writes=True):
-            said = _read_unit(source, unit, target, is_trained=is_trained, reads_whole=reads_whole)
+            problem = _read_unit(source, unit, target, is_trained=is_trained, reads_whole=reads_whole)
             if not reads_whole:
                 has_gathered = True
                 unit.write_back(is_written=False, overlaps=True)  # gathered while the next unit is read
     except Exception as error:  # noqa: BLE001  # a disk, when the unit comes in or goes out: the others gather all the same
-        said = said or error_text(error)
+        problem = problem or error_text(error)
     if not has_gathered:
         unit.params.gather_unwritten()
     unit.params.after_load()
-    return said
+    return problem
 
 
 def _read_unit(

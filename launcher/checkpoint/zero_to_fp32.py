@@ -2,7 +2,7 @@
 """Put the weights of a sharded checkpoint together in fp32. This file needs nothing but Python and torch.
 
     python zero_to_fp32.py . out                         out/pytorch_model.bin, in files of at most 5 GB
-    python zero_to_fp32.py . out --safe_serialization    out/model.safetensors, likewise
+    python zero_to_fp32.py . out --safe_serialization    out/model.safetensors, too
     python zero_to_fp32.py . weights.safetensors         this one file
 
 Weights go from the ranks' files to the output a few megabytes at a time. With the package `xxhash` installed, all that

@@ -1,4 +1,4 @@
-"""Write many host names as one short expression, the reverse of `nodeset.expand`; say once what befell many hosts."""
+"""Write many host names as one short expression, the reverse of `nodeset.expand`; join equal findings of many hosts."""
 
 from __future__ import annotations
 

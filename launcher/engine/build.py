@@ -31,8 +31,8 @@ from launcher.engine.casting import (
     buffers_kept,
     has_shared_elements,
     keep_autocast_to,
+    mixed_types_hint,
     params_left_out,
-    said_of_mixed_types,
     set_tf32,
     widen_batch_norms,
 )
@@ -320,7 +320,7 @@ def _casting(model: nn.Module, settings: Config, precision: Precision, group: Ra
         device_type,
         precision.param_dtype if casts_inputs else None,
         precision.autocast_dtype,
-        said_of_mixed_types(model, precision.param_dtype),
+        mixed_types_hint(model, precision.param_dtype),
     )
 
 

@@ -26,7 +26,7 @@ class Casting:
     device_type: str
     input_dtype: torch.dtype | None = None  # floating-point inputs are cast to it; None: they are left alone
     autocast_dtype: torch.dtype | None = None  # None: no autocast
-    mixed_types: str = ""  # what is said of buffers in another type than the parameters where a forward fails
+    mixed_types: str = ""  # what an error in a forward is followed by: buffers have another type than parameters
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward."""
@@ -50,7 +50,7 @@ def _explained(mixed_types: str) -> Iterator[None]:
         raise
 
 
-def said_of_mixed_types(model: nn.Module, param_dtype: torch.dtype) -> str:
+def mixed_types_hint(model: nn.Module, param_dtype: torch.dtype) -> str:
     """Return what to do about buffers in fp32 or fp64 beside 16-bit parameters; "" where there are none."""
     others = {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.dtype in _WIDE}
     if param_dtype in _WIDE or not others:

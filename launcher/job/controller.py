@@ -55,7 +55,7 @@ _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events co
 _BLOCKED_S = 1.0  # a write that takes longer holds the ranks up
 # Most ranks that have raised end within this, with an interpreter full of transformers too; then the user is warned.
 _WARN_OF_EXIT_S = 2.0
-# Slurm's SIGTERM comes to all nodes, and each agent ends its ranks then: who were told again would be told twice.
+# Slurm's SIGTERM comes to all nodes, and each agent ends its ranks then: a stop message would signal them twice.
 _SLURM_TERM_S = 1.0
 _LOGS, _DISPLAY = 0, 1  # the ways of output
 

@@ -135,7 +135,7 @@ def _variables(data: bytes, path: Path) -> dict[str, str]:
 
 
 def _read_trusted(path: Path) -> bytes | None:
-    """Return what a file holds that nobody has named, None when there is none.
+    """Return what a file holds that no option has named, None when there is none.
 
     It decides which code ranks run (PYTHONPATH, LD_PRELOAD), and may lie in a folder that others can write to.
     Raises: UsageError when others own it or can write to it; PermissionError when its folder cannot be searched.

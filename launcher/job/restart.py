@@ -107,7 +107,7 @@ def run_with_restarts(
 
 
 def _saved(first: JobPlan, reports: Sequence[RunReport], watcher: Watcher, signals: SignalQueue) -> RunReport:
-    """Write the report of the whole job, and return the last try's. A disk that stalls is waited for, not for ever."""
+    """Write the report of the whole job, and return the last try's. A disk that stalls is waited for, not forever."""
     folder = RunFolder(first, watcher, signals.asks_to_leave)
     folder.save(reports[-1], reports[:-1])
     folder.release()

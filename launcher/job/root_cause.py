@@ -59,7 +59,7 @@ class RootCause:
         self._hang: Candidate | None = None
         self._stop_s: float | None = None
         self._slack_s = 0.0
-        # The ranks know that the job will be preempted; where SIGTERM says so, Slurm tells them, maybe earlier than us.
+        # The ranks know that the job will be preempted; where SIGTERM says so, Slurm notifies them, maybe before us.
         self.was_warned = term_is_notice()
         self.wants_requeue = False  # and one of them has ended because of it
 

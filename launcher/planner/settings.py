@@ -62,7 +62,7 @@ def in_precision(
     """Return a config in another precision.
 
     has_16bit_master: `fp16_master_weights_and_grads` and its bf16 twin, beside what the config says.
-    has_16bit_states: `bf16_optimizer_states`, likewise. Raises: UsageError.
+    has_16bit_states: `bf16_optimizer_states`, too. Raises: UsageError.
     """
     if name == "fp32" and (has_16bit_master or has_16bit_states):
         raise UsageError("16-bit masters or states need a 16-bit precision", hint="choose bf16 or fp16")

@@ -4,7 +4,7 @@
 it reports the tasks it killed), so codes come through the agents. Every agent reads the same stdin, so a write of any
 channel goes to all nodes and is meant for one. srun leads a session of its own: a terminal's Ctrl-C reaches the
 launcher only. When the launcher goes, srun's stdin ends, with it the agents' stdin, and with that the ranks. srun waits
-for the end of all of them, and where Slurm or a node has gone as well it would wait for ever: a guard ends it then.
+for the end of all of them, and where Slurm or a node has ended as well it would wait forever: a guard ends it then.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class SrunStep:
             raise RuntimeError("Popen made no pipe")
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         # Writing has a thread of its own, and reading never waits for anybody: srun serves both in one thread, so who
-        # writes to it while it waits to be read from would wait for ever.
+        # writes to it while it waits to be read from would wait forever.
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: the end of stdin
         # What is for all nodes is sent when the first of them is to get it, and no other waits for room meanwhile.
         self._shared_lock = threading.Lock()

@@ -39,7 +39,7 @@ def test_the_group_s_own_limit_comes_first(kernel: tuple[Path, Path]) -> None:
     write(proc / "vmstat", "oom_kill 4\n")
     write(cgroups / "jobs/7/memory.events", "oom_kill 1\n")
     assert watch.evidence() == "the memory limit of the cgroup was reached, limit 1.0 GiB"
-    assert watch.evidence() is None  # each kill is told once
+    assert watch.evidence() is None  # each kill is reported once
 
 
 def test_the_whole_machine_ran_out(kernel: tuple[Path, Path]) -> None:

@@ -156,7 +156,7 @@ def test_a_batch_norm_has_statistics_in_fp32(stage: int, dtype: str) -> None:
             assert torch.equal(own, torchs)
 
 
-# ---- what a model that mixes types is told ----
+# ---- the hint for a model that mixes types ----
 
 
 class Added(nn.Module):

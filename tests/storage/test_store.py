@@ -1,4 +1,4 @@
-"""What is written comes back; nothing stays behind; what goes wrong is told with its place."""
+"""What is written comes back; nothing stays behind; an error names its place."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_alone(overlap: bool) -> None:
 
 
 class HeldKernel(ReferenceKernel):
-    """Updates when it is let go; fails where it is told to."""
+    """Updates when it is released; fails where the test wants it to."""
 
     def __init__(self) -> None:
         self.may_go = threading.Event()

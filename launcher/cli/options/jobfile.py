@@ -81,7 +81,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     import yaml  # 15 ms that only this command pays
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that stands twice in one mapping, of which YAML takes the last."""
+        """Refuses a key that is twice in one mapping, of which YAML takes the last."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set()
