@@ -97,7 +97,7 @@ def _from_weights(files: list[Path], named: Path, config: Path | None, waiting: 
         )
         return replace(facts, shape=shape)
     params = weights.safetensors_parameters(files)
-    return _checked(ModelFacts(str(named), f"safetensors headers of {counted(len(files), 'file')}", params, shape))
+    return ModelFacts(str(named), f"safetensors headers of {counted(len(files), 'file')}", params, shape)
 
 
 def _from_config(path: Path, waiting: _Waiting) -> ModelFacts:
@@ -123,7 +123,7 @@ def _from_config(path: Path, waiting: _Waiting) -> ModelFacts:
         hint = f"{remedy}; formulas are here for {known}"
         raise UsageError(problem, where=str(path), hint=hint)
     source = f"formula of {config.model_type}"
-    return _checked(ModelFacts(str(path), source, params, architectures.shape_of(config), notes))
+    return ModelFacts(str(path), source, params, architectures.shape_of(config), notes)
 
 
 def _shape(data: Mapping[str, Any], where: str) -> TransformerShape | None:
@@ -131,12 +131,6 @@ def _shape(data: Mapping[str, Any], where: str) -> TransformerShape | None:
         return architectures.shape_of(ArchitectureConfig(data, where))
     except UsageError:  # no transformer, or not by these names: activations are not counted
         return None
-
-
-def _checked(facts: ModelFacts) -> ModelFacts:
-    if facts.num_trainable == 0:
-        raise UsageError("the model has no trainable parameters", where=facts.name, hint="nothing is to be trained")
-    return facts
 
 
 def _from_child(kind: str, target: str, waiting: _Waiting, *, name: str, source: str) -> ModelFacts:
@@ -149,7 +143,7 @@ def _from_child(kind: str, target: str, waiting: _Waiting, *, name: str, source:
     config = found["config"]
     shape = None if config is None else _shape(config, name)
     built = f"{found['class']}, {source}" if found["class"] else source
-    return _checked(ModelFacts(name, built, params, shape))
+    return ModelFacts(name, built, params, shape)
 
 
 def _ask(kind: str, target: str, waiting: _Waiting, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Bytes of activations of a stack of transformer blocks: what forward keeps for backward.
+"""Bytes of activations of a stack of transformer blocks: what forward keeps for backward, or needs where none follows.
 
 After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1: their
 34·s·b·h + 5·a·s²·b bytes of a 16-bit GPT block with dropout are these elements for `is_eager`, `has_dropout`.
@@ -25,6 +25,7 @@ class Workload:
     is_eager: bool = False  # attention keeps its scores; torch's fused attention does not
     has_dropout: bool = False
     num_sequence_ranks: int = 1  # that have a part of every sequence each
+    is_inference: bool = False  # no backward follows: blocks keep nothing but keys and values
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +72,8 @@ def activation_bytes(
     share: of a pipeline rank; None: the whole model.
     """
     share = share or Share()
+    if work.is_inference:
+        return _inference_bytes(shape, work, element_bytes, num_ranks, share)
     block = layer_bytes(shape, work, element_bytes, num_ranks)
     block_input = work.num_tokens * shape.hidden_size * element_bytes
     num_blocks = share.num_kept * math.ceil(share.layers * shape.num_layers)
@@ -79,3 +82,16 @@ def activation_bytes(
     logits = work.num_tokens * shape.vocab_size * (element_bytes + 2 * _FP32)
     head = share.num_heads * (2 * block_input + logits)  # with the input and output of the last norm
     return kept + (max(head, block) if work.is_checkpointed else head)
+
+
+def _inference_bytes(shape: TransformerShape, work: Workload, element_bytes: int, num_ranks: int, share: Share) -> int:
+    """Return the bytes alive at the peak of a forward without gradients, with the keys and values of all its tokens."""
+    cache = math.ceil(share.layers * shape.num_layers) * 2 * shape.key_size // num_ranks
+    # Of one block: query, key, value and what attention returns, and what is around the activation function.
+    block = 2 * (shape.query_size + shape.key_size) // num_ranks
+    block += (3 if shape.is_gated else 2) * shape.ffn // num_ranks
+    if work.is_eager:
+        block += 2 * -(-shape.num_heads // num_ranks) * work.length  # scores and their softmax
+    head = shape.vocab_size if share.num_heads else 0
+    # With the input of the block, or of the output layer, and its norm.
+    return work.num_tokens * (cache + 2 * shape.hidden_size + max(block, head)) * element_bytes

@@ -122,11 +122,13 @@ def estimate(
 ) -> Estimate:
     """Return what each of `settings` needs, and what the ladder around `base` needs, which is a resolved config.
 
-    workload: None leaves activations out; so does a model whose shape is not known.
+    settings: all for training, or all for inference. workload: None leaves activations out; so does a model whose shape
+    is not known.
     """
     known = workload if model.shape is not None else None
     rows = tuple(_row(model, machines, setting, known) for setting in settings)
-    rungs = tuple(_row(model, machines, setting, known) for setting in ladder(base, machines.world_size))
+    settings_to_try = ladder(base, machines.world_size, trains=settings[0].trains)
+    rungs = tuple(_row(model, machines, setting, known) for setting in settings_to_try)
     return Estimate(model, machines, known, rows, rungs)
 
 
@@ -168,7 +170,7 @@ def advice(found: Estimate) -> list[Advice]:
     """Return options that make the tightest setting smaller, the smallest result first."""
     work, machines = found.workload, found.machines
     tries: list[tuple[str, Machines, Workload | None]] = []
-    if work is not None and not work.is_checkpointed:
+    if work is not None and not (work.is_checkpointed or work.is_inference):
         tries.append(("--checkpointing", machines, replace(work, is_checkpointed=True)))
     if work is not None and work.batch_size > 1:
         tries.append(("--batch 1", machines, replace(work, batch_size=1)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from launcher.base.errors import UsageError
-from launcher.config.policies import DType, OffloadPolicy, ParameterPolicy, Place, ZeroPolicy
+from launcher.config.policies import DType, OffloadPolicy, Place, ZeroPolicy
 from launcher.planner.model import ModelFacts
 from launcher.sharding.mesh import MeshSizes
 from launcher.sharding.pipeline import PipelinePlan
@@ -44,7 +44,7 @@ class States:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train: the policy an engine would be built with, and what its optimizer keeps."""
+    """One way to train, or to run forward: the policy an engine would be built with, and what its optimizer keeps."""
 
     stage: int  # as it was asked for: the policy of a single rank has stage 0
     policy: ZeroPolicy
@@ -52,6 +52,7 @@ class Setting:
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     partition: str = "best"  # of a pipeline's stages
+    trains: bool = True  # False: there is no optimizer, and no gradient
 
     def __post_init__(self) -> None:
         offload = self.policy.offload
@@ -125,32 +126,35 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     model = everything.with_part_of_experts(setting.sizes.expert)
     world_size = mesh.shard_ranks(world_size // setting.sizes.num_model_parts)
     stage, offload, element = setting.stage, setting.policy.offload, setting.element
-    offloads_optimizer = offload.optimizer is not Place.DEVICE
-    # All ranks together own each element once, also those of experts, which are sharded over fewer ranks each.
-    owned = everything.num_trainable / world_size if stage >= 1 else model.num_trainable
     small = model.numel_below(setting.policy.parameters.persistence_threshold) if stage == 3 else 0
     whole = small if stage == 3 else model.num_params
     sharded = (everything.num_params - small) / world_size if stage == 3 else 0.0
+    second = (model.num_params - small) / mesh.node_size if mesh.node_size is not None else 0.0
+    is_here = offload.params is Place.DEVICE
+    parameters = _whole(element.param * (whole + second + (sharded if is_here else 0.0)))
+    largest = max(_units(model, setting), default=0) / world_size
+    param_host, param_disk = _split_params(setting, element.param * sharded, largest)
+    in_flight = in_flight_bytes(model, setting, world_size)
+    if not setting.trains:
+        return RankMemory(parameters, 0, 0, in_flight, _whole(param_host), _whole(param_disk))
+    offloads_optimizer = offload.optimizer is not Place.DEVICE
+    # All ranks together own each element once, also those of experts, which are sharded over fewer ranks each.
+    owned = everything.num_trainable / world_size if stage >= 1 else model.num_trainable
     ratio = offload.optimizer_ratio if offloads_optimizer else 0.0
     is_beside = offload.optimizer is offload.params and not offload.is_delayed
     kept = element.master + element.state * setting.states.average(model)
     away = (kept + _own_param_bytes(element, offload.optimizer, is_beside_param=is_beside)) * owned * ratio
-    is_here = offload.params is Place.DEVICE
     here = (kept + _own_param_bytes(element, Place.DEVICE, is_beside_param=is_here)) * owned * (1 - ratio)
     keeps_sum = stage <= 1  # the whole gradient stays on the device until the step
     grads_away = element.grad * owned * ratio * (2 if offload.is_delayed else 1)
     grads = element.grad * (model.num_trainable if keeps_sum else owned * (1 - ratio))
-    second = (model.num_params - small) / mesh.node_size if mesh.node_size is not None else 0.0
-    params_here = whole + second + (sharded if is_here else 0.0)
-    largest = max(_units(model, setting), default=0) / world_size
     in_memory = min(1.0, UNITS_IN_MEMORY * largest / owned) if owned else 0.0
     optimizer_host, optimizer_disk = _split_optimizer(offload, away + grads_away, in_memory)
-    param_host, param_disk = _split_params(setting, element.param * sharded, largest)
     return RankMemory(
-        parameters=_whole(element.param * params_here),
+        parameters=parameters,
         gradients=_whole(grads),
         optimizer=_whole(here),
-        in_flight=in_flight_bytes(model, setting, world_size),
+        in_flight=in_flight,
         host=_whole(optimizer_host + param_host),
         disk=_whole(optimizer_disk + param_disk),
     )
@@ -162,9 +166,19 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
     A gradient of one micro-batch travels in the precision of the parameters, and each rank holds what the others sent
     until it has been added.
     """
-    stage, offload, element = setting.stage, setting.policy.offload, setting.element
-    offloads_optimizer = offload.optimizer is not Place.DEVICE
+    stage, offload = setting.stage, setting.policy.offload
     units = sorted(_units(model, setting), reverse=True)
+    total = _gradients_in_flight(model, setting, units, world_size) if setting.trains else 0
+    if stage == 3 and (world_size > 1 or offload.params is not Place.DEVICE):
+        element, numel = setting.element, _gathered_numel(units, setting)
+        total += element.gathered * numel  # autocast leaves embeddings as they are
+        total += (element.param - element.gathered) * min(numel, model.largest_embedding_numel)
+    return total
+
+
+def _gradients_in_flight(model: ModelFacts, setting: Setting, units: list[int], world_size: int) -> int:
+    stage, element = setting.stage, setting.element
+    offloads_optimizer = setting.policy.offload.optimizer is not Place.DEVICE
     total = element.param * model.largest_param_numel  # autograd's own gradient, before it is moved
     received = (world_size - 1) / world_size
     if stage >= 2 and (world_size > 1 or offloads_optimizer):
@@ -174,12 +188,7 @@ def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int
     elif world_size > 1 and element.param < element.grad:
         # What is sent has fewer bits than the sum: gradients are collected in it, or it is a copy.
         total += element.param * sum(units[: GRADIENT_UNITS if setting.policy.overlap_comm else REDUCING_UNITS])
-    total += _whole(element.param * received * sum(units[:REDUCING_UNITS]))
-    if stage == 3 and (world_size > 1 or offload.params is not Place.DEVICE):
-        numel = _gathered_numel(units, setting.policy.parameters)
-        total += element.gathered * numel  # autocast leaves embeddings as they are
-        total += (element.param - element.gathered) * min(numel, model.largest_embedding_numel)
-    return total
+    return total + _whole(element.param * received * sum(units[:REDUCING_UNITS]))
 
 
 def _units(model: ModelFacts, setting: Setting) -> list[int]:
@@ -195,11 +204,12 @@ def _units(model: ModelFacts, setting: Setting) -> list[int]:
     )
 
 
-def _gathered_numel(units: list[int], policy: ParameterPolicy) -> int:
+def _gathered_numel(units: list[int], setting: Setting) -> int:
     """Return the elements of units that are whole at once at stage 3: in use, fetched ahead, kept for backward."""
+    policy = setting.policy.parameters
     largest = units[0] if units else 0
     ahead = policy.prefetch_numel + largest if policy.prefetch_numel else 0
-    kept_numel = min(policy.max_live_numel, policy.max_reuse_distance)
+    kept_numel = min(policy.max_live_numel, policy.max_reuse_distance) if setting.trains else 0
     kept = kept_numel + largest if kept_numel else 0
     return min(sum(units), max(largest + ahead, kept))
 

@@ -38,12 +38,17 @@ _LADDER = (
 )
 # Pipeline stages divide parameters and gradients, and ZeRO the optimizer.
 _PIPELINE_LADDER = ((0, "none", "none"), (1, "none", "none"), (1, "cpu", "none"))
+# Forward alone needs parameters: whole, sharded, and kept elsewhere.
+_INFERENCE_LADDER = ((0, "none", "none"), (3, "none", "none"), (3, "none", "cpu"), (3, "none", "nvme"))
 
 
-def ladder(config: Config, world_size: int) -> list[Setting]:
+def ladder(config: Config, world_size: int, *, trains: bool = True) -> list[Setting]:
     """Return the settings worth trying, quickest first, with the precision and buffers of a resolved config."""
-    rungs = _PIPELINE_LADDER if mesh_sizes(config, world_size).pipeline > 1 else _LADDER
-    return [setting_of(at(config, *rung), world_size) for rung in rungs]
+    has_pipeline = mesh_sizes(config, world_size).pipeline > 1
+    rungs = _PIPELINE_LADDER if has_pipeline else _LADDER
+    if not trains:
+        rungs = _INFERENCE_LADDER[:1] if has_pipeline else _INFERENCE_LADDER
+    return [setting_of(at(config, *rung), world_size, trains=trains) for rung in rungs]
 
 
 def at(config: Config, stage: int, optimizer: str, param: str) -> Config:
@@ -137,15 +142,19 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> Config:
     return resolve_auto(config, facts)[0]
 
 
-def setting_of(config: Config, world_size: int) -> Setting:
+def setting_of(config: Config, world_size: int, *, trains: bool = True) -> Setting:
     """Return the setting that a resolved config asks for.
 
-    world_size: all ranks. Raises: UsageError for a combination that does not exist, ConfigError for a wrong mesh.
+    world_size: all ranks. trains: False: what the config says of an optimizer has no effect. Raises: UsageError for a
+    combination that does not exist, ConfigError for a wrong mesh.
     """
+    zero = config.zero_optimization
+    if not trains:
+        config = at(config, zero.stage, "none", zero.offload_param.device)
     sizes = mesh_sizes(config, world_size)
     policy = zero_policy(config, sizes.num_replicas)
     pipeline = pipeline_plan(config, _num_micro_batches(config, sizes)) or PipelinePlan()
-    return Setting(config.zero_optimization.stage, policy, _states(config), sizes, pipeline, config.pipeline.partition)
+    return Setting(zero.stage, policy, _states(config), sizes, pipeline, config.pipeline.partition, trains)
 
 
 def _num_micro_batches(config: Config, sizes: MeshSizes) -> int:

@@ -28,6 +28,7 @@ SURFACE = {
     "config": ("--config", "--deepspeed"),
     "stage": ("--stage",),
     "precision": ("--precision",),
+    "inference": ("--inference",),
     "offload_optimizer": ("--offload-optimizer",),
     "offload_param": ("--offload-param",),
     "has_16bit_master": ("--16bit-master",),
@@ -220,6 +221,29 @@ def test_activations_follow_batch_length_and_checkpointing(tmp_path: Path) -> No
     assert activations("--seq", "512", "--layers", "1", "--hidden", "64", "--heads", "1") < one / 100
 
 
+def test_inference_needs_no_gradients_and_no_optimizer(models: Path) -> None:
+    found = estimated(models, "70B", "--inference", "--num_gpus", "4", "--gpu-memory", "80GB", "--seq", "1024")
+    settings = [(row["stage"], row["offload_param"]) for row in found["rows"]]
+    assert settings == [(0, "none"), (3, "none"), (3, "cpu"), (3, "nvme")]
+    assert all(row["parts"]["gradients"] == row["parts"]["optimizer"] == 0 for row in found["rows"])
+    assert [row["parts"]["parameters"] for row in found["rows"][:2]] == [140 * 10**9, pytest.approx(35e9, rel=1e-3)]
+    assert found["rows"][2]["host_bytes_per_node"] == pytest.approx(140e9, rel=1e-3)
+    assert found["first_fit"]["config"] == {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    trained = estimated(models, "70B", "--num_gpus", "4", "--seq", "1024")
+    assert found["rows"][1]["parts"]["activations"] < trained["rows"][4]["parts"]["activations"] / 4
+    result = run_here(models, "estimate", "70B", "--inference")
+    assert "optimizer" not in result.out
+    assert "gradients" not in result.out
+    (models / "ds.json").write_text(
+        '{"train_batch_size": 2, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}'
+    )
+    (row,) = estimated(models, "7B", "--inference", "--config", "ds.json", "--num_gpus", "2")["rows"]
+    assert (row["stage"], row["offload_optimizer"], row["host_bytes_per_node"]) == (3, "none", 0)
+    with asked_here():
+        frozen = estimated(models, "models.py:frozen", "--inference", "--num_gpus", "2")
+    assert frozen["rows"][0]["parts"]["parameters"] == 80_000
+
+
 def test_a_config_file_of_the_engine(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 64,
@@ -358,6 +382,8 @@ def test_the_tables_of_the_guides(tmp_path: Path) -> None:
         (["7B", "--largest", "x"], "write 65M"),
         (["models.py", "--largest", "5"], "--largest is for a plain count"),
         (["7B", "--num_gpus", "0"], "--num-gpus"),
+        (["7B", "--inference", "--checkpointing"], "--checkpointing and --inference exclude each other"),
+        (["7B", "--inference", "--offload-optimizer", "cpu"], "--offload-optimizer and --inference exclude"),
     ],
 )
 def test_a_wrong_line_ends_with_2_and_one_clear_message(models: Path, args: list[str], expected: str) -> None:

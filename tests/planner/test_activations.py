@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from harness.launching import ROOT
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from launcher.planner.activations import Workload, activation_bytes, layer_bytes
 from launcher.planner.model import TransformerShape
@@ -76,3 +81,43 @@ def _saved_bytes(model: nn.Module, tokens: torch.Tensor) -> int:
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     loss.detach_()
     return found
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The bytes of tensors that are alive, and the most there were at once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._own = {param.untyped_storage().data_ptr() for param in model.parameters()}  # which are left out
+        self.now, self.peak = 0, 0
+        self._num_tensors: Counter[int] = Counter()  # of each storage
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            storage = tensor.untyped_storage()
+            pointer, num_bytes = storage.data_ptr(), storage.nbytes()
+            if pointer in self._own:
+                continue
+            self.now += 0 if self._num_tensors[pointer] else num_bytes
+            self._num_tensors[pointer] += 1
+            weakref.finalize(tensor, self._free, pointer, num_bytes)
+        self.peak = max(self.peak, self.now)
+        return found
+
+    def _free(self, pointer: int, num_bytes: int) -> None:
+        self._num_tensors[pointer] -= 1
+        self.now -= 0 if self._num_tensors[pointer] else num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("layers", "hidden", "heads"), [(2, 128, 4), (6, 256, 8), (2, 16, 2)])
+def test_it_is_what_a_forward_without_gradients_needs(layers: int, hidden: int, heads: int, dtype: torch.dtype) -> None:
+    model, length = GPT(GPTConfig(layers, hidden, heads, 256)).to(dtype), 256
+    with torch.no_grad(), _LiveBytes(model) as live:
+        model(torch.zeros(3, length, dtype=torch.int64))
+    shape = TransformerShape(layers, hidden, heads, vocab_size=VOCABULARY_SIZE)
+    keys_and_values = 3 * length * layers * 2 * hidden * dtype.itemsize  # of which this model keeps none
+    planned = activation_bytes(shape, Workload(3, length, is_inference=True), dtype.itemsize) - keys_and_values
+    assert live.peak <= planned + 4 * 8 * 3 * length  # tokens and positions
+    assert planned <= 1.15 * live.peak

@@ -105,7 +105,9 @@ def _train(engine: Any) -> int:
 
 def _storages(engine: Any, *, in_host_memory: bool = False) -> dict[int, int]:
     """Return the bytes of what units keep, by address, in one of the two places."""
-    parts = [part for unit in engine._sharded.units for part in (unit.params, unit.grads._local, unit.grads._sum)]
+    units = engine._sharded.units
+    parts = [part for unit in units if unit.grads is not None for part in (unit.grads._local, unit.grads._sum)]
+    parts += [unit.params for unit in units]
     tensors = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
     return {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -186,6 +188,36 @@ def _offloaded(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, i
             found[place] += sum(state.nbytes for state in unit.state_tensors())
         for place in ("device", "host"):
             found[place] += sum(_storages(engine, in_host_memory=place == "host").values())
+        return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "zero", "world_size"), [(0, {}, 2), (3, {}, 2), (3, PARAMS, 1), (3, PARAMS, 2)])
+def test_the_formula_is_what_inference_needs(stage: int, zero: dict[str, Any], world_size: int, precision: str) -> None:
+    given = config(stage, precision, **zero)
+    del given["optimizer"]
+    planned = rank_memory(facts(), setting_of(load_config(given).config, world_size, trains=False), world_size)
+    assert planned.gradients == planned.optimizer == 0
+    for found in run_on_ranks(world_size, _inferred, given):
+        assert planned.host <= found["host"] <= 1.02 * planned.host
+        assert planned.parameters <= found["device"] <= 1.02 * planned.parameters + 1
+        assert 0.5 * planned.in_flight <= found["peak_in_flight"] <= 1.02 * planned.in_flight
+
+
+def _inferred(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, int]:
+    import launcher
+
+    with late_link():
+        engine = launcher.initialize(model=build(), config=given)[0]
+        buffers = engine._parts.group.buffers
+        buffers.peak_bytes = 0  # of the construction
+        with torch.no_grad():
+            for _ in range(3):
+                engine(torch.ones(2, WIDTH, dtype=engine._parts.policy.precision.param_dtype))
+        found = {"peak_in_flight": int(buffers.peak_bytes)}
+        whole = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in engine.parameters()}
+        for place, others in (("device", whole), ("host", {})):  # below stage 3 there are no units
+            found[place] = sum((others | _storages(engine, in_host_memory=place == "host")).values())
         return found
 
 

@@ -32,6 +32,7 @@ examples:
   launch estimate ./llama/config.json --num-gpus 8 --batch 4 --seq 4096 --checkpointing
   launch estimate ./checkpoint --config ds_config.json --num-gpus 8 --num-nodes 2
   launch estimate my_package.model:build --stage 3 --offload-optimizer cpu
+  launch estimate 70B --inference --num-gpus 4 --gpu-memory 80GB
   launch estimate 2783M --largest 65M --deepspeed-tables
 """
 
@@ -64,6 +65,7 @@ class EstimateOptions:
     config: str | None
     stage: int | None
     precision: str | None
+    inference: bool
     offload_optimizer: str | None
     offload_param: str | None
     has_16bit_master: bool
@@ -100,7 +102,16 @@ class EstimateOptions:
         clash = [name for name, value in fixed_by_config.items() if value is not None]
         if self.config is not None and clash:
             raise UsageError(f"{clash[0]} and --config exclude each other", hint="change the config, or leave it out")
+        of_training = {
+            "--offload-optimizer": self.offload_optimizer, "--16bit-master": self.has_16bit_master,
+            "--16bit-states": self.has_16bit_states, "--checkpointing": self.checkpointing, "--dropout": self.dropout,
+        }  # fmt: skip
+        useless = [name for name, value in of_training.items() if value]
+        if self.inference and useless:
+            hint = f"leave {useless[0]} out: a forward without gradients has nothing of it"
+            raise UsageError(f"{useless[0]} and --inference exclude each other", hint=hint)
         not_in_tables = fixed_by_config | {
+            "--inference": self.inference or None,
             "--config": self.config, "--precision": self.precision, "--batch": self.batch, "--seq": self.seq,
             "--checkpointing": self.checkpointing or None, "--dropout": self.dropout or None,
             "--gpu-memory": self.gpu_memory, "--cpu-memory": self.cpu_memory, "--cuda-context": self.cuda_context,
@@ -140,6 +151,7 @@ class EstimateOptions:
             is_checkpointed=self.checkpointing,
             is_eager=self.attention == "eager",
             has_dropout=self.dropout,
+            is_inference=self.inference,
         )
 
 
@@ -157,6 +169,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Default: the config's; without one bf16."
     ),
+    click.option("--inference", is_flag=True, help="Forward alone: no gradients and no optimizer."),
     click.option("--offload-optimizer", type=_PLACES, help="Where optimizer states are kept."),
     click.option("--offload-param", type=_PLACES, help="Where parameters are kept between uses (stage 3)."),
     click.option("--16bit-master", "has_16bit_master", is_flag=True, help="No fp32 master weights and gradients."),
@@ -190,7 +203,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
 @click.argument("model", shell_complete=files)
 @declared(_OPTIONS)
 def estimate(**values: Any) -> None:
-    """Show what memory MODEL needs on each GPU and host, for every ZeRO stage and offload.
+    """Show what memory MODEL needs on each GPU and host, for every ZeRO stage and offload, in training or inference.
 
     MODEL is a count of parameters (7B, 350M), a Hugging Face config or its folder, a checkpoint folder, or
     module:function that returns a model. Nothing is started or downloaded. SIZE is 80GB or 80GiB. Exit code 1:
@@ -222,6 +235,11 @@ def _model(options: EstimateOptions) -> ModelFacts:
 
     shape = options.shape
     model = find_model(options.model, streams.say_waiting, shape=shape, largest_layer_numel=options.largest)
+    if options.inference:  # frozen parameters are as all others
+        model = replace(model, params=tuple(replace(param, trainable=True) for param in model.params))
+    if model.num_trainable == 0:
+        hint = "nothing is to be trained; --inference estimates a forward"
+        raise UsageError("the model has no trainable parameters", where=model.name, hint=hint)
     return model if shape is None else replace(model, shape=shape)
 
 
@@ -244,7 +262,7 @@ def _estimate(options: EstimateOptions, model: ModelFacts) -> tuple[Estimate, tu
             base = settings.in_precision(base, options.precision)
         notices = tuple(item for item in loaded.notices if "is not supported" in item.message)
         batch = settings.micro_batch_of(base, machines.world_size)
-        chosen = [settings.setting_of(base, machines.world_size)]
+        chosen = [settings.setting_of(base, machines.world_size, trains=not options.inference)]
     return compute(model, machines, chosen, base, options.workload(model, batch)), notices
 
 
@@ -267,7 +285,7 @@ def _chosen(options: EstimateOptions, base: Config) -> list[Setting]:
     world_size = options.machines.world_size
     rungs = [
         rung
-        for rung in ladder(base, world_size)
+        for rung in ladder(base, world_size, trains=not options.inference)
         if options.stage in (None, rung.stage)
         and options.offload_optimizer in (None, rung.policy.offload.optimizer.value)
         and options.offload_param in (None, rung.policy.offload.params.value)
@@ -276,4 +294,4 @@ def _chosen(options: EstimateOptions, base: Config) -> list[Setting]:
         return rungs
     optimizer, param = options.offload_optimizer or "none", options.offload_param or "none"
     stage = options.stage if options.stage is not None else 3 if param != "none" else 2
-    return [setting_of(at(base, stage, optimizer, param), world_size)]
+    return [setting_of(at(base, stage, optimizer, param), world_size, trains=not options.inference)]

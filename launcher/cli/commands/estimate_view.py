@@ -71,19 +71,24 @@ def _headline(found: Estimate) -> list[str]:
     world = f"{counted(machines.num_nodes, 'node')} × {counted(machines.gpus_per_node, 'GPU')}"
     if not setting.sizes.is_data_alone:
         world += f" = {setting.sizes.equation.rpartition(' = ')[0]}"
-    bytes_each = (
-        f"{setting.policy.precision.param.value}: {element.param} bytes a parameter, {element.master} master, "
-        f"{element.grad} gradient, {element.state * states.num_of_element} optimizer states"
-        + (f", {element.state * beside} where it is not a hidden matrix" if beside is not None else "")
-    )
+    bytes_each = f"{setting.policy.precision.param.value}: {element.param} bytes a parameter"
+    if setting.trains:
+        bytes_each += (
+            f", {element.master} master, {element.grad} gradient, {element.state * states.num_of_element} optimizer"
+            " states" + (f", {element.state * beside} where it is not a hidden matrix" if beside is not None else "")
+        )
     lines = [f"{model.name} · {size} · {model.source}", f"{world} = world {machines.world_size} · {bytes_each}"]
     if setting.pipeline.num_ranks > 1:
         lines.append(_pipeline_text(setting.pipeline))
     if work is None:
         lines.append("activations are not counted: the model's shape is not known; give --layers, --hidden and --heads")
     else:
-        kept = "recomputed in blocks" if work.is_checkpointed else "all kept"
-        lines.append(f"micro-batch {work.batch_size} × {work.length:,} tokens · activations {kept} · {model.shape}")
+        kept = "activations all kept"
+        if work.is_checkpointed:
+            kept = "activations recomputed in blocks"
+        elif work.is_inference:
+            kept = "inference: keys and values kept"
+        lines.append(f"micro-batch {work.batch_size} × {work.length:,} tokens · {kept} · {model.shape}")
     return lines
 
 
@@ -97,7 +102,9 @@ def _table(found: Estimate, parts: _Parts) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("stage", no_wrap=True)
     table.add_column("offload", no_wrap=True)
-    shown = {name: part for name, part in parts.items() if name != "activations" or found.workload is not None}
+    absent = {"activations"} if found.workload is None else set()
+    absent |= set() if found.rows[0].setting.trains else {"gradients", "optimizer"}
+    shown = {name: part for name, part in parts.items() if name not in absent}
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     has_disk = any(row.disk_per_node for row in found.rows)
@@ -164,7 +171,8 @@ def _usual_gpus(found: Estimate) -> list[str]:
 def _remarks(found: Estimate) -> list[str]:
     lines = [f"note: {note}" for note in found.model.notes]
     build = format_bytes(found.build_bytes)
-    lines.append(f"before training: {build} of each host's memory, where every rank builds the whole model in fp32")
+    when = "training" if found.rows[0].setting.trains else "inference"
+    lines.append(f"before {when}: {build} of each host's memory, where every rank builds the whole model in fp32")
     if any(row.refusals for row in (*found.rows, *found.ladder)):
         lines.append("* the engine of this release does not do this yet: launch config check says what it does")
     return lines
