@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
-from typing import Any
 
 import pytest
 import torch
+from harness import zoo
 from harness.behind import runs_behind_host
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
-from harness.zoo import SAMPLES, batches, build
+from harness.zoo import batches, build
 from torch import Tensor, nn
 
-import launcher
 from launcher.base.errors import EngineError
 from launcher.zero.gathered import GatheredParameters
 
 STEPS, LIMIT = 5, 0.2
-
-
-def engine_of(model: nn.Module, stage: int, world_size: int, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES // world_size,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        **more,
-    }
-    return launcher.initialize(model=model, config=config)[0]
+engine_of = functools.partial(zoo.engine_of, optimizer={"type": "SGD", "params": {"lr": 0.1}})
 
 
 def _clamp(model: nn.Module) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
 from harness.behind import runs_behind_host
 from harness.parity import weight_distance
 from harness.ranks import run_on_ranks
-from harness.zoo import LR, SAMPLES, batches, build
+from harness.zoo import LR, batches, build, engine_of
 from torch import Tensor, nn
 
 import launcher
@@ -18,18 +17,6 @@ from launcher.base.errors import EngineError
 
 STEPS = 3
 Params = Iterable[nn.Parameter]
-
-
-def engine_of(model: nn.Module, stage: int, world_size: int, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES // world_size,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
-        **more,
-    }
-    return launcher.initialize(model=model, config=config)[0]
 
 
 # ---- between backward and step ----

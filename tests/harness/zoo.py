@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import launcher
+
 WIDTH, SAMPLES = 16, 8
 LR, WEIGHT_DECAY = 1e-2, 0.1
 
@@ -392,3 +394,16 @@ def train_plain(
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, dict(model.state_dict())
+
+
+def engine_of(model: nn.Module, stage: int, world_size: int, **more: Any) -> Any:
+    """Return an engine for batches of `SAMPLES` over all ranks. more: of the config, in place of what is here."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // world_size,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+        **more,
+    }
+    return launcher.initialize(model=model, config=config)[0]

@@ -57,6 +57,13 @@ START = """
             for _ in range(num_batches):
                 engine(torch.ones(2, 8))
         engine.train()
+
+    def train_while_rank_0_evaluates():
+        engine = build()
+        for _ in range(3):
+            train(engine)
+            if rank == 0:
+                evaluate(engine)
 """
 PARTED = {
     "a block of another size is skipped": (
@@ -79,11 +86,7 @@ PARTED = {
     ),
     "rank 0 evaluates": (
         """
-    engine = build()
-    for _ in range(3):
-        train(engine)
-        if rank == 0:
-            evaluate(engine)
+    train_while_rank_0_evaluates()
     """,
         r"took different paths",
     ),
@@ -100,11 +103,7 @@ PARTED = {
     "rank 0 evaluates behind the host": (
         """
     with runs_behind_host():
-        engine = build()
-        for _ in range(3):
-            train(engine)
-            if rank == 0:
-                evaluate(engine)
+        train_while_rank_0_evaluates()
     """,
         r"took different paths",
     ),
