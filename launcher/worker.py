@@ -51,9 +51,7 @@ _NO_INPUT = (
 
 def main() -> None:
     """Run the command in `sys.argv`; does not return when it fails."""
-    with contextlib.suppress(ValueError, io.UnsupportedOperation):
-        faulthandler.enable()  # a crash in native code leaves the Python stack in the log
-    _dump_stacks_on_demand()
+    _dump_stacks()
     preemption.listen()
     kind, target = sys.argv[1:3]
     sys.argv[:] = [target, *_take_arguments()]
@@ -105,14 +103,17 @@ def _call_hook(error: BaseException, trace: TracebackType | None) -> None:
         sys.__excepthook__(type(failure), failure.with_traceback(below), below)
 
 
-def _dump_stacks_on_demand() -> None:
-    """Let STACKS_SIGNAL write all Python stacks into the file the agent named; also while native code hangs."""
-    path = os.environ.pop(env.STACKS_FILE.name, None)
-    if path is None:
-        return
-    with contextlib.suppress(OSError):
-        file = open(path, "ab", buffering=0)  # noqa: SIM115  # as long as the process lives
-        faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
+def _dump_stacks() -> None:
+    """Let a crash in native code, and STACKS_SIGNAL, write the Python stacks into the files that the agent named.
+
+    It leaves our frames out of what a crash has written, and adds the rest to the rank's output.
+    """
+    crashes, stacks = (os.environ.pop(name.name, None) for name in (env.CRASH_FILE, env.STACKS_FILE))
+    with contextlib.suppress(OSError):  # the files are open as long as the process lives
+        if crashes is not None:
+            faulthandler.enable(open(crashes, "ab", buffering=0))  # noqa: SIM115
+        if stacks is not None:
+            faulthandler.register(STACKS_SIGNAL, open(stacks, "ab", buffering=0), all_threads=True)  # noqa: SIM115
 
 
 def _take_arguments() -> list[str]:

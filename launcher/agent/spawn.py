@@ -51,13 +51,13 @@ class Rank:
         number: int,
         process: subprocess.Popen[bytes],
         streams: dict[int, str],
-        error_file: str,
-        stacks_file: str,
+        files: dict[str, str],
         progress_fd: int,
     ) -> None:
-        """streams: open descriptors -> what `Output.stream` calls them."""
-        self.number, self.process, self.streams = number, process, streams
-        self.error_file, self.stacks_file, self.progress_fd = error_file, stacks_file, progress_fd
+        """streams: open descriptors -> what `Output.stream` calls them. files: by the variables that name them."""
+        self.number, self.process, self.streams, self.progress_fd = number, process, streams, progress_fd
+        self.error_file, self.stacks_file = files[env.ERROR_FILE.name], files[env.STACKS_FILE.name]
+        self.crash_file, self.num_crash_bytes = files[env.CRASH_FILE.name], 0  # that were read from it
         self.progress: Told = NOTHING  # as last sent
         self.status: int | None = None  # exit code or minus the signal, None while it runs
         self.record: dict[str, Any] | None = None  # the error record its worker left, while it still runs perhaps
@@ -141,14 +141,15 @@ def spawn_rank(
     """
     rank_env = spec.rank_envs[local_rank]
     number = int(rank_env[env.RANK.name])
-    error_file, stacks_file, progress_file = (
-        os.path.join(scratch, f"{name}_{number}") for name in ("error", "stacks", "progress")
-    )
     kind, target, *arguments = spec.commands[local_rank if len(spec.commands) > 1 else 0]
-    own = {
-        env.ERROR_FILE.name: error_file,
-        env.STACKS_FILE.name: stacks_file,
-        env.PROGRESS_FILE.name: progress_file,
+    files = {
+        variable.name: os.path.join(scratch, f"{name}_{number}")
+        for name, variable in (
+            ("error", env.ERROR_FILE),
+            ("crash", env.CRASH_FILE),
+            ("stacks", env.STACKS_FILE),
+            ("progress", env.PROGRESS_FILE),
+        )
     }
     passed = {env.ARGUMENTS_FD.name: _memory_file(marshal.dumps(arguments))}  # variable -> descriptor
     kept = []  # descriptors of ours that belong to the rank
@@ -166,7 +167,7 @@ def spawn_rank(
         give_limit(open_files)
 
     try:
-        progress_fd = make_counter(progress_file)
+        progress_fd = make_counter(files[env.PROGRESS_FILE.name])
         kept.append(progress_fd)
         if cores is not None:
             os.sched_setaffinity(0, cores)  # a child starts with its parent's
@@ -178,7 +179,7 @@ def spawn_rank(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=spec.cwd,
-            env=rank_environment(spec, rank_env, own | {name: str(fd) for name, fd in passed.items()}, cores),
+            env=rank_environment(spec, rank_env, files | {name: str(fd) for name, fd in passed.items()}, cores),
             pass_fds=tuple(passed.values()),
             start_new_session=True,
             preexec_fn=prepare_child,
@@ -201,7 +202,7 @@ def spawn_rank(
         os.set_blocking(descriptor, False)
         with contextlib.suppress(OSError):  # above the user's pipe limit the default size has to do
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    return Rank(number, process, streams, error_file, stacks_file, progress_fd)
+    return Rank(number, process, streams, files, progress_fd)
 
 
 def _take_input() -> int | None:

@@ -26,6 +26,7 @@ from launcher.agent.spawn import Rank, append_to_call, check_devices, check_file
 from launcher.agent.wire import (
     MAGIC,
     PROTOCOL_VERSION,
+    STDERR,
     Bye,
     Call,
     Decoder,
@@ -61,6 +62,7 @@ from launcher.base.timeouts import timeouts
 from launcher.cluster.devices import given_devices
 
 _READ_BYTES = 1 << 16
+_MAX_CRASH_BYTES = 1 << 20  # of stacks that are passed on at once
 _MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
 _IDLE_WAIT_S = 1.0  # the longest sleep; deadlines shorten it
 _STOP_POLL_S = 0.05
@@ -338,12 +340,12 @@ class Supervisor:
         except BlockingIOError:
             return
         if data:
-            self._send_output(rank, descriptor, data)
+            self._send_output(rank, rank.streams[descriptor], data)
         else:
             self._close_stream(rank, descriptor)
 
-    def _send_output(self, rank: Rank, descriptor: int, data: bytes) -> None:
-        message = Output(rank.number, rank.streams[descriptor], data)
+    def _send_output(self, rank: Rank, stream: str, data: bytes) -> None:
+        message = Output(rank.number, stream, data)
         self._unhandled_bytes += message.cost_bytes
         self._send(message)
 
@@ -399,6 +401,7 @@ class Supervisor:
         for descriptor in list(rank.streams):
             self._drain(rank, descriptor)
             self._close_stream(rank, descriptor)
+        self._pass_on_crash(rank)
         del self._ranks[rank.pid]
         rank.close()
         self._send(Exited(rank.number, rank.status, rank.ended_s, rank.record, rank.max_rss_bytes, rank.oom))
@@ -409,7 +412,17 @@ class Supervisor:
         while num_left > 0:
             data = os.read(descriptor, min(num_left, _READ_BYTES))
             num_left -= len(data)
-            self._send_output(rank, descriptor, data)
+            self._send_output(rank, rank.streams[descriptor], data)
+
+    def _pass_on_crash(self, rank: Rank) -> None:
+        """Send what a crash of the rank, or of a fork of it, has written as if it stood in the rank's output."""
+        data = b""
+        with contextlib.suppress(OSError), open(rank.crash_file, "rb") as file:
+            file.seek(rank.num_crash_bytes)
+            data = file.read(_MAX_CRASH_BYTES)
+        if data:
+            rank.num_crash_bytes += len(data)
+            self._send_output(rank, STDERR, without_own_frames(data.decode("utf-8", "replace")).encode())
 
     def _tell_raised(self) -> None:
         """Tell at once which ranks have failed but not ended, behind what they wrote before."""
@@ -434,6 +447,7 @@ class Supervisor:
                 if told != rank.progress:
                     rank.progress = told
                     self._send(Progress(rank.number, told.heartbeats, told.step, told.loss))
+                self._pass_on_crash(rank)  # of a fork: the rank itself may run on for long
         if self._stacks_at_s is not None and now_s >= self._stacks_at_s:
             self._stacks_at_s = None
             for rank in self._ranks.values():

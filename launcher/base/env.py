@@ -56,6 +56,11 @@ STDIN_FD = EnvVar(
     "set",
 )
 PROGRESS_FILE = EnvVar("LAUNCH_PROGRESS_FILE", "where `launcher.heartbeat()` counts", "set")
+CRASH_FILE = EnvVar(
+    "LAUNCH_CRASH_FILE",
+    "where a rank that crashes in native code leaves its Python stacks; unset before the script runs",
+    "set",
+)
 STACKS_FILE = EnvVar(
     "LAUNCH_STACKS_FILE",
     "where a rank dumps its Python stacks; unset before the script runs",

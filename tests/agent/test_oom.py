@@ -62,6 +62,7 @@ def test_several_kills_explain_as_many_ends(kernel: tuple[Path, Path]) -> None:
 # An agent's supervisor with processes of its own in place of ranks: what it says of those that have ended.
 REAPS = """
     import os, subprocess, sys
+    from collections import defaultdict
     sys.path.insert(0, sys.argv[1])
     from launcher.agent import supervisor as supervising
     from launcher.agent.spawn import Rank
@@ -79,7 +80,7 @@ REAPS = """
     ends = ["raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)", big + "import os; os.kill(os.getpid(), 9)"]
     for number, end in enumerate(ends):
         process = subprocess.Popen([sys.executable, "-c", end])
-        agent._ranks[process.pid] = Rank(number, process, {}, "", "", os.dup(0))
+        agent._ranks[process.pid] = Rank(number, process, {}, defaultdict(str), os.dup(0))
     for pid in list(agent._ranks):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     agent._reap()

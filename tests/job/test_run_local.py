@@ -89,6 +89,43 @@ def test_the_first_failure_stops_all_and_is_named(tmp_path: Path, kind: str, cod
     assert not members_of_job(result.job_id)
 
 
+CRASHES = """
+    import ctypes, os, sys, time
+    def in_native_code():
+        ctypes.string_at(0)
+    if sys.argv[1:] == ["in a fork"]:
+        if os.fork() == 0:
+            in_native_code()
+        os.wait()
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+    else:
+        in_native_code()
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--module",)], ids=["script", "module"])
+def test_the_stack_of_a_crash_has_the_frames_of_the_script_only(options: tuple[str, ...], tmp_path: Path) -> None:
+    scripts.write(tmp_path, CRASHES, "crashes.py")
+    result = run_launch(tmp_path, *options, "crashes" if options else "crashes.py")
+    assert result.code == 139
+    log = (tmp_path / "runs" / result.job_id / "rank_0.log").read_text()
+    for text in (log, result.err):
+        assert "Fatal Python error: Segmentation fault" in text
+        assert re.search(r'crashes\.py", line \d+ in in_native_code', text)
+        assert not re.search(r"worker\.py|start\.py|runpy", text)
+
+
+def test_the_stack_of_a_fork_that_crashes_is_shown_while_the_rank_runs(tmp_path: Path) -> None:
+    job = Launch(tmp_path, scripts.write(tmp_path, CRASHES), "in a fork")
+    wait_until(lambda: "in in_native_code" in job.err, "the stack")
+    (tmp_path / "go").touch()
+    result = job.wait()
+    assert result.code == 0
+    assert "worker.py" not in result.err
+    assert result.err.count("Segmentation fault") == 1
+
+
 def test_stubborn_ranks_and_their_children_are_killed_in_one_grace(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, scripts.STUBBORN)
     job = Launch(tmp_path, "--num_gpus", "3", "--grace", "2", script)
