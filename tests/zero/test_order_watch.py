@@ -20,7 +20,7 @@ START = """
     from launcher.base.timeouts import Timeouts
     from torch.utils.checkpoint import checkpoint
 
-    order_watch.timeouts = lambda: Timeouts(order_check_s=1.0)
+    order_watch.timeouts, order_watch._INTERVAL_S = lambda: Timeouts(order_check_s=0.5), 0.5
     rank = int(os.environ["RANK"])
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -136,14 +136,14 @@ LEFT_ALONE = {
     "a rank reads data for long": """
     engine = build()
     for _ in range(2):
-        time.sleep(5 if rank == 1 else 0)
+        time.sleep(2.5 if rank == 1 else 0)
         train(engine)
     """,
     "rank 0 saves, and the others are in a barrier": """
     engine = build()
     train(engine)
     if rank == 0:
-        time.sleep(5)
+        time.sleep(2.5)
     dist.barrier()
     train(engine)
     """,
@@ -152,7 +152,7 @@ LEFT_ALONE = {
     train(engine)
     done = 0
     while engine.any_rank(done < 2 + rank):
-        time.sleep(2.5 * (rank == 0))
+        time.sleep(1.25 * (rank == 0))
         evaluate(engine)
         done += 1
     train(engine)
@@ -161,7 +161,7 @@ LEFT_ALONE = {
     engine = build(stage=2)
     train(engine)
     for _ in range(rank):
-        time.sleep(2.5)
+        time.sleep(1.25)
         evaluate(engine)
     engine.any_rank(False)
     train(engine)
@@ -171,7 +171,7 @@ LEFT_ALONE = {
         engine = build()
         for number in range(3):
             engine.backward(engine(torch.ones(2, 8)))
-            time.sleep(5 if rank == number else 0)
+            time.sleep(2.5 if rank == number else 0)
             engine.step()
     """,
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
+from harness.ranks import run_on_ranks, run_once_on_ranks
 from torch import Tensor, nn
 
 import launcher
@@ -96,7 +96,7 @@ def _train(rank: int, world_size: int, stage: int, precision: str, reader: str |
 @pytest.mark.parametrize("reader", ["state_dict", "listed", "attribute"])
 @pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16")])
 def test_a_reading_thread_changes_nothing(stage: int, precision: str, reader: str) -> None:
-    expected = run_on_ranks(2, _train, stage, precision, None)[0][0]
+    expected = run_once_on_ranks(2, _train, stage, precision, None)[0][0]
     for weights, num_reads, error in run_on_ranks(2, _train, stage, precision, reader):
         assert (num_reads >= 10, error) == (True, "")
         assert torch.equal(weights, expected)
@@ -107,7 +107,7 @@ def test_a_reading_thread_changes_nothing(stage: int, precision: str, reader: st
     [*((3, reader) for reader in READERS), (1, "full access"), (2, "local access")],
 )
 def test_what_another_thread_cannot_read_is_an_error_there(stage: int, reader: str) -> None:
-    expected = run_on_ranks(2, _train, stage, "fp32", None)[0][0]
+    expected = run_once_on_ranks(2, _train, stage, "fp32", None)[0][0]
     for weights, _, error in run_on_ranks(2, _train, stage, "fp32", reader):
         assert "the thread monitor reads or writes what the engine keeps, and the thread MainThread trains" in error
         assert torch.equal(weights, expected)
