@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from harness.launching import wait_until
 from harness.nodes import MortalNodes
 from harness.ports import free_port
 
@@ -120,6 +121,17 @@ class LoopbackSlurm:
         if result.returncode != 0:
             raise RuntimeError(f"{command[0]} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
         return result.stdout
+
+    def run_batch(self, *words: str | Path, cwd: Path) -> int:
+        """Run a batch script to its end and return its exit code. `sbatch --wait` would look every 10 s."""
+        job, shown = self.run("sbatch", "--parsable", *words, cwd=cwd).strip(), [""]
+
+        def has_ended() -> bool:
+            shown.append(self.run("scontrol", "show", "job", job))
+            return re.search(r"JobState=(PENDING|RUNNING|COMPLETING|CONFIGURING)", shown[-1]) is None
+
+        wait_until(has_ended, f"the end of job {job}", 90)
+        return int(re.findall(r"\bExitCode=(\d+):", shown[-1])[0])
 
     def start(self) -> None:
         """Start all daemons and wait until every node is idle."""

@@ -23,15 +23,8 @@ def submit(slurm: LoopbackSlurm, folder: Path, body: str, *options: str) -> tupl
     """Run a batch script to its end; returns its exit code and what it wrote."""
     script = scripts.write(folder, "", "job.sh")
     script.write_text(f"#!/bin/bash\ncd {shlex.quote(str(folder))}\nexport PYTHONPATH={ROOT}\n{body}\n")
-    result = subprocess.run(
-        ["sbatch", "--wait", "--output=out.txt", *options, str(script)],
-        cwd=folder,
-        env=slurm.env,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    return result.returncode, (folder / "out.txt").read_text(errors="replace")
+    code = slurm.run_batch("--output=out.txt", *options, script, cwd=folder)
+    return code, (folder / "out.txt").read_text(errors="replace")
 
 
 def tasks(slurm: LoopbackSlurm, folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
