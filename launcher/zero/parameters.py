@@ -78,8 +78,10 @@ class ShardSpec:
     gathered: torch.dtype | None = None  # what a sharded unit is gathered in under torch.autocast; None: `dtype`
 
 
-_IN_PLACE = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")}
-_NO_WRITES = {"requires_grad_", "share_memory_", "detach_"}
+_WRITES = frozenset(
+    f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+)
+_NO_WRITES = frozenset(("requires_grad_", "share_memory_", "detach_"))
 _PLAIN = "_launch_plain_class"
 
 
@@ -95,13 +97,14 @@ class _ShardData(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], _types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
-            for each in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
+            written = args[0] if args else next(iter(kwargs.values()))  # `nn.init` names it
+            for each in written if isinstance(written, list | tuple) else [written]:
                 if isinstance(each, _ShardData):
                     raise _shard_error(each.param, f"param.data.{name}() was called")
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -124,9 +127,9 @@ def _shard_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
 
         @data.setter
         def data(self, value: Tensor) -> None:
-            # What `module.to()` sets is the parameter itself, or has another type or device. `wait` judges that.
-            is_moved = not value.numel() and (value.dtype, value.device) != (self.dtype, self.device)
-            if not (value is self or is_moved or isinstance(value, _ShardData)):
+            # `module.to()` and its kin set what they have converted, or the parameter itself where nothing changes.
+            is_converted = not value.numel() and (value.dtype, value.device) != (self.dtype, self.device)
+            if not (is_converted or value is self or isinstance(value, _ShardData)):
                 raise _shard_error(self, "param.data was set")
             set_data(self, value)
 

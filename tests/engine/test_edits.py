@@ -94,8 +94,7 @@ def _write_into_data(rank: int, world_size: int) -> Tensor:
         ):
             weight.data.mul_(0.5)
         assert isinstance(weight, nn.Parameter)
-        assert weight.data.dtype is torch.float32
-        assert weight.data.shape == (0,)
+        assert (weight.data.dtype, weight.data.shape) == (torch.float32, (0,))
         assert type(weight.data.clone()) is type(pickle.loads(pickle.dumps(weight.data))) is Tensor
         engine.module.to("cpu").float()
         x, y = batches(1)[0]
