@@ -201,7 +201,7 @@ def _load_others(source: CheckpointSource, module: nn.Module) -> str | None:
                 values = torch.empty(param.numel(), dtype=param.dtype)
                 _read(source, WEIGHT, param_info(name, param, param.dtype), 0, values)
                 with torch.no_grad():
-                    param.data.copy_(values.view(param.shape))
+                    param.copy_(values.view(param.shape))
     except Exception as error:  # noqa: BLE001  # as above
         return error_text(error)
     return None

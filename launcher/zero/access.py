@@ -54,6 +54,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         unit.params.flat[slot.offset : slot.end].copy_(value.reshape(-1))
     with unit.params.shard_in_memory(writes=True):
         _write(unit, slot, _part(unit, slot, unit.params.shard), value)
+    unit.params.count_write([slot])
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:

@@ -32,7 +32,8 @@ class DelayedUpdate:
         self._num_left_in_order = policy.offload.num_steps_in_order
         self._thread = ThreadPoolExecutor(1, "launch-update")
         self._running: Future[None] | None = None
-        self._is_written_back = True
+        self.is_written_back = True
+        self._unused: Collection[str] = ()  # in the update that is not written back
         for unit in self._units:
             unit.params.pending = self
 
@@ -44,7 +45,7 @@ class DelayedUpdate:
         """Take the units' gradients over and start a step with them. The step before must have been written back."""
         grads = {unit.index: unit.grads.hand_over() for unit in self._units if unit.grads is not None}
         update = self._optimizer.prepare(grad_scale, unused, grads)
-        self._is_written_back = False
+        self.is_written_back, self._unused = False, unused
         self._running = self._thread.submit(self._run, update)
         if self._num_left_in_order > 0:
             self._num_left_in_order -= 1
@@ -62,16 +63,29 @@ class DelayedUpdate:
             running.result()
 
     def write_back(self) -> None:
-        """Write the updated masters back to the parameters, unless that is done. Collective."""
+        """Write the updated masters back to the parameters, unless that is done. Collective.
+
+        Raises: EngineError where a write into parameters would be lost to it, once.
+        """
+        lost = [(unit, error) for unit in self._units if (error := unit.find_lost_to_update()) is not None]
+        for unit, _ in lost:
+            unit.forget_lost()
+        for _, error in lost:
+            raise error
+        self._write_back()
+
+    def _write_back(self) -> None:
         self.wait()
-        if not self._is_written_back:
-            self._is_written_back = True
+        if not self.is_written_back:
+            self.is_written_back = True
             for unit in self._units:
-                unit.write_back(is_written=self._optimizer.writes_params, overlaps=self._policy.overlap_comm)
+                unit.write_back(
+                    is_written=self._optimizer.writes_params, overlaps=self._policy.overlap_comm, unused=self._unused
+                )
 
     def end(self) -> None:
         """Write the last update back and end the thread. Collective."""
-        self.write_back()
+        self._write_back()
         self._thread.shutdown()
         for unit in self._units:
             unit.params.pending = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from launcher.comm import collectives
@@ -91,5 +92,6 @@ class GatheredParameters:
                 found.broadcast(params, self._modifier_rank)
             for known, param in self._outside:
                 collectives.broadcast(known.mesh.data, [param.data], known.mesh.place_in_data(self._modifier_rank))
+                torch.autograd.graph.increment_version(param)  # see `UnitParameters.count_write`
         for found in self._unit_params:  # without a modifier rank changes are forgotten, which is the caller's choice
             found.end_block()

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -39,6 +39,7 @@ from launcher.zero.disk import Swapped
 from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.splits import split_of
 from launcher.zero.stages import ParameterState, Place, Precision
+from launcher.zero.tensors import digest
 
 _param_ids = itertools.count()
 _unit_numbers = itertools.count()
@@ -55,6 +56,11 @@ class ZeroParamStatus(Enum):
 
 class PendingUpdate(Protocol):
     """An update of masters that may still run while the parameters are used."""
+
+    @property
+    def is_written_back(self) -> bool:
+        """Whether the parameters have followed the masters. Alike on every rank."""
+        ...
 
     def wait(self) -> None:
         """Wait until masters are not written any more."""
@@ -228,13 +234,16 @@ class UnitParameters:
         self._waiting = threading.RLock()  # held while a gather is waited for: see `wait`
         self.check_thread = any_thread  # raises in a thread that may not touch the unit: the schedule knows
         self.may_be_edited = False  # somebody outside of forward and backward has got hold of the parameters
+        self._seen: Tensor | None = None  # fp64 [], a digest of what they got hold of, where an update may be under way
         self.refuses_writes = False  # into shards: an engine has the unit, and no initialization is to come
         self.is_touched = False  # so has been since ranks last compared their values
         # Who has a sharded unit unsharded, alike on every rank:
         self.is_scheduled = False  # the schedule of its engine
         self.num_blocks = 0  # so many blocks of `GatheredParameters`
         self._lost: ParamSlot | None = None  # the first parameter written as a shard, where a block has come after that
+        self.written_in_flight: ParamSlot | None = None  # the first one written while others' updates were on their way
         self.note_versions()
+        self._sent_versions = list(self._versions)  # when the last gather of a whole unit was started
 
     def _full_buffer(self, dtype: torch.dtype) -> _FullBuffer:
         numel, device, buffers = self._layout.padded_numel, self.group.device, self.group.buffers
@@ -341,8 +350,10 @@ class UnitParameters:
 
     def broadcast(self, params: list[nn.Parameter], source: int) -> None:
         """Overwrite parameters of this unsharded unit by rank `source`'s, of the data axis. Collective."""
-        views = [self._views[self.slot_of(param).index] for param in params]
+        slots = [self.slot_of(param) for param in params]
+        views = [self._views[slot.index] for slot in slots]
         collectives.broadcast(self._mesh.data, views, self._mesh.place_in_data(source))
+        self.count_write(slots)  # autograd has seen what the source wrote there alone
         self.refresh(keeps_bits=True)
 
     # ---- unsharded and sharded ----
@@ -430,6 +441,8 @@ class UnitParameters:
         self._arrival.wait()
         self.state = ParameterState.UNSHARDED
         self._gather = None
+        if not self.is_sharded and len(self.owned) < self._layout.padded_numel:
+            self.written_in_flight = self.written_in_flight or self._first_since(self._sent_versions)
         if self.is_sharded:
             for slot, param, view in zip(self._layout.slots, self._params, self._views, strict=True):
                 if param.dtype is not self._absent.dtype:
@@ -492,10 +505,10 @@ class UnitParameters:
 
     # ---- updates ----
 
-    def write_back(self, *, is_written: bool = False) -> None:
+    def write_back(self, *, is_written: bool = False, unused: Collection[str] = ()) -> None:
         """Write the updated master range into the parameters; unless sharded, start gathering the others' ranges.
 
-        is_written: the optimizer has done the first part.
+        is_written: the optimizer has done the first part. unused: the names of parameters that the update has left out.
 
         [Note: nothing unsharded outlives an update] A sharded unit is released here, whoever has unsharded it: a
         forward that does not go back, the backward of another engine's loss, a fetch ahead that is in flight. The next
@@ -515,6 +528,8 @@ class UnitParameters:
             with self.shard_in_memory(reads=False, writes=True):
                 copied = self.group.copier.copy(self.shard, source)
             self._written = copied
+        self._seen = None
+        self.count_write(slot for slot in self._layout.slots if slot.name not in unused)
         self._gather_written()
 
     def gather_unwritten(self) -> None:
@@ -531,6 +546,7 @@ class UnitParameters:
             with self.group.streams.on(Side.GATHER):
                 self._written.wait()
                 self._gather = Pending() if owns_all else self._start_all_gather(self._own_flat)
+            self._sent_versions = [param._version for param in self._params]
             self.state = ParameterState.GATHERING
         elif self.num_blocks:
             self.start_gather()
@@ -543,6 +559,7 @@ class UnitParameters:
         the master's bits that 16 bits cannot hold.
         """
         self.note_versions()
+        self._seen = None
         if self.is_sharded:
             with self.shard_in_memory(reads=False, writes=True):
                 self.shard.copy_(self._own_flat)
@@ -560,6 +577,7 @@ class UnitParameters:
     def after_load(self) -> None:
         """Take note that the masters, and what follows them, have been read from elsewhere: nothing is edited since."""
         self.may_be_edited = self.is_touched = False
+        self.count_write(self._layout.slots)
         self.forget_written()
 
     def take_edits(self) -> None:
@@ -568,11 +586,38 @@ class UnitParameters:
         The others keep the master's bits that 16 bits cannot hold. The master must be in memory.
         """
         self.may_be_edited = False
+        self.note_versions()
         own = self._own_flat.to(self.master.device)
         is_edited = own != self.master.to(own.dtype)
         if self.group.runtime.runs_behind_host or is_edited.any():  # to ask would be to wait for the device
             self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
             self.renew_copy()
+
+    def note_access(self, *, is_in_thread: bool) -> None:
+        """Note that somebody outside of forward and backward has got hold of the whole parameters, and may write them.
+
+        is_in_thread: in the one that trains, so that no update writes them now.
+        """
+        self.may_be_edited = self.is_touched = True
+        if self.pending is not None and not self.pending.is_written_back and is_in_thread and self._seen is None:
+            self._seen = digest(self.flat)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether whole parameters have other values than when somebody got hold of them. Waits for the device."""
+        return self._seen is not None and bool(digest(self.flat) != self._seen)
+
+    def count_write(self, slots: Iterable[ParamSlot]) -> None:
+        """Have autograd count a write into parameters that it has not seen, such as an update. Call it on every rank.
+
+        A graph of before that goes back is then an error, as it is in a plain loop; else it would compute with the new
+        values. `first_written` finds nothing of it.
+        """
+        indices = [slot.index for slot in slots]
+        torch.autograd.graph.increment_version([self._params[index] for index in indices])
+        for versions in (self._versions, self._sent_versions):
+            for index in indices:
+                versions[index] += 1
 
     def note_versions(self) -> None:
         """Take note of what autograd has counted of writes into the parameters."""
@@ -580,7 +625,7 @@ class UnitParameters:
 
     def forget_written(self) -> None:
         """Have `first_written` find nothing that was written until now."""
-        self._lost = None
+        self._lost = self._seen = self.written_in_flight = None
         self.note_versions()
 
     def first_written(self) -> ParamSlot | None:
@@ -588,12 +633,11 @@ class UnitParameters:
 
         Of a sharded unit also of one whose write a block of `GatheredParameters` came after: it is lost all the same.
         """
-        if self._lost is not None:
-            return self._lost
-        for slot, param, version in zip(self._layout.slots, self._params, self._versions, strict=True):
-            if param._version != version:
-                return slot
-        return None
+        return self._lost or self._first_since(self._versions)
+
+    def _first_since(self, versions: list[int]) -> ParamSlot | None:
+        changed = (slot for slot in self._layout.slots if self._params[slot.index]._version != versions[slot.index])
+        return next(changed, None)
 
     def first_elsewhere(self) -> ParamSlot | None:
         """Return the slot of the first parameter whose memory is not the unit's, or None."""

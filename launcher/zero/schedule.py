@@ -159,7 +159,7 @@ class ParameterSchedule:
         if not unit.is_sharded:
             unit.params.wait()
             if not self._running and not self._in_backward:
-                unit.params.may_be_edited = unit.params.is_touched = True
+                unit.params.note_access(is_in_thread=self.is_in_thread)
             return
         if self._running or self._in_backward:
             self._check_thread()

@@ -205,8 +205,7 @@ def step_units(
     )
     for unit in trained:
         unit.take_edits()
-        if unit.is_sharded:
-            unit.params.forget_written()  # reported once
+        unit.forget_lost()
     # The same on all ranks that have one model together: a stage of a pipeline may have frozen parameters only.
     has_gradients = bool(gradients) or mesh.model is not None
     if optimizer.steps_behind_host and has_gradients:
@@ -259,7 +258,7 @@ def _step_behind_host(
     )
     optimizer.step(device_scale(square, policy.max_grad_norm, skips_overflow=policy.skips_overflow), frozenset(unused))
     for unit in trained:
-        unit.write_back(is_written=optimizer.writes_params, overlaps=policy.overlap_comm)
+        unit.write_back(is_written=optimizer.writes_params, overlaps=policy.overlap_comm, unused=unused)
     return outcome
 
 
@@ -313,7 +312,7 @@ def _update(
                 return
             optimizer.step(scale, unused)
     for unit in units:
-        _write_back(unit, optimizer, policy)
+        _write_back(unit, optimizer, policy, unused)
 
 
 @contextlib.contextmanager
@@ -343,14 +342,14 @@ def _update_in_turn(
             if policy.offload.reads_ahead and next_swap is not None:
                 next_swap.start_reading()
         optimizer.step_unit(unit.index, scale, unused)
-        _write_back(unit, optimizer, policy)
+        _write_back(unit, optimizer, policy, unused)
         if swap is not None:
             unit.group.copier.synchronize()  # a copy of the master may still read memory that others get next
             swap.send_out(unit.state_tensors())
 
 
-def _write_back(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy) -> None:
-    unit.write_back(is_written=optimizer.writes_params, overlaps=policy.overlap_comm)
+def _write_back(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy, unused: Collection[str]) -> None:
+    unit.write_back(is_written=optimizer.writes_params, overlaps=policy.overlap_comm, unused=unused)
 
 
 def _unused_error(names: list[str]) -> EngineError:

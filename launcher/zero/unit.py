@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +89,9 @@ class FlatUnit:
         """Take over what was written into whole parameters from outside since the last step: a clamp, an average."""
         params = self.params
         is_apart = params.master is not params.shard
-        if not self.is_sharded and params.may_be_edited and is_apart and params.pending is None:
+        is_written = params.first_written() is not None  # also through a list of parameters from before the last step
+        if not self.is_sharded and (params.may_be_edited or is_written) and is_apart and not self._is_behind:
+            params.is_touched |= is_written  # ranks compare their values in the step
             params.wait()
             with self.in_memory():
                 params.take_edits()
@@ -108,18 +110,50 @@ class FlatUnit:
             )
         slot = params.first_elsewhere()
         if slot is not None:
-            return self._lost(slot, "was given other memory after initialize() (param.data = ...)")
+            whose = f"the parameter {slot.name}"
+            return self._lost(whose, "was given other memory after initialize() (param.data = ...)")
         if not self.is_sharded:
-            return None
+            params.wait()
+            if params.written_in_flight is not None:
+                whose = f"the parameter {params.written_in_flight.name}"
+                return self._lost(whose, "was written before the updates of other ranks had arrived in it")
+            return self.find_lost_to_update()
         slot = params.first_written()
-        return None if slot is None else self._lost(slot, "was written in place while it was sharded, or in a forward")
+        if slot is None:
+            return None
+        return self._lost(f"the parameter {slot.name}", "was written in place while it was sharded, or in a forward")
 
-    def _lost(self, slot: ParamSlot, what: str) -> EngineError:
-        within = "within launcher.zero.GatheredParameters(params, modifier_rank=0)" if self.is_sharded else "in place"
-        return EngineError(
-            f"the parameter {slot.name} {what}: the engine would not train that value",
-            hint=f"write it {within}: param.data.copy_(...)",
-        )
+    def find_lost_to_update(self) -> EngineError | None:
+        """Return the error of a write into whole parameters that an update under way will overwrite; None without."""
+        if self.is_sharded or not self._is_behind:
+            return None
+        slot = self.params.first_written()
+        if slot is None and not self.params.is_changed:
+            return None
+        whose = f"the parameter {slot.name}" if slot is not None else f"a parameter of {self.label}"
+        return self._lost(whose, "was written while an update that will overwrite it was under way (delayed_update)")
+
+    def forget_lost(self) -> None:
+        """Have `find_lost` find no write that it has found: it is reported once."""
+        self.params.written_in_flight = None
+        if self.is_sharded or self._is_behind:
+            self.params.forget_written()
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether an update is under way that the parameters will follow."""
+        return self.params.pending is not None and not self.params.pending.is_written_back
+
+    def _lost(self, whose: str, what: str) -> EngineError:
+        hint = "write it in place: param.data.copy_(...)"
+        if self.is_sharded or self._is_behind:
+            hint = "write it within launcher.zero.GatheredParameters(params, modifier_rank=0): param.data.copy_(...)"
+        elif self.params.written_in_flight is not None:
+            hint = (
+                "get the parameters after engine.step(), each time (model.parameters(), module.weight), or call"
+                " engine.synchronize_parameters() before"
+            )
+        return EngineError(f"{whose} {what}: the engine would not train that value", hint=hint)
 
     def free(self) -> None:
         """End the unit: parameters belong to no engine. Sharded ones stay shards, which another engine takes over."""
@@ -220,12 +254,13 @@ class FlatUnit:
             sizes = optimizer.state_sizes(self.index)
             self.swap.reserve(num_bytes for name, num_bytes in sizes if name not in self._resident_states)
 
-    def write_back(self, *, is_written: bool, overlaps: bool) -> None:
+    def write_back(self, *, is_written: bool, overlaps: bool, unused: Collection[str] = ()) -> None:
         """Have the parameters follow the masters, which must be in memory. Every rank must call it in the same order.
 
         is_written: the optimizer has written `ParamShard.param` too. overlaps: whoever reads the parameters waits.
+        unused: the names of parameters that the update has left out, which have their values of before.
         """
-        self.params.write_back(is_written=is_written)
+        self.params.write_back(is_written=is_written, unused=unused)
         if not overlaps:
             self.params.wait()
 

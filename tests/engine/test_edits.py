@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from harness.ranks import run_on_ranks
 from harness.zoo import batches, build
 from torch import Tensor, nn
 
+import launcher
 from launcher.base.errors import EngineError
 from launcher.zero.gathered import GatheredParameters
 
@@ -39,9 +41,68 @@ def _train_clamped(rank: int, world_size: int, stage: int, precision: str) -> di
     return engine.state_dict()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_clamped_weights_stay_clamped(stage: int, precision: str) -> None:
+def _train_with_a_list(
+    rank: int, world_size: int, stage: int, precision: str, device: str, folder: str
+) -> dict[str, Tensor]:
+    """Clamp through a list of parameters that was made before the first step."""
+    zero = {"stage": stage}
+    if device != "none":
+        zero["offload_optimizer"] = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
+    engine = engine_of(build("Plain"), stage, world_size, bf16={"enabled": precision == "bf16"}, zero_optimization=zero)
+    params = list(engine.module.parameters())
+    dtype = params[0].dtype
+    for x, y in batches(STEPS):
+        engine.backward(engine(x.chunk(world_size)[rank].to(dtype), y.chunk(world_size)[rank].to(dtype)))
+        engine.step()
+        engine.synchronize_parameters()
+        with torch.no_grad():
+            torch._foreach_clamp_min_(params, -LIMIT)
+            for param in params:
+                param.clamp_(max=LIMIT)
+    return {name: launcher.zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "device"),
+    [(0, "bf16", "none"), (1, "fp32", "cpu"), (2, "bf16", "cpu"), (2, "fp32", "nvme"), (1, "bf16", "none")],
+)
+def test_writes_through_a_list_from_before_the_step_count(
+    tmp_path: Path, stage: int, precision: str, device: str
+) -> None:
+    expected = _clamped_in_a_plain_loop()
+    for masters in run_on_ranks(2, _train_with_a_list, stage, precision, device, str(tmp_path)):
+        assert weight_distance(masters, expected) <= (1e-5 if precision == "fp32" else 2e-2)
+        if precision == "bf16":
+            assert max(value.abs().max().item() for value in masters.values()) == pytest.approx(LIMIT, rel=0.02)
+
+
+def _write_what_is_on_its_way(rank: int, world_size: int, stage: int, is_written: bool) -> None:
+    """Write through a list from before the step where nothing has waited for other ranks' updates; load after that."""
+    engine = engine_of(build("Plain"), stage, world_size)
+    weight = engine.module.blocks[1].up.weight
+    x, y = batches(1)[0]
+    state = engine.state_dict()
+    for is_last in (False, True):
+        engine.backward(engine(x, y))
+        if is_written and is_last:
+            with pytest.raises(
+                EngineError, match=r"blocks\.1\.up\.weight was written before the updates of other ranks"
+            ):
+                engine.step()
+            engine.load_state_dict(state)
+        engine.step()
+        if is_written and not is_last:
+            with torch.no_grad():
+                weight.clamp_(-LIMIT, LIMIT)
+    assert engine.global_steps == 2
+
+
+@pytest.mark.parametrize(("stage", "is_written"), [(1, True), (2, True), (2, False)])
+def test_a_write_into_what_is_on_its_way_is_an_error(stage: int, is_written: bool) -> None:
+    run_on_ranks(2, _write_what_is_on_its_way, stage, is_written)
+
+
+def _clamped_in_a_plain_loop() -> dict[str, Tensor]:
     model = build("Plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in batches(STEPS):
@@ -49,9 +110,15 @@ def test_clamped_weights_stay_clamped(stage: int, precision: str) -> None:
         model(x, y).backward()
         optimizer.step()
         _clamp(model)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clamped_weights_stay_clamped(stage: int, precision: str) -> None:
     one, other = run_on_ranks(2, _train_clamped, stage, precision)
     assert all(torch.equal(one[name], value) for name, value in other.items())
-    distance = weight_distance({name: value.float() for name, value in one.items()}, dict(model.state_dict()))
+    distance = weight_distance({name: value.float() for name, value in one.items()}, _clamped_in_a_plain_loop())
     assert distance <= (1e-5 if precision == "fp32" else 2e-2)
     if precision == "bf16":  # not clamped, they would be this far away
         assert max(value.abs().max().item() for value in one.values()) == pytest.approx(LIMIT, rel=0.02)

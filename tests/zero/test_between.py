@@ -447,6 +447,36 @@ def test_blocks_within_a_forward(precision: dict[str, Any]) -> None:
         assert weight_distance(weights, expected) <= 1e-5
 
 
+def _goes_back_late(loop: Any) -> list[Tensor]:
+    """Have graphs go back that read weights which were written since, in each way; then train."""
+    for name in ("step", "write", "set", "load"):
+        early = loop(0, 0)
+        if name == "step":
+            loop.backward(0, loop(0, 1))
+            loop.step(0)
+        else:
+            getattr(loop, name)()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loop.backward(0, early)
+    loop.backward(0, loop(0, 2))
+    loop.step(0)
+    return [loop(0, 3)]
+
+
+def _goes_back_late_on_ranks(rank: int, world_size: int, config: dict[str, Any]) -> float:
+    return _goes_back_late(EngineLoop(rank, world_size, config))[0].item()
+
+
+@pytest.mark.parametrize(
+    "kind", ["stage 0", "stage 1", "stage 2", "as it is", "sharded after each use", "MiCS", "host"]
+)
+def test_a_graph_that_goes_back_after_its_weights_were_written_is_an_error(kind: str) -> None:
+    """As in a plain loop, and on every rank, also where one rank has written."""
+    stage, world_size = KINDS[kind]
+    found = run_on_ranks(world_size, _goes_back_late_on_ranks, _config_of(stage, kind, ""))
+    assert sum(found) / world_size == pytest.approx(_goes_back_late(PlainLoop())[0].item(), rel=1e-4)
+
+
 # ---- what is fetched, and what is said, of which unit ----
 
 

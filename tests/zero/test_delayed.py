@@ -269,6 +269,38 @@ def test_an_update_under_way_is_not_lost_to_a_modified_parameter(stage: int, mor
         assert all(map(torch.equal, delayed, in_order))
 
 
+@pytest.mark.parametrize("how", ["earlier list", "data", "reads"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_write_beside_an_update_is_an_error(stage: int, how: str) -> None:
+    """The update overwrites it; once the parameters have followed, a write counts."""
+    with late_link():
+        engine = start(stage, {})
+        mine = dict(engine.module.named_parameters())
+        take_step(engine, 0)
+        x, y = batches(2)[1]
+        engine.backward(engine(x, y))
+        with torch.no_grad():
+            if how == "earlier list":
+                mine["head.weight"].fill_(0.25)
+            elif how == "data":
+                engine.module.head.weight.data.fill_(0.25)
+            else:
+                assert all(param.norm() >= 0 for param in engine.module.parameters())
+        if how != "reads":
+            with pytest.raises(EngineError, match=r"was written while an update that will overwrite it was under way"):
+                engine.step()
+        engine.step()
+        engine.synchronize_parameters()
+        with torch.no_grad():
+            mine["head.weight"].fill_(0.25)
+        found = safe_get_full_fp32_param(mine["head.weight"])
+        assert found is not None
+        assert torch.equal(found, torch.full_like(found, 0.25))
+        take_step(engine, 2)
+        engine.synchronize_parameters()
+        assert (engine.module.head.weight - 0.25).abs().max() <= 1.1e-2  # a step of AdamW
+
+
 def test_states_are_read_after_their_update() -> None:
     with held_kernel() as kernel:
         engine = start(2, {})
