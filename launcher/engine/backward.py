@@ -82,6 +82,7 @@ class BackwardPass:
         is_over = torch._C._current_graph_task_id() == -1 and self._schedule.is_in_thread
         if self._is_open and is_over:  # it was within an autograd call of the user's
             self._abort(None)
+        self._note_spoiled()
         if not self._is_broken or self._is_noted or not is_over:
             return False
         self._is_noted = True
@@ -95,6 +96,7 @@ class BackwardPass:
         """
         if self._is_open:  # it was within an autograd call of the user's
             self._abort(None)
+        self._note_spoiled()
         if not self._is_broken:
             return False
         self._reducer.order.rendezvous(self._reducer.group, "backward")
@@ -102,6 +104,11 @@ class BackwardPass:
         self._schedule.reset()
         self._reducer.discard()
         return not self._is_noted
+
+    def _note_spoiled(self) -> None:
+        """Have gradients dropped that a `loss.backward()` of the script, which was refused, has added to."""
+        if self._reducer.is_spoiled and not self._is_broken:
+            self._is_broken, self._is_noted = True, False
 
     def _begin(self, *, is_boundary: bool) -> None:
         self._is_open = True

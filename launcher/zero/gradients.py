@@ -223,9 +223,11 @@ class UnitGradients:
         self._local.written.clear()
         self.note_written()
 
-    def drop(self, index: int) -> None:
-        """Forget the gradient autograd left on parameter `index`."""
+    def drop(self, index: int) -> bool:
+        """Forget the gradient autograd left on parameter `index`. Returns whether it is in the sum all the same."""
+        is_in_sum = self._local.shows_sum(index)
         self._local.drop(index)
+        return is_in_sum
 
     def drop_late(self) -> None:
         """Forget gradients that came after the sum was begun."""

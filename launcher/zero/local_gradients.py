@@ -238,6 +238,11 @@ class LocalGradients:
         self._filled[index] = self.used[index] = True
         return gradient
 
+    def shows_sum(self, index: int) -> bool:
+        """Whether autograd adds to what counts for the step when it adds to the `param.grad` of parameter `index`."""
+        left = self._left[index]
+        return left is not None and not isinstance(left, TakenGradient)
+
     def drop(self, index: int) -> None:
         """Forget the gradient autograd left on parameter `index`."""
         self._params[index].grad = self._left[index] = None

@@ -54,6 +54,7 @@ class GradientReducer:
         self.gradient_hooks: list[RemovableHandle] = []  # by which autograd hands over
         self._hides: list[GradientReducer] = []  # whose gradients this pass must not add to
         self._in_backward = False
+        self.is_spoiled = False  # a pass that no engine runs has added to sums that `param.grad` showed
         self._reduces = False
         self._is_boundary = False
         self._unsent: dict[UnitGradients, None] = {}  # not reduced yet in this pass, from the last to the first
@@ -99,8 +100,9 @@ class GradientReducer:
         A generator's loss goes back through the discriminator, whose gradients of it are not used: a plain loop calls
         `zero_grad()` before the discriminator's own backward. Raises: EngineError when no engine runs the pass.
         """
-        gradients.drop(index)
+        is_in_sum = gradients.drop(index)
         if not _running_passes:
+            self.is_spoiled |= is_in_sum
             raise EngineError(
                 "a backward pass ran outside of engine.backward(loss)",
                 hint="call engine.backward(loss), or engine.scale(loss).backward(), instead of loss.backward()",
@@ -215,6 +217,7 @@ class GradientReducer:
     def discard(self) -> None:
         """Drop all gradients since the last step. Every rank must call it."""
         self.wait()
+        self.is_spoiled = False
         _showing.discard(self)
         self._unsent.clear()
         for gradients in self._gradients:

@@ -29,6 +29,7 @@ ERRORS = {
     "zero_grad again": ("EngineError", "engine.zero_grad() was called between the micro-batches"),
     "gradients elsewhere": ("EngineError", "param.grad was used"),
     "gradient of another shape": ("RuntimeError", "attempting to assign a gradient of size"),  # torch's own
+    "weights written": ("RuntimeError", "has been modified by an inplace operation"),  # autograd's, as in a plain loop
     "gradient set": ("EngineError", "was set where it cannot replace the engine's gradient"),
     "parted": ("EngineError", "are not the same on every rank"),
     "parted in evaluation": ("ended", "ranks took different paths"),
@@ -135,6 +136,39 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
         )
         for stage, where in ((1, "backward"), (2, "own"))
     },
+    **{
+        f"a graph goes back after the step, stage {stage}, {how}": (
+            [Setting(stage=stage)],
+            [TRAIN, FORWARD, FORWARD, BACKWARD, STEP, ("backward", 0, how, False, False), TRAIN],
+        )
+        for stage, how in ((0, "engine"), (1, "no_sync"), (2, "own"), (3, "engine"), (3, "own"))
+    },
+    **{
+        f"weights are written before a graph goes back: {how}": (
+            [Setting(stage=3)],
+            [TRAIN, FORWARD, ("write", 0, how, 1), BACKWARD, TRAIN],
+        )
+        for how in ("gathered", "fp32", "load")
+    },
+    "weights that may be whole are written before the error": (
+        [Setting(stage=3, mics=True, keeps=False)],
+        [TRAIN, FORWARD, ("write", 0, "edit", 0), ("forward", 0, "whole", False), ("read", 0, "gathered"), BACKWARD],
+    ),
+    **{
+        f"a list from before the step is written, stage {stage}, {offload}, {precision}": (
+            [Setting(stage=stage, offload=offload, precision=precision)],
+            [TRAIN, ("write", 0, "earlier", 0), TRAIN],
+        )
+        for stage, offload, precision in ((0, "none", "bf16"), (1, "nvme", "fp32"), (2, "cpu", "bf16"))
+    },
+    "other ranks go on": (
+        [Setting(stage=3), Setting(stage=1, offload="cpu")],
+        [TRAIN, ("train", 1), ("move", 0, 4, (Setting(stage=2), Setting(stage=3, mics=True))), TRAIN, ("train", 1)],
+    ),
+    "a refused backward has added to the sums": (
+        [Setting(stage=0)],
+        [("pass", 0), FORWARD, ("backward", 0, "raw", False, False)],
+    ),
     "a refused backward leaves nothing": (
         [Setting(stage=1, accumulation=3)],
         [TRAIN, ("overflow", 0), ("backward", 0, "raw", False, False), TRAIN, TRAIN],
@@ -160,6 +194,7 @@ def _settings(draw: Any, num_ranks: int = 2) -> Setting:
         accumulation=draw(st.sampled_from([1, 1, 2, 3])),
         managed=draw(st.sampled_from([True, True, True, False])),
         clipping=draw(st.sampled_from([0.0, 0.1])),
+        precision=draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16"])),
         small_is_whole=stage == 3 and draw(st.sampled_from([False, False, False, True])),
         keeps=stage != 3 or draw(st.booleans()),
         mics=mics,
@@ -194,7 +229,7 @@ _ACTS: list[tuple[str, int, tuple[st.SearchStrategy[Any], ...]]] = [
         8,
         (st.sampled_from(_READS),),
     ),
-    ("write", 6, (st.sampled_from(["edit", "gathered", "forgotten", "fp32", "load", "data"]), _PART)),
+    ("write", 6, (st.sampled_from(["edit", "earlier", "gathered", "forgotten", "fp32", "load", "data"]), _PART)),
     ("read_grad", 4, (_PART,)),
     ("write_grad", 3, (_PART,)),
     ("own_grad", 4, (st.sampled_from(["set", "none", "scale", "clip"]), _PART)),
@@ -208,10 +243,12 @@ _ACTS: list[tuple[str, int, tuple[st.SearchStrategy[Any], ...]]] = [
     ("rate", 1, (st.sampled_from([0.1, 0.3]),)),
     ("freeze", 2, (_PART, _BOOLEAN)),
     ("fail", 3, (st.sampled_from(["forward", "backward", "own", "gathered"]),)),
+    ("fail_alone", 1, ()),
     ("save", 2, ()),
     ("load", 2, ()),
     ("reload", 2, (_settings(),)),
     ("again", 1, ()),
+    ("move", 1, (st.sampled_from([2, 4]), st.tuples(_settings(), _settings()))),
     ("reader", 1, (_BOOLEAN,)),
     ("evaluate_alone", 1, ()),
     ("write_alone", 1, ()),
@@ -238,7 +275,9 @@ def programs(draw: Any, *, longest: int, num_ranks: int = 2) -> tuple[list[Setti
     first = Setting(**{**vars(first), "model": model, "optimizer": optimizer})
     settings = [first]
     if draw(st.sampled_from([False, True])):
-        settings.append(replace(draw(_settings(num_ranks)), optimizer=settings[0].optimizer))
+        settings.append(
+            replace(draw(_settings(num_ranks)), optimizer=settings[0].optimizer, precision=settings[0].precision)
+        )
     # Of a fixed length, where an act may be nothing: left to itself hypothesis draws lists of five.
     acts = draw(st.lists(_act(), min_size=longest, max_size=longest))
     return settings, [act for act in acts if act[0] != "nothing" and act[1] < len(settings)]

@@ -38,6 +38,7 @@ class Setting:
     keeps: bool = True  # at stage 3 what is used again soon stays unsharded
     mics: bool = False  # shards over 2 of 4 ranks
     model: str = "plain"  # "tied", "frozen"
+    precision: str = "fp32"  # "bf16"
     width: int = 8
 
     @property
@@ -74,6 +75,7 @@ class Setting:
             "gradient_clipping": self.clipping,
             "managed_gradient_accumulation": self.managed,
             "steps_per_print": 0,
+            "bf16": {"enabled": self.precision == "bf16"},
             "zero_optimization": zero,
             "optimizer": {"type": self.optimizer, "params": params},
         }
@@ -125,7 +127,7 @@ def inputs_of(setting: Setting, samples: int, number: int, rank: int) -> Tensor:
 
 def loss_of(out: Tensor) -> Tensor:
     """Return the loss of an output."""
-    return (out - 0.5).pow(2).mean()
+    return (out.float() - 0.5).pow(2).mean()
 
 
 def named_grads_wanted(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -169,10 +171,13 @@ class EngineSide:
         self.pending: dict[int, Tensor] = {}
         self.number = 0  # of the act
         self.readers: dict[int, tuple[threading.Event, threading.Thread]] = {}
+        self.earlier: dict[Any, list[nn.Parameter]] = {}  # of an engine: parameters that the script has had ever since
         self.engines = [self._engine(setting, Net(setting, index)) for index, setting in enumerate(settings)]
 
     def _engine(self, setting: Setting, model: nn.Module) -> Any:
-        return launcher.initialize(model=model, config=setting.config(self.folder))[0]
+        engine = launcher.initialize(model=model, config=setting.config(self.folder))[0]
+        self.earlier[engine] = list(model.parameters())
+        return engine
 
     def do(self, number: int, act: Act, drops: Sequence[int]) -> Told:
         """Do an act; return what it has told, and what every act tells."""
@@ -191,7 +196,8 @@ class EngineSide:
 
     def _inputs(self, index: int) -> Tensor:
         samples = self.engines[index].train_micro_batch_size_per_gpu()
-        return inputs_of(self.settings[index], samples, self.number, self.rank)
+        dtype = torch.bfloat16 if self.settings[index].precision == "bf16" else torch.float32
+        return inputs_of(self.settings[index], samples, self.number, self.rank).to(dtype)
 
     def forward(self, index: int, what: str, grad: bool, factor: float = 1.0) -> Told:
         engine, x = self.engines[index], self._inputs(index)
@@ -283,6 +289,13 @@ class EngineSide:
                 handle.remove()
         raise AssertionError("nothing was raised")
 
+    def fail_alone(self, index: int) -> None:
+        """Have a forward fail on one rank, which catches it; the others drop their loss."""
+        if self.rank == 0:
+            self.fail(index, "forward")
+        else:
+            self.engines[index](self._inputs(index))
+
     # ---- weights, gradients, states ----
 
     def read(self, index: int, how: str) -> Told | None:
@@ -372,9 +385,11 @@ class EngineSide:
             for param in model.parameters():
                 param.data.mul_(0.9)
         else:
-            assert how == "edit"
+            assert how in ("edit", "earlier")
+            if how == "earlier":  # of what is on its way nothing waits where the script has had the parameters before
+                engine.synchronize_parameters()
             with torch.no_grad():
-                for param in model.parameters():
+                for param in model.parameters() if how == "edit" else self.earlier[engine]:
                     param.mul_(0.9)
 
     def write_alone(self, index: int) -> None:
@@ -402,7 +417,7 @@ class EngineSide:
         if how == "clip":
             return {"norm of all": float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))}
         if how == "set":
-            param.grad = grad_of_script(self.settings[index].width)
+            param.grad = grad_of_script(self.settings[index].width).to(param.dtype)
         elif how == "none":
             param.grad = None
         elif param.grad is not None:
@@ -435,6 +450,7 @@ class EngineSide:
         for engine in self.engines:
             engine.destroy()
         self.engines.clear()
+        self.earlier.clear()
 
 
 _side: EngineSide | None = None

@@ -42,6 +42,7 @@ class Refused:
 
 
 SKIPPED = Refused("skipped")
+OPEN = object()  # what is told is not known
 
 
 @dataclass
@@ -98,6 +99,8 @@ class PlainEngine:
     has_set_grad: bool = False  # the script has set `param.grad`
     has_lost_grad: bool = False  # where the engine cannot take it
     has_edited_shards: bool = False
+    may_be_whole: bool = False  # some shards may be unsharded, for a backward to come
+    is_open: bool = False  # such ones were written: what is read before the error is not known
     saved: _Saved | None = None
     is_read: bool = False  # a thread reads
 
@@ -123,12 +126,19 @@ class PlainEngine:
             return True
         return self.num_summed + 1 >= self.accumulation if self.override is None else self.override
 
-    def add_grads(self, loss: Tensor) -> None:
-        params = [param for param in self.params if param.requires_grad]
-        grads = torch.autograd.grad(loss, params, allow_unused=True, retain_graph=True)
-        for param, grad in zip(params, grads, strict=True):
+    @property
+    def shows_sums(self) -> bool:
+        """Whether `param.grad` is what counts for the step."""
+        is_whole = not self.setting.stage and self.setting.precision == "fp32"
+        return is_whole and self.shows_grads and self.backward_done
+
+    def add_grads(self, grads: dict[nn.Parameter, Tensor | None]) -> None:
+        for param in self.params:
+            grad = grads[param]
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad
+        self.has_divided = self.backward_done = True
+        self.may_be_whole = False
 
     def begin_sum(self) -> None:
         self.num_summed, self.has_divided, self.backward_done = 0, False, False
@@ -149,6 +159,7 @@ class PlainSide:
         self.engines = [PlainEngine(setting, Net(setting, index)) for index, setting in enumerate(settings)]
         self.pending: dict[int, _Pending] = {}
         self.number = 0
+        self._has_rounded = False
         self.resolved: Act = ()
         self.drops: list[int] = []
 
@@ -165,6 +176,12 @@ class PlainSide:
             self.pending.pop(key, None)
         return {} if told is None else told
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether ranks have, or have had, numbers in 16 bits."""
+        self._has_rounded |= any(engine.setting.precision == "bf16" for engine in self.engines)
+        return self._has_rounded
+
     def common(self) -> Told:
         """Return what every act tells."""
         return {
@@ -179,7 +196,7 @@ class PlainSide:
         return [inputs_of(engine.setting, engine.micro, self.number, rank) for rank in range(self.world_size)]
 
     def _forget_graphs(self, index: int) -> None:
-        """Drop the losses whose graphs read weights that have changed."""
+        """Drop the losses of an engine that ends."""
         self.drops += [key for key, pending in self.pending.items() if index in pending.engines]
 
     def _mend(self, index: int) -> None:
@@ -195,6 +212,8 @@ class PlainSide:
         if what in ("whole", "chain"):
             for each in engines:
                 self._mend(each)
+        for each in engines if grad else ():
+            self.engines[each].may_be_whole = True
         losses = []
         with torch.set_grad_enabled(grad):
             for x in inputs:
@@ -207,11 +226,13 @@ class PlainSide:
                 losses.append(loss_of(out) * factor)
         if losses[0].requires_grad:
             self.pending[self.number] = _Pending(frozenset(engines), losses)
-        return {"loss": PerRank([loss.item() for loss in losses])}
+        is_open = any(self.engines[each].is_open for each in engines)
+        return {"loss": OPEN if is_open else PerRank([loss.item() for loss in losses])}
 
     def saliency(self, index: int) -> Told:
         inputs = self._inputs(index)
         self._mend(index)
+        self.engines[index].may_be_whole = True
         grads = []
         for x in inputs:
             x.requires_grad_()
@@ -220,6 +241,30 @@ class PlainSide:
 
     def _mean(self, keys: Sequence[int]) -> Tensor:
         return sum(sum(self.pending[key].losses) for key in keys) / self.world_size  # type: ignore[return-value]
+
+    def _grads(self, loss: Tensor) -> dict[nn.Parameter, Tensor | None] | None:
+        """Return what a loss adds to each parameter; None where a graph reads weights that were written since.
+
+        All of the graph goes back, as it does with an engine: `torch.autograd.grad` leaves out what it need not know.
+        """
+        before = {param: param.grad for engine in self.engines for param in engine.model.parameters()}
+        for param in before:
+            param.grad = None
+        try:
+            loss.backward(retain_graph=True)
+            return {param: param.grad for param in before}
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            return None
+        finally:
+            for param, grad in before.items():
+                param.grad = grad
+
+    def _break(self, index: int) -> None:
+        """An exception ends a backward: the accumulation begins anew."""
+        self.engines[index].is_broken = True
+        self.engines[index].drop()
 
     def backward(self, index: int, how: str, joint: bool, retain: bool) -> Refused | None:
         engine = self.engines[index]
@@ -233,15 +278,27 @@ class PlainSide:
         self.resolved = ("backward", index, how, keys, retain)
         if how == "no_sync" and engine.setting.stage >= 2:
             return Refused("no_sync")
-        if how == "raw":
-            self.drops += keys
-            return Refused("raw backward")
-        self._mend(index)
         loss = self._mean(keys)
         if how != "unscaled":
             loss = loss / engine.accumulation
-        engine.add_grads(loss)
-        engine.has_divided = engine.backward_done = True
+        grads = self._grads(loss)
+        reached = frozenset[int]().union(*(self.pending[key].engines for key in keys))
+        for each in reached:  # that of another engine ends no pass of theirs, nor does an error
+            self.engines[each].may_be_whole = True
+        if how == "raw":
+            is_shown = [each for each in reached if self.engines[each].shows_sums]
+            if grads is None or (is_shown and len(reached) > 1):
+                return SKIPPED  # which error comes first, and where, is open
+            self.drops += keys
+            for each in is_shown:
+                self._break(each)
+            return Refused("raw backward")
+        self._mend(index)
+        if grads is None:
+            self.drops += keys
+            self._break(index)
+            return Refused("weights written")
+        engine.add_grads(grads)
         engine.shows_grads = engine.at_boundary and engine.setting.managed and how != "no_sync"
         if not retain:
             self.drops += keys
@@ -257,13 +314,18 @@ class PlainSide:
                 return SKIPPED
             newest.append(own[-1])
         self.resolved = ("both", newest)
-        for index, (engine, key) in enumerate(zip(self.engines, newest, strict=True)):
-            self._mend(index)
-            engine.add_grads(self._mean([key]) / engine.accumulation)
-            engine.has_divided = engine.backward_done = True
-            engine.shows_grads = engine.at_boundary and engine.setting.managed
         self.drops += newest
-        return None
+        grads = self._grads(
+            sum(self._mean([key]) / engine.accumulation for engine, key in zip(self.engines, newest, strict=True))  # type: ignore[arg-type]
+        )
+        for index, engine in enumerate(self.engines):
+            self._mend(index)
+            if grads is None:
+                self._break(index)
+                continue
+            engine.add_grads(grads)
+            engine.shows_grads = engine.at_boundary and engine.setting.managed
+        return None if grads is not None else Refused("weights written")
 
     def step(self, index: int) -> Told | Refused:
         engine = self.engines[index]
@@ -285,10 +347,10 @@ class PlainSide:
                     for grad in grads:
                         grad.mul_(min(1.0, engine.setting.clipping / (engine.norm + 1e-6)))
                 engine.optimizer.step()
+                engine.may_be_whole = False
             engine.drop()
             engine.num_drops = 0
             engine.steps += 1
-            self._forget_graphs(index)
         return {"norm": engine.norm}
 
     def zero_grad(self, index: int) -> Refused | None:
@@ -348,9 +410,15 @@ class PlainSide:
             return SKIPPED
         if where != "gathered":
             self._mend(index)
+            engine.may_be_whole = True
         if where in ("backward", "own"):
-            engine.is_broken = True
-            engine.drop()
+            self._break(index)
+        return None
+
+    def fail_alone(self, index: int) -> Refused | None:
+        if self.engines[index].setting.is_sharded:
+            return SKIPPED  # an error after a minute: tests/engine/test_exceptions.py
+        self._mend(index)
         return None
 
     # ---- weights, gradients, states ----
@@ -372,6 +440,10 @@ class PlainSide:
             return SKIPPED
         if how == "rank_0":
             return Rank0(self._weights(index))
+        if engine.is_open and how != "fp32":
+            return dict.fromkeys(
+                engine.model.state_dict() if how == "state_dict" else dict(engine.model.named_parameters()), OPEN
+            )
         if how in ("state_dict", "thread"):
             return self._weights(index)
         named = dict(engine.model.named_parameters())
@@ -400,23 +472,23 @@ class PlainSide:
         engine = self.engines[index]
         if how == "data" and engine.setting.is_sharded:
             return SKIPPED
-        if how == "edit" and engine.setting.is_sharded and any(index in each.engines for each in self.pending.values()):
-            return SKIPPED  # units may be whole until the backward: what is read before the error is open
+        if how == "load" and engine.is_open:
+            return SKIPPED  # the ranks load what they read
         params = list(engine.model.parameters())
         if how == "fp32":
             params = [weight_of(engine.model, part)]
             if not params[0].requires_grad:
                 return SKIPPED
-        self._forget_graphs(index)
         engine.has_edited_shards &= how != "load"
-        if how == "edit" and engine.setting.is_sharded:
-            engine.has_edited_shards = True
-            return None
-        if how == "forgotten" and engine.setting.is_sharded:
+        if engine.setting.is_sharded and how in ("edit", "earlier", "forgotten"):
+            if how != "forgotten":
+                engine.has_edited_shards = True
+                engine.is_open |= engine.may_be_whole
+            torch.autograd.graph.increment_version(params)  # autograd has counted the write
             return None
         with torch.no_grad():
             for param in params:
-                param.mul_(0.5 if how == "fp32" else 0.9)
+                (param.data if how == "data" else param).mul_(0.5 if how == "fp32" else 0.9)
         return None
 
     def write_alone(self, index: int) -> Refused:
@@ -457,7 +529,7 @@ class PlainSide:
             engine.has_lost_grad |= how == "set" and engine.setting.offload == "nvme"
             param.grad = grad_of_script(engine.setting.width) if how == "set" else None
             return None
-        if engine.setting.stage or not engine.shows_grads:
+        if engine.setting.stage or not engine.shows_grads or engine.setting.precision == "bf16":
             return Refused("gradients elsewhere")
         if how == "clip":
             return {"norm of all": float(torch.nn.utils.clip_grad_norm_(engine.model.parameters(), 0.05))}
@@ -485,14 +557,16 @@ class PlainSide:
             engine.optimizer.state[param] = copy.deepcopy(state)
         for group, rate in zip(engine.optimizer.param_groups, engine.saved.rates, strict=True):
             group["lr"] = rate
-        engine.steps, engine.is_broken = engine.saved.steps, False
+        engine.steps, engine.is_broken, engine.norm = engine.saved.steps, False, None
         engine.drop()
-        self._forget_graphs(index)
         return None
 
     def reload(self, index: int, setting: Setting) -> Refused | None:
         old = self.engines[index]
-        setting = replace(setting, optimizer=old.setting.optimizer, model=old.setting.model, width=old.setting.width)
+        kept = (
+            ("optimizer", "model", "width") if len(self.engines) == 1 else ("optimizer", "model", "width", "precision")
+        )
+        setting = replace(setting, **{name: getattr(old.setting, name) for name in kept})
         if old.saved is None or setting.world_size > self.world_size:
             return SKIPPED
         self.resolved = ("reload", index, setting)
@@ -501,6 +575,20 @@ class PlainSide:
         new.saved = old.saved
         self.engines[index] = new
         return self.load(index)
+
+    def move(self, _index: int, num_ranks: int, settings: Sequence[Setting]) -> Refused | None:
+        """Save all, and continue on another number of ranks. `resolved` has the settings there."""
+        if num_ranks == self.world_size or any(setting.world_size > num_ranks for setting in settings):
+            return SKIPPED
+        if any(engine.has_edited_shards or engine.is_read for engine in self.engines):
+            return SKIPPED
+        for index in range(len(self.engines)):
+            self.save(index)
+        self.world_size = num_ranks
+        for index, setting in zip(range(len(self.engines)), settings, strict=False):
+            self.reload(index, setting)
+        self.resolved = ("move", [engine.setting for engine in self.engines])
+        return None
 
     def again(self, index: int) -> Refused | None:
         old = self.engines[index]
