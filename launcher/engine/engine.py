@@ -262,16 +262,11 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         accumulation steps, so that the step sees the mean over the whole batch. Returns the loss used.
         Raises: EngineError for a loss that is not a scalar or has no graph.
         """
-        optimizer = self._trained()
-        check_loss(loss)
-        self._begin()
-        self._last_step.report()
-        self._losses.append(loss.detach())
-        self._has_divided = True
+        loss_scale = self._begin_backward(loss)
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
         with self._pass.running(is_boundary=self._reduces_at_boundary()):
-            scaled_up(loss, optimizer.loss_scale).backward(retain_graph=retain_graph)
+            scaled_up(loss, loss_scale).backward(retain_graph=retain_graph)
         self._backward_done = True
         return loss
 
@@ -281,19 +276,24 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         It is multiplied by the loss scale and, with `scale_wrt_gas`, divided by the accumulation steps. Several scaled
         losses may be added, or go back one by one, before `step()`. Every rank must do the same.
         """
-        optimizer = self._trained()
-        check_loss(loss)
-        self._begin()
-        self._last_step.report()
-        self._losses.append(loss.detach())
-        self._has_divided = True
+        loss_scale = self._begin_backward(loss)
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
 
         def begin() -> bool:
             self._backward_done = True
             return self._reduces_at_boundary()
 
-        return self._pass.begins_at(scaled_up(loss / num_parts, optimizer.loss_scale), begin)
+        return self._pass.begins_at(scaled_up(loss / num_parts, loss_scale), begin)
+
+    def _begin_backward(self, loss: Tensor) -> float:
+        """Note the loss of a micro-batch that is about to go back; return the loss scale. Raises: EngineError."""
+        optimizer = self._trained()
+        check_loss(loss)
+        self._begin()
+        self._last_step.report()
+        self._losses.append(loss.detach())
+        self._has_divided = True
+        return optimizer.loss_scale
 
     def _reduces_at_boundary(self) -> bool:
         """Whether the backward pass about to run is known to be the last one before a step."""

@@ -105,7 +105,8 @@ class ModelFacts:
 
     def _check_children(self, parent: str, module: nn.Module) -> None:
         for name, child in module.named_children():
-            new = next((own for own, param in child.named_parameters() if self._is_new(param)), None)
+            params = child.named_parameters()
+            new = next((own for own, param in params if param.requires_grad and param not in self._known), None)
             if new is not None:
                 path = f"{parent}.{name}" if parent else name
                 raise EngineError(
@@ -114,9 +115,6 @@ class ModelFacts:
                     hint="change the model before initialize(), or call initialize() anew; at stage 3 change it within"
                     " launcher.zero.GatheredParameters",
                 )
-
-    def _is_new(self, param: nn.Parameter) -> bool:
-        return param.requires_grad and param not in self._known
 
 
 def _shown(name: str) -> str:
