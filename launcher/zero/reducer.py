@@ -64,7 +64,8 @@ class GradientReducer:
     def begin_backward(self, *, is_boundary: bool) -> None:
         """Prepare for one backward pass; `is_boundary` says that a step follows it."""
         self._finish_all()  # sums of the micro-batch before may have been in flight during this forward
-        self._hides = [other for other in _showing if other is not self]
+        _showing.discard(self)  # another engine's pass that begins within this one must not hide, and show, it
+        self._hides = list(_showing)
         for other in self._hides:
             other.withdraw()
         for handle in self.gradient_hooks:
@@ -133,8 +134,13 @@ class GradientReducer:
             gradients.leave(shows=shows)
         if shows:
             _showing.add(self)
+        self._unhide()
+
+    def _unhide(self) -> None:
+        """Have other engines show again what this pass has hidden, unless a pass of their own is to show it, or has."""
         for other in self._hides:
-            other.leave(shows=True)
+            if other not in _showing and not other._in_backward:
+                other.leave(shows=True)
         self._hides = []
 
     def withdraw(self) -> None:
@@ -209,7 +215,7 @@ class GradientReducer:
     def abort_backward(self) -> None:
         """Leave a backward pass that an exception ended."""
         self._in_backward = False
-        self._hides = []
+        self._unhide()
         _running_passes.discard(self)
         for gradients in self._gradients:
             gradients.drop_late()

@@ -169,6 +169,14 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
         [Setting(stage=0)],
         [("pass", 0), FORWARD, ("backward", 0, "raw", False, False)],
     ),
+    "both backwards within another accumulation": (
+        [Setting(stage=2), Setting(stage=2)],
+        [("pass", 0), ("pass", 1), FORWARD, ("forward", 1, "whole", True), ("both", 0)],
+    ),
+    "what another engine shows after a failure": (
+        [Setting(stage=1), Setting(stage=0)],
+        [("pass", 1), ("fail", 0, "backward"), ("own_grad", 1, "scale", 0), ("step", 1)],
+    ),
     "a refused backward leaves nothing": (
         [Setting(stage=1, accumulation=3)],
         [TRAIN, ("overflow", 0), ("backward", 0, "raw", False, False), TRAIN, TRAIN],
