@@ -37,6 +37,7 @@ from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.loss import LossReporter
 from launcher.monitor.throughput import ThroughputTimer
+from launcher.zero.parameters import find_shared_counts
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units
 
@@ -101,6 +102,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
         self._watch = Watch(parts.settings, parts.mesh.world, model, parts.policy.precision.compute_dtype)
         self._model_facts = ModelFacts(model)
+        find_shared_counts(unit.params for unit in parts.sharded.units)
         for unit in parts.sharded.units:
             unit.params.after_load()  # building the engine has listed them
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)

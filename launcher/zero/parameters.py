@@ -244,6 +244,7 @@ class UnitParameters:
         self.written_in_flight: ParamSlot | None = None  # the first one written while others' updates were on their way
         self.note_versions()
         self._sent_versions = list(self._versions)  # when the last gather of a whole unit was started
+        self._shares_count: set[int] = set()  # see `find_shared_counts`
 
     def _full_buffer(self, dtype: torch.dtype) -> _FullBuffer:
         numel, device, buffers = self._layout.padded_numel, self.group.device, self.group.buffers
@@ -613,7 +614,7 @@ class UnitParameters:
         A graph of before that goes back is then an error, as it is in a plain loop; else it would compute with the new
         values. `first_written` finds nothing of it.
         """
-        indices = [slot.index for slot in slots]
+        indices = [slot.index for slot in slots if slot.index not in self._shares_count]
         torch.autograd.graph.increment_version([self._params[index] for index in indices])
         for versions in (self._versions, self._sent_versions):
             for index in indices:
@@ -651,6 +652,19 @@ class UnitParameters:
         """Take over that the master was written from elsewhere: what sits a step out is sent from the copy too."""
         if self.copy is not None and self.copy is not self.shard:
             self.copy.copy_(self.master)
+
+
+def find_shared_counts(units: Iterable[UnitParameters]) -> None:
+    """Have `count_write` leave parameters alone that were made of views of one tensor. Call it with those of an engine.
+
+    Autograd counts writes into them together: a count for one would look like a write into the others.
+    """
+    found = [(unit, index, param) for unit in units for index, param in enumerate(unit._params)]
+    before = [param._version for _, _, param in found]
+    torch.autograd.graph.increment_version([param for _, _, param in found])
+    for (unit, index, param), version in zip(found, before, strict=True):
+        if param._version != version + 1:
+            unit._shares_count.add(index)
 
 
 def any_thread() -> None:

@@ -270,7 +270,9 @@ def _cut(param: nn.Parameter, sizes: list[int], dim: int) -> Iterator[nn.Paramet
     before = unit_params_of(param)
     with GatheredParameters(param):
         for part in param.detach().split(sizes, dim):
-            tile = nn.Parameter(part.clone() if before is not None else part.contiguous(), param.requires_grad)
+            # Made empty: a parameter that is made of a view shares with the others what autograd counts of writes.
+            tile = nn.Parameter(part.new_empty(0), param.requires_grad)
+            tile.data = part.clone() if before is not None else part.contiguous()
             if hasattr(param, "use_muon"):
                 tile.use_muon = param.use_muon  # type: ignore[attr-defined]  # what users say of it to Muon
             if before is not None:

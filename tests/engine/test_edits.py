@@ -76,6 +76,36 @@ def test_writes_through_a_list_from_before_the_step_count(
             assert max(value.abs().max().item() for value in masters.values()) == pytest.approx(LIMIT, rel=0.02)
 
 
+class _Sliced(nn.Module):
+    """Parameters that are views of one tensor: autograd counts writes into them together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.weights = nn.ParameterList(nn.Parameter(part) for part in torch.randn(3, 16, 16) / 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return (x.mean(-1) - y).pow(2).mean()
+
+
+def _train_slices(rank: int, world_size: int, stage: int, precision: str) -> None:
+    """Take steps, which are no writes of the script, in units of a parameter each."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 256}
+    engine = engine_of(_Sliced(), stage, world_size, bf16={"enabled": precision == "bf16"}, zero_optimization=zero)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    for x, y in batches(3):
+        engine.backward(engine(x.to(dtype), y.to(dtype)))
+        engine.step()
+    assert engine.global_steps == 3
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (3, "fp32")])
+def test_parameters_that_are_views_of_one_tensor_train(stage: int, precision: str) -> None:
+    run_on_ranks(2, _train_slices, stage, precision)
+
+
 def _write_what_is_on_its_way(rank: int, world_size: int, stage: int, is_written: bool) -> None:
     """Write through a list from before the step where nothing has waited for other ranks' updates; load after that."""
     engine = engine_of(build("Plain"), stage, world_size)
