@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 RANKS ?= 2
 # Workers of the tests: those that wait run beside those that compute.
-WORKERS ?= $(shell expr $$(nproc) + 2)
+WORKERS ?= $(shell expr $$(nproc) + 3)
 # Tests of whole jobs that take longest: in `make soak-short`, which CI runs after the others.
 LONG := tests/parallel tests/e2e tests/compat/test_alias.py tests/huggingface/test_accelerator.py tests/notebook/test_example.py \
   tests/slurm/test_batch_and_tasks.py::test_the_example_with_the_trainer_runs_on_two_nodes \

@@ -7,6 +7,7 @@ on one worker, one after the other; every other test runs wherever there is room
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -17,15 +18,17 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[2]
 # Seconds of every file that takes some, from a run of `make test`. Only the order hangs on it.
 _SECONDS = Path(__file__).with_name("seconds.json")
-_UNKNOWN_S = 5.0  # of a file that is not listed yet
+_UNKNOWN_S = 1.0  # of a file that is not listed: most take less
 _NUM_SHOWN = 12
+_SLURM = "slurm"
+_RANKS = ("from harness.ranks import", "from harness.programs import")
 
 
 def group_of(nodeid: str) -> str:
     """Return the name of the tests that must run where this one does; its own when it may run anywhere."""
     path, _, name = nodeid.partition("::")
     if path.startswith("tests/slurm/") or "[srun-" in name:
-        return "slurm"  # real daemons, which take seconds to start and every core of the machine for their own
+        return _SLURM  # real daemons, which take seconds to start and every core of the machine for their own
     return _group_of_file(path) or nodeid
 
 
@@ -34,13 +37,18 @@ def _group_of_file(path: str) -> str | None:
     text = (_ROOT / path).read_text()
     if any(name in text for name in ("run_cases", "launch_cases", "run_with_transformers", "preload=IMPORTS")):
         return "transformers"  # forks of one process that has imported it
+    if "split_models" in text:
+        return "transformers on ranks"  # each rank of a worker imports it, once
     # What a file sets up once: ranks that have torch loaded, fixtures of the module.
-    sets_up = ("from harness.ranks import", "from harness.programs import", 'scope="module"')
-    return path if any(part in text for part in sets_up) else None
+    return path if any(part in text for part in (*_RANKS, 'scope="module"')) else None
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Put the groups that take longest first: what starts last decides when all have ended."""
+    """Put the groups that take longest first: what starts last decides when all have ended.
+
+    Those that compute and those that wait take turns, each after the same part of its kind's time: while all workers
+    compute they share the cores, and while all wait the cores are idle.
+    """
     seconds = json.loads(_SECONDS.read_text())
     num_tests: dict[str, int] = defaultdict(int)
     for item in items:
@@ -49,7 +57,19 @@ def arrange(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.location[0]
         groups[group_of(item.nodeid)] += seconds.get(path, _UNKNOWN_S) / num_tests[path]
-    items.sort(key=lambda item: -groups[group_of(item.nodeid)])  # stable: a group's tests stay in order
+    begins: dict[str, float] = {}
+    for waits in (True, False):
+        kind = sorted((name for name in groups if _waits(name) == waits), key=lambda name: -groups[name])
+        ends = list(itertools.accumulate(groups[name] for name in kind))
+        begins.update((name, (end - groups[name]) / ends[-1]) for name, end in zip(kind, ends, strict=True))
+    items.sort(key=lambda item: begins[group_of(item.nodeid)])  # stable: a group's tests stay in order
+
+
+def _waits(group: str) -> bool:
+    """Whether a group's tests mostly wait, as those of `launch` do, in place of computing on ranks."""
+    if group.startswith("transformers"):
+        return False
+    return group == _SLURM or "::" in group or not any(part in (_ROOT / group).read_text() for part in _RANKS)
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:
