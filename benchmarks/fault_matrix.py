@@ -253,18 +253,18 @@ class Places:
             self._usual.revive()
 
 
-def run_fault(fault: Fault, place: Place, folder: Path) -> Outcome:
-    """Run one cell."""
+def run_fault(fault: Fault, place: Place, folder: Path, limit_s: float = LIMIT_S) -> Outcome:
+    """Run one cell. limit_s: from the moment the fault can be known until nothing is left."""
     folder.mkdir(parents=True)
     (folder / "script.py").write_text(PREAMBLE + fault.body)
     with contextlib.ExitStack() as stack:
         try:
-            return _run(fault, place, folder, stack)
+            return _run(fault, place, folder, limit_s, stack)
         except AssertionError as error:
-            return Outcome(LIMIT_S, str(error).splitlines()[0])
+            return Outcome(limit_s, str(error).splitlines()[0])
 
 
-def _run(fault: Fault, place: Place, folder: Path, stack: contextlib.ExitStack) -> Outcome:
+def _run(fault: Fault, place: Place, folder: Path, limit_s: float, stack: contextlib.ExitStack) -> Outcome:
     logs = stack.enter_context(full_disk(folder / "disk")) if fault.kind == "disk" else folder / "runs"
     let_out = stack.enter_context(memory_limit(place.agent_parents())) if fault.kind == "memory" else None
     reader, writer = os.pipe() if fault.kind == "pipe" else (None, None)
@@ -296,7 +296,7 @@ def _run(fault: Fault, place: Place, folder: Path, stack: contextlib.ExitStack) 
         known_after_s = float((folder / "took").read_text())
         rate = f" at {place.num_flood_blocks / known_after_s:.0f} MB/s"
     problem = _problem(fault, place, job.wait(1), run_folder)
-    if not problem and gone_s - known_after_s > LIMIT_S:
+    if not problem and gone_s - known_after_s > limit_s:
         problem = f"{gone_s:.1f} s until all was gone"
     return Outcome(gone_s - (known_after_s if rate else 0.0), problem, rate)
 

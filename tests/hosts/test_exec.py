@@ -66,7 +66,7 @@ def test_a_line_for_a_shell_gets_a_hint(tmp_path: Path) -> None:
 
 def test_what_programs_may_read(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "exec", "--json", "--", "sh", "-c", "echo out; echo err >&2; exit 3")
-    assert (result.code, result.err) == (3, "")
+    assert (result.code, result.said) == (3, "")
     answer = {"host": "localhost", "exit_code": 3, "stdout": "out\n", "stderr": "err\n"}
     assert json.loads(result.out) == {
         "exit_code": 3,
@@ -126,7 +126,7 @@ def test_equal_output_is_shown_once(sshd: LoopbackSshd, tmp_path: Path) -> None:
     result = run_launch(tmp_path, "exec", *hosts(sshd, tmp_path), "--", "sh", "-c", "echo group $((RANK / 3))")
     assert result.code == 0, result.err
     assert result.out == "127.0.0.[1-3]:\ngroup 0\n127.0.0.4:\ngroup 1\n"
-    assert result.err == ""
+    assert result.said == ""
 
 
 @pytest.mark.cluster

@@ -31,7 +31,7 @@ def on_hosts(sshd: LoopbackSshd, folder: Path, num_hosts: int = 2) -> list[str]:
 @pytest.mark.cluster
 def test_no_python_is_needed_on_a_host(sshd: LoopbackSshd, tmp_path: Path) -> None:
     result = run_launch(tmp_path, "exec", *on_hosts(sshd, tmp_path), "--remote_python", "/no/such/python", "echo", "hi")
-    assert (result.out, result.err, result.code) == ("127.0.0.[1-2]:\nhi\n", "", 0)
+    assert (result.out, result.said, result.code) == ("127.0.0.[1-2]:\nhi\n", "", 0)
 
 
 @pytest.mark.cluster
@@ -136,7 +136,7 @@ def test_what_login_scripts_print_is_no_output(sshd: LoopbackSshd, tmp_path: Pat
     result = run_launch(
         tmp_path, "exec", *on_hosts(sshd, tmp_path), "--setup", setup, "--", "sh", "-c", "echo $SET_UP; echo e >&2"
     )
-    assert (result.out, result.err) == ("127.0.0.[1-2]:\nyes\n", "127.0.0.[1-2]:\ne\n")
+    assert (result.out, result.said) == ("127.0.0.[1-2]:\nyes\n", "127.0.0.[1-2]:\ne\n")
     here = run_launch(tmp_path, "exec", "--setup", setup, "--", "sh", "-c", "echo $SET_UP; echo e >&2")
     assert (here.out, here.err) == ("yes\n", "e\n")
     failing = run_launch(tmp_path, "exec", *on_hosts(sshd, tmp_path), "--setup", "echo no >&2; false", "true")
