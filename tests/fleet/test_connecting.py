@@ -24,10 +24,10 @@ from launcher.fleet.member import Turns
 from launcher.transport.api import Channel
 
 STEPS = {
-    "greeting": "no SSH answer within 1 s",
-    "login": "no answer to the login within 1 s",
-    "session": "its server did not open a session within 1 s",
-    "command": "its server did not start a command within 1 s",
+    "greeting": "no SSH answer within",
+    "login": "no answer to the login within",
+    "session": "its server did not open a session within",
+    "command": "its server did not start a command within",
 }
 
 
@@ -51,10 +51,16 @@ def mute_hosts(folder: Path, step: str, timeout_s: int) -> Iterator[list[str]]:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_host_that_stops_answering_is_an_error_that_says_at_which_step(tmp_path: Path, step: str) -> None:
     script = scripts.write(tmp_path, "pass")
-    with mute_hosts(tmp_path, step, 1) as options:
-        result = run_launch(tmp_path, *options, script)
+    for timeout_s in (1, 5, 25):  # a machine with other work does not come to the last steps within the first of them
+        folder = tmp_path / str(timeout_s)
+        folder.mkdir()
+        with mute_hosts(folder, step, timeout_s) as options:
+            result = run_launch(tmp_path, *options, script)
+        said = f"{STEPS[step]} {timeout_s} s"
+        if said in result.err:
+            break
     assert result.code == 69
-    assert STEPS[step] in result.err
+    assert said in result.err
     assert "127.0.0.[1-2]" in result.err or ("127.0.0.1" in result.err and "127.0.0.2" in result.err)
 
 
