@@ -129,8 +129,10 @@ def test_a_window_that_changes_its_size_loses_no_line(tmp_path: Path) -> None:
     for columns in (30, 12, 100):
         job.resize(columns, 60)
         job.read_for(0.5)
-        job.read_until(lambda: is_whole(job), f"a panel for {columns} columns")
-        assert max(map(len, job.panel)) < columns
+        job.read_until(
+            lambda columns=columns: is_whole(job) and max(map(len, job.panel)) < columns,  # type: ignore[misc]
+            f"a panel for {columns} columns",  # the rest of a wider one may be there for a moment
+        )
     (tmp_path / "go").touch()
     assert job.wait() == 0
     assert job.panel == []
@@ -156,12 +158,15 @@ def test_progress_bars_stay_on_their_line_above_the_panel(tmp_path: Path) -> Non
         for i in range(1, 11):
             sys.stdout.write(f"\\r{i * 10}% " + "#" * i)
             sys.stdout.flush()
-            time.sleep(0.15)
+            time.sleep(0.1)
+            while i == 5 and not os.path.exists("go"):
+                time.sleep(0.02)
         print("\\ndone")
     """
     job = TerminalLaunch(tmp_path, scripts.write(tmp_path, script))
     job.read_until(lambda: is_whole(job) and job.visible[-3].startswith("[0] 50%"), "half of it")
     assert sum("%" in row for row in job.visible) == 1
+    (tmp_path / "go").touch()
     assert job.wait() == 0
     assert [row for row in job.everything if row.startswith("[0]")] == ["[0] 100% ##########", "[0] done"]
 
@@ -220,7 +225,7 @@ class Window:
 
 
 def read_until(window: Window, what: bytes) -> bytes:
-    found, deadline_s = b"", time.monotonic() + 10
+    found, deadline_s = b"", time.monotonic() + 120
     while what not in found:
         assert time.monotonic() < deadline_s, found
         found += window.read()
@@ -262,7 +267,7 @@ def test_a_terminal_that_takes_nothing_stops_only_output() -> None:
     reader = threading.Thread(target=read_until, args=(window, b"x\r\n"))
     reader.start()
     screen.close()
-    reader.join(10)
+    reader.join(120)
     assert not reader.is_alive()
     window.close()
 
@@ -288,7 +293,7 @@ def test_a_lot_of_output_is_complete_and_in_order() -> None:
     for number in range(50_000):
         screen.write(b"line %d\n" % number)
     screen.close()
-    reader.join(20)
+    reader.join(120)
     lines = re.findall(rb"line (\d+)\r\n", found[0])
     assert lines == [b"%d" % number for number in range(50_000)]
     window.close()

@@ -19,6 +19,8 @@ from pathlib import Path
 import pyte
 from harness.launching import DEADLINE_S, ROOT
 
+from launcher.base.processes import die_with_parent
+
 
 class TerminalLaunch:
     """A `launch` command whose controlling terminal is ours."""
@@ -41,8 +43,10 @@ class TerminalLaunch:
             command = [shell, "--norc", "-i"]
         own = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), "TERM": term}
         environment = {**os.environ, **own}
+        our_pid = os.getpid()
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
+            die_with_parent(our_pid)  # a test that fails half-way leaves no job behind
             for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup, or in the background of a script
             os.chdir(folder)
@@ -82,7 +86,7 @@ class TerminalLaunch:
         """The rows of the panel."""
         return [row for row in self.visible if row.startswith("│ ")]
 
-    def read_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    def read_until(self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
         """Look at the screen until a condition holds; fail when the time is over."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
