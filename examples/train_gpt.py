@@ -235,7 +235,7 @@ def sample(engine: Any, prompt: bytes, num_bytes: int, context: int, seed: int) 
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)], device=engine.device)
     engine.eval()
-    with torch.no_grad():
+    with torch.no_grad(), launcher.phase("writing a sample"):
         for _ in range(num_bytes):
             logits = engine(tokens[:, -context:])[0, -1].float().cpu()
             likeliest = logits.topk(8)
@@ -324,7 +324,8 @@ def main() -> None:
         if arguments.rank == 0:
             print("\n--- sample ---\n" + text + "\n--------------")
     if arguments.rank == 0:
-        plot(history, arguments.plot, f"Byte-level GPT, {num_parameters / 1e6:.1f} M parameters")
+        with launcher.phase("drawing the losses"):
+            plot(history, arguments.plot, f"Byte-level GPT, {num_parameters / 1e6:.1f} M parameters")
         print(
             f"loss {history.losses[0]:.3f} -> {history.losses[-1]:.3f} (validation {history.validation_losses[-1]:.3f})"
         )

@@ -29,6 +29,7 @@ _LAZY_NAMES = {
     "heartbeat": "launcher.base.progress",
     "init_distributed": "launcher.comm.groups",
     "initialize": "launcher.engine.build",
+    "phase": "launcher.base.progress",
     "preempted": "launcher.base.preemption",
     "run": "launcher.api.run",
     "sequence_loss": "launcher.parallel.sequence.loss",
@@ -72,6 +73,7 @@ __all__ = [
     "initialize",
     "moe",
     "notebook",
+    "phase",
     "preempted",
     "run",
     "sequence_loss",
@@ -92,7 +94,7 @@ if TYPE_CHECKING:
     from launcher.api.submit import SlurmJob, submit
     from launcher.base.errors import JobError
     from launcher.base.preemption import EXIT_REQUEUE, preempted
-    from launcher.base.progress import heartbeat
+    from launcher.base.progress import heartbeat, phase
     from launcher.comm.groups import init_distributed
     from launcher.engine.arguments import add_config_arguments
     from launcher.engine.build import initialize
@@ -109,12 +111,16 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in _LAZY_MODULES:
-        return importlib.import_module(_LAZY_MODULES[name])
-    module_name = _LAZY_NAMES.get(name)
+    module_name = _LAZY_MODULES.get(name) or _LAZY_NAMES.get(name)
     if module_name is None:
         raise AttributeError(f"module 'launcher' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module_name), name)
+    from launcher.base.progress import phase
+
+    with phase(f"importing launcher.{name}"):  # the engine takes seconds, where torch is slow to load
+        module = importlib.import_module(module_name)
+    if name in _LAZY_MODULES:
+        return module
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

@@ -28,6 +28,7 @@ import time
 
 from launcher.base import env, preemption
 from launcher.base.private_files import write_private
+from launcher.base.progress import tell
 from launcher.base.signals import STACKS_SIGNAL
 from launcher.compat import install
 
@@ -41,6 +42,7 @@ _MAX_TRACEBACK_CHARS = 64_000
 _RANK_PID = os.getpid()
 _PACKAGE = os.path.dirname(__file__)
 _OWN_FILES = (__file__, os.path.join(_PACKAGE, "start.py"), os.path.join(_PACKAGE, "api", "rank.py"))
+_CHANGES_FILE = os.path.join(_PACKAGE, "compat", "changes.py")
 _RUNPY_FILES = ("<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _NO_INPUT = (
@@ -51,6 +53,7 @@ _NO_INPUT = (
 
 def main() -> None:
     """Run the command in `sys.argv`; does not return when it fails."""
+    tell(phase="")  # python has started; what the script does, it may say itself
     _dump_stacks()
     preemption.listen()
     kind, target = sys.argv[1:3]
@@ -80,6 +83,9 @@ def main() -> None:
         if not is_recorded or sys.excepthook is not sys.__excepthook__:
             _call_hook(error, trace)
         sys.exit(_exit_code(error))
+    finally:
+        if os.getpid() == _RANK_PID:  # and no fork of it that has come back here
+            tell(phase="exiting")  # exit handlers and threads may take long
 
 
 def _forget_this_package() -> None:
@@ -220,7 +226,22 @@ def _user_traceback(error: BaseException) -> TracebackType | None:
             below.tb_next = None  # `_refuse_to_stop`
             break
         below = below.tb_next
-    return trace
+    return _without_loader(trace)
+
+
+def _without_loader(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback of an import without our loader's frame and python's, which python leaves out of its own."""
+    traces = []
+    while trace is not None:
+        traces.append(trace)
+        trace = trace.tb_next
+    files = [trace.tb_frame.f_code.co_filename for trace in traces]
+    if _CHANGES_FILE in files:
+        is_shown = [name != _CHANGES_FILE and not name.startswith("<frozen importlib.") for name in files]
+        traces = [trace for trace, shown in zip(traces, is_shown, strict=True) if shown]
+        for trace, below in zip(traces, [*traces[1:], None], strict=True):
+            trace.tb_next = below
+    return traces[0] if traces else None
 
 
 def _is_own(trace: TracebackType) -> bool:

@@ -446,7 +446,7 @@ class Supervisor:
                 told = read_counter(rank.progress_fd)
                 if told != rank.progress:
                     rank.progress = told
-                    self._send(Progress(rank.number, told.heartbeats, told.step, told.loss))
+                    self._send(Progress(rank.number, *told.as_dict().values()))
                 self._pass_on_crash(rank)  # of a fork: the rank itself may run on for long
         if self._stacks_at_s is not None and now_s >= self._stacks_at_s:
             self._stacks_at_s = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -188,6 +188,8 @@ class Progress(Message):
     count: int  # heartbeats since its start
     step: int | None = None  # as it counts them itself, see base.progress
     loss: float | None = None
+    phase: str = ""
+    total_steps: int | None = None
 
 
 class Stacks(Message):

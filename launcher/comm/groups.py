@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from launcher.base import env
 from launcher.base.errors import EngineError, UsageError
+from launcher.base.progress import phase
 from launcher.base.scheduler_rank import scheduler_rank
 from launcher.comm.buffers import BufferPool
 from launcher.comm.communicator import Alone, Communicator
@@ -162,6 +163,7 @@ def _is_of_several(rank: int, init_method: str | None, port: int) -> bool:
     return True
 
 
+@phase("joining the other ranks")
 def _start(
     dist_backend: str | None, init_method: str | None, timeout: datetime.timedelta, rank: int, world_size: int
 ) -> None:

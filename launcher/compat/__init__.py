@@ -84,6 +84,27 @@ def _can_be_imported() -> bool:
     return spec is not None and os.path.dirname(os.path.dirname(_FOLDER)) in (spec.submodule_search_locations or ())
 
 
+def _found_by_others(name: str) -> ModuleSpec | None:
+    """Return the spec of a module on `sys.path` that another finder has."""
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        if find_spec is None or getattr(finder, "answers_for", None) == _NAME:
+            continue
+        spec: ModuleSpec | None = find_spec(name, None, None)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _shown(spec: ModuleSpec | None) -> ModuleSpec | None:
+    """Return the spec with a loader that shows the import on the panel, in a rank of `launch`."""
+    if env.PROGRESS_FILE.name not in os.environ or not _can_be_imported():
+        return spec
+    from launcher.compat.changes import shown_spec
+
+    return shown_spec(spec)
+
+
 def _spec_of_refused(name: str) -> ModuleSpec | None:
     """Return the spec of a part of DeepSpeed that the built-in engine does not have; its import says so."""
     if not name.startswith(f"{_NAME}.") or not _is_ours(sys.modules.get(_NAME)):
@@ -94,7 +115,10 @@ def _spec_of_refused(name: str) -> ModuleSpec | None:
 
 
 class DeepSpeedFinder:
-    """Finds the package `deepspeed` and its metadata; its submodules are found through its `__path__`."""
+    """Finds the package `deepspeed` and its metadata; its submodules are found through its `__path__`.
+
+    In a rank of `launch` it has this import and that of torch shown on the panel: they are most of what a start takes.
+    """
 
     answers_for = _NAME
 
@@ -105,12 +129,14 @@ class DeepSpeedFinder:
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the spec of our package, None for other modules and where the installed DeepSpeed is used.
 
-        Where it is ours, also those of the modules in `_CHANGED`.
+        Where it is ours, also those of the modules in `_CHANGED`. In ranks, that of torch.
         """
         if name in _CHANGED and (self.engine == BUILTIN or self.installed() is None) and _can_be_imported():
             from launcher.compat.changes import changed_spec
 
             return changed_spec(name, path, f"{__name__}.{_CHANGED[name]}")
+        if name == "torch" and env.PROGRESS_FILE.name in os.environ:
+            return _shown(_found_by_others(name))
         if name != _NAME:
             return _spec_of_refused(name)
         if self.engine != BUILTIN and self.installed() is not None:
@@ -118,9 +144,10 @@ class DeepSpeedFinder:
             return None
         from importlib.util import spec_from_file_location
 
-        return spec_from_file_location(
+        spec = spec_from_file_location(
             _NAME, os.path.join(_FOLDER, "__init__.py"), submodule_search_locations=[_FOLDER]
         )
+        return _shown(spec)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """Return the metadata of our package where it is what `import deepspeed` finds."""
@@ -137,14 +164,8 @@ class DeepSpeedFinder:
 
     def installed(self) -> ModuleSpec | None:
         """Return the spec of a DeepSpeed that is installed. A mere folder of that name, of configs say, is none."""
-        for finder in sys.meta_path:
-            find_spec = getattr(finder, "find_spec", None)
-            if find_spec is None or getattr(finder, "answers_for", None) == _NAME:
-                continue
-            spec: ModuleSpec | None = find_spec(_NAME, None, None)
-            if spec is not None:
-                return spec if spec.loader is not None and spec.has_location else None
-        return None
+        spec = _found_by_others(_NAME)
+        return spec if spec is not None and spec.loader is not None and spec.has_location else None
 
     def _announce(self) -> None:
         if not self._is_announced and os.environ.get(env.RANK.name, "0") == "0":

@@ -13,6 +13,7 @@ from launcher.activation.settings import use_section
 from launcher.base.errors import ConfigError, EngineError
 from launcher.base.log import get_logger
 from launcher.base.malloc import keep_freed_memory
+from launcher.base.progress import phase, tell
 from launcher.comm import collectives, pending
 from launcher.comm.accelerator import offset_seed
 from launcher.comm.exit import leave_in_order
@@ -88,6 +89,7 @@ ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.
 
 
 @without_dynamo()
+@phase("building the engine")
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -422,4 +424,8 @@ def _scheduler(settings: Config, client: Any, optimizer: ZeroOptimizer | None) -
     if client is not None:
         return schedule_from_client(client, optimizer)
     section = settings.scheduler
-    return None if section is None else schedule_from_config(section.type, section.params, optimizer)
+    if section is None:
+        return None
+    schedule = schedule_from_config(section.type, section.params, optimizer)
+    tell(total_steps=section.params.get("total_num_steps"))
+    return schedule

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
-from launcher.base.progress import heartbeat, tell
+from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, heartbeat, tell
 from launcher.checkpoint.formats.source import RunState
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
@@ -253,9 +253,18 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         if not self.training:
             with casting.context():
                 return self.module(*inputs, **kwargs)
+        self._tell_phase(trains=torch.is_grad_enabled())
         self._timer.start()
         with self._parts.sequence.checked((inputs, kwargs)), self._watch.phase("forward"), casting.context():
             return self.module(*inputs, **kwargs)
+
+    def train(self, mode: bool = True) -> Engine:
+        """See `nn.Module.train`; the panel of `launch` shows what an engine is set to."""
+        self._tell_phase(trains=mode)
+        return super().train(mode)
+
+    def _tell_phase(self, *, trains: bool) -> None:
+        tell(phase=TRAINING if trains and self.optimizer is not None else EVALUATING)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss` and start reducing them. Every rank must call it.
@@ -346,7 +355,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._num_summed += 1
         self._timer.stop(boundary)
         if boundary:
-            tell(step=self.global_steps)  # heartbeats count micro-batches
+            tell(step=self.global_steps, phase=BETWEEN_STEPS)  # heartbeats count micro-batches
             self._report()
             self._begin_sum()
             self._num_drops = 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
+from launcher.base.progress import phase
 from launcher.checkpoint.zero_to_fp32 import write_safetensors
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
@@ -66,6 +67,7 @@ class WeightExport:
         mesh = self._parts.mesh
         return collect_state(self.module, arguments, options, is_wanted=is_wanted, left_out=left_out, mesh=mesh)
 
+    @phase("saving the weights")
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:

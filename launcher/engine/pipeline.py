@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
+from launcher.base.progress import EVALUATING, TRAINING, phase, tell
 from launcher.comm import collectives
 from launcher.engine import across_stages
 from launcher.engine.backward import scaled_up
@@ -176,6 +177,7 @@ class PipelineEngine(Engine):
         """
         self._trained()
         self._begin()
+        tell(phase=TRAINING)
         self._last_step.report()
         self.module.train()
         count = self.gradient_accumulation_steps()
@@ -193,6 +195,7 @@ class PipelineEngine(Engine):
         super().step()
         return loss
 
+    @phase(EVALUATING)
     def eval_batch(
         self,
         data_iter: Iterator[Any],

@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
+from launcher.base.progress import phase
 from launcher.checkpoint_files.place import place_of
 from launcher.engine.checkpoints import Checkpoints, LoadOptions
 from launcher.engine.data import keeps_position
@@ -65,6 +66,7 @@ class SavesCheckpoints(WeightExport):
         self.synchronize_parameters()
         return load_state(self.module, state_dict, strict=strict)
 
+    @phase("saving a checkpoint")
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -92,6 +94,7 @@ class SavesCheckpoints(WeightExport):
         )
         return True
 
+    @phase("loading a checkpoint")
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -121,6 +124,7 @@ class SavesCheckpoints(WeightExport):
             ),
         )
 
+    @phase("waiting for a checkpoint to be saved")
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous save has ended. Raises: CheckpointError where it has failed."""
         self._checkpoints.wait()

@@ -31,6 +31,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.errors import Diagnostic, LauncherError, ProtocolError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.progress import Told
 from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
@@ -210,8 +211,9 @@ class Controller:
         if isinstance(event, Progress):
             if self._hang_watch is not None:
                 self._hang_watch.beat(node.ranks[event.rank], event.count, time.monotonic())
-            step = event.count if event.step is None else event.step
-            self._watcher.progress(event.rank, step, event.loss)
+            node.ranks[event.rank].phase = event.phase
+            told = Told(event.count, event.step, event.loss, event.phase, event.total_steps)
+            self._watcher.progress(event.rank, told)
         elif isinstance(event, Stacks):
             node.ranks[event.rank].stack = event.text
         elif isinstance(event, Started):
@@ -326,7 +328,8 @@ class Controller:
         straggler = find_straggler(hung)
         rank = straggler or hung[0]
         node = next(node for node in self._nodes if rank.number in node.ranks)
-        reason = f"no progress for {self._plan.hang_timeout_s:g} s" + ("" if straggler else ", all ranks alike")
+        reason = f"no progress for {self._plan.hang_timeout_s:g} s" + (f", {rank.phase}" if rank.phase else "")
+        reason += "" if straggler else ", all ranks alike"
         self._root_cause.add_hang(node, rank, reason)
         self._stop(f"rank {rank.number} hangs ({reason})", self._plan.grace_s)
 

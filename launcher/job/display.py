@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from launcher.base.progress import Told
 from launcher.fleet.signals import SignalQueue
 from launcher.job.events import Watcher
 from launcher.job.lane import Lane
@@ -57,9 +58,9 @@ class Display(Watcher):
             self._held_bytes += len(data)
         self.put(self._show, rank, stream, data)
 
-    def progress(self, rank: int, step: int, loss: float | None) -> None:
+    def progress(self, rank: int, told: Told) -> None:
         # Prints nothing, and must not pile up while nothing can be printed.
-        self._watcher.progress(rank, step, loss)
+        self._watcher.progress(rank, told)
 
     def _show(self, rank: int, stream: str, data: bytes) -> None:
         self._watcher.output(rank, stream, data)

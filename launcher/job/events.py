@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from launcher.base.progress import Told
     from launcher.job.outcome import Failure, RunReport
     from launcher.job.plan import JobPlan
 
@@ -27,8 +28,8 @@ class Watcher:
     def started(self, rank: int) -> None:
         """A rank's process exists."""
 
-    def progress(self, rank: int, step: int, loss: float | None) -> None:
-        """A rank has come to `step`: its own count of steps, or of its heartbeats. loss: None where it reported none.
+    def progress(self, rank: int, told: Told) -> None:
+        """A rank has made heartbeats, or something else of what it tells has changed.
 
         Comes from another thread than the other events, and prints nothing.
         """

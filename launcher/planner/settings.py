@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +46,7 @@ _INFERENCE_LADDER = ((0, "none", "none"), (3, "none", "none"), (3, "none", "cpu"
 def ladder(config: Config, world_size: int, *, trains: bool = True) -> list[Setting]:
     """Return the settings worth trying, quickest first, with the precision and buffers of a resolved config."""
     has_pipeline = mesh_sizes(config, world_size).pipeline > 1
-    rungs: tuple[tuple[int, str, str], ...] = _PIPELINE_LADDER if has_pipeline else _LADDER
+    rungs: Sequence[tuple[int, str, str]] = _PIPELINE_LADDER if has_pipeline else _LADDER
     if not trains:
         rungs = _INFERENCE_LADDER[:1] if has_pipeline else _INFERENCE_LADDER
     return [setting_of(at(config, *rung), world_size, trains=trains) for rung in rungs]

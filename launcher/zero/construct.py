@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from launcher.base.errors import EngineError
+from launcher.base.progress import phase
 from launcher.base.suggest import did_you_mean
 from launcher.comm.groups import RankGroup, init_distributed
 from launcher.comm.groups import world_group as all_ranks
@@ -94,6 +95,7 @@ class Init:
         if self._enabled and not _active:
             _active.append(self)
             self._stack.callback(_active.clear)
+            self._stack.enter_context(phase("building the model"))
             self._stack.enter_context(self._group.device)
             self._stack.enter_context(_patched(nn.Module, "__init__", self._remember))
             self._stack.enter_context(_patched(nn.Module, "__setattr__", self._shard_assigned))

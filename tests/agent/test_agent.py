@@ -66,7 +66,8 @@ def test_a_start_that_takes_longer_than_the_lease_ends_nothing(agent: Agent, tmp
     for _ in range(149):
         assert isinstance(agent.receive(), Started)
     assert time.monotonic() - begin_s > 0.2, "the start was too quick to show anything"
-    assert isinstance(agent.receive(), Pong), "the ranks were ended"
+    answers = iter(agent.receive, None)
+    assert isinstance(next(one for one in answers if not isinstance(one, Progress)), Pong), "the ranks were ended"
     agent.send(Stop(0.0))
     assert sum(isinstance(message, Exited) for message in agent.receive_all()) == 150
     wait_until_gone(job.job_id)
@@ -342,8 +343,8 @@ def test_heartbeats_are_reported_as_often_as_was_asked_for(agent: Agent, tmp_pat
     )
     agent.send(spawn(script, progress_interval_s=0.05))
     counts = [message.count for message in agent.receive_all() if isinstance(message, Progress)]
-    assert len(counts) >= 4, "a report a second would be one or two"
-    assert counts == sorted(set(counts))
+    assert len(set(counts)) >= 4, "a report a second would be one or two"
+    assert counts == sorted(counts)
 
 
 def test_a_folder_that_is_missing_is_named(agent: Agent, tmp_path: Path) -> None:

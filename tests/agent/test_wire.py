@@ -82,7 +82,15 @@ MESSAGES = st.one_of(
         TEXT,
     ),
     st.builds(DumpStacks),
-    st.builds(Progress, INTEGERS, INTEGERS, st.none() | INTEGERS, st.none() | st.floats(allow_nan=False)),
+    st.builds(
+        Progress,
+        INTEGERS,
+        INTEGERS,
+        st.none() | INTEGERS,
+        st.none() | st.floats(allow_nan=False),
+        TEXT,
+        st.none() | INTEGERS,
+    ),
     st.builds(Stacks, INTEGERS, TEXT),
 )
 

@@ -17,7 +17,9 @@ from harness.launching import ROOT, run_launch, wait_until_gone
 from harness.sshd import LoopbackSshd
 from harness.terminal import TerminalLaunch
 
+from launcher.base import progress
 from launcher.base.processes import members_of_job
+from launcher.base.progress import Told
 from launcher.cli.console.facts import RunFacts
 from launcher.cli.console.panel import draw
 from launcher.cli.console.terminal import Screen
@@ -63,6 +65,49 @@ def test_the_panel_shows_the_run_and_leaves_a_clean_screen(tmp_path: Path) -> No
         assert steps == list(range(1, len(steps) + 1))
         assert len(steps) > 5
     assert job.everything[-1].startswith("[")
+
+
+PHASES = """
+    import os, time
+    import launcher
+    def wait_for(name):
+        while not os.path.exists(name):
+            time.sleep(0.02)
+    wait_for("import")
+    import torch
+    with launcher.phase("writing a sample"):
+        wait_for("sample")
+    wait_for("end")
+    import atexit
+    atexit.register(wait_for, "exit")
+"""
+TORCH = """
+    import os, time
+    while not os.path.exists("imported"):
+        time.sleep(0.02)
+"""
+
+
+def test_the_panel_shows_what_a_script_without_steps_does(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    scripts.write(tmp_path / "torch", TORCH, "__init__.py")
+    job = TerminalLaunch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, PHASES))
+
+    def shows(phase: str) -> None:
+        job.read_until(lambda: is_whole(job) and job.panel[1] == f"│ localhost  2 {phase}", phase)
+
+    shows("running")
+    for go, phase in (
+        ("import", "importing torch"),
+        ("imported", "writing a sample"),
+        ("sample", "running"),
+        ("end", "exiting"),
+    ):
+        (tmp_path / go).touch()
+        shows(phase)
+    assert "step" not in job.panel[0]
+    (tmp_path / "exit").touch()
+    assert job.wait() == 0
 
 
 @pytest.mark.cluster
@@ -332,8 +377,9 @@ def test_the_slowest_rank_counts_and_a_stall_is_told() -> None:
     for rank in range(4):
         facts.started(rank)
     for second in range(5):
-        facts.progress(0, 10 * second, 2.5, float(second))
-        facts.progress(3, 4 * second, None, float(second))
+        facts.progress(0, Told(10 * second, loss=2.5), float(second))
+        facts.progress(3, Told(step=4 * second), float(second))
+    facts.progress(1, Told(), 4.0)
     facts.ended(2, -9)
     facts.warning("the log is\nincomplete")
     assert picture(facts, 4.0) == [
@@ -348,14 +394,41 @@ def test_the_slowest_rank_counts_and_a_stall_is_told() -> None:
     assert picture(facts, 3700.0)[:2] == ["│ calm-otter-4f2a · 1 host × 1 rank · 1:01:40", "│ node-0  1 ended"]
 
 
+def test_the_phase_of_each_rank_is_shown_and_between_steps_only_where_none_comes() -> None:
+    facts = RunFacts(plan_of(1, 3), now_s=0.0)
+    for rank in range(3):
+        facts.started(rank)
+    assert picture(facts, 1.0)[1] == "│ node-0  3 starting Python"
+    facts.progress(0, Told(phase="importing torch"), 1.0)
+    facts.progress(1, Told(phase="a\x1b[2Jb"), 1.0)
+    facts.progress(2, Told(), 1.0)
+    assert picture(facts, 2.0)[1] == "│ node-0  1 importing torch, 1 a\\x1b[2Jb, 1 running"
+    for second in range(5):
+        for rank in range(3):
+            phase = progress.BETWEEN_STEPS if rank else progress.TRAINING
+            facts.progress(rank, Told(second, 2 * second, 0.5, phase, 100), float(second))
+    headline, host = picture(facts, 5.0, columns=120)
+    assert headline.endswith("step 8 of 100 · 2 steps/s · loss 0.5 · 0:00:46 left")
+    assert host == "│ node-0  3 training"
+    facts.progress(2, Told(5, 8, None, "writing a sample", 100), 5.0)
+    headline, host = picture(facts, 14.0, columns=120)
+    assert headline.endswith("step 8 of 100 · last step 10.0 s ago · loss 0.5")
+    assert host == "│ node-0  1 training, 1 between steps, 1 writing a sample"
+    for rank in range(3):
+        facts.progress(rank, Told(5, 101, None, "", 100), 15.0)
+    assert " left" not in picture(facts, 15.0)[0]
+
+
 def test_of_many_hosts_those_that_need_a_look_are_shown() -> None:
     facts = RunFacts(plan_of(100, 8), now_s=0.0)
     for rank in range(800):
         facts.started(rank)
+        facts.progress(rank, Told(phase="importing torch" if rank == 711 else "training"), 1.0)
     facts.ended(555, 1)
     rows = picture(facts, 1.0)
-    assert rows[1] == "│ node-69  7 running, 1 failed"
-    assert rows[-1] == "│ 95 more  760 running"
+    assert rows[1] == "│ node-69  7 training, 1 failed"
+    assert rows[2] == "│ node-88  7 training, 1 importing torch"
+    assert rows[-1] == "│ 95 more  760 training"
     assert len(rows) == 7
     assert len(picture(facts, 1.0, rows=4)) <= 4
     assert max(map(len, picture(facts, 1.0, columns=20))) <= 20

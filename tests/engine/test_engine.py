@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ import launcher
 from launcher.base import env, progress
 from launcher.base.errors import CheckpointError, ConfigError, EngineError
 from launcher.base.progress import make_counter, read_counter
+from launcher.engine.checkpoints import Checkpoints
+from launcher.engine.engine import Engine
 
 STEPS, SAMPLES, WIDTH = 6, 8, 10
 LR = 1e-2
@@ -408,22 +413,30 @@ def test_a_model_is_needed() -> None:
         launcher.initialize(config=config())
 
 
+@contextlib.contextmanager
+def _recorded() -> Iterator[int]:
+    """Have this process be a rank that `launch` has started; return the descriptor of its record."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {env.PROGRESS_FILE.name: f"{folder}/told"}),
+    ):
+        record = make_counter(f"{folder}/told")
+        progress._shared = None  # the process has served other tests, and will serve more
+        try:
+            yield record
+        finally:
+            progress._shared = None
+            os.close(record)
+
+
 def _told(rank: int, world_size: int) -> progress.Told:
-    with tempfile.TemporaryDirectory() as folder:
-        record = make_counter(f"{folder}/progress")
-        os.environ[env.PROGRESS_FILE.name] = f"{folder}/progress"
-        # The process has served other tests, and will serve more.
-        progress._shared, progress._count, progress._step, progress._loss = None, 0, -1, math.nan
+    with _recorded() as record:
         accumulating = {"train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": 2}
         engine = alone(**accumulating, steps_per_print=2)
         for x, y in zip(*data(), strict=True):
             engine.backward(engine(x, y))
             engine.step()
-        del os.environ[env.PROGRESS_FILE.name]
-        progress._shared = None
-        told = read_counter(record)
-        os.close(record)
-        return told
+        return read_counter(record)
 
 
 def test_the_launcher_is_told_steps_not_micro_batches_and_the_printed_loss() -> None:
@@ -433,6 +446,52 @@ def test_the_launcher_is_told_steps_not_micro_batches_and_the_printed_loss() -> 
     assert first.loss is not None
     assert 0 < first.loss < 10
     assert second.loss is None  # only rank 0 tells it
+
+
+def _phases(rank: int, world_size: int) -> tuple[list[str], int | None]:
+    found: list[str] = []
+    with _recorded() as record, tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+
+        def note(where: str) -> None:
+            found.append(f"{where}: {read_counter(record).phase}")
+
+        for owner, name in ((Engine, "begin_in_folder"), (Checkpoints, "save"), (Checkpoints, "load")):
+            stack.enter_context(mock.patch.object(owner, name, lambda *_, name=name, **__: note(name)))
+        progress.tell(phase="")
+        schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 7, "warmup_num_steps": 1}}
+        engine = alone(scheduler=schedule)
+        note("engine")
+        engine.module.register_forward_pre_hook(lambda *_: note("forward"))
+        engine.backward(engine(*batch()))
+        note("backward")
+        engine.step()
+        note("step")
+        engine.save_checkpoint(folder)
+        engine.eval()
+        with torch.no_grad():
+            engine(*batch())
+        engine.load_checkpoint(folder)
+        note("load")
+        engine.train()
+        note("train")
+        return found, read_counter(record).total_steps
+
+
+def test_the_engine_tells_the_phase_of_its_rank_and_the_last_step() -> None:
+    found, total_steps = run_on_ranks(1, _phases)[0]
+    assert found == [
+        "begin_in_folder: building the engine",
+        "engine: ",
+        "forward: training",
+        "backward: training",
+        "step: between steps",
+        "save: saving a checkpoint",
+        "forward: evaluating",
+        "load: loading a checkpoint",
+        "load: evaluating",
+        "train: training",
+    ]
+    assert total_steps == 7
 
 
 class _Fixed(torch.optim.Optimizer):

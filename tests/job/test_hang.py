@@ -31,9 +31,11 @@ ONE_HANGS = """
     for step in range(5):
         time.sleep(0.1)
         if step == 3 and rank == 2:
-            read_a_broken_disk()
+            with launcher.phase("reading the data"):
+                read_a_broken_disk()
         launcher.heartbeat()
-    wait_for_the_others()
+    with launcher.phase("waiting"):
+        wait_for_the_others()
 """
 
 
@@ -41,7 +43,7 @@ def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "--num_gpus", "3", "--hang-timeout", "2", scripts.write(tmp_path, ONE_HANGS))
     assert result.code == 124
     report = result.err[result.err.index("✗ rank 2") :]
-    assert "no progress for 2 s" in report
+    assert "no progress for 2 s, reading the data" in report
     assert "in read_a_broken_disk" in report
     assert "wait_for_the_others" not in report
     assert "2 other ranks were stopped" in report

@@ -152,6 +152,18 @@ def test_a_traceback_is_that_of_python(name: str, tmp_path: Path) -> None:
     assert log == plain.stderr
 
 
+@pytest.mark.parametrize("error", ["ValueError", "ImportError"])
+def test_the_traceback_of_an_import_of_torch_is_that_of_python(error: str, tmp_path: Path) -> None:
+    """Its import is shown on the panel, which must not show in a traceback."""
+    (tmp_path / "torch").mkdir()
+    scripts.write(tmp_path / "torch", f"def find_libraries():\n    raise {error}\nfind_libraries()", "__init__.py")
+    script = scripts.write(tmp_path, "def load():\n    import torch\nload()")
+    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    result = run_launch(tmp_path, script)
+    assert "find_libraries" in plain.stderr
+    assert (tmp_path / "runs" / result.job_id / "rank_0.log").read_text() == plain.stderr
+
+
 def test_heartbeats_and_notices_reach_a_script_whose_import_of_the_package_comes_late(tmp_path: Path) -> None:
     """The worker listens before the script starts, with a copy of the module that the script does not have."""
     text = """

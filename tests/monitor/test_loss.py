@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -17,8 +16,7 @@ from launcher.monitor.loss import INTERVAL_S, LossReporter
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    for name, value in (("_shared", None), ("_count", 0), ("_step", -1), ("_loss", math.nan)):
-        monkeypatch.setattr(progress, name, value)
+    monkeypatch.setattr(progress, "_shared", None)
     path = str(tmp_path / "progress")
     monkeypatch.setenv(env.PROGRESS_FILE.name, path)
     descriptor = progress.make_counter(path)

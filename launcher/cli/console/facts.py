@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from launcher.base.progress import BETWEEN_STEPS, NOTHING, TRAINING, Told
 from launcher.base.units import counted
 from launcher.job.events import Watcher
 from launcher.job.plan import JobPlan
@@ -23,7 +24,7 @@ class _Rank:
     has_started: bool = False
     status: int | None = None  # exit code or minus the signal, None while it runs
     steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_SAMPLES))  # monotonic, step
-    loss: float | None = None
+    told: Told = NOTHING
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,20 @@ class Pace:
     step: int | None = None  # of the slowest one; None: none has told
     steps_per_s: float | None = None  # None: not known yet
     idle_s: float = 0.0  # since their last step
+    total_steps: int | None = None  # None: not known
 
     @property
     def is_stalled(self) -> bool:
         """Whether a step takes so much longer than before that the rate means nothing."""
         usual_s = 1 / self.steps_per_s if self.steps_per_s else 0.0
         return self.step is not None and self.idle_s > max(_STALL_S, 3 * usual_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """How long the steps that are left take at this rate; None where that is not known."""
+        if self.step is None or self.total_steps is None or not self.steps_per_s or self.is_stalled:
+            return None
+        return max(0, self.total_steps - self.step) / self.steps_per_s
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class HostView:
 
     name: str
     num_starting: int
-    num_running: int
+    running: Counter[str]  # what the ranks that run are doing -> how many; "running" where they have not said so
     num_ended: int  # with exit code 0
     num_failed: int
     pace: Pace
@@ -92,16 +101,18 @@ class RunFacts(Watcher):
         with self._lock:
             self._ranks[rank].status = status
 
-    def progress(self, rank: int, step: int, loss: float | None, now_s: float | None = None) -> None:
+    def progress(self, rank: int, told: Told, now_s: float | None = None) -> None:
         """now_s: monotonic clock."""
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
-            told = self._ranks[rank]
-            told.loss = loss
-            if told.steps and step < told.steps[-1][1]:  # it starts over, or has begun to count steps of its own
-                told.steps.clear()
-            if not told.steps or step > told.steps[-1][1]:
-                told.steps.append((now_s, step))
+            self._ranks[rank].told = told
+            step, steps = told.reached_step, self._ranks[rank].steps
+            if step is None:
+                return
+            if steps and step < steps[-1][1]:  # it starts over, or has begun to count steps of its own
+                steps.clear()
+            if not steps or step > steps[-1][1]:
+                steps.append((now_s, step))
 
     def warning(self, text: str) -> None:
         with self._lock:
@@ -117,7 +128,7 @@ class RunFacts(Watcher):
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
             nodes = self._plan.placement.nodes
-            told = (rank.loss for rank in self._ranks.values() if rank.loss is not None)
+            told = (rank.told.loss for rank in self._ranks.values() if rank.told.loss is not None)
             return RunView(
                 job_id=self._plan.job_id,
                 size=_size(self._plan),
@@ -141,8 +152,16 @@ def _host(name: str, ranks: list[_Rank], now_s: float) -> HostView:
     over = [rank.status for rank in ranks if rank.status is not None]
     num_starting = sum(not rank.has_started and rank.status is None for rank in ranks)
     num_failed = sum(status != 0 for status in over)
-    num_running = len(ranks) - len(over) - num_starting
-    return HostView(name, num_starting, num_running, len(over) - num_failed, num_failed, _pace(ranks, now_s))
+    pace = _pace(ranks, now_s)
+    running = Counter(_phase(rank, pace) for rank in ranks if rank.has_started and rank.status is None)
+    return HostView(name, num_starting, running, len(over) - num_failed, num_failed, pace)
+
+
+def _phase(rank: _Rank, pace: Pace) -> str:
+    """Return what a rank that runs is doing. Where steps follow each other, what is between them is no phase."""
+    if rank.told.phase == BETWEEN_STEPS and not pace.is_stalled:
+        return TRAINING
+    return rank.told.phase or "running"
 
 
 def _pace(ranks: Iterable[_Rank], now_s: float) -> Pace:
@@ -154,4 +173,4 @@ def _pace(ranks: Iterable[_Rank], now_s: float) -> Pace:
     slowest = min(counting, key=lambda rank: rank.steps[-1][1])
     (first_s, first), (last_s, last) = slowest.steps[0], slowest.steps[-1]
     rate = (last - first) / (last_s - first_s) if last_s > first_s else None
-    return Pace(last, rate, now_s - last_s if slowest.status is None else 0.0)
+    return Pace(last, rate, now_s - last_s if slowest.status is None else 0.0, slowest.told.total_steps)

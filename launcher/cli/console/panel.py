@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.base.units import format_duration
+from launcher.base.units import format_duration, printable
 from launcher.cli.console.facts import HostView, Pace, RunView
 
-_MAX_WIDTH = 100
+_MAX_WIDTH = 120
 _MAX_HOSTS = 6
 _MARGIN = "│ "  # tells the panel from output; a rule above it would be most of what is sent for every drawing
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
@@ -40,6 +41,8 @@ def _headline(view: RunView) -> Text:
     words += [Text(word) for word in _pace(view.pace)]
     if view.loss is not None:
         words.append(Text(f"loss {view.loss:.4g}" if math.isfinite(view.loss) else f"loss {view.loss}"))
+    if view.pace.left_s:
+        words.append(Text(f"{_clock(view.pace.left_s)} left"))
     return Text.assemble((" · ", "dim")).join(words)
 
 
@@ -48,7 +51,9 @@ def _hosts(view: RunView, max_rows: int) -> Table:
     hosts = view.hosts
     left_out: list[HostView] = []
     if len(hosts) > max_rows:
-        hosts = sorted(hosts, key=_is_dull)  # stable: otherwise in the order of the hostfile
+        ((usual, _),) = Counter(frozenset(host.running) for host in hosts).most_common(1)
+        # Stable: otherwise in the order of the hostfile.
+        hosts = sorted(hosts, key=lambda host: (_is_dull(host), host.running.keys() == usual))
         hosts, left_out = hosts[: max_rows - 1], hosts[max_rows - 1 :]
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
@@ -58,8 +63,13 @@ def _hosts(view: RunView, max_rows: int) -> Table:
         table.add_row(host.name, _state(host), step)
     if left_out:
         others = "" if all(map(_is_dull, left_out)) else ", not all well"
-        table.add_row(f"{len(left_out)} more", Text(f"{sum(h.num_running for h in left_out)} running{others}", "dim"))
+        running = sum((host.running for host in left_out), Counter[str]())
+        table.add_row(f"{len(left_out)} more", Text(", ".join(_counted(running)) + others, "dim"))
     return table
+
+
+def _counted(running: Counter[str]) -> list[str]:
+    return [f"{number} {printable(phase)}" for phase, number in running.items()]
 
 
 def _is_dull(host: HostView) -> bool:
@@ -67,24 +77,25 @@ def _is_dull(host: HostView) -> bool:
 
 
 def _state(host: HostView) -> Text:
-    parts = [
-        (host.num_starting, "starting", "yellow"),
-        (host.num_running, "running", "green"),
-        (host.num_ended, "ended", "dim"),
-        (host.num_failed, "failed", "red"),
-    ]
-    return Text(", ").join(Text(f"{number} {word}", style) for number, word, style in parts if number)
+    parts = [Text(f"{host.num_starting} starting", "yellow")] if host.num_starting else []
+    parts += [Text(text, "green") for text in _counted(host.running)]
+    parts += [Text(f"{host.num_ended} ended", "dim")] if host.num_ended else []
+    parts += [Text(f"{host.num_failed} failed", "red")] if host.num_failed else []
+    return Text(", ").join(parts)
 
 
 def _pace(pace: Pace) -> list[str]:
     if pace.step is None:
         return []
+    words = [f"step {pace.step}" + (f" of {pace.total_steps}" if pace.total_steps else "")]
     if pace.is_stalled:
-        return [f"step {pace.step}", f"last step {format_duration(pace.idle_s)} ago"]
+        return [*words, f"last step {format_duration(pace.idle_s)} ago"]
     if not pace.steps_per_s:
-        return [f"step {pace.step}"]
-    rate = f"{pace.steps_per_s:.3g} steps/s" if pace.steps_per_s >= 1 else f"{1 / pace.steps_per_s:.3g} s/step"
-    return [f"step {pace.step}", rate]
+        return words
+    return [
+        *words,
+        f"{pace.steps_per_s:.3g} steps/s" if pace.steps_per_s >= 1 else f"{1 / pace.steps_per_s:.3g} s/step",
+    ]
 
 
 def _clock(seconds: float) -> str:

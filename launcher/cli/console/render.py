@@ -23,6 +23,7 @@ from launcher.job.events import Watcher
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from launcher.base.progress import Told
     from launcher.cli.console.live import LiveView
     from launcher.job.outcome import Failure, RunReport
     from launcher.job.plan import JobPlan
@@ -143,8 +144,8 @@ class Console(Watcher):
     def started(self, rank: int) -> None:
         self._facts.started(rank)
 
-    def progress(self, rank: int, step: int, loss: float | None) -> None:
-        self._facts.progress(rank, step, loss)
+    def progress(self, rank: int, told: Told) -> None:
+        self._facts.progress(rank, told)
 
     def ended(self, rank: int, status: int) -> None:
         self._facts.ended(rank, status)
