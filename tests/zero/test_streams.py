@@ -40,6 +40,7 @@ PLACES: dict[str, Any] = {
     "optimizer on host": lambda folder: {"offload_optimizer": HOST},
     "parameters on host": lambda folder: {"offload_param": HOST},
     "both on host": lambda folder: {"offload_optimizer": HOST, "offload_param": HOST},
+    "optimizer on disk": lambda folder: {"offload_optimizer": _disk(folder)},
     "both on disk": lambda folder: {"offload_optimizer": _disk(folder), "offload_param": _disk(folder, max_in_cpu=0)},
     "parameters on disk": lambda folder: {"offload_param": _disk(folder, max_in_cpu=0)},
 }
@@ -77,7 +78,7 @@ def _cases() -> Iterator[Any]:
     """The short form has each precision and each accumulation, not every pair of them but on the device at stage 3."""
     for stage, place, precision, accumulation in itertools.product((0, 1, 2, 3), PLACES, ("fp32", "bf16"), (1, 2)):
         is_short = (place == "device" and stage == 3) or (precision == "bf16") == (accumulation == 2)
-        if place == "device" or (stage and place == "optimizer on host") or stage == 3:
+        if place == "device" or (stage and place.startswith("optimizer")) or stage == 3:
             yield pytest.param(stage, place, precision, accumulation, marks=[] if is_short else pytest.mark.soak)
 
 
@@ -86,6 +87,26 @@ def test_nothing_races(stage: int, place: str, precision: str, accumulation: int
     zero = {**SHARDED, **PLACES[place](str(tmp_path))}
     case = Case(stage, precision, accumulation, num_steps=NUM_STEPS, unit_numel=2500, zero=zero, unused=True)
     assert run_on_ranks(2, _both, case) == [True, True]
+
+
+def _loaded(rank: int, world_size: int, case: Case, folder: str) -> bool:
+    """Load a checkpoint into an engine with its optimizer on disk; return whether it has the weights of it."""
+    with modelled_streams() as model:
+        engine = launcher.initialize(model=make_model(case), config=case.config(world_size))[0]
+        engine.save_checkpoint(folder)
+        expected = engine.state_dict()
+        with model:
+            engine.load_checkpoint(folder)
+        found = engine.state_dict()
+        engine.destroy()
+    return all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_load_of_an_optimizer_on_disk_races_with_nothing(stage: int, tmp_path: Path) -> None:
+    zero = {**SHARDED, **PLACES["optimizer on disk"](str(tmp_path))}
+    case = Case(stage, "bf16", 1, unit_numel=2500, zero=zero)
+    assert run_on_ranks(2, _loaded, case, str(tmp_path / "checkpoint")) == [True, True]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
