@@ -156,10 +156,10 @@ def test_a_folder_that_is_missing_on_a_host_is_explained(is_bare: bool) -> None:
 
 @pytest.mark.cluster
 def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_path: Path) -> None:
-    words = ("sh", "-c", f"test $RANK != 2 || exec setsid sleep {nap('77.75')}")
+    words = ("sh", "-c", f"test $RANK != 2 || exec setsid --wait sleep {nap('77.75')}")
     job = Launch(tmp_path, "exec", "--supervise", *hosts(sshd, tmp_path), *words)
     wait_until(lambda: len(sleeping(nap("77.75"))) == 1, "the command")
-    os.kill(parent_of(first(nap("77.75"))), signal.SIGKILL)
+    os.kill(parent_of(parent_of(first(nap("77.75")))), signal.SIGKILL)  # the agent: between them setsid waits
     result = job.wait()
     assert result.code == 69
     assert "✗ 127.0.0.3: the agent ended or the connection was lost\n" in result.err
