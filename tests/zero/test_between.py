@@ -296,6 +296,7 @@ def _config_of(stage: int, kind: str) -> dict[str, Any]:
         "MiCS, sums sent whole": {"mics_shard_size": 2, "reduce_scatter": False},
         "MiCS on host": {"mics_shard_size": 2, "offload_optimizer": host},
         "hpZ": {"zero_hpz_partition_size": 2},
+        "host": {"offload_param": host, "offload_optimizer": host},
         "delayed": _DELAYED,
     }
     precision: dict[str, dict[str, Any]] = {
@@ -472,8 +473,8 @@ def _goes_back_late_on_ranks(rank: int, world_size: int, config: dict[str, Any])
 )
 def test_a_graph_that_goes_back_after_its_weights_were_written_is_an_error(kind: str) -> None:
     """As in a plain loop, and on every rank, also where one rank has written."""
-    stage, world_size = KINDS[kind]
-    found = run_on_ranks(world_size, _goes_back_late_on_ranks, _config_of(stage, kind, ""))
+    stage, world_size = KINDS.get(kind, (3, 2))
+    found = run_on_ranks(world_size, _goes_back_late_on_ranks, _config_of(stage, kind))
     assert sum(found) / world_size == pytest.approx(_goes_back_late(PlainLoop())[0].item(), rel=1e-4)
 
 
