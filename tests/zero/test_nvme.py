@@ -358,7 +358,7 @@ def _teardown(rank: int, world_size: int, folder: str) -> list[int]:
         counts.append(len(open_files_in(folder)))
         del engine
         gc.collect()
-        wait_until(lambda: not open_files_in(folder), "the end of the engine's files", 20.0)
+        wait_until(lambda: not open_files_in(folder), "the end of the engine's files")
     return counts
 
 
