@@ -175,8 +175,11 @@ class Pending:
 _waits: dict[int, Wait] = {}  # by thread
 
 
-def on_failed_wait(end_if_parted: Callable[[], None]) -> None:
-    """Have `end_if_parted` called in each thread whose wait for other ranks has failed, before the error is raised."""
+def on_failed_wait(end_if_parted: Callable[[], None] | None) -> None:
+    """Have `end_if_parted` called in each thread whose wait for other ranks has failed, before the error is raised.
+
+    None: nothing is called any more.
+    """
     _issued.end_if_parted = end_if_parted
 
 

@@ -143,6 +143,8 @@ class OrderWatch(threading.Thread):
             if self.orders and self.world() is dist.group.WORLD:
                 return True
             _watches[:] = [each for each in _watches if each is not self]
+            if not _watches:  # else the store, and its port, would outlive the group
+                pending.on_failed_wait(None)
             return False
 
     def _look(self) -> None:

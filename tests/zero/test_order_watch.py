@@ -174,6 +174,19 @@ LEFT_ALONE = {
             time.sleep(2.5 if rank == number else 0)
             engine.step()
     """,
+    "the watch ends with its group, and keeps no store": """
+    import gc, weakref
+
+    engine = build()
+    train(engine)
+    watch = weakref.ref(order_watch._watches[0])
+    engine.destroy()
+    del engine
+    dist.destroy_process_group()
+    while watch() is not None:
+        gc.collect()
+        time.sleep(0.05)
+    """,
 }
 
 
