@@ -109,8 +109,14 @@ class Launch:
             raise AssertionError(f"launch hung:\n{self.out}\n{self.err}") from None
         return Result(code, self.out, self.err)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the launcher alone; not so soon after the last one that both would count as one."""
+    def signal(self, number: int, after: str = "") -> None:
+        """Send a signal to the launcher alone; not so soon after the last one that both would count as one.
+
+        after: what the launcher says of the last one, which a busy machine may let it handle late.
+        """
+        if after:
+            wait_until(lambda: after in self.err, after)
+            self._signalled_s = time.monotonic()
         gap_s = _GAP_S.get(number, 0.0)
         time.sleep(max(0.0, self._signalled_s + gap_s - time.monotonic()))
         os.kill(self.process.pid, number)

@@ -294,7 +294,7 @@ def test_a_suspended_agent_does_not_make_the_end_longer_than_the_grace(tmp_path:
     os.kill(agent, signal.SIGSTOP)
     job.signal(signal.SIGTERM)
     if insists:
-        job.signal(signal.SIGTERM)
+        job.signal(signal.SIGTERM, after="stopping all ranks")
     wait_until(lambda: job.process.poll() is not None, "the end", 3 + timeouts().local_answer_s + SLOW_S)
     assert job.wait().code == 143
     assert not members_of_job(job.job_id)
