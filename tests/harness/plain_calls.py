@@ -159,7 +159,7 @@ class PlainSide:
         self.engines = [PlainEngine(setting, Net(setting, index)) for index, setting in enumerate(settings)]
         self.pending: dict[int, _Pending] = {}
         self.number = 0
-        self._has_rounded = False
+        self._has_rounded = any(setting.precision == "bf16" for setting in settings)
         self.resolved: Act = ()
         self.drops: list[int] = []
 
@@ -474,6 +474,8 @@ class PlainSide:
             return SKIPPED
         if how == "load" and engine.is_open:
             return SKIPPED  # the ranks load what they read
+        if how == "forgotten" and engine.setting.is_sharded and engine.may_be_whole:
+            return SKIPPED  # what a pass has unsharded shows the write until it is released: an error in the next step
         params = list(engine.model.parameters())
         if how == "fp32":
             params = [weight_of(engine.model, part)]
@@ -493,7 +495,7 @@ class PlainSide:
 
     def write_alone(self, index: int) -> Refused:
         engine = self.engines[index]
-        if engine.is_broken:
+        if engine.is_broken or engine.has_set_grad:  # the backward refuses that first
             return SKIPPED
         if not any(True for _ in named_grads_wanted(engine.model)):
             return SKIPPED
