@@ -195,7 +195,7 @@ class UnitGradients:
 
         It is (0, 0) where nothing was written, and (NaN, NaN) for what cannot count.
         """
-        can_count = not (self._is_written_early or self._is_unreduced or self._sum.swap is not None)
+        can_count = not (self._is_written_early or self._is_unreduced)
         found = [(0.0, 0.0)] * len(self._layout.slots)
         for index, grad in self._local.written.items():
             slot = self._layout.slots[index]
@@ -210,16 +210,17 @@ class UnitGradients:
     def take_written(self) -> None:
         """Have the gradients that the user has written to `param.grad` replace the sums, which are complete."""
         self.finish()
-        for index, grad in self._local.written.items():
-            slot = self._layout.slots[index]
-            owned = slot.within(self._owned)
-            start = slot.offset + owned.start - self._owned.start
-            part = self.owned_grad[start : start + len(owned)]
-            if grad is None:
-                part.zero_()
-            else:
-                part.copy_(grad.detach().to_dense().reshape(-1)[owned.start : owned.stop])
-            self._local.used[index] = grad is not None
+        with self._sum.in_memory(writes=True):
+            for index, grad in self._local.written.items():
+                slot = self._layout.slots[index]
+                owned = slot.within(self._owned)
+                start = slot.offset + owned.start - self._owned.start
+                part = self.owned_grad[start : start + len(owned)]
+                if grad is None:
+                    part.zero_()
+                else:
+                    part.copy_(grad.detach().to_dense().reshape(-1)[owned.start : owned.stop])
+                self._local.used[index] = grad is not None
         self._local.written.clear()
         self.note_written()
 

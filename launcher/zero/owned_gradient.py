@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -152,15 +153,23 @@ class OwnedGradient:
             self._copier.synchronize()
             self.swap.send_out()
 
-    def square(self, parts: Sequence[slice]) -> Tensor:
-        """Return the sum of squares of parts of what is kept, scalar fp64 on the device."""
+    @contextlib.contextmanager
+    def in_memory(self, *, writes: bool = False) -> Iterator[None]:
+        """Have what is kept in memory. writes: it is changed."""
         on_disk = self.swap if self._is_offloaded else None
         if on_disk is not None:
             on_disk.bring_in()
-        square = sum_of_squares(self.grad, parts).to(self._group.device)
-        if on_disk is not None:
+        yield
+        if on_disk is not None and writes:
+            self._copier.synchronize()  # a copy may still write the memory that goes to disk
+            on_disk.send_out()
+        elif on_disk is not None:
             on_disk.drop()
-        return square
+
+    def square(self, parts: Sequence[slice]) -> Tensor:
+        """Return the sum of squares of parts of what is kept, scalar fp64 on the device."""
+        with self.in_memory():
+            return sum_of_squares(self.grad, parts).to(self._group.device)
 
     def hand_over(self) -> Tensor:
         """Return `optimizer_grad`; the next gradient comes into other memory, the one after into this again."""

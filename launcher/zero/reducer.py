@@ -270,8 +270,8 @@ def _move_to_end(handle: RemovableHandle) -> None:
 
 def _written_error(name: str) -> EngineError:
     return EngineError(
-        f"param.grad of {name} was set where it cannot replace the engine's gradient: at stage 3, with gradients on"
-        " disk, before a further backward, or not alike on every rank",
+        f"param.grad of {name} was set where it cannot replace the engine's gradient: at stage 3, before a"
+        " further backward, or not alike on every rank",
         hint="call launcher.zero.safe_set_full_grad(param, value) on every rank, with the same value, between the last"
         " engine.backward() and engine.step()",
     )

@@ -30,7 +30,6 @@ ERRORS = {
     "gradients elsewhere": ("EngineError", "param.grad was used"),
     "gradient of another shape": ("RuntimeError", "attempting to assign a gradient of size"),  # torch's own
     "weights written": ("RuntimeError", "has been modified by an inplace operation"),  # autograd's, as in a plain loop
-    "gradient set": ("EngineError", "was set where it cannot replace the engine's gradient"),
     "parted": ("EngineError", "are not the same on every rank"),
     "parted in evaluation": ("ended", "ranks took different paths"),
 }
@@ -93,6 +92,13 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
             [("pass", 0), ("own_grad", 0, "set", 1), STEP],
         )
         for stage in (0, 1, 2, 3)
+    },
+    **{
+        f"a gradient of the script where the sums are on disk: {how}": (
+            [Setting(stage=stage, offload="nvme")],
+            [("pass", 0), ("own_grad", 0, how, 3), STEP, TRAIN],
+        )
+        for stage, how in ((1, "set"), (2, "none"), (2, "set"))
     },
     **{
         f"weights edited on one rank, stage {stage}": ([Setting(stage=stage)], [TRAIN, ("write_alone", 0)])

@@ -97,7 +97,6 @@ class PlainEngine:
     is_broken: bool = False  # an exception has ended a backward, and no call has come since
     shows_grads: bool = False  # the last backward was known to be the last one before a step
     has_set_grad: bool = False  # the script has set `param.grad`
-    has_lost_grad: bool = False  # where the engine cannot take it
     has_edited_shards: bool = False
     may_be_whole: bool = False  # some shards may be unsharded, for a backward to come
     is_open: bool = False  # such ones were written: what is read before the error is not known
@@ -143,7 +142,7 @@ class PlainEngine:
     def begin_sum(self) -> None:
         self.num_summed, self.has_divided, self.backward_done = 0, False, False
         self.accumulation, self.micro = self.next_sizes
-        self.has_set_grad = self.has_lost_grad = False
+        self.has_set_grad = False
 
     def drop(self) -> None:
         """Drop the gradients: the accumulation begins anew."""
@@ -338,8 +337,6 @@ class PlainSide:
         if is_boundary:
             if engine.has_edited_shards:
                 return Refused("shards written", ends=True)
-            if engine.has_lost_grad:
-                return Refused("gradient set", ends=True)
             grads = [param.grad for param in engine.params if param.grad is not None]
             engine.norm = math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
             if math.isfinite(engine.norm):
@@ -528,7 +525,6 @@ class PlainSide:
             return Refused("gradient of another shape")
         if how in ("set", "none"):
             engine.has_set_grad = True
-            engine.has_lost_grad |= how == "set" and engine.setting.offload == "nvme"
             param.grad = grad_of_script(engine.setting.width) if how == "set" else None
             return None
         if engine.setting.stage or not engine.shows_grads or engine.setting.precision == "bf16":
