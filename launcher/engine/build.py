@@ -375,7 +375,7 @@ def _shard(
     scaler = None if scale_rules is None else LossScaler(scale_rules)
     delayed = None
     if policy.offload.is_delayed and isinstance(flat_optimizer, UnitOptimizer):
-        delayed = DelayedUpdate(units, flat_optimizer, policy, group)
+        delayed = DelayedUpdate(units, flat_optimizer, policy, mesh)
     optimizer = ZeroOptimizer(flat_optimizer, plan, scaler, units)
     return ShardedModel(model, units, reducer, schedule, hooks, optimizer, delayed)
 

@@ -26,7 +26,7 @@ _Prepare = Callable[[FlatUnit], None]
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return a copy of a parameter's master value; None when no engine trains it. Collective."""
-    return _full(param, _master_of, _take_edits)
+    return _full(param, _master_of, FlatUnit.take_edits)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -69,7 +69,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return a copy of this rank's part of a parameter's master value; None when no engine trains it."""
-    return _local(param, _master_of, _take_edits)
+    return _local(param, _master_of, FlatUnit.take_edits)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -104,6 +104,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         unit.params.renew_copy()
     with unit.params.shard_in_memory(writes=True):
         _set_local(unit, slot, _part(unit, slot, unit.params.shard), value)
+    unit.params.count_write([slot])
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -185,12 +186,7 @@ def _complete_sums(unit: FlatUnit) -> None:
         unit.grads.reduce_late()
         unit.grads.finish()
         unit.grads.leave(shows=True)
-
-
-def _take_edits(unit: FlatUnit) -> None:
-    """Have the master get what was written into whole parameters since the last step."""
-    if not unit.is_sharded:
-        unit.take_edits()
+    unit.group.copier.synchronize()  # the sums may be on their way to host memory
 
 
 def _find(param: nn.Parameter, prepare: _Prepare) -> tuple[FlatUnit, ParamSlot] | None:

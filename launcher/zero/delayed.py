@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from launcher.comm.groups import RankGroup
+from launcher.comm.hosts import on_any_rank
+from launcher.comm.mesh import ParallelMesh
 from launcher.kernels.cpu import part_of_threads
 from launcher.optim.api import UnitOptimizer
 from launcher.zero.stages import ZeroPolicy
-from launcher.zero.unit import FlatUnit
+from launcher.zero.unit import FlatUnit, lost_anywhere
 
 
 class DelayedUpdate:
@@ -23,11 +24,11 @@ class DelayedUpdate:
         units: Sequence[FlatUnit],
         optimizer: UnitOptimizer,
         policy: ZeroPolicy,
-        group: RankGroup,
+        mesh: ParallelMesh,
     ) -> None:
         self._units = [unit for unit in units if unit.grads is not None]
         self._optimizer = optimizer
-        self._group = group
+        self._mesh = mesh
         self._policy = policy
         self._num_left_in_order = policy.offload.num_steps_in_order
         self._thread = ThreadPoolExecutor(1, "launch-update")
@@ -49,10 +50,10 @@ class DelayedUpdate:
         self._running = self._thread.submit(self._run, update)
         if self._num_left_in_order > 0:
             self._num_left_in_order -= 1
-            self.write_back()
+            self.write_back(is_checked=True)
 
     def _run(self, update: Callable[[], None]) -> None:
-        self._group.copier.synchronize()  # copies of the step before may still read what this one writes
+        self._mesh.shard.copier.synchronize()  # copies of the step before may still read what this one writes
         with part_of_threads(self._policy.offload.cores_fraction):
             update()
 
@@ -62,19 +63,14 @@ class DelayedUpdate:
             running, self._running = self._running, None
             running.result()
 
-    def write_back(self) -> None:
+    def write_back(self, *, is_checked: bool = False) -> None:
         """Write the updated masters back to the parameters, unless that is done. Collective.
 
-        Raises: EngineError where a write into parameters would be lost to it, once.
+        is_checked: the ranks know that no write into parameters would be lost to it. Raises: EngineError on every rank
+        where one has such a write, once.
         """
-        lost = [(unit, error) for unit in self._units if (error := unit.find_lost_to_update()) is not None]
-        for unit, _ in lost:
-            unit.forget_lost()
-        for _, error in lost:
-            raise error
-        self._write_back()
-
-    def _write_back(self) -> None:
+        if not (is_checked or self.is_written_back):
+            self._check_writes()
         self.wait()
         if not self.is_written_back:
             self.is_written_back = True
@@ -83,9 +79,19 @@ class DelayedUpdate:
                     is_written=self._optimizer.writes_params, overlaps=self._policy.overlap_comm, unused=self._unused
                 )
 
+    def _check_writes(self) -> None:
+        own = next((error for unit in self._units if (error := unit.find_lost_to_update()) is not None), None)
+        for unit in self._units:
+            unit.forget_lost()
+        is_lost = on_any_rank(self._mesh.data, [own is not None])
+        if self._mesh.model is not None:
+            is_lost = on_any_rank(self._mesh.model, is_lost)
+        if is_lost[0]:
+            raise lost_anywhere(own, self._mesh)
+
     def end(self) -> None:
         """Write the last update back and end the thread. Collective."""
-        self._write_back()
+        self.write_back(is_checked=True)
         self._thread.shutdown()
         for unit in self._units:
             unit.params.pending = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -84,11 +85,11 @@ class ShardSpec:
     gathered: torch.dtype | None = None  # what a sharded unit is gathered in under torch.autocast; None: `dtype`
 
 
-_WRITES = frozenset(
-    f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
-)
-_NO_WRITES = frozenset(("requires_grad_", "share_memory_", "detach_"))
+_BINARY = ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
+_WRITES = {"__setitem__", *(f"__i{name}__" for name in _BINARY)}
+_NO_WRITES = {"requires_grad_", "share_memory_", "detach_"}
 _PLAIN = "_launch_plain_class"
+_DATA: Any = inspect.getattr_static(Tensor, "data")  # the attribute itself, which `_Shard` hides
 
 
 class _ShardData(Tensor):
@@ -104,11 +105,12 @@ class _ShardData(Tensor):
         cls, func: Callable[..., Any], _types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        written = kwargs.get("out")
         if name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
-            written = args[0] if args else next(iter(kwargs.values()))  # `nn.init` names it
-            for each in written if isinstance(written, list | tuple) else [written]:
-                if isinstance(each, _ShardData):
-                    raise _shard_error(each.param, f"param.data.{name}() was called")
+            written = args[0] if args else next(iter(kwargs.values()))  # functions of `nn.init` pass it by name
+        for each in written if isinstance(written, list | tuple) else [written]:
+            if isinstance(each, _ShardData):
+                raise _shard_error(each.param, f"param.data was written by {name}()")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -117,34 +119,35 @@ class _ShardData(Tensor):
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
+class _Shard(nn.Parameter):
+    """The class of a parameter of an engine while it is a shard: see `_shard_class`."""
+
+    @property
+    def data(self) -> Tensor:
+        data: Tensor = _DATA.__get__(self)
+        if data.numel():  # what `set_data` shows
+            return data
+        shard_data = data.as_subclass(_ShardData)
+        shard_data.param = self
+        return shard_data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # `module.to()` and its kin set what they have converted, or the parameter itself where nothing changes.
+        is_converted = not value.numel() and (value.dtype, value.device) != (self.dtype, self.device)
+        if not (is_converted or value is self or isinstance(value, _ShardData)):
+            raise _shard_error(self, "param.data was set")
+        set_data(self, value)
+
+    def __deepcopy__(self, _: Any) -> nn.Parameter:
+        raise _shard_error(self, "the parameter was copied")
+
+
 @functools.cache
 def _shard_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class that a parameter has while it is a shard of an engine, by the one that it has else."""
-
-    class Shard(plain):  # type: ignore[valid-type, misc]
-        @property
-        def data(self) -> Tensor:
-            data: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-            if data.numel():  # what `set_data` shows
-                return data
-            shard_data = data.as_subclass(_ShardData)
-            shard_data.param = self
-            return shard_data
-
-        @data.setter
-        def data(self, value: Tensor) -> None:
-            # `module.to()` and its kin set what they have converted, or the parameter itself where nothing changes.
-            is_converted = not value.numel() and (value.dtype, value.device) != (self.dtype, self.device)
-            if not (is_converted or value is self or isinstance(value, _ShardData)):
-                raise _shard_error(self, "param.data was set")
-            set_data(self, value)
-
-        def __deepcopy__(self, _: Any) -> nn.Parameter:
-            raise _shard_error(self, "the parameter was copied")
-
-    Shard.__name__, Shard.__qualname__, Shard.__module__ = plain.__name__, plain.__qualname__, plain.__module__
-    setattr(Shard, _PLAIN, plain)
-    return Shard
+    """Return the class that a parameter has while it is a shard of an engine, by its class while it is unsharded."""
+    facts = {_PLAIN: plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    return type(plain.__name__, (_Shard, *([] if plain is nn.Parameter else [plain])), facts)
 
 
 def _plain_class(param: nn.Parameter) -> type[nn.Parameter]:
@@ -154,7 +157,7 @@ def _plain_class(param: nn.Parameter) -> type[nn.Parameter]:
 
 def set_data(param: nn.Parameter, value: Tensor) -> None:
     """Give a parameter other memory for a while, also a shard."""
-    Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
+    _DATA.__set__(param, value)
 
 
 def _shard_error(param: nn.Parameter, what: str) -> EngineError:

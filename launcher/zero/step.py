@@ -21,7 +21,7 @@ from launcher.zero.norm import StepOutcome, device_scale, grad_scale, parted_err
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.tensors import digest
-from launcher.zero.unit import FlatUnit
+from launcher.zero.unit import FlatUnit, lost_anywhere
 
 MAX_NAMES = 8  # of unused parameters in an error
 
@@ -85,7 +85,7 @@ def complete_sums(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts) 
     mesh.data.copier.synchronize()  # gradients in host memory are read from here on
     facts = _exchange_facts(reducer, mesh, own)
     if facts.num_lost:
-        raise _lost_anywhere(own.lost, mesh)
+        raise lost_anywhere(own.lost, mesh)
     if facts.num_late == facts.num_written == 0:
         return facts
     if facts.num_late:
@@ -94,22 +94,6 @@ def complete_sums(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts) 
         reducer.take_written(mesh.data, mesh.model)
     mesh.data.copier.synchronize()
     return _exchange_facts(reducer, mesh, own)
-
-
-def _lost_anywhere(own: EngineError | None, mesh: ParallelMesh) -> EngineError:
-    """Return the error of the first rank that has one, for all ranks to raise. Collective."""
-    report = None
-    if own is not None:
-        [found] = own.diagnostics
-        report = found.message, f"rank {mesh.world.rank}", found.hint
-    for reported in collectives.gather_objects(mesh.data, report):
-        if reported is not None:
-            message, where, hint = reported
-            return EngineError(message, where=where, hint=hint)
-    return EngineError(
-        "on a rank with another part of the model a parameter was written where the engine would not train that value",
-        hint="see the error of that rank",
-    )
 
 
 def _share_facts_of_hosts(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts) -> tuple[bool, bool]:
@@ -130,7 +114,7 @@ def _share_facts_of_hosts(reducer: GradientReducer, mesh: ParallelMesh, own: _Ow
     if parts:
         raise reducer.order.difference(mesh.data)
     if is_lost:
-        raise _lost_anywhere(own.lost, mesh)
+        raise lost_anywhere(own.lost, mesh)
     if is_late:
         reducer.reduce_late()
     if is_written:
@@ -275,7 +259,7 @@ def _step_with_host(
     norm = facts.norm / loss_scale
     unused = _unused(trained, policy, mesh) if facts.num_unused else []
     if delayed is not None:
-        delayed.write_back()
+        delayed.write_back(is_checked=True)
     if math.isfinite(norm) or not policy.skips_overflow:
         scale = grad_scale(norm, policy.max_grad_norm, loss_scale)
         if delayed is not None:

@@ -300,3 +300,19 @@ def unit_of(param: nn.Parameter) -> FlatUnit | None:
     """Return the unit an engine has put a parameter in; None for one that no engine has taken."""
     unit: FlatUnit | None = getattr(param, _UNIT, None)
     return unit
+
+
+def lost_anywhere(own: EngineError | None, mesh: ParallelMesh) -> EngineError:
+    """Return the error of the first rank that has one, for all ranks to raise. Collective."""
+    report = None
+    if own is not None:
+        [found] = own.diagnostics
+        report = found.message, f"rank {mesh.world.rank}", found.hint
+    for reported in collectives.gather_objects(mesh.data, report):
+        if reported is not None:
+            message, where, hint = reported
+            return EngineError(message, where=where, hint=hint)
+    return EngineError(
+        "on a rank with another part of the model a parameter was written where the engine would not train that value",
+        hint="see the error of that rank",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import pickle
 from pathlib import Path
 
@@ -168,9 +169,15 @@ def test_a_write_into_a_shard_is_an_error() -> None:
     run_on_ranks(2, _write_into_a_shard)
 
 
+class _Own(nn.Parameter):
+    """A class of parameters that a script has."""
+
+
 def _write_into_data(rank: int, world_size: int) -> Tensor:
     """Write into the `data` of shards in the ways of scripts; each is refused, and leaves all as it was."""
-    engine = engine_of(build("Plain"), 3, world_size)
+    model = build("Plain")
+    model.blocks[0].up.weight = _Own(model.blocks[0].up.weight.detach())
+    engine = engine_of(model, 3, world_size)
     params = list(engine.module.parameters())
     weight = engine.module.blocks[1].up.weight
     for _ in range(2):  # of shards that have never been unsharded, and that have been
@@ -180,6 +187,8 @@ def _write_into_data(rank: int, world_size: int) -> Tensor:
             lambda: torch._foreach_mul_([param.data for param in params], 0.5),
             lambda: nn.init.zeros_(weight.data),
             lambda: weight.data.sub_(1.0),
+            lambda: torch.mul(weight.data, 0.5, out=weight.data),
+            lambda: operator.iand(weight.data, 0),
             lambda: setattr(weight, "data", weight.data.clamp(-LIMIT, LIMIT)),
             lambda: nn.utils.vector_to_parameters(torch.zeros(10**6), params),
             lambda: copy.deepcopy(params),
@@ -187,7 +196,7 @@ def _write_into_data(rank: int, world_size: int) -> Tensor:
             with pytest.raises(EngineError, match=r"is a shard, which has no elements"):
                 write()
         with pytest.raises(
-            EngineError, match=r"param\.data\.mul_\(\) was called, where blocks\.1\.up\.weight is a shard"
+            EngineError, match=r"param\.data was written by mul_\(\), where blocks\.1\.up\.weight is a shard"
         ):
             weight.data.mul_(0.5)
         assert isinstance(weight, nn.Parameter)
@@ -203,8 +212,11 @@ def _write_into_data(rank: int, world_size: int) -> Tensor:
     again = engine_of(engine.module, 3, world_size)
     with pytest.raises(EngineError, match="is a shard"):
         _clamp(again.module)
+    with pytest.raises(EngineError, match="is a shard"):
+        again.module.blocks[0].up.weight.data.zero_()
     with GatheredParameters(params):
         assert type(weight) is nn.Parameter
+        assert type(again.module.blocks[0].up.weight) is _Own
         return weight.detach().clone()
 
 

@@ -220,6 +220,9 @@ def test_hosts_that_the_config_does_not_tell_apart_are_asked_for_once(
     hosts = [Host(f"n{number}", (0,)) for number in range(20)]
     targets.ask_for(hosts)
     assert len(asked) == answers, asked
+    asked.clear()
+    targets.ask_for([Host(f"10.1.0.{number}", (0,)) for number in range(20, 40)])
+    assert len(asked) == (20 if "Match" in patterns else 0), "the answer of the bastion, which no line matches either"
     assert all(targets.of(host).user == "u1" and targets.of(host).address == host.name for host in hosts)
     assert [len(targets.route(host)) for host in hosts] == [1 if n in others else 2 for n in range(20)]
 

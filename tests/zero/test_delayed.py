@@ -301,6 +301,25 @@ def test_a_write_beside_an_update_is_an_error(stage: int, how: str) -> None:
         assert (engine.module.head.weight - 0.25).abs().max() <= 1.1e-2  # a step of AdamW
 
 
+def _synchronizes_after_a_write_on_one_rank(rank: int, world_size: int) -> Tensor:
+    with late_link():
+        engine = start(2, {})
+        take_step(engine, 0)
+        if rank == 1:
+            engine.module.head.weight.data.fill_(0.25)
+        with pytest.raises(EngineError, match=r"^rank 1: .* was written while an update that will overwrite it"):
+            engine.synchronize_parameters()
+        engine.synchronize_parameters()
+        take_step(engine, 1)
+        engine.synchronize_parameters()
+        return _weights(engine)[0]
+
+
+def test_a_write_on_one_rank_beside_an_update_is_an_error_on_every_rank() -> None:
+    one, other = run_on_ranks(2, _synchronizes_after_a_write_on_one_rank)
+    assert torch.equal(one, other)
+
+
 def test_states_are_read_after_their_update() -> None:
     with held_kernel() as kernel:
         engine = start(2, {})

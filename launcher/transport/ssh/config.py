@@ -54,9 +54,8 @@ _GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 _MAX_JUMPS = 8
 # An `ssh -G` is 4 ms of a processor outside of this process, a second for 250 hosts: see `Targets.ask_for`.
 _NUM_ASKING = 8
-_STAYS = re.compile(
-    r"[a-z][a-z0-9.-]*|([1-9]\d{0,2}|0)(\.([1-9]\d{0,2}|0)){3}"
-)  # other names `ssh` may write otherwise
+# Names that `ssh -G` prints as they were given: it spells others in lower case, or as an address of another form.
+_UNCHANGED = re.compile(r"[a-z][a-z0-9.-]*|([1-9]\d{0,2}|0)(\.([1-9]\d{0,2}|0)){3}")
 _LINE = re.compile(r"\s*(?P<keyword>\w+)(?:\s*=\s*|\s+)(?P<value>.*)")
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)\}")
 
@@ -123,9 +122,8 @@ class Targets:
     def __init__(self, options: SshOptions) -> None:
         self._options = options
         self._known: dict[tuple[str, str | None, int | None], SshTarget | TransportError] = {}
-        self._shared: dict[
-            tuple[Any, ...], tuple[str, Answer]
-        ] = {}  # by a group of hosts: of which one, and its answer
+        # By a group of hosts that the configuration does not tell apart: the one that was asked for, and its answer.
+        self._shared: dict[tuple[Any, ...], tuple[str, Answer]] = {}
         self._host_lines: list[list[str]] | None = None  # of the configuration; None: each host is asked for
 
     def of(self, host: Host) -> SshTarget:
@@ -168,9 +166,7 @@ class Targets:
             thread.join()
 
     def _group_of(self, host: Host) -> tuple[Any, ...]:
-        if self._host_lines is None or not re.fullmatch(
-            r"[a-z][a-z0-9.-]*", host.name
-        ):  # else `ssh` may change the name
+        if self._host_lines is None or not _UNCHANGED.fullmatch(host.name):
             return (host.name, host.user, host.port)
         return (host.user, host.port, *(_is_matched(host.name, patterns) for patterns in self._host_lines))
 
