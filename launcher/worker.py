@@ -115,11 +115,12 @@ def _dump_stacks() -> None:
     It leaves our frames out of what a crash has written, and adds the rest to the rank's output.
     """
     crashes, stacks = (os.environ.pop(name.name, None) for name in (env.CRASH_FILE, env.STACKS_FILE))
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     with contextlib.suppress(OSError):  # the files are open as long as the process lives
         if crashes is not None:
-            faulthandler.enable(open(crashes, "ab", buffering=0))  # noqa: SIM115
+            faulthandler.enable(os.open(crashes, flags, 0o600))
         if stacks is not None:
-            faulthandler.register(STACKS_SIGNAL, open(stacks, "ab", buffering=0), all_threads=True)  # noqa: SIM115
+            faulthandler.register(STACKS_SIGNAL, os.open(stacks, flags, 0o600), all_threads=True)
 
 
 def _take_arguments() -> list[str]:

@@ -73,10 +73,10 @@ def phase(text: str) -> Iterator[None]:
 
     Cheap (no system call), and no progress: a rank that hangs in the block is shown with the phase. May be a
     decorator, too. text: of up to 40 bytes; a longer one is cut. Does nothing without `launch`.
-    Raises: TypeError for what is no text.
+    Raises: TypeError for a phase that is not a string.
     """
     if not isinstance(text, str):
-        raise TypeError(f'phase(text) takes a text, such as "evaluating"; got {type(text).__name__} {text!r:.60}')
+        raise TypeError(f'phase(text) takes a string, such as "evaluating"; got {type(text).__name__} {text!r:.60}')
     before = _phase()
     tell(phase=" ".join(text.split()))
     try:

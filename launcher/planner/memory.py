@@ -52,7 +52,7 @@ class Setting:
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     partition: str = "best"  # of a pipeline's stages
-    trains: bool = True  # False: there is no optimizer, and no gradient
+    trains: bool = True  # False: inference, without optimizer and gradients
 
     def __post_init__(self) -> None:
         offload = self.policy.offload

@@ -236,8 +236,8 @@ class UnitParameters:
         self.copy: Tensor | None = None  # 1-D [owned], 16-bit, beside the master: what an optimizer may write for us
         self._waiting = threading.RLock()  # held while a gather is waited for: see `wait`
         self.check_thread = any_thread  # raises in a thread that may not touch the unit: the schedule knows
-        self.may_be_edited = False  # somebody outside of forward and backward has got hold of the parameters
-        self._seen: Tensor | None = None  # fp64 [], a digest of what they got hold of, where an update may be under way
+        self.may_be_edited = False  # a script has got the parameters outside of forward and backward
+        self._seen: Tensor | None = None  # fp64 [], a digest of their values then, where an update may be under way
         self.refuses_writes = False  # into shards: an engine has the unit, and no initialization is to come
         self.is_touched = False  # so has been since ranks last compared their values
         # Who has a sharded unit unsharded, alike on every rank:
@@ -598,7 +598,7 @@ class UnitParameters:
             self.renew_copy()
 
     def note_access(self, *, is_in_thread: bool) -> None:
-        """Note that somebody outside of forward and backward has got hold of the whole parameters, and may write them.
+        """Note that a script has got the whole parameters, outside of forward and backward, and may write them.
 
         is_in_thread: in the one that trains, so that no update writes them now.
         """
@@ -608,7 +608,7 @@ class UnitParameters:
 
     @property
     def is_changed(self) -> bool:
-        """Whether whole parameters have other values than when somebody got hold of them. Waits for the device."""
+        """Whether whole parameters have other values than when a script got them. Waits for the device."""
         return self._seen is not None and bool(digest(self.flat) != self._seen)
 
     def count_write(self, slots: Iterable[ParamSlot]) -> None:

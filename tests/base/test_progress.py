@@ -77,7 +77,7 @@ def test_a_phase_ends_with_its_block_and_is_no_heartbeat(record: int) -> None:
             raise KeyError
         assert read_counter(record).phase == "reading the data"
     assert read_counter(record) == Told()
-    with pytest.raises(TypeError, match=r"phase\(text\) takes a text.*got int 3"), phase(3):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"phase\(text\) takes a string.*got int 3"), phase(3):  # type: ignore[arg-type]
         pass
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -49,6 +50,10 @@ def steps_of(rows: list[str], rank: int) -> list[int]:
 def is_whole(job: TerminalLaunch) -> bool:
     """Whether the panel stands at the end of the screen, once: what is read may end within a drawing."""
     return len(job.panel) == 2 and job.visible[-2:] == job.panel
+
+
+def _fits(job: TerminalLaunch, columns: int) -> bool:
+    return is_whole(job) and max(map(len, job.panel)) < columns
 
 
 def test_the_panel_shows_the_run_and_leaves_a_clean_screen(tmp_path: Path) -> None:
@@ -175,7 +180,7 @@ def test_a_window_that_changes_its_size_loses_no_line(tmp_path: Path) -> None:
         job.resize(columns, 60)
         job.read_for(0.5)
         job.read_until(
-            lambda columns=columns: is_whole(job) and max(map(len, job.panel)) < columns,  # type: ignore[misc]
+            functools.partial(_fits, job, columns),
             f"a panel for {columns} columns",  # the rest of a wider one may be there for a moment
         )
     (tmp_path / "go").touch()

@@ -42,7 +42,7 @@ class Refused:
 
 
 SKIPPED = Refused("skipped")
-OPEN = object()  # what is told is not known
+OPEN = object()  # a value that is not compared
 
 
 @dataclass
@@ -314,9 +314,8 @@ class PlainSide:
             newest.append(own[-1])
         self.resolved = ("both", newest)
         self.drops += newest
-        grads = self._grads(
-            sum(self._mean([key]) / engine.accumulation for engine, key in zip(self.engines, newest, strict=True))  # type: ignore[arg-type]
-        )
+        losses = [self._mean([key]) / each.accumulation for each, key in zip(self.engines, newest, strict=True)]
+        grads = self._grads(torch.stack(losses).sum())
         for index, engine in enumerate(self.engines):
             self._mend(index)
             if grads is None:

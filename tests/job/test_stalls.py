@@ -143,7 +143,7 @@ def test_a_disk_that_never_answers_again_is_given_up(tmp_path: Path, job_id: str
     log = StalledLog(tmp_path / "runs", job_id)
     log.open()
     (tmp_path / "enough").touch()
-    job = driven(tmp_path, job_id, 6.0, scripts.write(tmp_path, LOUD), "5000")  # the wait is told after 2 s
+    job = driven(tmp_path, job_id, 6.0, scripts.write(tmp_path, LOUD), "5000")  # launch warns after 2 s
     result = job.wait()
     assert result.code == 0
     assert whole_lines(result.out.encode(), "[0] ") == 5000

@@ -158,7 +158,7 @@ def _host(name: str, ranks: list[_Rank], now_s: float) -> HostView:
 
 
 def _phase(rank: _Rank, pace: Pace) -> str:
-    """Return what a rank that runs is doing. Where steps follow each other, what is between them is no phase."""
+    """Return the phase of a running rank. Between two steps of a steady pace it is still training."""
     if rank.told.phase == BETWEEN_STEPS and not pace.is_stalled:
         return TRAINING
     return rank.told.phase or "running"
