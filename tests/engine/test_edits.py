@@ -169,6 +169,24 @@ def test_a_write_into_a_shard_is_an_error() -> None:
     run_on_ranks(2, _write_into_a_shard)
 
 
+def _set_parts_under_a_graph(rank: int, world_size: int) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    engine = engine_of(build("Plain"), 3, world_size, zero_optimization={**zero, "stage3_prefetch_bucket_size": 0})
+    weight = engine.module.blocks[1].up.weight
+    x, y = batches(1)[0]
+    early = engine(x, y)
+    part = launcher.zero.safe_get_local_fp32_param(weight)
+    launcher.zero.safe_set_local_fp32_param(weight, torch.zeros_like(part))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(early)
+    engine.backward(engine(x, y))
+    engine.step()
+
+
+def test_a_graph_from_before_parts_were_set_is_an_error() -> None:
+    run_on_ranks(2, _set_parts_under_a_graph)
+
+
 class _Own(nn.Parameter):
     """A class of parameters that a script has."""
 
