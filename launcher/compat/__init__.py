@@ -1,8 +1,8 @@
 """`import deepspeed` of scripts and of Hugging Face libraries, answered by the built-in engine: `install()`.
 
-The modules that scripts get are the real files in `deepspeed/`, loaded under the names `deepspeed`, `deepspeed.comm`
-and so on. Nothing of them, of the engine or of torch is imported before a script imports one. Every rank that `launch`
-starts imports this file: standard library only, and what is rarely needed is imported in functions.
+The modules that scripts get, `deepspeed`, `deepspeed.comm` and so on, are made from the table in `names.py`. Nothing of
+the engine or of torch is imported before a script reads a name. Every rank that `launch` starts imports this file:
+standard library only, and what is rarely needed is imported in functions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from importlib.machinery import ModuleSpec
     from importlib.metadata import Distribution, DistributionFinder
+    from types import ModuleType
 
 AUTO, BUILTIN = "auto", "builtin"
 ENGINES = (AUTO, BUILTIN)
 _NAME = "deepspeed"
-_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), _NAME)
-_METADATA = f"{_FOLDER}_metadata"
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_TABLE = os.path.join(_FOLDER, "names.py")
+_METADATA = os.path.join(_FOLDER, "deepspeed_metadata")
 # These look for DeepSpeed when they are imported, once and for all.
 _LOOK_AT_IMPORT = ("accelerate", "transformers.integrations.deepspeed")
 # Modules of other libraries that are changed when they are imported -> the module here whose `change` does it.
@@ -73,7 +75,7 @@ def _refusal(message: str, hint: str) -> Exception:
 
 
 def _is_ours(module: object) -> bool:
-    return getattr(module, "__path__", None) == [_FOLDER]
+    return getattr(module, "__file__", None) == _TABLE
 
 
 def _can_be_imported() -> bool:
@@ -81,7 +83,7 @@ def _can_be_imported() -> bool:
     from importlib.util import find_spec
 
     spec = find_spec("launcher")
-    return spec is not None and os.path.dirname(os.path.dirname(_FOLDER)) in (spec.submodule_search_locations or ())
+    return spec is not None and os.path.dirname(_FOLDER) in (spec.submodule_search_locations or ())
 
 
 def _found_by_others(name: str) -> ModuleSpec | None:
@@ -105,17 +107,30 @@ def _shown(spec: ModuleSpec | None) -> ModuleSpec | None:
     return shown_spec(spec)
 
 
-def _spec_of_refused(name: str) -> ModuleSpec | None:
-    """Return the spec of a part of DeepSpeed that the built-in engine does not have; its import says so."""
-    if not name.startswith(f"{_NAME}.") or not _is_ours(sys.modules.get(_NAME)):
-        return None
-    from launcher.compat.refused import spec_of_refused
+def _spec_of_package() -> ModuleSpec:
+    from importlib.machinery import ModuleSpec
 
-    return spec_of_refused(name)
+    spec = ModuleSpec(_NAME, _PackageLoader(), origin=_TABLE, is_package=True)  # type: ignore[arg-type]  # by protocol
+    spec.has_location = True
+    spec.submodule_search_locations = [_METADATA]  # a folder without modules: the finder here has them
+    return spec
+
+
+class _PackageLoader:
+    """Loads the package `deepspeed`. Libraries that only look for it import nothing of this package."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to the import system."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the package its names."""
+        from launcher.compat.alias import fill
+
+        fill(module)
 
 
 class DeepSpeedFinder:
-    """Finds the package `deepspeed` and its metadata; its submodules are found through its `__path__`.
+    """Finds the package `deepspeed`, its modules and its metadata.
 
     In a rank of `launch` it has this import and that of torch shown on the panel: they are most of what a start takes.
     """
@@ -127,7 +142,7 @@ class DeepSpeedFinder:
         self._is_announced = False
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of our package, None for other modules and where the installed DeepSpeed is used.
+        """Return the spec of our package and its modules, None for others and where the installed DeepSpeed is used.
 
         Where it is ours, also those of the modules in `_CHANGED`. In ranks, that of torch.
         """
@@ -137,17 +152,21 @@ class DeepSpeedFinder:
             return changed_spec(name, path, f"{__name__}.{_CHANGED[name]}")
         if name == "torch" and env.PROGRESS_FILE.name in os.environ:
             return _shown(_found_by_others(name))
-        if name != _NAME:
-            return _spec_of_refused(name)
-        if self.engine != BUILTIN and self.installed() is not None:
-            self._announce()
+        if name.startswith(f"{_NAME}."):
+            is_ours = _is_ours(sys.modules.get(_NAME))
+        elif name == _NAME:
+            is_ours = self.engine == BUILTIN or self.installed() is None
+            if not is_ours:
+                self._announce()
+        else:
             return None
-        from importlib.util import spec_from_file_location
+        if not is_ours:
+            return None
+        if name == _NAME:
+            return _spec_of_package()
+        from launcher.compat.alias import spec_of
 
-        spec = spec_from_file_location(
-            _NAME, os.path.join(_FOLDER, "__init__.py"), submodule_search_locations=[_FOLDER]
-        )
-        return _shown(spec)
+        return spec_of(name)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """Return the metadata of our package where it is what `import deepspeed` finds."""

@@ -78,3 +78,5 @@ _BUILDERS = (
     FusedLionBuilder,
 )
 ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder() for builder in _BUILDERS}
+# Of each kernel whether the engine has it here: `deepspeed.ops.__compatible_ops__`.
+COMPATIBLE_OPS: dict[str, bool] = {op: builder.is_compatible() for op, builder in ALL_OPS.items()}

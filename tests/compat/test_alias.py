@@ -26,7 +26,7 @@ try:
 except importlib.metadata.PackageNotFoundError:
     print("version none")
 """
-OURS = f"found {ROOT}/launcher/compat/deepspeed/__init__.py\nversion 0.19.8\n"
+OURS = f"found {ROOT}/launcher/compat/names.py\nversion 0.19.8\n"
 
 
 def installed_deepspeed(folder: Path) -> Path:

@@ -9,7 +9,7 @@ import pytest
 from harness.forked import run_ranks
 from harness.scripts import write
 
-from launcher.compat.refused import REFUSED as REFUSED_MODULES
+from launcher.compat.names import REFUSED as REFUSED_MODULES
 
 # Each statement is run by itself in the child, which has an engine at stage 3; it fails by raising.
 WORKS = [

@@ -16,7 +16,7 @@ from harness.scripts import write
 from harness.sshd import LoopbackSshd, available
 
 FIND = "import importlib.util as u; spec = u.find_spec('deepspeed'); print(spec and spec.origin)"
-OURS = f"{ROOT}/launcher/compat/deepspeed/__init__.py\n"
+OURS = f"{ROOT}/launcher/compat/names.py\n"
 # As accelerate's guide writes a script: nothing in it knows of `launch`.
 SCRIPT = """
 import json, os, sys
@@ -135,7 +135,7 @@ def test_the_folder_of_a_user_serves_as_well(tmp_path: Path) -> None:
     users = Path(run_in(tmp_path, python, "-m", "site", "--user-site", env=env).stdout.strip())
     users.mkdir(parents=True)
     (packages / "launch_deepspeed.pth").rename(users / "launch_deepspeed.pth")
-    assert run_in(tmp_path, python, "-c", FIND, env=env).stdout == f"{packages}/launcher/compat/deepspeed/__init__.py\n"
+    assert run_in(tmp_path, python, "-c", FIND, env=env).stdout == f"{packages}/launcher/compat/names.py\n"
 
 
 @pytest.mark.soak

@@ -15,8 +15,6 @@ from launcher.base.log import get_logger
 from launcher.compat.accelerator import get_accelerator
 from launcher.monitor.flops import FlopCount, FlopCounter, ProfileForm, ProfileTimes, profile_text
 
-__all__ = ["FlopsProfiler", "get_model_profile"]
-
 
 class FlopsProfiler:
     """Counts what runs between `start_profile()` and `stop_profile()`; numbers stay until `end_profile()`."""

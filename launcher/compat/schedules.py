@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.lr_schedules`: the schedules of the config's vocabulary, as classes over an optimizer."""
+"""The schedules of the config's vocabulary, as classes over an optimizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from launcher.optim.schedules import SCHEDULES, LRSchedule, formulas_of
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-
-__all__ = ["VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
 
 class _OverOptimizer(LRSchedule):

@@ -19,8 +19,6 @@ from launcher.compat.ranks import get_rank
 from launcher.optim.scaling import LossScaler as _Scaler
 from launcher.optim.scaling import LossScaleRules
 
-__all__ = ["CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase"]
-
 
 class LossScalerBase:
     """A loss scale and the rules by which it changes."""

@@ -1,6 +1,6 @@
-"""`deepspeed.ops.adam`: Adam and AdamW, by the names of DeepSpeed's implementations.
+"""Optimizers that scripts make themselves, by the names of DeepSpeed's implementations.
 
-The engine takes their steps with its own kernels; used without an engine they are torch's classes.
+The engine takes their steps with its own kernels; used without an engine they are plain torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.comm.groups import is_first_rank
-
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+from launcher.optim.lamb import Lamb
+from launcher.optim.lion import Lion
 
 
 class _Adam(torch.optim.Adam):
@@ -90,3 +90,63 @@ class FusedAdam(_Adam):
     ) -> None:
         options = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, adam_w_mode, {**options, "weight_decay": weight_decay, "amsgrad": amsgrad})
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """DeepSpeed's Adagrad on the CPU. The engine takes its steps; without one it is torch's."""
+
+    steps_of = torch.optim.Adagrad
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = False,
+    ) -> None:
+        """adamw_mode: accelerate passes False to every class. Raises: EngineError for True."""
+        if adamw_mode:
+            raise EngineError("Adagrad has no decoupled weight decay", hint="leave adamw_mode out")
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        for group in self.param_groups:  # those of another optimizer say what that one does
+            group.update(foreach=None, fused=None)
+
+
+class FusedLamb(Lamb):
+    """DeepSpeed's LAMB on the GPU. The engine takes its steps; without one it is plain torch."""
+
+    steps_of = Lamb
+
+    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
+        """options: those of `Lamb`. Raises: EngineError for `amsgrad` and `max_grad_norm`, TypeError for another."""
+        if options.pop("amsgrad", False) or options.pop("max_grad_norm", 0.0):
+            raise EngineError(
+                "FusedLamb has neither amsgrad nor max_grad_norm", hint='set "gradient_clipping" in the config'
+            )
+        super().__init__(params, lr=lr, **options)
+
+
+class DeepSpeedCPULion(Lion):
+    """DeepSpeed's Lion on the CPU. The engine takes its steps; without one it is plain torch."""
+
+    steps_of = Lion
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        adamw_mode: bool = False,
+    ) -> None:
+        """adamw_mode: accelerate passes False to every class. Raises: EngineError for True."""
+        if adamw_mode:
+            raise EngineError("adamw_mode is Adam's: Lion's weight decay is always decoupled", hint="leave it out")
+        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLion(Lion):
+    """DeepSpeed's Lion on the GPU."""
+
+    steps_of = Lion

@@ -1,6 +1,7 @@
-"""Groups of ranks with different experts, and with the same ones, by DeepSpeed's names: `deepspeed.utils.groups`.
+"""Groups of ranks by the names of `deepspeed.utils.groups` and `deepspeed.runtime.sequence_parallel`.
 
-group_name: "ep_size_N" for experts over N ranks, which is `MoE.expert_group_name`; with N = 1 every rank has them all.
+The axes are those of the engine that was built last; before, all ranks have different samples. `group_name` of experts:
+"ep_size_N" for experts over N ranks, which is `MoE.expert_group_name`; with N = 1 every rank has them all.
 """
 
 from __future__ import annotations
@@ -10,7 +11,47 @@ from torch.distributed import ProcessGroup
 from launcher.base.errors import EngineError
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import current_mesh
-from launcher.compat import ranks
+from launcher.compat import ranks, ulysses
+
+
+def _get_data_parallel_group() -> ProcessGroup | None:
+    mesh = current_mesh()
+    return ranks.get_world_group() if mesh is None or mesh.sizes.model_size == 1 else mesh.data.process_group
+
+
+def _get_data_parallel_world_size() -> int:
+    mesh = current_mesh()
+    return ranks.get_world_size() if mesh is None else mesh.sizes.data
+
+
+def _get_data_parallel_rank() -> int:
+    mesh = current_mesh()
+    return ranks.get_rank() if mesh is None else mesh.sample_rank
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    mesh, rank = current_mesh(), ranks.get_rank()
+    if mesh is None:
+        return list(range(ranks.get_world_size()))
+    return next(found for found in mesh.sizes.ranks_along("data") if rank in found)
+
+
+def _get_model_parallel_world_size() -> int:
+    mesh = current_mesh()
+    return 1 if mesh is None else mesh.sizes.tensor
+
+
+def _get_model_parallel_rank() -> int:
+    mesh = current_mesh()
+    return 0 if mesh is None or mesh.tensor is None else mesh.tensor.rank
+
+
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_data_parallel_rank
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank = _get_model_parallel_rank
+
 
 _PREFIX = "ep_size_"
 
@@ -117,3 +158,28 @@ def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup | None]:
 def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup | None]:
     name = _get_max_expert_size_name()
     return {name: _get_expert_data_parallel_group(name)}
+
+
+def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
+    """Make the groups. Every rank must call it. Raises: EngineError for a size that does not divide the ranks."""
+    ulysses.SequenceGroups(sequence_parallel_size)
+
+
+def get_sequence_parallel_group() -> ProcessGroup:
+    """Return the ranks that have parts of this rank's sequences. Raises: EngineError where it is alone."""
+    return ulysses.existing(ulysses.sequence_axis()[0])
+
+
+def get_sequence_parallel_world_size() -> int:
+    """Return how many these are."""
+    return ulysses.sequence_axis()[1]
+
+
+def get_sequence_parallel_rank() -> int:
+    """Return which part of a sequence this rank has."""
+    return ulysses.sequence_axis()[2]
+
+
+get_sequence_data_parallel_group = ranks.get_world_group
+get_sequence_data_parallel_world_size = ranks.get_world_size
+get_sequence_data_parallel_rank = ranks.get_rank

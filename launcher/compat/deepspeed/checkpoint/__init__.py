@@ -1,5 +1,0 @@
-"""`deepspeed.checkpoint`: help for saving weights."""
-
-from . import utils
-
-__all__ = ["utils"]

@@ -1,5 +1,0 @@
-"""`deepspeed.moe`: mixtures of experts."""
-
-from . import layer, utils
-
-__all__ = ["layer", "utils"]

@@ -1,5 +1,0 @@
-"""`deepspeed.moe.layer`: a mixture of experts as a layer."""
-
-from launcher.moe import MoE
-
-__all__ = ["MoE"]

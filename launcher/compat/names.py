@@ -1,0 +1,268 @@
+"""The package `deepspeed` as a table: its modules, their names, and what of the built-in engine is behind each name.
+
+`launcher.compat.alias` makes the modules from it when a script imports them. Standard library only.
+"""
+
+from __future__ import annotations
+
+# The release whose interface this is. Libraries ask for a version before they use a part of it: every part that they
+# use was there in this one.
+VERSION = "0.19.8"
+GIT_HASH = "none"
+
+_DEFINED = "launcher.compat"
+_PIPELINE = "launcher.parallel.pipeline"
+_ZERO = "launcher.zero"
+_EXPERT_GROUPS = """
+    _get_expert_broadcast_src_rank _get_expert_data_parallel_group _get_expert_data_parallel_group_dict
+    _get_expert_data_parallel_group_ranks _get_expert_data_parallel_rank _get_expert_data_parallel_world_size
+    _get_expert_parallel_group _get_expert_parallel_group_dict _get_expert_parallel_group_ranks
+    _get_expert_parallel_rank _get_expert_parallel_src_rank _get_expert_parallel_world_size
+    _get_max_expert_parallel_group _get_max_expert_size _get_max_expert_size_name
+"""
+_SHARDED = """
+    safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param
+    safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad
+    safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
+"""
+_LEAVES = "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"
+
+# Module below `deepspeed` ("" is the package) -> {module where names are defined: the names, as "name" or
+# "name=name there"}. Modules that have others inside have those as attributes, too.
+NAMES: dict[str, dict[str, str]] = {
+    "": {
+        "deepspeed": """
+            zero=runtime.zero checkpointing=runtime.activation_checkpointing.checkpointing
+        """,
+        f"{_DEFINED}.names": "__version__=VERSION __git_hash__=GIT_HASH __git_branch__=GIT_HASH",
+        f"{_DEFINED}.package": "InferenceEngine init_inference initialize",
+        f"{_DEFINED}.accelerator": "get_accelerator",
+        f"{_DEFINED}.configs": "DeepSpeedConfig DeepSpeedConfigError",
+        f"{_DEFINED}.ranks": "init_distributed",
+        f"{_DEFINED}.utils": "OnDevice log_dist logger",
+        "launcher.engine.arguments": "add_config_arguments",
+        "launcher.engine.engine": "DeepSpeedEngine=Engine",
+        "launcher.engine.pipeline": "PipelineEngine",
+        f"{_PIPELINE}.module": "PipelineModule",
+        "launcher.parallel.tensor.init": "tp_model_init",
+    },
+    "accelerator": {f"{_DEFINED}.accelerator": "Accelerator get_accelerator"},
+    "checkpoint": {},
+    "checkpoint.utils": {f"{_DEFINED}.utils": "clone_tensors_for_torch_save"},
+    "comm": {
+        "torch.distributed": """
+            P2POp ProcessGroup ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce
+            all_reduce_coalesced all_to_all all_to_all_single batch_isend_irecv broadcast broadcast_object_list
+            destroy_process_group gather get_backend get_global_rank irecv is_available is_initialized isend
+            monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send
+            allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor
+        """,
+        "launcher.comm": "log_summary",
+        f"{_DEFINED}.ranks": """
+            barrier get_all_ranks_from_group get_local_rank get_rank get_world_group get_world_size init_distributed
+            initialize_mesh_device
+        """,
+    },
+    "env_report": {f"{_DEFINED}.package": "cli_main=main main"},
+    "git_version_info": {
+        f"{_DEFINED}.names": "git_branch=GIT_HASH git_hash=GIT_HASH version=VERSION",
+        # They are built with the package, or not at all.
+        f"{_DEFINED}.op_builders": "compatible_ops=COMPATIBLE_OPS installed_ops=COMPATIBLE_OPS",
+    },
+    "launcher": {},
+    "launcher.runner": {f"{_DEFINED}.names": "DEEPSPEED_ENVIRONMENT_NAME"},
+    "moe": {},
+    "moe.layer": {"launcher.moe": "MoE"},
+    "moe.utils": {
+        "launcher.moe": """
+            configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
+            split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer
+            split_params_into_shared_and_expert_params
+        """
+    },
+    "monitor": {},
+    "monitor.config": {
+        "launcher.config.schema": "DeepSpeedMonitorConfig=Config",
+        f"{_DEFINED}.configs": "get_monitor_config",
+    },
+    "monitor.monitor": {f"{_DEFINED}.configs": "MonitorMaster"},
+    "ops": {f"{_DEFINED}.op_builders": "__compatible_ops__=COMPATIBLE_OPS"},
+    "ops.adagrad": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdagrad"},
+    "ops.adam": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.aio": {f"{_DEFINED}.op_builders": "AsyncIOBuilder"},
+    "ops.lamb": {f"{_DEFINED}.optimizers": "FusedLamb"},
+    "ops.lion": {f"{_DEFINED}.optimizers": "DeepSpeedCPULion FusedLion"},
+    "ops.op_builder": {
+        f"{_DEFINED}.op_builders": """
+            ALL_OPS AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLambBuilder
+            FusedLionBuilder OpBuilder
+        """
+    },
+    "pipe": {f"{_PIPELINE}.module": "PipelineModule", f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec"},
+    "profiling": {},
+    "profiling.flops_profiler": {f"{_DEFINED}.flops_profiler": "FlopsProfiler get_model_profile"},
+    "profiling.flops_profiler.profiler": {f"{_DEFINED}.flops_profiler": "FlopsProfiler get_model_profile"},
+    "runtime": {},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": {
+        "launcher.activation": """
+            CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker is_configured
+            model_parallel_cuda_manual_seed non_reentrant_checkpoint reset
+        """
+    },
+    "runtime.config": {f"{_DEFINED}.configs": "DeepSpeedConfig DeepSpeedConfigError"},
+    "runtime.dataloader": {
+        f"{_DEFINED}.utils": "RepeatingLoader",
+        "launcher.engine.data": "DeepSpeedDataLoader=DistributedLoader",
+    },
+    "runtime.engine": {"launcher.engine.engine": "DeepSpeedEngine=Engine"},
+    "runtime.fp16": {},
+    "runtime.fp16.loss_scaler": {
+        f"{_DEFINED}.loss_scaler": "CreateLossScaler DynamicLossScaler LossScaler LossScalerBase"
+    },
+    "runtime.lr_schedules": {
+        f"{_DEFINED}.schedules": """
+            LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR
+        """
+    },
+    "runtime.pipe": {
+        "launcher.engine.pipeline": "PipelineEngine",
+        f"{_PIPELINE}.module": "PipelineModule",
+        f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec",
+        f"{_PIPELINE}.topology": "ProcessTopology",
+    },
+    "runtime.pipe.engine": {"launcher.engine.pipeline": "PipelineEngine"},
+    "runtime.pipe.module": {
+        "launcher.base.errors": "PipelineError=EngineError",
+        f"{_PIPELINE}.module": "PipelineModule",
+        f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec",
+    },
+    "runtime.pipe.topology": {
+        f"{_PIPELINE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"
+    },
+    "runtime.sequence_parallel": {},
+    "runtime.sequence_parallel.parallel_state_sp": {
+        f"{_DEFINED}.groups": """
+            get_sequence_data_parallel_group get_sequence_data_parallel_rank get_sequence_data_parallel_world_size
+            get_sequence_parallel_group get_sequence_parallel_rank get_sequence_parallel_world_size
+            initialize_sequence_parallel
+        """
+    },
+    "runtime.sequence_parallel.ulysses_sp": {
+        f"{_DEFINED}.ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter=SequenceLoader"
+    },
+    "runtime.utils": {
+        f"{_DEFINED}.utils": """
+            clip_grad_norm_ empty_cache get_global_norm get_only_unique_item move_to_device see_memory_usage
+            set_random_seed
+        """
+    },
+    "runtime.zero": {
+        _ZERO: "GatheredParameters Init TiledLinear register_external_parameter unregister_external_parameter"
+    },
+    "runtime.zero.config": {
+        "launcher.config.schema_zero": "DeepSpeedZeroConfig=ZeroOptimization",
+        f"{_DEFINED}.configs": "ZeroStageEnum",
+    },
+    "runtime.zero.partition_parameters": {
+        _ZERO: "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter",
+        f"{_DEFINED}.accelerator": "get_accelerator",
+        f"{_DEFINED}.utils": "zero_wrapper_for_fp_tensor_constructor",
+        "torch": "_orig_torch_arange=arange",
+    },
+    "runtime.zero.stage3": {
+        "launcher.engine.optimizer": "DeepSpeedZeroOptimizer_Stage3=ZeroOptimizer",
+        "launcher.planner": """
+            estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold
+            estimate_zero3_model_states_mem_needs_all_live
+        """,
+    },
+    "runtime.zero.stage_1_and_2": {
+        "launcher.engine.optimizer": "DeepSpeedZeroOptimizer=ZeroOptimizer",
+        "launcher.planner": """
+            estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold
+            estimate_zero2_model_states_mem_needs_all_live
+        """,
+    },
+    "runtime.zero.tiling": {_ZERO: "TiledLinear"},
+    "sequence": {},
+    "sequence.cross_entropy": {f"{_DEFINED}.ulysses": "vocab_sequence_parallel_cross_entropy"},
+    "sequence.layer": {f"{_DEFINED}.ulysses": "DistributedAttention"},
+    "utils": {
+        _ZERO: f"{_SHARDED} {_LEAVES}",
+        f"{_DEFINED}.utils": """
+            OnDevice RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger safe_update_full_grad_vectorized
+            set_log_level_from_string set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
+        """,
+    },
+    "utils.groups": {
+        f"{_DEFINED}.groups": f"""
+            {_EXPERT_GROUPS}
+            _get_data_parallel_group _get_data_parallel_group_ranks _get_data_parallel_rank
+            _get_data_parallel_world_size _get_model_parallel_rank _get_model_parallel_world_size
+            get_data_parallel_group=_get_data_parallel_group get_data_parallel_rank=_get_data_parallel_rank
+            get_data_parallel_world_size=_get_data_parallel_world_size
+            get_model_parallel_rank=_get_model_parallel_rank
+            get_model_parallel_world_size=_get_model_parallel_world_size
+            get_tensor_model_parallel_rank=_get_model_parallel_rank
+            get_tensor_model_parallel_world_size=_get_model_parallel_world_size
+            _get_sequence_parallel_group=get_sequence_parallel_group
+            _get_sequence_parallel_rank=get_sequence_parallel_rank
+            _get_sequence_parallel_world_size=get_sequence_parallel_world_size
+        """
+    },
+    "utils.init_on_device": {f"{_DEFINED}.utils": "OnDevice"},
+    "utils.logging": {f"{_DEFINED}.utils": "log_dist log_dist_once logger print_rank_0 set_log_level_from_string"},
+    "utils.nvtx": {f"{_DEFINED}.utils": "instrument_w_nvtx"},
+    "utils.zero_to_fp32": {
+        "launcher.checkpoint.zero_to_fp32": """
+            convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
+            load_state_dict_from_zero_checkpoint
+        """
+    },
+}
+
+# Where variables for ranks on other hosts are written; `launch` reads that file, too.
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+
+_NO_PARTS_OF_MOE = "no gates and dispatchers apart from their layer: build deepspeed.moe.layer.MoE"
+_NO_INFERENCE = "no inference kernels: call deepspeed.initialize() without an optimizer"
+_NO_AUTO_SEQUENCE = "no FPDT or AutoSP: use launcher.DistributedAttention with recomputed activations"
+_NO_TENSOR = "tensor parallelism is in the config: give tensor_parallel.autotp_size"
+_NO_UNIVERSAL = "no universal checkpoints: each of its checkpoints loads at any number of ranks"
+_NO_DATA_EFFICIENCY = "no curriculum learning, random-LTD or data sampling: let the script's own loader choose the data"
+
+# Module or name below `deepspeed` -> what the built-in engine has not, and what to use. What is inside counts, too.
+REFUSED = {
+    "autotuning": 'no autotuner in Python: call "launch estimate"',
+    "checkpoint.ds_to_universal": _NO_UNIVERSAL,
+    "checkpoint.universal_checkpoint": _NO_UNIVERSAL,
+    "compile": "no DeepCompile: call engine.compile()",
+    "compression": "no compression: use torch.ao.quantization",
+    "elasticity": 'no elastic agent: call "launch --max_restarts"; "elasticity" of the config works',
+    "inference": _NO_INFERENCE,
+    "io": "no disk writers for scripts: call engine.save_checkpoint()",
+    "linear": "no LoRA or quantized layers: use the package peft",
+    "model_implementations": _NO_INFERENCE,
+    "module_inject": f"no kernels to inject; {_NO_TENSOR}",
+    "moe.experts": _NO_PARTS_OF_MOE,
+    "moe.mappings": _NO_PARTS_OF_MOE,
+    "moe.sharded_moe": _NO_PARTS_OF_MOE,
+    "nvme": 'no disk benchmark in Python: call "launch io"',
+    "ops.sparse_attention": "no block-sparse attention: use torch.nn.attention.flex_attention",
+    "ops.transformer": "no transformer kernels: use torch.nn.functional.scaled_dot_product_attention",
+    "runtime.data_pipeline": _NO_DATA_EFFICIENCY,
+    "runtime.domino": _NO_TENSOR,
+    "runtime.eigenvalue": "no eigenvalues of layers: use the package pyhessian",
+    "runtime.hybrid_engine": "no hybrid engine: call model.generate(), which works at stage 3",
+    "runtime.pipe.p2p": "no sends between stages for scripts: call engine.train_batch()",
+    "runtime.pipe.schedule": 'no schedules in Python: give "schedule" in "pipeline" of the config',
+    "runtime.progressive_layer_drop": "no progressive layer drop: drop layers in the model",
+    "runtime.quantize": "no quantized training: use torch.ao.quantization",
+    "runtime.sequence_parallel.ulysses_sp.TiledMLP": "no TiledMLP: recompute activations",
+    "runtime.superoffload": 'no SuperOffload: set "delayed_update" of "offload_optimizer"',
+    "runtime.tensor_parallel": _NO_TENSOR,
+    "runtime.zenflow": 'no ZenFlow: set "delayed_update" of "offload_optimizer"',
+    "sequence.auto_sp": _NO_AUTO_SEQUENCE,
+    "sequence.fpdt_layer": _NO_AUTO_SEQUENCE,
+}
