@@ -37,10 +37,14 @@ def targets_of(path: str) -> dict[str, tuple[str, str]]:
     """Return the names of a module below `deepspeed`: name -> (module that defines it, name there)."""
     targets = {}
     for source, words in names.NAMES[path].items():
-        for word in words.split():
+        for word in _constants_of(source) if words == names.CONSTANTS else words.split():
             name, _, defined = word.partition("=")
             targets[name] = source, defined or name
     return targets
+
+
+def _constants_of(source: str) -> list[str]:
+    return [name for name in vars(importlib.import_module(source)) if name.isupper()]
 
 
 def _children_of(path: str) -> list[str]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 VERSION = "0.19.8"
 GIT_HASH = "none"
 
+CONSTANTS = "*"  # in place of names: all constants of a module, which is a light one
 _DEFINED = "launcher.compat"
+_WORDS = {f"{_DEFINED}.words": CONSTANTS}
 _PIPELINE = "launcher.parallel.pipeline"
 _ZERO = "launcher.zero"
 _EXPERT_GROUPS = """
@@ -28,7 +30,7 @@ _SHARDED = """
 _LEAVES = "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"
 
 # Module below `deepspeed` ("" is the package) -> {module where names are defined: the names, as "name" or
-# "name=name there"}. Modules that have others inside have those as attributes, too.
+# "name=name there", or `CONSTANTS`}. Modules that have others inside have those as attributes, too.
 NAMES: dict[str, dict[str, str]] = {
     "": {
         "deepspeed": """
@@ -110,7 +112,8 @@ NAMES: dict[str, dict[str, str]] = {
             model_parallel_cuda_manual_seed non_reentrant_checkpoint reset
         """
     },
-    "runtime.config": {f"{_DEFINED}.configs": "DeepSpeedConfig DeepSpeedConfigError"},
+    "runtime.config": {f"{_DEFINED}.configs": "DeepSpeedConfig DeepSpeedConfigError", **_WORDS},
+    "runtime.constants": _WORDS,
     "runtime.dataloader": {
         f"{_DEFINED}.utils": "RepeatingLoader",
         "launcher.engine.data": "DeepSpeedDataLoader=DistributedLoader",
@@ -123,7 +126,8 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.lr_schedules": {
         f"{_DEFINED}.schedules": """
             LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR
-        """
+        """,
+        **_WORDS,
     },
     "runtime.pipe": {
         "launcher.engine.pipeline": "PipelineEngine",
