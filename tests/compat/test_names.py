@@ -42,4 +42,5 @@ def test_words_are_those_of_the_schema() -> None:
         schedule = {words.TYPE: kind, words.SCHEDULER_PARAMS: given}
         config = load_config({words.GRADIENT_CLIPPING: 0.5, words.SCHEDULER: schedule}).config
         assert config.gradient_clipping == 0.5
-        assert config.scheduler is not None and config.scheduler.type == kind
+        assert config.scheduler is not None
+        assert config.scheduler.type == kind
