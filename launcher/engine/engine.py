@@ -41,6 +41,7 @@ from launcher.zero.parameters import find_shared_counts
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units
 
+_ENGINE, _OPTIMIZER = "engine.step()", "optimizer.step()"
 _INTERRUPTED = "an exception ended a backward pass"
 
 
@@ -95,6 +96,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._layer_ranks = LayerRanks(parts.mesh.tensor)
         self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
+        self._ended_by: str | None = None  # the call that has ended the last micro-step: see `step_of_optimizer`
         self._ended_accumulation = False  # the last `step()` was at a boundary
         self._last_step = LastStep(parts.sharded.units, self.optimizer, parts.lr_scheduler, parts.mesh)
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
@@ -106,6 +108,8 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         for unit in parts.sharded.units:
             unit.params.after_load()  # building the engine has listed them
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
+        if self.optimizer is not None:
+            self.optimizer.run_by(self)
         self._autosave = Autosave(parts.settings.checkpoint)
         self._checkpoints = Checkpoints(self, parts.settings, self._autosave.after_commit)
         self.client_state: dict[str, Any] = {}  # what the engine's own saves keep of the script
@@ -334,10 +338,14 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
     def step(self) -> None:
         """End the micro-batch; at the boundary take the optimizer step. Every rank must call it.
 
-        Raises: EngineError when no backward has run since the last call, or within `no_sync()`.
+        Does nothing right after an `optimizer.step()`, which has done it. Raises: EngineError when no backward has run
+        since the last call, or within `no_sync()`.
         """
         self._begin()
         if not self._backward_done:
+            if self._ended_by == _OPTIMIZER:
+                self._ended_by = None
+                return
             raise EngineError("engine.step() was called without a backward", hint="call engine.backward(loss) first")
         if self._is_in_no_sync:
             raise EngineError("engine.step() was called within no_sync()", hint="call it after the block")
@@ -350,7 +358,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             with self._watch.phase("step"):
                 self._take_step()
         # Not before: after an error the micro-batch has not ended, and `step()` may be called again.
-        self._backward_done, self._ended_accumulation = False, boundary
+        self._backward_done, self._ended_accumulation, self._ended_by = False, boundary, _ENGINE
         self.micro_steps += 1
         self._num_summed += 1
         self._timer.stop(boundary)
@@ -360,6 +368,23 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             self._begin_sum()
             self._num_drops = 0
             self._autosave.after_step(self)
+
+    def step_of_optimizer(self) -> None:
+        """Do what `optimizer.step()` is to do: call `step()`, unless that was called after the last backward.
+
+        Frameworks call either, or both in any order: two different calls after one backward are one step, and a third
+        one is an error.
+        """
+        if self._ended_by == _ENGINE and not self._backward_done:
+            self._ended_by = None
+            return
+        self.step()
+        self._ended_by = _OPTIMIZER
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has run since the last `step()`."""
+        return self._backward_done
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step: the accumulation begins anew. `step()` does it by itself.

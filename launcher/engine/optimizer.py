@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.optim.api import FlatOptimizer
@@ -37,11 +38,33 @@ class _NoParameters(nn.Module):
         return iter(())
 
 
+class SteppingEngine(Protocol):
+    """What the optimizer asks its engine to do."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has run since the last `step()`."""
+        ...
+
+    def step_of_optimizer(self) -> None:
+        """Take the step that `optimizer.step()` asks for."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last optimizer step."""
+        ...
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """Compute gradients of `loss`."""
+        ...
+
+
 class ZeroOptimizer(torch.optim.Optimizer):
     """What `initialize()` returns as optimizer. Groups are live: a learning rate written there is used.
 
     A torch optimizer for everything that reads or writes groups, such as `torch.optim.lr_scheduler`. Steps are taken
-    by `engine.step()`, which knows the accumulation boundary; states are this rank's shards, in `optimizer`.
+    by `engine.step()`, which knows the accumulation boundary and which `step()` calls; states are this rank's shards,
+    in `optimizer`.
     """
 
     def __init__(
@@ -61,6 +84,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # After it `overflow` and the states are those of the last step.
         self.wait_for_outcome: Callable[[], None] = lambda: None
         self._overflow = False
+        self._find_engine: Callable[[], SteppingEngine | None] = lambda: None
         self.parameter_offload = RemovableHooks()
 
     @property
@@ -101,12 +125,42 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     watched._opt_called = True  # type: ignore[attr-defined]  # torch sets it on instances
         return None if self.loss_scaler is None else self.loss_scaler.update(overflow=overflow)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch overloads it
-        """Refuse: a step from here would bypass accumulation and reduction. Raises: EngineError."""
-        raise EngineError("optimizer.step() was called", hint="call engine.step(), which also steps the optimizer")
+    def run_by(self, engine: SteppingEngine) -> None:
+        """Have `step`, `zero_grad` and `backward` be those of `engine`, which is held weakly."""
+        self._find_engine = weakref.ref(engine)
+
+    def _engine(self) -> SteppingEngine:
+        engine = self._find_engine()
+        if engine is None:
+            raise EngineError(
+                "the engine of this optimizer has ended", hint="keep the engine that initialize() returned"
+            )
+        return engine
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do what `engine.step()` does, unless that has just been called. Every rank must call it.
+
+        closure: called first, with gradients enabled; what it returns is returned. Raises: as `engine.step()`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine().step_of_optimizer()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine drops gradients after each step; scripts call this out of habit."""
+        """Drop the gradients of backward passes that no `step()` has followed, as `engine.zero_grad()` does.
+
+        Else do nothing: a step has dropped them, and the sum of an accumulation that steps count stays for its step.
+        """
+        engine = self._find_engine()
+        if engine is not None and engine.has_gradients:
+            engine.zero_grad(set_to_none)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Do what `engine.backward(loss)` does."""
+        self._engine().backward(loss, retain_graph=retain_graph)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse after construction: units are laid out once. Raises: EngineError."""

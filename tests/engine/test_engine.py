@@ -337,11 +337,6 @@ def test_backward_around_the_engine() -> None:
         engine(*batch()).backward()
 
 
-def test_the_optimizer_cannot_be_stepped_by_hand() -> None:
-    with pytest.raises(EngineError, match=r"call engine.step\(\)"):
-        alone().optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
