@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 from launcher.base.errors import EngineError
 from launcher.engine.watch import Watch
+from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
+from launcher.zero.tensors import tensors_in
 
 
 def check_loss(loss: Tensor) -> None:
@@ -31,6 +37,14 @@ def scaled_up(loss: Tensor, loss_scale: float) -> Tensor:
     return loss if loss_scale == 1.0 else loss.float() * loss_scale
 
 
+@dataclass(frozen=True)
+class ScriptsPass:
+    """What an engine says of a backward pass that the script has begun by itself."""
+
+    is_boundary: bool
+    factor: float  # what gradients are multiplied by: the script has not divided by the accumulation steps
+
+
 class BackwardPass:
     """Lets the reducer and the schedule know when a backward pass begins and ends."""
 
@@ -41,6 +55,7 @@ class BackwardPass:
         self.shows_gradients = True  # between backward and step, in `param.grad`
         self._stack = contextlib.ExitStack()
         self._is_open = False
+        self._is_scripts = False  # the script has begun it by a `backward()` of its own
         self._is_broken = False  # an exception ended it: units may still be gathered, or on their way
         self._is_noted = False  # the engine knows that
 
@@ -70,9 +85,56 @@ class BackwardPass:
             if not self._is_open:
                 self._begin(is_boundary=is_boundary())
                 torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            elif self._is_scripts:
+                raise EngineError(
+                    "one backward pass has a loss of engine.scale(loss) and another one that was not scaled",
+                    hint="scale all losses, or none",
+                )
 
         loss.register_hook(on_gradient)
         return loss
+
+    @outside_graphs
+    def begins_at_outputs(self, outputs: Any, inputs: Any, begin: Callable[[Tensor | None], ScriptsPass]) -> None:
+        """Have a pass begin when a `backward()` of the script reaches what the engine has returned.
+
+        Nothing happens in a pass that an engine was asked for, nor in `torch.autograd.grad`, which leaves no gradient
+        on parameters. begin: called with the output, detached, if it is one number. It may raise.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        given = list(tensors_in(inputs))
+        passed_on = set(map(id, given))
+        # A hook must hold nothing behind which its own tensor is; inputs come before it.
+        sources = [tensor for tensor in given if tensor.requires_grad]
+        for tensor in tensors_in(outputs):
+            if tensor.grad_fn is not None and id(tensor) not in passed_on:
+                value = tensor.detach() if tensor.numel() == 1 else None
+                tensor.register_hook(functools.partial(self._on_output, sources, begin, value))
+
+    def _on_output(
+        self,
+        sources: Sequence[Tensor],
+        begin: Callable[[Tensor | None], ScriptsPass],
+        value: Tensor | None,
+        _grad: Tensor,
+    ) -> None:
+        if self._is_open or self._reducer.is_beside or not self._accumulates(sources):
+            return
+        found = begin(value)
+        self._begin(is_boundary=found.is_boundary, factor=found.factor, is_scripts=True)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _accumulates(self, sources: Sequence[Tensor]) -> bool:
+        """Whether the autograd call that runs leaves gradients on parameters: it is no `torch.autograd.grad`.
+
+        Parameters are not in its graph where reentrant checkpointing has all of them; then leaves behind the inputs say
+        so, and where there are none, nothing but a parameter can have been asked for.
+        """
+        params = (param for param in self._reducer.params if param.requires_grad)
+        if any(_is_executed(get_gradient_edge(param).node) for param in params):
+            return True
+        return not sources or any(_is_executed(_leaf_behind(source)) for source in sources)
 
     def note_exception(self) -> bool:
         """Whether an exception has ended a pass, once for each: gradients of a part of the model are no gradient.
@@ -110,10 +172,10 @@ class BackwardPass:
         if self._reducer.is_spoiled and not self._is_broken:
             self._is_broken, self._is_noted = True, False
 
-    def _begin(self, *, is_boundary: bool) -> None:
-        self._is_open = True
+    def _begin(self, *, is_boundary: bool, factor: float = 1.0, is_scripts: bool = False) -> None:
+        self._is_open, self._is_scripts = True, is_scripts
         self._stack.enter_context(self._watch.phase("backward"))
-        self._reducer.begin_backward(is_boundary=is_boundary)
+        self._reducer.begin_backward(is_boundary=is_boundary, factor=factor, is_scripts=is_scripts)
         self._schedule.begin_backward()
 
     def _end(self) -> None:
@@ -130,6 +192,32 @@ class BackwardPass:
         self._reducer.abort_backward()
         self._schedule.abort_backward()
         self._stack.__exit__(type(error) if error is not None else None, error, None)
+
+
+def _leaf_behind(tensor: Tensor) -> Node:
+    """Return the node of a leaf that a tensor was computed from, or its own."""
+    node = get_gradient_edge(tensor).node
+    while before := [each for each, _ in node.next_functions if each is not None]:
+        node = before[0]
+    return node
+
+
+def _is_executed(node: Node) -> bool:
+    """Whether the autograd call that runs adds to the gradient of the leaf that `node` belongs to."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer where `torch.autograd.grad` was asked for the gradient of this leaf
+        return False
+
+
+class UnscaledError(EngineError, RuntimeError):
+    """A `backward()` of the script's own with fp16; scripts for DeepSpeed catch it as RuntimeError."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Loss scaling is required with fp16, and backward() was called without it",
+            hint="call engine.scale(loss).backward(), or engine.backward(loss), instead of loss.backward()",
+        )
 
 
 def _sharded_error() -> EngineError:

@@ -21,7 +21,7 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
 from launcher.engine.autosave import Autosave
-from launcher.engine.backward import BackwardPass, check_loss, scaled_up
+from launcher.engine.backward import BackwardPass, ScriptsPass, UnscaledError, check_loss, scaled_up
 from launcher.engine.casting import Casting
 from launcher.engine.checkpoints import Checkpoints
 from launcher.engine.data import DistributedLoader
@@ -70,7 +70,8 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
     """A model that trains by `loss = engine(x); engine.backward(loss); engine.step()`.
 
     All three must be called by every rank, once per micro-batch; `step()` acts only at the accumulation
-    boundary. Attributes the engine does not have are the wrapped model's.
+    boundary. `loss.backward()` of what was computed from `engine(x)` does what `engine.backward(loss)` does, but where
+    there is a loss scale. Attributes the engine does not have are the wrapped model's.
     """
 
     def __init__(self, model: nn.Module, parts: EngineParts) -> None:
@@ -256,11 +257,15 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._layer_ranks.check_inputs((inputs, kwargs))
         if not self.training:
             with casting.context():
-                return self.module(*inputs, **kwargs)
-        self._tell_phase(trains=torch.is_grad_enabled())
-        self._timer.start()
-        with self._parts.sequence.checked((inputs, kwargs)), self._watch.phase("forward"), casting.context():
-            return self.module(*inputs, **kwargs)
+                outputs = self.module(*inputs, **kwargs)
+        else:
+            self._tell_phase(trains=torch.is_grad_enabled())
+            self._timer.start()
+            with self._parts.sequence.checked((inputs, kwargs)), self._watch.phase("forward"), casting.context():
+                outputs = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and self.optimizer is not None:
+            self._pass.begins_at_outputs(outputs, (inputs, kwargs), self._begin_backward_of_script)
+        return outputs
 
     def train(self, mode: bool = True) -> Engine:
         """See `nn.Module.train`; the panel of `launch` shows what an engine is set to."""
@@ -309,6 +314,18 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._losses.append(loss.detach())
         self._has_divided = True
         return optimizer.loss_scale
+
+    def _begin_backward_of_script(self, value: Tensor | None) -> ScriptsPass:
+        """Note a backward that the script has begun, at an output with this value. Raises: EngineError."""
+        optimizer = self._trained()
+        if optimizer.loss_scaler is not None:
+            raise UnscaledError
+        self._begin()
+        self._last_step.report()
+        if value is not None:
+            self._losses.append(value)
+        self._backward_done = self._has_divided = True
+        return ScriptsPass(self._reduces_at_boundary(), 1.0 / self.gradient_accumulation_steps())
 
     def _reduces_at_boundary(self) -> bool:
         """Whether the backward pass about to run is known to be the last one before a step."""
@@ -445,14 +462,16 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         every = self._steps_per_print
         if not every or self.global_steps % every or self.global_rank != 0:
             return
-        loss = torch.stack([value.float() for value in losses]).mean().item()
-        tell(loss=loss)
+        shown = ""  # where the script has computed the loss from the outputs
+        if losses:
+            loss = torch.stack([value.float() for value in losses]).mean().item()
+            tell(loss=loss)
+            shown = f"  loss {loss:.4f}{' of rank 0' if self.dp_world_size > 1 else ''}"
         rate = f"  {self._timer.samples_per_s:.1f} samples/s" if self._timer.samples_per_s else ""
         get_logger().info(
-            "step %d  loss %.4f%s  lr %.3g  grad norm %.3g%s",
+            "step %d%s  lr %.3g  grad norm %.3g%s",
             self.global_steps,
-            loss,
-            " of rank 0" if self.dp_world_size > 1 else "",
+            shown,
             self.get_lr()[0],
             self._last_step.norm,
             rate,

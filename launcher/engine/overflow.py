@@ -16,9 +16,9 @@ from launcher.zero.unit import FlatUnit
 def reason(units: list[FlatUnit], group: RankGroup, losses: list[Tensor], norm: float) -> str:
     """Name the ranks whose loss is not finite, or else the parameter whose gradient is not. Every rank must call it.
 
-    losses: of this rank's micro-batches since the last step; norm: of all gradients.
+    losses: of this rank's micro-batches since the last step, as far as the engine has seen any; norm: of all gradients.
     """
-    mean = torch.stack([loss.float() for loss in losses]).mean().item()
+    mean = torch.stack([loss.float() for loss in losses]).mean().item() if losses else 0.0
     by_rank = collectives.gather_scalars(group, mean)
     bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(by_rank) if not math.isfinite(loss)]
     if bad:

@@ -134,12 +134,15 @@ class UnitGradients:
 
     # ---- from autograd ----
 
-    def begin_backward(self, *, is_reduced: bool) -> None:
-        """Forget which gradients of the previous backward have arrived. is_reduced: what this one leaves, and alone."""
+    def begin_backward(self, *, is_reduced: bool, factor: float = 1.0) -> None:
+        """Forget which gradients of the previous backward have arrived. is_reduced: what this one leaves, and alone.
+
+        factor: what gradients of this one are multiplied by.
+        """
         if self._is_kept_full and self.state is UnitState.REDUCED:
             self._unreduce()
         self._sum.begin_backward()
-        self._local.begin_backward(is_outgoing=is_reduced and self._sends_what_autograd_makes)
+        self._local.begin_backward(is_outgoing=is_reduced and self._sends_what_autograd_makes, factor=factor)
         self._is_written_early = bool(self._local.written)
         self._square = None
         self._is_sent = False

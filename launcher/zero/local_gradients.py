@@ -80,7 +80,8 @@ class LocalGradients:
         self._kept = kept
         self._borrowed: Tensor | None = None  # 1-D [padded]; None: none is needed now
         self._is_outgoing = False
-        self._scale = scale
+        self._early_scale = scale
+        self._scale = scale  # of the gradients of this backward
         self._moves_together = moves_together
         self._filled = [False] * len(params)  # has a gradient in the buffer
         self._arrived = [False] * len(params)  # has a gradient of the current backward
@@ -93,15 +94,17 @@ class LocalGradients:
         self._is_late = [False] * len(params)  # that is a gradient that was not taken
         self.written: dict[int, Tensor | None] = {}  # what the user has made of what was left, by parameter
 
-    def begin_backward(self, *, is_outgoing: bool) -> None:
+    def begin_backward(self, *, is_outgoing: bool, factor: float = 1.0) -> None:
         """Forget which gradients of the previous backward have arrived.
 
-        is_outgoing: what this backward leaves is sent as it is. With nothing to add it to, it is collected in a
-        borrowed buffer of the type that travels, also where there is one that lasts.
+        factor: what gradients of this one are multiplied by, beside `scale`. is_outgoing: what this backward leaves is
+        sent as it is. With nothing to add it to, it is collected in a borrowed buffer of the type that travels, also
+        where there is one that lasts.
         """
         self.withdraw()
         self._forget_left()
         self._is_in_pass = True
+        self._scale = self._early_scale * factor
         if self.num_backwards == 0:
             self._is_outgoing = is_outgoing
         self._arrived = [False] * len(self._arrived)

@@ -45,6 +45,7 @@ class GradientReducer:
             unit.complete_sums = self.complete_early
         self._index_of = {unit.grads: unit.index for unit in units if unit.grads is not None}
         self._gradients = list(self._index_of)
+        self.params = [param for unit in units if unit.grads is not None for param in unit.members.params]
         self.order = order
         self._policy = policy
         self.group = group
@@ -54,6 +55,7 @@ class GradientReducer:
         self.gradient_hooks: list[RemovableHandle] = []  # by which autograd hands over
         self._hides: list[GradientReducer] = []  # whose gradients this pass must not add to
         self._in_backward = False
+        self._is_scripts = False  # the pass is one that no engine was asked for: all engines in its graph take part
         self.is_spoiled = False  # a pass that no engine runs has added to sums that `param.grad` showed
         self._reduces = False
         self._is_boundary = False
@@ -61,8 +63,11 @@ class GradientReducer:
         self._in_flight: list[UnitGradients] = []
         self._advanced: list[UnitGradients] = []  # in the last phase of their reduction
 
-    def begin_backward(self, *, is_boundary: bool) -> None:
-        """Prepare for one backward pass; `is_boundary` says that a step follows it."""
+    def begin_backward(self, *, is_boundary: bool, factor: float = 1.0, is_scripts: bool = False) -> None:
+        """Prepare for one backward pass; `is_boundary` says that a step follows it.
+
+        factor: what its gradients are multiplied by. is_scripts: it is a `loss.backward()` of the script's own.
+        """
         self._finish_all()  # sums of the micro-batch before may have been in flight during this forward
         _showing.discard(self)  # another engine's pass that begins within this one must not hide, and show, it
         self._hides = list(_showing)
@@ -71,13 +76,14 @@ class GradientReducer:
         for handle in self.gradient_hooks:
             _move_to_end(handle)
         self._in_backward = True
+        self._is_scripts = is_scripts
         _running_passes.add(self)
         self._is_boundary = is_boundary
         self._reduces = is_boundary or self._policy.stage.shards_gradients
         self._unsent = dict.fromkeys(reversed(self._gradients))
         is_reduced = self._reduces and not self.skips_reduction()
         for gradients in self._gradients:
-            gradients.begin_backward(is_reduced=is_reduced)
+            gradients.begin_backward(is_reduced=is_reduced, factor=factor)
 
     def take_gradient(self, gradients: UnitGradients, index: int) -> None:
         """Take the gradient of one parameter over from autograd."""
@@ -102,12 +108,18 @@ class GradientReducer:
         `zero_grad()` before the discriminator's own backward. Raises: EngineError when no engine runs the pass.
         """
         is_in_sum = gradients.drop(index)
-        if not _running_passes:
+        if not self.is_beside:
             self.is_spoiled |= is_in_sum
             raise EngineError(
-                "a backward pass ran outside of engine.backward(loss)",
-                hint="call engine.backward(loss), or engine.scale(loss).backward(), instead of loss.backward()",
+                "a backward pass reached parameters of an engine that it did not begin at: the loss was not computed"
+                " from what engine(...) returned",
+                hint="compute it from engine(...), not from engine.module(...), or call engine.backward(loss)",
             )
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the pass that runs is another engine's own: gradients that it leaves here are not used."""
+        return any(not other._is_scripts for other in _running_passes if other is not self)
 
     def after_backward(self, gradients: UnitGradients) -> None:
         """Reduce a sharded unit: the backward of every module that reads it has passed."""

@@ -24,7 +24,7 @@ NUM_SHORT, NUM_LONG = 200, int(os.environ.get("SEQUENCES", "500"))
 ERRORS = {
     "no backward": ("EngineError", "engine.step() was called without a backward"),
     "no_sync": ("EngineError", "no_sync() cannot be used at ZeRO stage"),
-    "raw backward": ("EngineError", "a backward pass ran outside of engine.backward(loss)"),
+    "raw backward": ("EngineError", "a backward pass reached parameters of an engine that it did not begin at"),
     "shards written": ("EngineError", "was written in place while it was sharded"),
     "zero_grad again": ("EngineError", "engine.zero_grad() was called between the micro-batches"),
     "gradients elsewhere": ("EngineError", "param.grad was used"),
@@ -173,7 +173,7 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
     ),
     "a refused backward has added to the sums": (
         [Setting(stage=0)],
-        [("pass", 0), FORWARD, ("backward", 0, "raw", False, False)],
+        [("pass", 0), ("forward", 0, "1", True), ("backward", 0, "raw", False, False)],
     ),
     "both backwards within another accumulation": (
         [Setting(stage=2), Setting(stage=2)],
@@ -185,7 +185,7 @@ PROGRAMS: dict[str, tuple[list[Setting], list[Act]]] = {
     ),
     "a refused backward leaves nothing": (
         [Setting(stage=1, accumulation=3)],
-        [TRAIN, ("overflow", 0), ("backward", 0, "raw", False, False), TRAIN, TRAIN],
+        [TRAIN, ("forward", 0, "1", True, 1e38), ("backward", 0, "raw", False, False), TRAIN, TRAIN],
     ),
 }
 
@@ -222,7 +222,7 @@ _ACTS: list[tuple[str, int, tuple[st.SearchStrategy[Any], ...]]] = [
     ("nothing", 4, ()),
     ("train", 10, ()),
     ("pass", 10, ()),
-    ("step", 12, ()),
+    ("step", 12, (st.sampled_from(["engine", "engine", "optimizer", "both"]),)),
     (
         "forward",
         12,
@@ -247,7 +247,7 @@ _ACTS: list[tuple[str, int, tuple[st.SearchStrategy[Any], ...]]] = [
     ("read_grad", 4, (_PART,)),
     ("write_grad", 3, (_PART,)),
     ("own_grad", 4, (st.sampled_from(["set", "none", "scale", "clip"]), _PART)),
-    ("zero_grad", 2, ()),
+    ("zero_grad", 2, (st.sampled_from(["engine", "optimizer"]),)),
     ("sync", 1, ()),
     ("saliency", 2, ()),
     ("mode", 2, (_BOOLEAN,)),

@@ -100,18 +100,6 @@ def test_a_shared_encoder_is_refused_while_its_engine_lives() -> None:
     run_on_ranks(2, _share_an_encoder)
 
 
-def _backward_without_an_engine(rank: int, world_size: int) -> None:
-    x, y = batches(1)[0]
-    engine = engine_of(build("Plain"), 2, world_size)
-    loss = engine(x, y)
-    with pytest.raises(EngineError, match=r"outside of engine\.backward"):
-        loss.backward()
-
-
-def test_a_backward_that_no_engine_runs_is_refused() -> None:
-    run_on_ranks(2, _backward_without_an_engine)
-
-
 # ---- one model again ----
 
 

@@ -235,12 +235,16 @@ class EngineSide:
     def both(self, keys: list[int]) -> None:
         sum(engine.scale(self.pending[key]) for engine, key in zip(self.engines, keys, strict=True)).backward()
 
-    def step(self, index: int) -> Told:
-        self.engines[index].step()
+    def step(self, index: int, how: str = "engine") -> Told:
+        if how in ("engine", "both"):
+            self.engines[index].step()
+        if how in ("optimizer", "both"):
+            self.engines[index].optimizer.step()
         return {"norm": self.engines[index].get_global_grad_norm()}
 
-    def zero_grad(self, index: int) -> None:
-        self.engines[index].zero_grad()
+    def zero_grad(self, index: int, how: str = "engine") -> None:
+        engine = self.engines[index]
+        (engine if how == "engine" else engine.optimizer).zero_grad()
 
     def mode(self, index: int, training: bool) -> None:
         self.engines[index].train(training)

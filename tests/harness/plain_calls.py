@@ -67,6 +67,7 @@ _AFTER_EDITS = ("forward", "backward", "step", "boundary", "read", "sync", "mode
 class _Pending:
     engines: frozenset[int]
     losses: list[Tensor]  # by rank
+    is_of_engines: bool  # computed from what the engines have returned
 
 
 @dataclass
@@ -91,6 +92,7 @@ class PlainEngine:
     next_sizes: tuple[int, int] = (0, 0)
     has_divided: bool = False
     backward_done: bool = False
+    ended_by: str | None = None  # the call that has ended the last micro-step
     override: bool | None = None
     num_drops: int = 0
     norm: float | None = None
@@ -224,7 +226,7 @@ class PlainSide:
                     out = engine.model.part(int(what))(x)
                 losses.append(loss_of(out) * factor)
         if losses[0].requires_grad:
-            self.pending[self.number] = _Pending(frozenset(engines), losses)
+            self.pending[self.number] = _Pending(frozenset(engines), losses, what in ("whole", "chain"))
         is_open = any(self.engines[each].is_open for each in engines)
         return {"loss": OPEN if is_open else PerRank([loss.item() for loss in losses])}
 
@@ -278,20 +280,14 @@ class PlainSide:
         if how == "no_sync" and engine.setting.stage >= 2:
             return Refused("no_sync")
         loss = self._mean(keys)
-        if how != "unscaled":
+        if how not in ("unscaled", "raw"):
             loss = loss / engine.accumulation
         grads = self._grads(loss)
         reached = frozenset[int]().union(*(self.pending[key].engines for key in keys))
         for each in reached:  # that of another engine ends no pass of theirs, nor does an error
             self.engines[each].may_be_whole = True
         if how == "raw":
-            is_shown = [each for each in reached if self.engines[each].shows_sums]
-            if grads is None or (is_shown and len(reached) > 1):
-                return SKIPPED  # which error comes first, and where, is open
-            self.drops += keys
-            for each in is_shown:
-                self._break(each)
-            return Refused("raw backward")
+            return self._raw_backward(keys, reached, grads, retain=retain)
         self._mend(index)
         if grads is None:
             self.drops += keys
@@ -301,6 +297,41 @@ class PlainSide:
         engine.shows_grads = engine.at_boundary and engine.setting.managed and how != "no_sync"
         if not retain:
             self.drops += keys
+        return None
+
+    def _raw_backward(
+        self,
+        keys: list[int],
+        reached: frozenset[int],
+        grads: dict[nn.Parameter, Tensor | None] | None,
+        *,
+        retain: bool,
+    ) -> Refused | None:
+        """A `backward()` of the script: every engine that it reaches takes its gradients."""
+        engines = [self.engines[each] for each in reached]
+        if not all(self.pending[key].is_of_engines for key in keys):
+            is_shown = [each for each in reached if self.engines[each].shows_sums]
+            if grads is None or len(keys) > 1 or (is_shown and len(reached) > 1):
+                return SKIPPED  # which error comes first, and where, is open
+            self.drops += keys
+            for each in is_shown:
+                self._break(each)
+            return Refused("raw backward")
+        if any(engine.has_set_grad for engine in engines) or (grads is None and len(reached) > 1):
+            return SKIPPED
+        if grads is None or not retain:
+            self.drops += keys
+        for each in reached:
+            self._mend(each)
+            if grads is None:
+                self._break(each)
+                return Refused("weights written")
+        assert grads is not None
+        for engine in engines:
+            engine.add_grads(
+                {param: None if grad is None else grad / engine.accumulation for param, grad in grads.items()}
+            )
+            engine.shows_grads = engine.at_boundary and engine.setting.managed
         return None
 
     def both(self, _index: int) -> Refused | None:
@@ -325,11 +356,18 @@ class PlainSide:
             engine.shows_grads = engine.at_boundary and engine.setting.managed
         return None if grads is not None else Refused("weights written")
 
-    def step(self, index: int) -> Told | Refused:
+    def step(self, index: int, how: str = "engine") -> Told | Refused:
         engine = self.engines[index]
-        self._mend(index)
+        if how == "both":
+            told = self.step(index)
+            return told if isinstance(told, Refused) else self.step(index, "optimizer")
+        if how == "engine" or engine.backward_done or engine.ended_by != "engine":
+            self._mend(index)
         if not engine.backward_done:
-            return Refused("no backward")
+            if engine.ended_by in (None, how):
+                return Refused("no backward")
+            engine.ended_by = None
+            return {"norm": engine.norm}
         is_boundary = engine.at_boundary
         engine.backward_done = False
         engine.num_summed += 1
@@ -347,10 +385,13 @@ class PlainSide:
             engine.drop()
             engine.num_drops = 0
             engine.steps += 1
+        engine.ended_by = how
         return {"norm": engine.norm}
 
-    def zero_grad(self, index: int) -> Refused | None:
+    def zero_grad(self, index: int, how: str = "engine") -> Refused | None:
         engine = self.engines[index]
+        if how == "optimizer" and not engine.backward_done:
+            return None
         self._mend(index)
         is_between = engine.num_summed > 0 and not engine.backward_done
         if is_between and engine.num_drops:
