@@ -181,7 +181,11 @@ class UnitGradients:
 
     def leave(self, *, shows: bool) -> None:
         """Leave in `param.grad` what users may find there: see `LocalGradients.leave`. shows: whether to leave any."""
-        whole = self._full if self.is_shown and self.state is UnitState.REDUCED and not self._is_unreduced else None
+        # A rank that is alone has nothing to wait for between micro-batches.
+        is_whole = self.state is UnitState.REDUCED or (
+            self._group.world_size == self._num_copies == 1 and self.state is UnitState.ACCUMULATING
+        )
+        whole = self._full if self.is_shown and is_whole and not self._is_unreduced else None
         self._local.leave(whole, shows=shows, shows_unused=self._group.world_size > 1)
 
     def withdraw(self) -> None:

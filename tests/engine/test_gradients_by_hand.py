@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -266,3 +267,31 @@ def _backward_outside(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_backward_outside_is_an_error_between_backward_and_step_too(stage: int) -> None:
     run_on_ranks(2, _backward_outside, stage)
+
+
+# ---- between micro-batches ----
+
+
+def _sums_so_far(rank: int, world_size: int, stage: int, is_synchronized: bool) -> None:
+    engine = engine_of(build("Plain"), stage, world_size, gradient_accumulation_steps=3)
+    plain_model = build("Plain")
+    weight, expected = engine.module.head.weight, plain_model.head.weight
+    for x, y in batches(3):
+        with contextlib.nullcontext() if is_synchronized else engine.no_sync():
+            engine(x.chunk(world_size)[rank], y.chunk(world_size)[rank]).backward()
+        (plain_model(x, y) / 3).backward()
+        assert expected.grad is not None
+        if world_size == 1:
+            torch.testing.assert_close(weight.grad, expected.grad)
+        found = launcher.zero.safe_get_full_grad(weight)
+        torch.testing.assert_close(found, expected.grad)
+        if is_synchronized:
+            engine.step()
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "is_synchronized"),
+    [(0, 1, True), (0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False), (2, 2, True), (3, 1, True), (3, 2, True)],
+)
+def test_the_sum_so_far_is_there_between_micro_batches(stage: int, world_size: int, is_synchronized: bool) -> None:
+    run_on_ranks(world_size, _sums_so_far, stage, is_synchronized)
