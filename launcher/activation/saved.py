@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from launcher.activation.settings import ActivationSettings
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 
@@ -34,7 +34,7 @@ class SavedInputs:
     def __init__(self, settings: ActivationSettings) -> None:
         """Raises: EngineError for contiguous buffers of unknown number."""
         if settings.contiguous_checkpointing and settings.num_checkpoints is None:
-            raise EngineError(
+            raise EngineAssertionError(
                 "activation_checkpointing: contiguous_memory_optimization needs number_checkpoints",
                 hint="give the checkpoints of one forward, in the config or by configure(num_checkpoints=...)",
             )

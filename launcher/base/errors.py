@@ -54,10 +54,14 @@ class UsageError(LauncherError):
     exit_code = ExitCode.USAGE
 
 
-class ConfigError(LauncherError):
+class ConfigError(LauncherError, ValueError):
     """A config file or dict that breaks a rule of the schema."""
 
     exit_code = ExitCode.USAGE
+
+
+class ConfigAssertionError(ConfigError, AssertionError):
+    """Keys that do not fit together, or not the number of ranks: DeepSpeed asserts these."""
 
 
 class HostfileError(LauncherError):
@@ -104,3 +108,32 @@ class EngineError(LauncherError):
 
 class CheckpointError(LauncherError):
     """A checkpoint that cannot be written or read."""
+
+
+# ---- what scripts written for DeepSpeed catch: each is raised where DeepSpeed raises the class of Python ----
+
+
+class EngineAssertionError(EngineError, AssertionError):
+    """A call that DeepSpeed asserts against."""
+
+
+class EngineValueError(EngineError, ValueError):
+    """An argument of a call, where DeepSpeed raises ValueError."""
+
+
+class EngineRuntimeError(EngineError, RuntimeError):
+    """A call, where DeepSpeed raises RuntimeError."""
+
+
+class EngineKeyError(EngineError, KeyError):
+    """Something asked for by its name, where DeepSpeed raises KeyError."""
+
+    __str__ = Exception.__str__  # KeyError's shows the message quoted
+
+
+class CheckpointAssertionError(CheckpointError, AssertionError):
+    """A checkpoint that ranks save differently, where DeepSpeed asserts."""
+
+
+class CheckpointValueError(CheckpointError, ValueError):
+    """An argument of a call that saves or loads, where DeepSpeed raises ValueError."""

@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from launcher.base.errors import CheckpointError
+from launcher.base.errors import CheckpointValueError
 from launcher.checkpoint_files.remote import RemotePath, RemoteReader
 
 Place = Path | RemotePath
@@ -22,7 +22,9 @@ def place_of(text: str | os.PathLike[str] | RemotePath) -> Place:
     if isinstance(text, RemotePath):
         return text
     if not isinstance(text, str | os.PathLike) or not os.fspath(text):
-        raise CheckpointError(f"{text!r} names no folder for checkpoints", hint='give a path, such as "checkpoints"')
+        raise CheckpointValueError(
+            f"{text!r} names no folder for checkpoints", hint='give a path, such as "checkpoints"'
+        )
     text = os.fspath(text)
     scheme, separator, rest = text.partition("://")
     if not separator:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineAssertionError
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import current_mesh
 from launcher.compat import ranks, ulysses
@@ -61,7 +61,7 @@ def _known(group_name: str) -> bool:
     mesh = current_mesh()
     size = 1 if mesh is None else mesh.sizes.expert
     if group_name not in ("", f"{_PREFIX}1", f"{_PREFIX}{size}"):
-        raise EngineError(
+        raise EngineAssertionError(
             f"there is no group of experts {group_name}",
             hint=f"{_PREFIX}{size} is that of the engine that was built last: call initialize() first",
         )

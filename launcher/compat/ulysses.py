@@ -13,7 +13,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineError, EngineKeyError, EngineValueError
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import current_mesh, subgroup
@@ -77,7 +77,7 @@ class SequenceGroups:
 def existing(group: ProcessGroup | None) -> ProcessGroup:
     """Return a group that there is. Raises: EngineError; None would mean all ranks to torch."""
     if group is None:
-        raise EngineError(
+        raise EngineKeyError(
             "there is no group of sequence parallelism: each rank has whole sequences",
             hint='set "sequence_parallel_size" in the config, or sp_size in accelerate\'s ParallelismConfig',
         )
@@ -116,7 +116,7 @@ def register_with_transformers(
     where = "register_with_transformers"
     length = seq_length or max_length
     if not seq_length_is_variable and (length is None or length % sequence_parallel_size):
-        raise EngineError(
+        raise EngineValueError(
             f"seq_length {length} is not a multiple of the {sequence_parallel_size} ranks of one sequence",
             where=where,
             hint="pad sequences to one, or let the length vary: seq_length_is_variable=True",
@@ -126,7 +126,7 @@ def register_with_transformers(
         check_model(model, sequence_parallel_size)
         own = model.config._attn_implementation
         if core_attn_implementation not in (None, own):
-            raise EngineError(
+            raise EngineValueError(
                 f'core_attn_implementation "{core_attn_implementation}" is not the model\'s, which is "{own}"',
                 where=where,
                 hint="load the model with the same attn_implementation",

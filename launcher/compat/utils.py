@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineError, EngineValueError
 from launcher.base.log import get_logger
 from launcher.comm.device import local_device
 from launcher.compat.accelerator import get_accelerator
@@ -217,7 +217,7 @@ def _set(
     found = list(dict.fromkeys(modules[name] for word in wanted for name in modules if matches(name, word)))
     missing = [word for word in wanted if not any(matches(name, word) for name in modules)]
     if missing and raises:
-        raise EngineError(f"the model has no module named {missing[0]}", hint="see model.named_modules()")
+        raise EngineValueError(f"the model has no module named {missing[0]}", hint="see model.named_modules()")
     for module in found:
         set_z3_leaf_module(module, flag)
     return found, missing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.base.errors import ConfigError
+from launcher.base.errors import ConfigAssertionError
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -37,13 +37,13 @@ def solve_batch(
     where all three sizes are given and fit all ranks, that is taken over, and the batch is the number of samples.
     Two given: the third follows. Only one of the batch sizes given: one accumulation step. A division that
     leaves a remainder is an error: a smaller batch than asked for would change the training silently.
-    Raises: ConfigError with the equation.
+    Raises: ConfigAssertionError with the equation.
     """
     train, micro, steps = train_batch_size, micro_batch_size, accumulation_steps
     if train and micro and steps and train == micro * steps * world_size * model_size:
         train //= model_size
     if train is None and micro is None:
-        raise ConfigError(
+        raise ConfigAssertionError(
             "neither train_batch_size nor train_micro_batch_size_per_gpu is given",
             hint='give one, such as "train_micro_batch_size_per_gpu": 8',
         )
@@ -58,7 +58,7 @@ def solve_batch(
     if train is None or micro is None or steps is None:
         raise RuntimeError("every case above fills all three sizes")
     if train != micro * steps * world_size:
-        raise ConfigError(
+        raise ConfigAssertionError(
             f"train_batch_size {train} ≠ {micro} (micro) × {steps} (accumulation) × {world_size} (ranks)"
             f" = {micro * steps * world_size}",
             hint="give two of the three, and the third follows",
@@ -70,7 +70,7 @@ def _divide(train: int, divisor: int, what: str) -> int:
     quotient, remainder = divmod(train, divisor)
     if remainder or quotient == 0:
         near = max(1, round(train / divisor)) * divisor
-        raise ConfigError(
+        raise ConfigAssertionError(
             f"train_batch_size {train} is not divisible by {what} = {divisor}", hint=f"the nearest is {near}"
         )
     return quotient

@@ -84,6 +84,7 @@ def check(
     errors += contradiction
     between, notices = _between_keys(config, world_size, errors)
     broken = {finding.path for finding in errors}  # there is nothing more to say about a value of the wrong type
+    between = [replace(finding, is_between=True) for finding in between]
     errors += [finding for finding in dict.fromkeys(support.errors + between) if finding.path not in broken]
     errors = known.errors + [replace(finding, path=known.as_written(finding.path)) for finding in errors]
     notices = [replace(finding, path=known.as_written(finding.path)) for finding in support.notices + notices]

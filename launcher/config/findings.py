@@ -16,6 +16,7 @@ class Finding:
     hint: str | None = None
     at_key: bool = False  # it is about the key itself, not its value
     is_refusal: bool = False  # the config is sound, this release does not do what it asks for
+    is_between: bool = False  # keys do not fit together, or not the number of ranks
 
     @property
     def dotted(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.base.errors import ConfigError, Diagnostic
+from launcher.base.errors import ConfigAssertionError, ConfigError, Diagnostic
 from launcher.config.check import check
 from launcher.config.findings import Finding
 from launcher.config.positions import Located, read_json, read_yaml
@@ -44,7 +44,8 @@ def load_config(
     sequence_parallel_size: of groups that exist already; a config that has the key must have the same size.
     for_planning: what this release does not do is a notice instead of an error.
     model_stages: pipeline ranks that the model was built for; they are `pipeline.stages` where that is open.
-    Raises: ConfigError with every finding, each with `file:line:column` or the key's path.
+    Raises: ConfigError with every finding, each with `file:line:column` or the key's path; where keys do not fit
+    together a ConfigAssertionError.
     """
     name, located = _read(source)
     duplicates = [
@@ -62,7 +63,8 @@ def load_config(
     checked = check(given, world_size, for_planning=for_planning, model_stages=model_stages)
     errors = duplicates + [_locate(finding, located, name) for finding in checked.errors]
     if errors or checked.config is None:
-        raise ConfigError.from_diagnostics(sorted(errors, key=_in_file_order))
+        kind = ConfigAssertionError if any(finding.is_between for finding in checked.errors) else ConfigError
+        raise kind.from_diagnostics(sorted(errors, key=_in_file_order))
     notices = tuple(_locate(finding, located, name) for finding in checked.notices)
     return LoadedConfig(checked.config, notices, name, raw)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.engine.watch import Watch
 from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
@@ -24,7 +24,9 @@ def check_loss(loss: Tensor) -> None:
     """Raise EngineError for a loss that is not a scalar or has no graph."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise EngineError(f"engine.backward() needs a scalar loss, got {got}", hint="reduce it with loss.mean()")
+        raise EngineAssertionError(
+            f"engine.backward() needs a scalar loss, got {got}", hint="reduce it with loss.mean()"
+        )
     if not loss.requires_grad:
         raise EngineError(
             "the loss has no graph to go back through",

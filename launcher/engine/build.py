@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from launcher.activation.settings import use_section
-from launcher.base.errors import ConfigError, EngineError
+from launcher.base.errors import ConfigAssertionError, EngineAssertionError, EngineError
 from launcher.base.log import get_logger
 from launcher.base.malloc import keep_freed_memory
 from launcher.base.progress import phase, tell
@@ -121,7 +121,7 @@ def initialize(
     Raises: ConfigError, EngineError.
     """
     if model is None:
-        raise EngineError("initialize() needs a model", hint="initialize(model=model, config=...)")
+        raise EngineAssertionError("initialize() needs a model", hint="initialize(model=model, config=...)")
     if not isinstance(model, StagedModel):  # its layers have no values yet
         check_model(model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -228,9 +228,11 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
         from_args = args.deepspeed
     given = [source for source in (config, config_params, from_args) if source is not None]
     if not given:
-        raise ConfigError("no config was given", hint="initialize(config=...) or --deepspeed ds_config.json")
+        raise ConfigAssertionError("no config was given", hint="initialize(config=...) or --deepspeed ds_config.json")
     if any(source != given[0] for source in given[1:]):
-        raise ConfigError("two different configs were given", hint="give config, config_params or args, not several")
+        raise ConfigAssertionError(
+            "two different configs were given", hint="give config, config_params or args, not several"
+        )
     return given[0]
 
 

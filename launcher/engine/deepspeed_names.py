@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 
 from launcher.base import env
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineError, EngineKeyError
 from launcher.config.batch import BatchPlan
 from launcher.config.policies import DType
 from launcher.engine.data import DistributedLoader, build_loader
@@ -178,7 +178,7 @@ class DeepSpeedNames:
         """Return the ranks that have parts of the same sequences. Raises: EngineError where this rank is alone."""
         sequence = self._parts.mesh.sequence
         if sequence is None or sequence.process_group is None:  # None would mean all ranks to torch
-            raise EngineError(
+            raise EngineKeyError(
                 "there is no group of sequence parallelism: each rank has whole sequences",
                 hint='set "sequence_parallel_size" in the config',
             )

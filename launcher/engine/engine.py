@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, heartbeat, tell
 from launcher.checkpoint.formats.source import RunState
@@ -340,12 +340,12 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         """
         stage = self.zero_optimization_stage()
         if stage >= 2:
-            raise EngineError(
+            raise EngineAssertionError(
                 f"no_sync() cannot be used at ZeRO stage {stage}: no rank keeps full gradients to sum",
                 hint="set gradient_accumulation_steps, or use stage 0 or 1",
             )
         if self._is_in_no_sync:
-            raise EngineError("no_sync() was entered within no_sync()", hint="leave the inner one out")
+            raise EngineAssertionError("no_sync() was entered within no_sync()", hint="leave the inner one out")
         self._is_in_no_sync = True
         try:
             yield
@@ -365,7 +365,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
                 return
             raise EngineError("engine.step() was called without a backward", hint="call engine.backward(loss) first")
         if self._is_in_no_sync:
-            raise EngineError("engine.step() was called within no_sync()", hint="call it after the block")
+            raise EngineAssertionError("engine.step() was called within no_sync()", hint="call it after the block")
         heartbeat()
         self._sharded.reducer.withdraw()
         boundary = self.is_gradient_accumulation_boundary()
@@ -446,7 +446,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
     def _trained(self) -> ZeroOptimizer:
         """Return the optimizer. Raises: EngineError when there is none."""
         if self.optimizer is None:
-            raise EngineError(
+            raise EngineAssertionError(
                 "this engine has no optimizer: it is for inference only",
                 hint='add an "optimizer" section to the config, or call initialize(optimizer=...)',
             )

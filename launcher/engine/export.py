@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineError, EngineValueError
 from launcher.base.log import get_logger
 from launcher.base.progress import phase
 from launcher.checkpoint.zero_to_fp32 import write_safetensors
@@ -40,7 +40,9 @@ class WeightExport:
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return on rank 0 what `save_16bit_model` writes, on others None. Every rank must call it, at stage 3."""
         if self._parts.settings.zero_optimization.stage != 3:
-            raise EngineError("_zero3_consolidated_16bit_state_dict() is for ZeRO stage 3", hint="call state_dict()")
+            raise EngineValueError(
+                "_zero3_consolidated_16bit_state_dict() is for ZeRO stage 3", hint="call state_dict()"
+            )
         return self._whole_weights(exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.base.errors import ConfigError, EngineError
+from launcher.base.errors import ConfigError, EngineAssertionError, EngineError
 from launcher.base.suggest import did_you_mean
 from launcher.comm.buffers import BufferPool
 from launcher.comm.groups import RankGroup
@@ -190,7 +190,7 @@ def plan_from_client(
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters() if model_parameters is None else model_parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise EngineError(
+        raise EngineAssertionError(
             f"the optimizer is a {type(optimizer).__name__}",
             hint="give a torch.optim.Optimizer, or a function from parameters to one",
         )
@@ -225,7 +225,7 @@ def plan_from_client(
 def _check_client(name: str, is_tested: bool, rules: ZeroRules) -> None:
     if name in NEVER:
         why, remedy = NEVER[name]
-        raise EngineError(f"optimizer {name} cannot be used: it {why}", hint=remedy)
+        raise EngineAssertionError(f"optimizer {name} cannot be used: it {why}", hint=remedy)
     if is_tested or rules.stage == 0:
         return
     if name.lower() in WHOLE_PARAMETERS:
@@ -233,12 +233,12 @@ def _check_client(name: str, is_tested: bool, rules: ZeroRules) -> None:
         instead = "or an elementwise optimizer such as AdamW or Lion"
         if "muon" in name.lower():
             instead = 'torch.optim.Muon, or "optimizer": {"type": "Muon"} in the config'
-        raise EngineError(
+        raise EngineAssertionError(
             f"optimizer {name} cannot be sharded by ZeRO stage {rules.stage}: it {why}, and shards are flat",
             hint=f"use stage 0, {instead}",
         )
     if not rules.allow_untested:
-        raise EngineError(
+        raise EngineAssertionError(
             f"optimizer {name} is untested with ZeRO stage {rules.stage}",
             hint='if its update treats each element by itself, add "zero_allow_untested_optimizer": true to the config',
         )
@@ -258,7 +258,7 @@ def group_of_parameters(plan: OptimizerPlan, model: nn.Module) -> dict[nn.Parame
                     f"optimizer group {index} holds a parameter of shape {tuple(param.shape)} that is not the model's"
                 )
             if found.setdefault(param, index) != index:
-                raise EngineError(f"parameter {names[param]} is in two optimizer groups")
+                raise EngineAssertionError(f"parameter {names[param]} is in two optimizer groups")
     for param, name in names.items():
         if param.requires_grad and param not in found:
             raise EngineError(

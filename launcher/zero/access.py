@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.comm import collectives
 from launcher.sharding.layout import ParamSlot
 from launcher.zero.stages import ParameterState, UnitState
@@ -89,7 +89,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite this rank's part of a parameter's master value and of its shard. Only where parameters are sharded."""
     unit, slot = _trained(param)
     if not unit.is_sharded:
-        raise EngineError(
+        raise EngineAssertionError(
             f"{slot.name} is not sharded",
             hint="use safe_set_full_fp32_param, or stage 3 with stage3_param_persistence_threshold 0",
         )

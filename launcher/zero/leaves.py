@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineRuntimeError, EngineValueError
 
 _LEAF_MARK = "_launch_is_leaf"
 _TILE_MARK = "_launch_is_tile"
@@ -53,7 +53,9 @@ def _find(model: nn.Module, kinds: Iterable[type[nn.Module] | str], *, raise_if_
     ]
     if not found and raise_if_not_found:
         wanted = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
-        raise EngineError(f"the model has no module of class {wanted}", hint="give the class of one of its modules")
+        raise EngineValueError(
+            f"the model has no module of class {wanted}", hint="give the class of one of its modules"
+        )
     return found
 
 
@@ -108,7 +110,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     fetched in time.
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
-        raise EngineError(
+        raise EngineRuntimeError(
             "register_external_parameter takes a module and a parameter, got "
             f"{type(module).__name__} and {type(parameter).__name__}"
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.comm import collectives, pending
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import Readback, largest_of_hosts, on_any_rank
@@ -339,7 +339,7 @@ def _write_back(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy, un
 def _unused_error(names: list[str]) -> EngineError:
     """names: of this rank's part of the model; none where another part has them."""
     shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
-    return EngineError(
+    return EngineAssertionError(
         f"no rank computed a gradient of {shown or 'some parameters of another part of the model'}",
         hint='freeze them with requires_grad_(False), or accept them: "ignore_unused_parameters": true',
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineError, EngineRuntimeError
 from launcher.zero.construct import shard_parameter
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.leaves import external_parameters, get_z3_leaf_modules, set_tile
@@ -58,7 +58,7 @@ class TiledLinear(nn.Module):
         super().__init__()
         for name, splits, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= splits <= features:
-                raise EngineError(
+                raise EngineRuntimeError(
                     f"TiledLinear: {name}_splits is {splits}, {name}_features {features}",
                     hint=f"give 1 to {features} splits",
                 )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.base.errors import CheckpointError
+from launcher.base.errors import CheckpointAssertionError, CheckpointError
 from launcher.base.log import get_logger
 from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.saving.contents import UnitContents
@@ -128,11 +128,12 @@ class Save:
         plan: dict[str, Any] = {}
         if said is not None:
             failed = "; ".join(f"rank {rank}: {each[0]}" for rank, each in enumerate(said) if each[0])
-            plan = {"error": failed} if failed else self._plan([each[1:] for each in said])
+            plan = {"error": failed, "tags_differ": False} if failed else self._plan([each[1:] for each in said])
         plan = self._exchange.broadcast(plan)
         if plan["error"]:
             self._exchange.finish()
-            raise CheckpointError(plan["error"], where=str(request.root))
+            kind = CheckpointAssertionError if plan["tags_differ"] else CheckpointError
+            raise kind(plan["error"], where=str(request.root))
         self._save_id = plan["save_id"]
         self._draft = draft_of(request.root, plan["tag"], self._save_id, is_new=plan["is_new"])
         if request.is_node_local:
@@ -140,14 +141,20 @@ class Save:
 
     def _plan(self, said: list[list[Any]]) -> dict[str, Any]:
         request, save_id = self._request, uuid.uuid4().hex[:8]
-        plan: dict[str, Any] = {"save_id": save_id, "tag": request.tag, "is_new": True, "error": None}
+        plan: dict[str, Any] = {
+            "save_id": save_id,
+            "tag": request.tag,
+            "is_new": True,
+            "error": None,
+            "tags_differ": False,
+        }
         tags, roots, steps = ([str(value) for value in column] for column in zip(*said, strict=True))
         for what, values in (("folders", roots), ("steps", steps), ("tags", tags)):
             if len(set(values)) == 1 or (what == "folders" and request.is_node_local):
                 continue
             text = f"ranks save to different {what}: {_listed(values)}"
             if what != "tags" or request.tag_validation == "Fail":
-                return {**plan, "error": text}
+                return {**plan, "error": text, "tags_differ": what == "tags"}
             if request.tag_validation == "Warn":
                 get_logger().warning("%s; the tag of rank 0 is used", text)
         try:

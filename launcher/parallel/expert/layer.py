@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.comm import collectives
 from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.groups import RankGroup, init_distributed, world_group
@@ -239,7 +239,7 @@ def _refuse(*, use_tutel: bool, enable_expert_tensor_parallelism: bool) -> None:
 
 def _check(num_experts: int, ep_size: int, k: int, noisy_gate_policy: str | None) -> None:
     if ep_size < 1 or num_experts < 1 or num_experts % ep_size:
-        raise EngineError(
+        raise EngineAssertionError(
             f"{ep_size} ranks do not divide {num_experts} experts",
             where="MoE(num_experts=..., ep_size=...)",
             hint=f"use one of {_listed(divisors(max(num_experts, 1)))} for ep_size",
@@ -249,7 +249,7 @@ def _check(num_experts: int, ep_size: int, k: int, noisy_gate_policy: str | None
             f"a token cannot go to {k} of {num_experts} experts", where="MoE(k=...)", hint=f"use 1 to {num_experts}"
         )
     if noisy_gate_policy not in _POLICIES:
-        raise EngineError(
+        raise EngineAssertionError(
             f'there is no noise "{noisy_gate_policy}"',
             where="MoE(noisy_gate_policy=...)",
             hint='"Jitter", "RSample" or None',

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineRuntimeError
 from launcher.comm.accelerator import random_numbers_kept
 
 SeedFunction = Callable[[int], Any]
@@ -22,7 +22,7 @@ class LayerSpec:
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         """Raises: EngineError for something else than a class of modules."""
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise EngineError(
+            raise EngineRuntimeError(
                 f"{type(self).__name__} describes a subclass of torch.nn.Module, not {typename!r}",
                 hint="give the class and its arguments, or put a module or a function into the list of layers itself",
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.zero.compiled import outside_graphs
@@ -66,7 +66,7 @@ def check_heads(num_heads: int, num_ranks: int, where: str | None = None) -> Non
     """Raise EngineError where the ranks of a sequence do not divide the heads of queries."""
     if num_heads % num_ranks:
         sizes = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
-        raise EngineError(
+        raise EngineAssertionError(
             f"{num_ranks} ranks of one sequence do not divide {num_heads} attention heads: each computes whole heads",
             where=where,
             hint=f"use a sequence_parallel_size of {sizes}",
