@@ -124,9 +124,7 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.loss_scaler": "CreateLossScaler DynamicLossScaler LossScaler LossScalerBase"
     },
     "runtime.lr_schedules": {
-        f"{_DEFINED}.schedules": """
-            LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR
-        """,
+        "launcher.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         **_WORDS,
     },
     "runtime.pipe": {

@@ -33,6 +33,7 @@ WARMUP_LINEAR_RATE = "linear"
 WARMUP_MIN_RATIO = "warmup_min_ratio"
 COS_MIN_RATIO = "cos_min_ratio"
 TOTAL_NUM_STEPS = "total_num_steps"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 
 # ---- types of optimizers, in the lower case of `DeepSpeedConfig.optimizer_name` ----
 ADAGRAD_OPTIMIZER = "adagrad"

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from launcher.base.errors import ConfigError
+from launcher.base.errors import ConfigError, Diagnostic
 from launcher.base.suggest import did_you_mean, nearest
 from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
@@ -267,13 +267,26 @@ def _check_typed_params(data: Mapping[str, Any], types: _Types, support: _Suppor
         return errors + [_unknown_param(name, key, known) for key in params if key not in known]
     if type_name not in types.known:
         return errors
+    _check_support(types.known[type_name], params, (name, "params"), support)
+    return errors + _param_findings(types, type_name, params)
+
+
+def check_params(name: str, type_name: str, params: Mapping[str, Any]) -> None:
+    """Check the params of a known type of `optimizer` or `scheduler` alone. Raises: ConfigError with all findings."""
+    findings = _param_findings(_OPTIMIZERS if name == "optimizer" else _SCHEDULERS, type_name, params)
+    if findings:
+        raise ConfigError.from_diagnostics(
+            [Diagnostic(f"{type_name}: {found.message}", found.dotted, found.hint) for found in findings]
+        )
+
+
+def _param_findings(types: _Types, type_name: str, params: Mapping[str, Any]) -> list[Finding]:
     section = types.known[type_name]
     try:
         section.model_validate(dict(params))
     except ValidationError as error:
-        errors += [_param_finding(name, type_name, section, item) for item in error.errors(include_url=False)]
-    _check_support(section, params, (name, "params"), support)
-    return errors
+        return [_param_finding(types.name, type_name, section, item) for item in error.errors(include_url=False)]
+    return []
 
 
 def _unknown_param(name: str, key: Any, known: Iterable[str]) -> Finding:

@@ -262,6 +262,29 @@ NumberOrList = Annotated[
     float | list[float] | None,
     _checked("a number, a list of numbers or null", lambda value: _number_or_list(value)),
 ]
+PerGroup = Annotated[
+    float | list[float],
+    _checked("a number of at least 0, or a list of these", lambda value: _per_group(value)),
+]
+
+
+def is_flag(value: Any) -> bool:
+    """Whether a value is true or false, also as the number 1 or 0 that older configs have."""
+    return isinstance(value, bool | int | float) and value in (0, 1)
+
+
+def _flag(value: Any) -> bool:
+    if not is_flag(value):
+        raise ValueError
+    return bool(value)
+
+
+def _text_or_list(value: Any) -> list[str]:
+    return _list_of(_instance(str))([value] if isinstance(value, str) else value)
+
+
+def _per_group(value: Any) -> Any:
+    return _list_of(_number(0.0))(value) if isinstance(value, list | tuple) else _number(0.0)(value)
 
 
 def _betas(value: Any) -> list[float]:

@@ -13,41 +13,50 @@ from launcher.config.fields import (
     NonNegative,
     Number,
     NumberOrList,
+    OptCount,
     OptInt,
+    PerGroup,
     PositiveInt,
     Section,
+    Text,
     choice,
     key,
 )
 
 
-class WarmupLRParams(Section):
+class DeepSpeedScheduleParams(Section):
+    """What DeepSpeed's schedules share."""
+
+    last_batch_iteration: AnyInt = key(-1, "step to continue from")
+
+
+class WarmupLRParams(DeepSpeedScheduleParams):
     """Parameters of WarmupLR."""
 
     warmup_min_lr: NumberOrList = key(0.0, "first learning rate")
     warmup_max_lr: NumberOrList = key(None, "learning rate after the warm-up; null: the optimizer's")
     warmup_num_steps: Count = key(1000, "steps of the warm-up")
-    warmup_type: Annotated[str, choice("log", "linear")] = key("log", "form of the rise")
+    warmup_type: Text = key("log", 'form of the rise: "log" or "linear"; another is said at start, and "log" used')
 
 
 class WarmupDecayLRParams(WarmupLRParams):
     """Parameters of WarmupDecayLR."""
 
-    total_num_steps: Count = key(..., "steps of the whole training; 0 only where nothing is trained")
+    total_num_steps: NonNegative = key(..., "steps of the whole training; 0 only where nothing is trained")
     warmup_max_lr: NumberOrList = key(0.001, "learning rate after the warm-up; null: the optimizer's")
 
 
-class WarmupCosineLRParams(Section):
+class WarmupCosineLRParams(DeepSpeedScheduleParams):
     """Parameters of WarmupCosineLR."""
 
-    total_num_steps: Count = key(..., "steps of the whole training; 0 only where nothing is trained")
+    total_num_steps: NonNegative = key(..., "steps of the whole training; 0 only where nothing is trained")
     warmup_min_ratio: Fraction = key(0.0, "first learning rate, as part of the optimizer's")
     warmup_num_steps: Count = key(1000, "steps of the warm-up")
     cos_min_ratio: Fraction = key(0.0001, "last learning rate, as part of the optimizer's")
-    warmup_type: Annotated[str, choice("log", "linear")] = key("log", "form of the rise")
+    warmup_type: Text = key("log", 'form of the rise: "log" or "linear"; another is said at start, and "log" used')
 
 
-class LRRangeTestParams(Section):
+class LRRangeTestParams(DeepSpeedScheduleParams):
     """Parameters of LRRangeTest."""
 
     lr_range_test_min_lr: NumberOrList = key(1e-3, "first learning rate")
@@ -56,22 +65,21 @@ class LRRangeTestParams(Section):
     lr_range_test_staircase: Flag = key(False, "grow in steps")
 
 
-class OneCycleParams(Section):
+class OneCycleParams(DeepSpeedScheduleParams):
     """Parameters of OneCycle."""
 
-    cycle_min_lr: NonNegative = key(..., "lowest learning rate of the cycle")
-    cycle_max_lr: NonNegative = key(..., "highest learning rate of the cycle")
+    cycle_min_lr: PerGroup = key(..., "lowest learning rate of the cycle")
+    cycle_max_lr: PerGroup = key(..., "highest learning rate of the cycle")
     decay_lr_rate: NonNegative = key(0.0, "decay after the cycle")
     cycle_first_step_size: PositiveInt = key(2000, "steps of the rise")
-    cycle_second_step_size: OptInt = key(None, "steps of the fall; null: as the rise")
+    cycle_second_step_size: OptCount = key(None, "steps of the fall; null: as the rise")
     cycle_first_stair_count: Count = key(0, "stairs of the rise")
-    cycle_second_stair_count: OptInt = key(None, "stairs of the fall; null: as the rise")
+    cycle_second_stair_count: OptCount = key(None, "stairs of the fall; null: as the rise")
     decay_step_size: Count = key(0, "steps of one decay interval")
     cycle_momentum: Flag = key(True, "let the momentum cycle too")
-    cycle_min_mom: Fraction = key(0.8, "lowest momentum")
-    cycle_max_mom: Fraction = key(0.9, "highest momentum")
+    cycle_min_mom: PerGroup = key(0.8, "lowest momentum")
+    cycle_max_mom: PerGroup = key(0.9, "highest momentum")
     decay_mom_rate: NonNegative = key(0.0, "momentum decay after the cycle")
-    last_batch_iteration: AnyInt = key(-1, "step to continue from")
 
 
 class StepLRParams(Section):

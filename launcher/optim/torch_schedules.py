@@ -18,8 +18,7 @@ def schedule_from_config(type_name: str, params: Mapping[str, Any], optimizer: t
     Raises: ConfigError for an unknown type, or parameters torch refuses.
     """
     if type_name not in TORCH_SCHEDULER_PARAMS:
-        groups = optimizer.param_groups
-        return build_schedule(type_name, params, groups, float(groups[0]["lr"]))
+        return build_schedule(type_name, params, optimizer)
     try:
         return getattr(torch.optim.lr_scheduler, type_name)(optimizer, **params)
     except (TypeError, ValueError) as error:

@@ -24,7 +24,7 @@ def optimizer():
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.3)
 
 params = {"total_num_steps": 5, "warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 2}
-expected = rates(build_schedule("WarmupDecayLR", params, [{"lr": 0.3}], 0.3))
+expected = rates(build_schedule("WarmupDecayLR", params, optimizer()))
 sgd = optimizer()
 schedule = WarmupDecayLR(sgd, 5, 0.0, 0.1, warmup_num_steps=2)
 assert rates(schedule) == expected and sgd.param_groups[0]["lr"] == schedule.get_last_lr()[0]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from launcher.base.errors import ConfigError
-from launcher.optim.schedules import LRSchedule, build_schedule
+from launcher.base.log import get_logger
+from launcher.optim.schedules import LRSchedule, OneCycle, WarmupCosineLR, WarmupLR, build_schedule
 
 
 def make(type_name: str, params: dict[str, Any], lr: float = 0.1, num_groups: int = 1) -> LRSchedule:
-    return build_schedule(type_name, params, [{"lr": lr} for _ in range(num_groups)], base_lr=lr)
+    return build_schedule(type_name, params, over({"lr": lr} for _ in range(num_groups)))
+
+
+def over(groups: Iterable[dict[str, Any]]) -> SimpleNamespace:
+    """Return what a schedule needs of an optimizer."""
+    return SimpleNamespace(param_groups=list(groups))
 
 
 def rates(schedule: LRSchedule, num_steps: int) -> list[float]:
@@ -119,7 +127,7 @@ def test_one_cycle_stairs() -> None:
 def test_one_cycle_moves_the_momentum_against_the_rate(has_betas: bool) -> None:
     group: dict[str, Any] = {"lr": 0.1, **({"betas": (0.9, 0.999)} if has_betas else {"momentum": 0.9})}
     params = {**CYCLE, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_step_size": 1, "decay_mom_rate": 0.01}
-    schedule = build_schedule("OneCycle", params, [group], 0.1)
+    schedule = build_schedule("OneCycle", params, over([group]))
     used = []
     for _ in range(9):
         used.append(group["betas"][0] if has_betas else group["momentum"])
@@ -131,14 +139,14 @@ def test_one_cycle_moves_the_momentum_against_the_rate(has_betas: bool) -> None:
 
 def test_an_optimizer_without_momentum_keeps_none() -> None:
     groups: list[dict[str, Any]] = [{"lr": 0.1, "momentum": 0.0}]
-    build_schedule("OneCycle", CYCLE, groups, 0.1).step()
+    build_schedule("OneCycle", CYCLE, over(groups)).step()
     assert groups[0]["momentum"] == 0.0
 
 
 def test_groups_keep_their_own_rates() -> None:
     groups: list[dict[str, Any]] = [{"lr": 1.0}, {"lr": 2.0}]
     schedule = build_schedule(
-        "WarmupLR", {"warmup_min_lr": [0.1, 0.2], "warmup_num_steps": 2, "warmup_type": "linear"}, groups, 1.0
+        "WarmupLR", {"warmup_min_lr": [0.1, 0.2], "warmup_num_steps": 2, "warmup_type": "linear"}, over(groups)
     )
     assert [group["lr"] for group in groups] == [0.1, 0.2]
     for _ in range(3):
@@ -162,9 +170,69 @@ def test_state_continues_where_it_was() -> None:
         ("WarmupDecayLR", {}, "total_num_steps"),
         ("WarmupCosineLR", {"total_num_steps": 0}, "training of 0 steps"),
         ("WarmupLR", {"warmup_steps": 3}, "warmup_steps"),
-        ("WarmupLR", {"warmup_type": "lienar"}, 'did you mean "linear"'),
+        ("WarmupLR", {"warmup_num_steps": None}, "warmup_num_steps: expected an integer of at least 0, got null"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": -5}, "warmup_num_steps: expected an integer"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size: expected an integer of at least 1"),
+        ("OneCycle", {**CYCLE, "cycle_first_step_size": 0}, "cycle_first_step_size: expected an integer of at least 1"),
+        ("OneCycle", {**CYCLE, "cycle_second_step_size": -1}, "cycle_second_step_size: expected an integer"),
+        ("OneCycle", {**CYCLE, "cycle_min_lr": [0.1, 0.2]}, "cycle_min_lr has 2 values, and the optimizer 1 groups"),
     ],
 )
 def test_mistakes_are_named(type_name: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(type_name, params)
+
+
+def test_an_unknown_form_of_the_rise_is_said_and_logarithmic(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    params = {"total_num_steps": 20, "warmup_num_steps": 8, "warmup_type": "lienar"}
+    used = make("WarmupCosineLR", params)
+    assert used.warmup_type == "log"  # type: ignore[attr-defined]
+    assert rates(used, 15) == rates(make("WarmupCosineLR", {**params, "warmup_type": "log"}), 15)
+    assert 'the warmup_type "lienar" is unknown, and "log" is used (did you mean "linear"?)' in caplog.text
+
+
+def test_one_cycle_has_values_for_each_group() -> None:
+    groups: list[dict[str, Any]] = [{"lr": 0.1, "betas": (0.9, 0.999)}, {"lr": 0.1, "betas": (0.9, 0.999)}]
+    params = {
+        **CYCLE,
+        "cycle_min_lr": [0.1, 0.01],
+        "cycle_max_lr": [0.5, 0.05],
+        "cycle_min_mom": [0.8, 0.7],
+        "cycle_max_mom": [0.9, 0.95],
+    }
+    schedule = build_schedule("OneCycle", params, over(groups))
+    schedule.step(3)
+    assert [group["lr"] for group in groups] == pytest.approx([0.5, 0.05])
+    assert [group["betas"][0] for group in groups] == pytest.approx([0.8, 0.7])
+    assert schedule.get_mom() == [(pytest.approx(0.8), 0.99), (pytest.approx(0.7), 0.99)]  # type: ignore[attr-defined]
+
+
+def test_one_cycle_without_a_fall_ends_at_its_lowest() -> None:
+    used = rates(make("OneCycle", {**CYCLE, "cycle_second_step_size": 0}), 6)
+    assert used == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.1, 0.1])
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+    rate = torch.full((1,), 0.1, dtype=torch.float64)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    schedule = WarmupLR(optimizer, 0.0, 1.0, 4, "linear")
+    schedule.step(2)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == schedule.get_lr()[0] == 0.5
+
+
+def test_attributes_are_those_of_deepspeed() -> None:
+    optimizer = torch.optim.Adam([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, 0.2)])
+    warmup = WarmupLR(optimizer, warmup_num_steps=1)
+    assert (warmup.min_lrs, warmup.max_lrs, warmup.warmup_num_steps) == ([0.0, 0.0], [0.1, 0.2], 2)
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.1, 0.2
+    cosine = WarmupCosineLR(optimizer, 100, warmup_num_steps=10)
+    assert cosine.get_lr_ratio() == 0.0
+    cosine.step(1)
+    assert cosine.get_lr_ratio() == pytest.approx(math.log(2) / math.log(10))
+    assert cosine.get_last_lr() == pytest.approx([0.1 * cosine.get_lr_ratio(), 0.2 * cosine.get_lr_ratio()])
+    cycle = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=10, cycle_second_step_size=0)
+    assert (cycle.step_ratio, cycle.total_size, cycle.cycle_momentum) == (1.0, 10, True)
