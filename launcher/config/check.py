@@ -30,7 +30,7 @@ from launcher.config.normalise import Normalised, normalise
 from launcher.config.positions import Path
 from launcher.config.rules import one_bit_problems, precision_problems, unused_expert_size
 from launcher.config.rules_checkpoint import checkpoint_problems
-from launcher.config.rules_offload import offload_problems
+from launcher.config.rules_offload import offload_problems, unused_offload
 from launcher.config.rules_pipeline import micro_batch_problems, pipeline_problems, unused_schedule
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
@@ -83,6 +83,7 @@ def check(
     config, contradiction = _with_stages(_fill_params(config), model_stages)
     errors += contradiction
     between, notices = _between_keys(config, world_size, errors)
+    notices += [Finding(path, message, None, True) for path, message in unused_offload(config)]
     broken = {finding.path for finding in errors}  # there is nothing more to say about a value of the wrong type
     between = [replace(finding, is_between=True) for finding in between]
     errors += [finding for finding in dict.fromkeys(support.errors + between) if finding.path not in broken]

@@ -228,7 +228,7 @@ def choice(*options: str, null: bool = False) -> PlainValidator:
     return _checked(expected + (" or null" if null else ""), convert)
 
 
-Flag = Annotated[bool, _checked("true or false", _instance(bool))]
+Flag = Annotated[bool, _checked("true or false", lambda value: _flag(value))]
 Count = Annotated[int, _checked("an integer of at least 0", _integer(0))]
 PositiveInt = Annotated[int, _checked("an integer of at least 1", _integer(1))]
 Elements = Annotated[int, _checked("an integer of at least 0", _integer(0)), _Rounded]
@@ -240,12 +240,13 @@ NonNegative = Annotated[float, _checked("a number of at least 0", _number(0.0))]
 Fraction = Annotated[float, _checked("a number from 0 to 1", _number(0.0, 1.0))]
 LossScaleValue = Annotated[Any, _checked('"dynamic" or a number above 0', _loss_scale)]
 Text = Annotated[str, _checked("a string", _instance(str))]
-OptFlag = Annotated[bool | None, _checked("true, false or null", _or_null(_instance(bool)))]
+OptFlag = Annotated[bool | None, _checked("true, false or null", _or_null(lambda value: _flag(value)))]
 OptInt = Annotated[int | None, _checked("an integer of at least 1, or null", _or_null(_integer(1)))]
 OptCount = Annotated[int | None, _checked("an integer of at least 0, or null", _or_null(_integer(0)))]
 OptNumber = Annotated[float | None, _checked("a number or null", _or_null(_number(-math.inf)))]
 OptText = Annotated[str | None, _checked("a string or null", _or_null(_instance(str)))]
 TextList = Annotated[list[str], _checked("a list of strings", _list_of(_instance(str)))]
+TextOrList = Annotated[list[str], _checked("a string or a list of strings", lambda value: _text_or_list(value))]
 OptTextList = Annotated[list[str] | None, _checked("a list of strings or null", _or_null(_list_of(_instance(str))))]
 IntList = Annotated[list[int], _checked("a list of integers of at least 1", _list_of(_integer(1)))]
 CountList = Annotated[list[int], _checked("a list of integers", _list_of(_integer(0)))]

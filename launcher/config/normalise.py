@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.config.fields import AUTO, Section, aliases_of, is_rounded, section_of, shown
+from launcher.config.fields import AUTO, Section, aliases_of, is_flag, is_rounded, section_of, shown
 from launcher.config.findings import Finding
 from launcher.config.positions import Path
 from launcher.config.schema import Config
@@ -134,7 +134,7 @@ def _lift_aio(zero: dict[str, Any], found: Normalised) -> None:
 
 def _replace_offload_switch(zero: dict[str, Any], old: str, name: str, found: Normalised) -> None:
     """Turn `"cpu_offload": true` into `"offload_optimizer": {"device": "cpu"}`, and its twin of parameters."""
-    if not isinstance(zero.get(old), bool | None):
+    if zero.get(old) is not None and not is_flag(zero[old]):
         return
     is_on, written = zero.pop(old, None), found.as_written((_ZERO, old))
     if not is_on or not isinstance(zero.get(name, {}), dict):
@@ -153,7 +153,7 @@ def _replace_offload_switch(zero: dict[str, Any], old: str, name: str, found: No
 
 def _replace_pinning(zero: dict[str, Any], found: Normalised) -> None:
     """Turn `cpu_offload_use_pin_memory` into the `pin_memory` of what is offloaded."""
-    if not isinstance(zero.get(_OLD_PINNING), bool | None):
+    if zero.get(_OLD_PINNING) is not None and not is_flag(zero[_OLD_PINNING]):
         return
     pins, written = zero.pop(_OLD_PINNING, None), found.as_written((_ZERO, _OLD_PINNING))
     if pins is None:

@@ -222,7 +222,7 @@ def _max_unit_numel(config: Config, stage: Stage, num_shards: int) -> int:
 def _max_owned_numel(config: Config) -> int:
     """Return the most elements of a unit that one rank may own."""
     zero = config.zero_optimization
-    is_on_disk = zero.offload_param.device == Place.DISK.value
+    is_on_disk = offload_policy(config).params is Place.DISK
     return (
         min(int(zero.sub_group_size), int(zero.offload_param.buffer_size)) if is_on_disk else int(zero.sub_group_size)
     )
@@ -252,7 +252,7 @@ def offload_policy(config: Config) -> OffloadPolicy:
     optimizer, params = zero.offload_optimizer, zero.offload_param
     return OffloadPolicy(
         optimizer=Place(optimizer.device),
-        params=Place(params.device),
+        params=Place(params.device) if int(zero.stage) == 3 else Place.DEVICE,
         optimizer_ratio=float(optimizer.ratio),
         pins_optimizer=optimizer.pin_memory,
         pins_params=params.pin_memory,

@@ -1,11 +1,13 @@
 """JSON and YAML text to plain data, with the line and column of every key and value.
 
 JSON may hold `//`, `/* */` and `#` comments and trailing commas, as many config files in use do. All errors of
-a text that can be read on are collected; the first one that cannot ends the reading.
+a text that can be read on are collected; the first one that cannot ends the reading. HJSON, which DeepSpeed reads,
+leaves out more: braces, quotes and commas. The package hjson reads it, and says no places.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ _SKIP = re.compile(r"(?:[ \t\r\n]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
 _WORD = re.compile(r"[A-Za-z_][\w.+-]*|[^\s,\]}]")
+_HJSON = "HJSON, which needs no quotes, is read where the package hjson is installed: pip install hjson"
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _YAML_FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -33,6 +36,10 @@ class Located:
     keys: dict[Path, Position] = field(default_factory=dict)
     values: dict[Path, Position] = field(default_factory=dict)
     duplicates: list[tuple[Path, Position, Position]] = field(default_factory=list)  # path, second, first
+
+
+class _NotJsonError(ConfigError):
+    """A text that is no JSON; it may be HJSON."""
 
 
 class _JsonReader:
@@ -53,9 +60,9 @@ class _JsonReader:
         start = self._text.rfind("\n", 0, offset) + 1
         return self._text.count("\n", 0, offset) + 1, offset - start + 1
 
-    def _error(self, message: str, hint: str | None = None) -> ConfigError:
+    def _error(self, message: str, hint: str | None = None, kind: type[ConfigError] = _NotJsonError) -> ConfigError:
         line, column = self._position(self._at)
-        return ConfigError(message, where=f"{self._source}:{line}:{column}", hint=hint)
+        return kind(message, where=f"{self._source}:{line}:{column}", hint=hint)
 
     def _skip(self) -> str:
         match = _SKIP.match(self._text, self._at)
@@ -65,7 +72,7 @@ class _JsonReader:
 
     def _value(self, path: Path, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise self._error(f"nested deeper than {MAX_DEPTH} levels")
+            raise self._error(f"nested deeper than {MAX_DEPTH} levels", kind=ConfigError)
         first = self._skip()
         self.result.values[path] = self._position(self._at)
         if first == "{":
@@ -91,7 +98,7 @@ class _JsonReader:
         text = match.group()
         if match.group(1) is None and match.group(2) is None:
             if len(text) > 400:  # int() of huge texts is slow, and refused by newer Pythons
-                raise self._error("a number of more than 400 digits")
+                raise self._error("a number of more than 400 digits", kind=ConfigError)
             return int(text)
         return float(text)
 
@@ -112,7 +119,7 @@ class _JsonReader:
         while self._skip() != "}":
             position = self._position(self._at)
             if self._text[self._at : self._at + 1] != '"':
-                raise self._error("expected a key in double quotes or }")
+                raise self._error("expected a key in double quotes or }", _HJSON)
             name = self._string()
             inner = (*path, name)
             if name in found:
@@ -145,8 +152,35 @@ class _JsonReader:
 
 
 def read_json(text: str, source: str) -> Located:
-    """Parse JSON text. Raises: ConfigError with the place of what cannot be read."""
-    return _JsonReader(text, source).read()
+    """Parse JSON text, or HJSON where it is none. Raises: ConfigError with the place of what cannot be read."""
+    try:
+        return _JsonReader(text, source).read()
+    except _NotJsonError as error:
+        found = _read_hjson(text, source)
+        if found is None:
+            raise error from None
+        return found
+
+
+def _read_hjson(text: str, source: str) -> Located | None:
+    """Parse HJSON text; None for what is none, or where the package hjson is missing. Raises: ConfigError."""
+    try:
+        hjson: Any = importlib.import_module("hjson")
+    except ImportError:
+        return None
+
+    def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f'duplicate key "{twice}"', where=source, hint="remove one of them")
+        return dict(pairs)
+
+    try:
+        value = hjson.loads(text, object_pairs_hook=of_pairs)
+    except (hjson.HjsonDecodeError, RecursionError):
+        return None
+    return Located(value) if isinstance(value, dict) else None
 
 
 def read_yaml(text: str, source: str) -> Located:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.config.fields import Section, Support, aliases_of, section_of, shown, status_of, unsupported
+from launcher.config.fields import Section, Support, aliases_of, section_of, shown, status_of
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS
-from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS
+from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
+from launcher.config.schema_schedules import SCHEDULER_PARAMS
 
 _TYPES = {"bool": "true or false", "int": "integer", "float": "number", "str": "string", "dict": "object"}
 
@@ -31,14 +30,9 @@ class KeyFacts:
 def all_keys() -> list[KeyFacts]:
     """Return every key of the vocabulary, sections before their keys, parameters of types last."""
     keys = list(_keys_of(Config, ""))
-    typed = (("optimizer", OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS), ("scheduler", SCHEDULER_PARAMS, REFUSED_SCHEDULERS))
-    for name, known, refused in typed:
+    for name, known in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", SCHEDULER_PARAMS)):
         for type_name, section in known.items():
-            found = _keys_of(section, f"{name}.params[{type_name}].")
-            if type_name in refused:
-                status = str(unsupported(f"{type_name} is refused; {refused[type_name]}"))
-                found = (dataclasses.replace(fact, status=status) for fact in found)
-            keys += found
+            keys += _keys_of(section, f"{name}.params[{type_name}].")
     return keys
 
 
@@ -91,7 +85,9 @@ def markdown() -> str:
         "Generated from the schema by `make docs`; `tests/config/test_reference.py` checks that they agree.",
         "",
         "A config is a JSON or YAML file, a dict, JSON text, or base64 of JSON text. Comments (`//`, `#`, `/* */`) and",
-        "trailing commas are accepted. Every key of the DeepSpeed vocabulary is known:",
+        "trailing commas are accepted; HJSON, which leaves out quotes and commas too, is read where the package hjson",
+        "is installed, and its errors name no lines. `true` and `false` may be `1` and `0`. Every key of the DeepSpeed",
+        "vocabulary is known:",
         "",
         f"* **works**: {counts[Support.WORKS]} keys;",
         f"* **{Support.AT_STAGE_3.value}**: {counts[Support.AT_STAGE_3]} keys; setting one at another stage is reported"

@@ -207,6 +207,16 @@ class RpropParams(Section):
     step_sizes: NumberOrList = key([1e-6, 50.0], "smallest and largest step size")
 
 
+class MuAdamParams(Section):
+    """Parameters of MuAdam and MuAdamW."""
+
+    lr: NonNegative = key(1e-3, "learning rate at the width of the base model")
+    betas: Betas = key([0.9, 0.999], "decay of the first and second moment")
+    eps: NonNegative = key(1e-8, "added to the denominator")
+    weight_decay: NonNegative = key(0.0, "weight decay")
+    amsgrad: Flag = key(False, "use the largest second moment so far")
+
+
 OPTIMIZER_PARAMS: dict[str, type[Section]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
@@ -217,8 +227,8 @@ OPTIMIZER_PARAMS: dict[str, type[Section]] = {
     "ZeroOneAdam": ZeroOneAdamParams,
     "OneBitLamb": OneBitLambParams,
     "Muon": MuonParams,
-    "MuAdam": AdamParams,
-    "MuAdamW": AdamParams,
+    "MuAdam": MuAdamParams,
+    "MuAdamW": MuAdamParams,
     "MuSGD": SgdParams,
     "SGD": SgdParams,
     "RMSprop": RmspropParams,
@@ -232,7 +242,7 @@ OPTIMIZER_PARAMS: dict[str, type[Section]] = {
 WORKING_OPTIMIZERS = (
     "Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD",
     "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "Rprop",
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon",
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdam", "MuAdamW", "MuSGD",
 )  # fmt: skip
 # Their ranks exchange signs of momenta: stage 0 only.
 ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
@@ -242,7 +252,4 @@ REFUSED_OPTIMIZERS = {
     "Adafactor": "it keeps sums of whole rows and columns" + _WHOLE,
     "LBFGS": "it evaluates the loss again inside its step; use AdamW",
     "SparseAdam": "gradients are summed dense; use Adam",
-    "MuAdam": "pass the mup package's optimizer as an object",
-    "MuAdamW": "pass the mup package's optimizer as an object",
-    "MuSGD": "pass the mup package's optimizer as an object",
 }

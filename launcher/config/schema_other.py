@@ -113,6 +113,7 @@ class FlopsProfiler(Section):
     enabled: Flag = key(False, "count floating-point operations")
     recompute_fwd_factor: Number = key(0.0, "cost of recomputation", inert("recomputation is counted as it runs"))
     profile_step: PositiveInt = key(1, "optimizer step to count; the one after it is timed")
+    step: OptInt = key(None, "optimizer step to count", inert("profile_step says which, as in DeepSpeed"))
     module_depth: AnyInt = key(-1, "depth to print; -1: all")
     top_modules: PositiveInt = key(1, "modules to print of each depth")
     detailed: Flag = key(True, "print every module")

@@ -40,6 +40,9 @@ class Pipeline(Section):
         DEFAULT_SCHEDULE, f"order of forwards and backwards: {', '.join(SCHEDULES)} (not a key of DeepSpeed)"
     )
     virtual_stages: PositiveInt = key(1, "stages on each rank (not a key of DeepSpeed)")
+    use_reentrant: OptFlag = key(
+        None, "recompute layers within a backward of their own", inert("layers are recomputed without one")
+    )
     pipe_partitioned: Flag = key(True, "split activations that are sent", inert("whole activations are sent"))
     grad_partitioned: Flag = key(True, "split gradients that are sent", inert("whole gradients are sent"))
 

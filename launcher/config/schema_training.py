@@ -92,11 +92,12 @@ class Optimizer(Section):
 
     type: Text = key(
         "AdamW",
-        "Adam, AdamW, Adagrad, Lamb, Lion, SGD, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, or another elementwise class"
-        " of torch.optim",
+        "Adam, AdamW, Adagrad, Lamb, Lion, SGD, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, MuAdam, MuAdamW, MuSGD (of"
+        " the package mup), or another elementwise class of torch.optim",
     )
     params: Mapping_ = key({}, "parameters of the type")
     legacy_fusion: Flag = key(False, "old fused form", inert("it is obsolete"))
+    torch_adam: Flag = key(False, "use torch's optimizer", inert("it is read inside params, as in DeepSpeed"))
 
 
 class Scheduler(Section):

@@ -19,7 +19,7 @@ from launcher.config.fields import (
     PositiveInt,
     Section,
     StageNumber,
-    TextList,
+    TextOrList,
     choice,
     inert,
     key,
@@ -99,14 +99,22 @@ class LocoParam(Section):
     reset_T: PositiveInt = key(1024, "steps after which it is forgotten")
 
 
+# Mixtures of experts whose parts run in an order that the data of each rank decides.
+DEFAULT_LEAF_CLASSES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
 class LeafModule(Section):
     """`leaf_module`: modules that are gathered as one, without hooks inside."""
 
     status = AT_STAGE_3
 
-    classes: TextList = key([], "class names or paths")
-    names: TextList = key([], "module names")
-    name_suffixes: TextList = key([], "ends of module names")
+    classes: TextOrList = key(list(DEFAULT_LEAF_CLASSES), "class names or paths; given ones replace these")
+    names: TextOrList = key([], "module names")
+    name_suffixes: TextOrList = key([], "ends of module names")
 
 
 class ZeroOptimization(Section):

@@ -24,6 +24,7 @@ from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.load import load_config
 from launcher.config.mesh import mesh_sizes
 from launcher.config.policies import DType
+from launcher.config.rules_offload import updates_in_parts
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
 from launcher.engine.casting import (
@@ -63,6 +64,7 @@ from launcher.optim.factory import (
     plan_from_config,
 )
 from launcher.optim.muon.plan import muon_plan
+from launcher.optim.mup import MUP_TYPES, mup_plan
 from launcher.optim.onebit.flat import OneBitFlat
 from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
 from launcher.optim.rules import COLLECTIVE
@@ -84,6 +86,7 @@ from launcher.zero.placement import Disks
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import TORCH_DTYPES, Place, Precision, ZeroPolicy
+from launcher.zero.step import MAX_NAMES
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -157,7 +160,7 @@ def initialize(
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
     plan = _optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
     check_optimizer(plan, mesh)
-    _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer)
+    _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer and not _wants_torch(settings))
     disks = swap_space(settings)
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
     sequence = attach_sequence(model, built, mesh, mpu)
@@ -223,7 +226,7 @@ def _loader(
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     """Return the one config that was given. Raises: ConfigError for none, or for two that differ."""
-    from_args = getattr(args, "deepspeed_config", None)
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)  # its oldest name
     if from_args is None and isinstance(getattr(args, "deepspeed", None), str | Mapping):
         from_args = args.deepspeed
     given = [source for source in (config, config_params, from_args) if source is not None]
@@ -338,7 +341,7 @@ def _shard(
 ) -> ShardedModel:
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
     group = mesh.shard
-    units = build_units(model, {} if plan is None else group_of_parameters(plan, model), policy, mesh, disks)
+    units = build_units(model, {} if plan is None else _groups(plan, model, mesh), policy, mesh, disks)
     _place_others(model, policy.precision, mesh)
     shares_group = mesh.data.reductions.process_group is mesh.data.process_group
     order = CollectiveOrder([unit.label for unit in units], shares_group=shares_group)
@@ -382,6 +385,18 @@ def _shard(
     return ShardedModel(model, units, reducer, schedule, hooks, optimizer, delayed)
 
 
+def _groups(plan: OptimizerPlan, model: nn.Module, mesh: ParallelMesh) -> dict[nn.Parameter, int]:
+    """Return the optimizer group of every parameter that is trained; those without a group become frozen ones."""
+    group_of = group_of_parameters(plan, model)
+    without = [name for name, param in model.named_parameters() if param.requires_grad and param not in group_of]
+    for name in without:
+        model.get_parameter(name).requires_grad_(False)
+    if without and mesh.world.rank == 0:
+        shown = ", ".join(without[:MAX_NAMES]) + (f" and {len(without) - MAX_NAMES} more" * (len(without) > MAX_NAMES))
+        get_logger().warning("not trained, for they are in no optimizer group: %s", shown)
+    return group_of
+
+
 def _steps_behind_host(
     optimizer: FlatOptimizer, policy: ZeroPolicy, scale_rules: LossScaleRules | None, mesh: ParallelMesh
 ) -> bool:
@@ -417,7 +432,17 @@ def _optimizer_plan(
         return one_bit_plan(section.type, section.params, model, model_parameters, group)
     if section.type == "Muon":
         return muon_plan(section.params, model, model_parameters)
-    return plan_from_config(section.type, section.params, model, model_parameters)
+    if section.type in MUP_TYPES:
+        return mup_plan(section.type, section.params, model, model_parameters)
+    params = section.params
+    if updates_in_parts(settings):  # by the kernel, whatever was asked for
+        params = {name: value for name, value in params.items() if name != "torch_adam"}
+    return plan_from_config(section.type, params, model, model_parameters)
+
+
+def _wants_torch(settings: Config) -> bool:
+    """Whether the config asks for torch's own optimizer, also where its states are offloaded."""
+    return settings.optimizer is not None and settings.optimizer.params.get("torch_adam", False) is True
 
 
 def _scheduler(settings: Config, client: Any, optimizer: ZeroOptimizer | None) -> Any:

@@ -7,7 +7,7 @@ from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.base.suggest import did_you_mean
-from launcher.config.schema_zero import LeafModule
+from launcher.config.schema_zero import DEFAULT_LEAF_CLASSES, LeafModule
 from launcher.zero.parameters import unit_params_of
 
 
@@ -69,7 +69,7 @@ def leaves_not_found(model: nn.Module, section: LeafModule) -> list[str]:
     return [
         f'leaf_module.{key}: the model has no "{entry}"; {did_you_mean(entry, choices) or "it has no effect"}'
         for key, entry, is_there, choices in wanted
-        if not is_there
+        if not is_there and entry not in DEFAULT_LEAF_CLASSES
     ]
 
 

@@ -20,9 +20,10 @@ def zero_policy(settings: Config, sizes: MeshSizes) -> ZeroPolicy:
 def swap_space(settings: Config) -> Disks:
     """Open the files of what is offloaded to disk. Raises: EngineError for a folder that cannot be written."""
     zero, aio = settings.zero_optimization, settings.aio
+    has_params = policies.offload_policy(settings).params is policies.Place.DISK
     return Disks(
         optimizer=open_disk(zero.offload_optimizer, aio, writes_behind=zero.offload_optimizer.pipeline_write),
-        params=open_disk(zero.offload_param, aio, writes_behind=True),
+        params=open_disk(zero.offload_param, aio, writes_behind=True) if has_params else None,
     )
 
 

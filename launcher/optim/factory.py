@@ -150,7 +150,7 @@ def plan_from_config(
     # Through the class's own constructor, over stand-ins: it knows its options and completes every group.
     kind = BY_NAME[name]
     stand_ins = [{**group, "params": [torch.zeros(1)]} for group in groups]
-    probe = construct(kind, _tuples(options), stand_ins)
+    probe = construct(kind, as_tuples(options), stand_ins)
     unset: dict[str, Any] = {key: None for key in ("fused", "foreach") if key in probe.defaults}
     defaults = {**probe.defaults, **unset}
     if "bias_correction" in options:
@@ -170,7 +170,7 @@ def plan_from_config(
     return OptimizerPlan(name, live, defaults, build, kind=by_kernel, why_torch=why_torch)
 
 
-def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+def as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with lists, as JSON has them, as the tuples torch expects."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
@@ -245,9 +245,9 @@ def _check_client(name: str, is_tested: bool, rules: ZeroRules) -> None:
 
 
 def group_of_parameters(plan: OptimizerPlan, model: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the group of every trainable parameter; frozen ones are left out of all groups.
+    """Return the group of every trainable parameter that has one; frozen ones are left out of all groups.
 
-    Raises: EngineError for a parameter in two groups, in none, or of another model.
+    Raises: EngineError for a parameter in two groups, or of another model.
     """
     names = {param: name for name, param in model.named_parameters()}
     found: dict[nn.Parameter, int] = {}
@@ -259,10 +259,4 @@ def group_of_parameters(plan: OptimizerPlan, model: nn.Module) -> dict[nn.Parame
                 )
             if found.setdefault(param, index) != index:
                 raise EngineAssertionError(f"parameter {names[param]} is in two optimizer groups")
-    for param, name in names.items():
-        if param.requires_grad and param not in found:
-            raise EngineError(
-                f"trainable parameter {name} is in no optimizer group",
-                hint="add it to a group, or freeze it with requires_grad_(False)",
-            )
     return {param: index for param, index in found.items() if param.requires_grad}

@@ -9,18 +9,22 @@ from torch import nn
 
 from launcher.base.errors import EngineRuntimeError, EngineValueError
 
-_LEAF_MARK = "_launch_is_leaf"
+_LEAF_MARK = "_z3_leaf"  # the name that scripts written for DeepSpeed read
 _TILE_MARK = "_launch_is_tile"
 _EXTERNAL_MARK = "_launch_external_parameters"
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+    model: nn.Module,
+    leaf_module_classes: Iterable[type[nn.Module] | str] | type[nn.Module] | str,
+    raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
     """Have modules gathered as one, with everything inside, when their forward begins. Call it before `initialize`.
 
-    leaf_module_classes: classes, or their names. For modules whose parts run in an order that differs between ranks,
-    such as mixtures of experts. Returns the modules found. Raises: EngineError when there are none.
+    leaf_module_classes: classes, or their names; one may stand alone. For modules whose parts run in an order that
+    differs between ranks, such as mixtures of experts. Returns the modules found.
+
+    Raises: EngineValueError when there are none.
     """
     found = _find(model, leaf_module_classes, raise_if_not_found=raise_if_not_found)
     for module in found:
@@ -29,11 +33,13 @@ def set_z3_leaf_modules(
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = False
+    model: nn.Module,
+    leaf_module_classes: Iterable[type[nn.Module] | str] | type[nn.Module] | str,
+    raise_if_not_found: bool = False,
 ) -> list[nn.Module]:
     """Undo `set_z3_leaf_modules` for modules of the given classes, or of classes of these names; return them.
 
-    Raises: EngineError when there are none, with `raise_if_not_found`.
+    Raises: EngineValueError when there are none, with `raise_if_not_found`.
     """
     found = _find(model, leaf_module_classes, raise_if_not_found=raise_if_not_found)
     for module in found:
@@ -41,9 +47,11 @@ def unset_z3_leaf_modules(
     return found
 
 
-def _find(model: nn.Module, kinds: Iterable[type[nn.Module] | str], *, raise_if_not_found: bool) -> list[nn.Module]:
+def _find(
+    model: nn.Module, kinds: Iterable[type[nn.Module] | str] | type[nn.Module] | str, *, raise_if_not_found: bool
+) -> list[nn.Module]:
     """Return the modules of any of these classes; names may be paths. Raises: as above."""
-    kinds = list(kinds)
+    kinds = [kinds] if isinstance(kinds, str | type) else list(kinds)
     classes = tuple(kind for kind in kinds if isinstance(kind, type))
     names = {kind for kind in kinds if isinstance(kind, str)}
     found = [

@@ -106,7 +106,7 @@ def shard_placements(settings: Config, remote_device: str | None) -> Placements 
     settings: of the engine to come. remote_device: instead of its `offload_param.device`. Raises: EngineError.
     """
     section = settings.zero_optimization.offload_param
-    device = remote_device or section.device
+    device = remote_device or offload_policy(settings).params.value
     if device not in _REMOTE_DEVICES or (device == Place.DISK.value and not section.nvme_path):
         raise EngineError(
             f'zero.Init(remote_device="{device}") is not possible',

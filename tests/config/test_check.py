@@ -94,7 +94,7 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
         ('{"train_batch_size": true}', "1:22: train_batch_size: expected an integer of at least 1, or null, got true"),
         ('{"train_batch_size": 1.5}', "1:22: train_batch_size: expected an integer of at least 1, or null, got 1.5"),
         ('{"gradient_clipping": -1}', "1:23: gradient_clipping: expected a number of at least 0, got -1"),
-        ('{"bf16": {"enabled": 1}}', "1:22: enabled: expected true or false, got 1"),
+        ('{"bf16": {"enabled": 2}}', "1:22: enabled: expected true or false, got 2"),
         ('{"bf16": 3}', "1:10: expected an object with keys, got 3"),
         ('{"zero_optimization": {"stage": 4}}', "1:33: stage: expected a stage: 0, 1, 2 or 3, got 4"),
         (
@@ -104,10 +104,6 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
         (
             '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
             '1:56: offload_optimizer "cpu" needs stage 1, 2 or 3, not 0; set "stage": 3, or remove offload_optimizer',
-        ),
-        (
-            '{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
-            '1:64: offload_param "cpu" needs stage 3, not 2; set "stage": 3, or remove offload_param',
         ),
         (
             '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
@@ -127,7 +123,11 @@ def test_a_good_config_keeps_its_values_and_fills_in_the_rest() -> None:
         ('{"a": NaN}', "1:7: unexpected NaN; strings need double quotes; true, false and null are small letters"),
         ('{"a" 1}', '1:6: expected : after key "a"'),
         ('{"a": 1 "b": 2}', "1:9: expected , or }; a comma may be missing on the line before"),
-        ("{'a': 1}", "1:2: expected a key in double quotes or }"),
+        (
+            "{'a': 1}",
+            "1:2: expected a key in double quotes or }; HJSON, which needs no quotes, is read"
+            " where the package hjson is installed: pip install hjson",
+        ),
         ('{"a": "x\n"}', "1:7: a string that does not end on its line"),
         ('{"a": ' + "[" * 100 + "]" * 100 + "}", "1:71: nested deeper than 64 levels"),
         ('{"a":', "1:6: the text ends where a value is expected"),
@@ -158,7 +158,7 @@ def test_params_of_an_unknown_type_are_looked_at(type_name: str, params: str, ex
 
 def test_all_mistakes_of_a_text_come_together_in_its_order() -> None:
     text = """{
-      "fp16": {"enabled": 1},
+      "fp16": {"enabled": 2},
       "bf16": {"enabled": true},
       "gradient_cliping": 1.0,
       "zero_optimization": {"stage": "two", "stage3_max_live_parameter": 1},

@@ -86,7 +86,7 @@ def test_old_forms_are_the_new_ones(old: Any, new: dict[str, Any]) -> None:
             "1:36: cpu_offload_use_pin_memory true contradicts offload_optimizer.pin_memory false; "
             "remove it: it is the old name of pin_memory",
         ),
-        ({"cpu_offload": 1}, "1:39: cpu_offload: expected true, false or null, got 1"),
+        ({"cpu_offload": 2}, "1:39: cpu_offload: expected true, false or null, got 2"),
         (
             {"stage": 0, "cpu_offload": True},
             '1:51: offload_optimizer "cpu" needs stage 1, 2 or 3, not 0; set "stage": 3, or remove offload_optimizer',
@@ -100,8 +100,8 @@ def test_what_is_wrong_with_an_old_key_is_said_where_it_was_written(zero: dict[s
 
 def test_a_section_under_its_other_name_has_places_too() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config('{"bfloat16": {\n "enabled": 1}}')
-    assert str(caught.value.diagnostics[0]) == "config:2:13: enabled: expected true or false, got 1"
+        load_config('{"bfloat16": {\n "enabled": 2}}')
+    assert str(caught.value.diagnostics[0]) == "config:2:13: enabled: expected true or false, got 2"
 
 
 def test_pinning_of_nothing_is_said() -> None:

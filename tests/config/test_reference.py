@@ -28,6 +28,7 @@ from launcher.config.schema_optimizers import (
 from launcher.config.schema_other import FlopsProfiler
 from launcher.config.schema_schedules import SCHEDULER_PARAMS, WORKING_SCHEDULERS
 from launcher.optim.catalog import BY_NAME
+from launcher.optim.mup import MUP_TYPES
 from launcher.optim.onebit.plan import ONE_BIT
 from launcher.optim.schedules import SCHEDULES
 from launcher.optim.torch_schedules import schedule_from_config
@@ -69,14 +70,6 @@ def test_every_key_has_a_meaning_and_a_status() -> None:
     for fact in all_keys():
         assert fact.doc, fact.path
         assert fact.status.startswith(tuple(support.value for support in Support)), fact.path
-
-
-def test_keys_of_a_refused_type_do_not_work() -> None:
-    keys = [fact for fact in all_keys() if fact.path.startswith("optimizer.params[Mu") and "[Muon]" not in fact.path]
-    assert len(keys) > 20
-    for fact in keys:
-        assert fact.status.startswith("not supported: Mu")
-        assert fact.status.endswith("is refused; pass the mup package's optimizer as an object")
 
 
 def _working(section: type[Section], prefix: str) -> Iterator[tuple[type[Section], str, str]]:
@@ -126,9 +119,10 @@ def test_schedules_that_work_exist_and_take_their_parameters() -> None:
 
 
 def test_optimizers_that_work_exist_and_every_other_one_is_refused_with_a_reason() -> None:
-    assert set(WORKING_OPTIMIZERS) == set(BY_NAME) | set(ONE_BIT) | {"Muon"}
+    assert set(WORKING_OPTIMIZERS) == set(BY_NAME) | set(ONE_BIT) | {"Muon"} | set(MUP_TYPES)
     assert set(ONE_BIT_OPTIMIZERS) == set(ONE_BIT)
-    assert set(OPTIMIZER_PARAMS) <= set(WORKING_OPTIMIZERS) | set(REFUSED_OPTIMIZERS)
+    assert set(OPTIMIZER_PARAMS) == set(WORKING_OPTIMIZERS)
+    assert not set(OPTIMIZER_PARAMS) & set(REFUSED_OPTIMIZERS)
     classes = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)} - {"Optimizer"}
     assert classes <= set(WORKING_OPTIMIZERS) | set(REFUSED_OPTIMIZERS)
 

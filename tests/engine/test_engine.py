@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import os
@@ -355,8 +356,6 @@ def _bad_groups(kind: str) -> Any:
     if kind == "two groups":
         params = list(model.parameters())
         return model, [{"params": params}, {"params": params[:1]}]
-    if kind == "no group":
-        return model, list(model.body.parameters())
     return model, [*model.parameters(), nn.Parameter(torch.ones(7))]
 
 
@@ -364,7 +363,6 @@ def _bad_groups(kind: str) -> Any:
     ("kind", "message"),
     [
         ("two groups", "body.weight is in two optimizer groups"),
-        ("no group", "frozen.weight is in no optimizer group"),
         ("foreign", r"shape \(7,\) that is not the model's"),
     ],
 )
@@ -401,6 +399,14 @@ def test_an_optimizer_that_has_state() -> None:
 def test_a_config_that_is_missing_or_wrong(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         launcher.initialize(model=make_net(), **arguments)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_config", "deepscale_config"])
+def test_a_config_is_read_from_the_arguments(name: str) -> None:
+    arguments = argparse.Namespace(**{name: config(steps_per_print=7)})
+    engine = launcher.initialize(arguments, make_net())[0]
+    assert engine.steps_per_print() == 7
+    engine.destroy()
 
 
 def test_a_model_is_needed() -> None:
