@@ -39,7 +39,8 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.names": "__version__=VERSION __git_hash__=GIT_HASH __git_branch__=GIT_HASH",
         f"{_DEFINED}.package": "InferenceEngine init_inference initialize",
         f"{_DEFINED}.accelerator": "get_accelerator",
-        f"{_DEFINED}.configs": "DeepSpeedConfig DeepSpeedConfigError",
+        "launcher.base.errors": "DeepSpeedConfigError=ConfigError",
+        f"{_DEFINED}.configs": "DeepSpeedConfig",
         f"{_DEFINED}.ranks": "init_distributed",
         f"{_DEFINED}.utils": "OnDevice log_dist logger",
         "launcher.engine.arguments": "add_config_arguments",
@@ -85,9 +86,9 @@ NAMES: dict[str, dict[str, str]] = {
     "monitor": {},
     "monitor.config": {
         "launcher.config.schema": "DeepSpeedMonitorConfig=Config",
-        f"{_DEFINED}.configs": "get_monitor_config",
+        f"{_DEFINED}.monitors": "get_monitor_config",
     },
-    "monitor.monitor": {f"{_DEFINED}.configs": "MonitorMaster"},
+    "monitor.monitor": {f"{_DEFINED}.monitors": "MonitorMaster"},
     "ops": {f"{_DEFINED}.op_builders": "__compatible_ops__=COMPATIBLE_OPS"},
     "ops.adagrad": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdagrad"},
     "ops.adam": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdam FusedAdam"},
@@ -112,7 +113,12 @@ NAMES: dict[str, dict[str, str]] = {
             model_parallel_cuda_manual_seed non_reentrant_checkpoint reset
         """
     },
-    "runtime.config": {f"{_DEFINED}.configs": "DeepSpeedConfig DeepSpeedConfigError", **_WORDS},
+    "runtime.config": {
+        "launcher.base.errors": "DeepSpeedConfigError=ConfigError",
+        f"{_DEFINED}.configs": "DeepSpeedConfig",
+        **_WORDS,
+    },
+    "runtime.config_utils": {f"{_DEFINED}.configs": "DeepSpeedConfigModel"},
     "runtime.constants": _WORDS,
     "runtime.dataloader": {
         f"{_DEFINED}.utils": "RepeatingLoader",
@@ -142,6 +148,9 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.pipe.topology": {
         f"{_PIPELINE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"
     },
+    "runtime.precision_config": {
+        f"{_DEFINED}.configs": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config"
+    },
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.parallel_state_sp": {
         f"{_DEFINED}.groups": """
@@ -163,8 +172,15 @@ NAMES: dict[str, dict[str, str]] = {
         _ZERO: "GatheredParameters Init TiledLinear register_external_parameter unregister_external_parameter"
     },
     "runtime.zero.config": {
-        "launcher.config.schema_zero": "DeepSpeedZeroConfig=ZeroOptimization",
-        f"{_DEFINED}.configs": "ZeroStageEnum",
+        f"{_DEFINED}.configs": """
+            DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig
+            OffloadDeviceEnum ZeroStageEnum get_zero_config
+        """,
+    },
+    "runtime.zero.offload_config": {
+        f"{_DEFINED}.configs": """
+            DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum
+        """
     },
     "runtime.zero.partition_parameters": {
         _ZERO: "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter",
