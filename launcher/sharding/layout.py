@@ -116,12 +116,15 @@ class UnitLayout:
         return met
 
 
-def layout_unit(params: Sequence[ParamInfo], world_size: int, num_copies: int = 1) -> UnitLayout:
+def layout_unit(
+    params: Sequence[ParamInfo], world_size: int, num_copies: int = 1, *, alignment_numel: int = CHUNK_ALIGNMENT_NUMEL
+) -> UnitLayout:
     """Lay parameters out in one unit, of which each of `world_size` ranks may own one chunk.
 
     num_copies: of the shards, which are averaged with each other: each chunk splits into so many equal parts.
+    alignment_numel: chunks are multiples of so many elements.
     """
     offsets = list(accumulate((param.numel for param in params), initial=0))
     slots = tuple(ParamSlot(index, offsets[index], param) for index, param in enumerate(params))
-    step = world_size * math.lcm(CHUNK_ALIGNMENT_NUMEL, num_copies)
+    step = world_size * math.lcm(alignment_numel, num_copies)
     return UnitLayout(slots, world_size, -(-offsets[-1] // step) * step)

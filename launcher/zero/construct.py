@@ -19,11 +19,12 @@ from launcher.comm.groups import RankGroup, init_distributed
 from launcher.comm.groups import world_group as all_ranks
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.policies import param_dtype
-from launcher.sharding.layout import layout_unit
+from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, layout_unit
+from launcher.zero.described import describe
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.parameters import ShardSpec, UnitParameters, param_info, unit_params_of
 from launcher.zero.placement import ON_DEVICE, Placement, settings_for_construction, shard_placements
-from launcher.zero.stages import TORCH_DTYPES
+from launcher.zero.stages import TORCH_DTYPES, Place
 
 _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
 _active: list[Init] = []
@@ -49,8 +50,9 @@ class Init:
     A model larger than one rank's memory can be built: one module is unsharded at a time. Shards are stored where
     the config's `offload_param` says, in host memory or on disk, also those of a single rank, which are full. The
     initial values of rank 0 count. Functions of `torch.nn.init` and `Module.apply` see full parameters; other changes
-    need `GatheredParameters(params, modifier_rank=0)`. Every rank must build the same modules in the same order. With a
-    single rank and no offload, or `enabled=False`, nothing is sharded. A block within a block does nothing of its own.
+    need `GatheredParameters(params, modifier_rank=0)`. Every rank must build the same modules in the same order. The
+    shards of a single rank are whole parameters, and behave as others; with `enabled=False` nothing is sharded. A block
+    within a block does nothing of its own.
     """
 
     def __init__(
@@ -146,13 +148,12 @@ def shard_parameter(
 ) -> None:
     """Keep only this rank's chunk of a parameter, of rank 0's values, at `placement`. Every rank must call it.
 
-    dtype: to convert floating-point parameters to. With a single rank and no offloading only device and dtype change.
+    dtype: to convert floating-point parameters to.
     """
     converted = dtype if dtype is not None and param.is_floating_point() else param.dtype
-    if group.process_group is None and not placement.is_offloaded:
-        param.data = param.data.to(device=group.device, dtype=converted)
-        return
-    layout = layout_unit([param_info("", param, converted)], group.world_size)
+    # Equal parts, as scripts for DeepSpeed count them; `initialize()` aligns what is trained.
+    alignment_numel = 1 if placement.place is not Place.DISK else CHUNK_ALIGNMENT_NUMEL
+    layout = layout_unit([param_info("", param, converted)], group.world_size, alignment_numel=alignment_numel)
     owned = layout.chunk_range(group.rank)
     parts = UnitParameters(
         [param],
@@ -161,7 +162,7 @@ def shard_parameter(
         ShardSpec(converted, owned, is_sharded=True, placement=placement),
     )
     parts.register()
-    parts.describe()
+    describe(parts)
     parts.release()
     group.buffers.note_freed(layout.slots[0].numel)
 

@@ -42,7 +42,6 @@ from launcher.zero.splits import split_of
 from launcher.zero.stages import ParameterState, Place, Precision
 from launcher.zero.tensors import digest
 
-_param_ids = itertools.count()
 _unit_numbers = itertools.count()
 _UNIT_PARAMS = "_launch_unit_params"
 
@@ -92,6 +91,15 @@ _PLAIN = "_launch_plain_class"
 _DATA: Any = inspect.getattr_static(Tensor, "data")  # the attribute itself, which `_Shard` hides
 
 
+def written_by(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Iterable[Any]:
+    """Return what a function of torch writes, of its arguments."""
+    name = getattr(func, "__name__", "")
+    written = kwargs.get("out")
+    if name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
+        written = args[0] if args else next(iter(kwargs.values()))  # functions of `nn.init` pass it by name
+    return written if isinstance(written, list | tuple) else [written]
+
+
 class _ShardData(Tensor):
     """The `data` of a sharded parameter, which has no elements: a write would be lost, so it raises.
 
@@ -104,13 +112,10 @@ class _ShardData(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], _types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        written = kwargs.get("out")
-        if name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
-            written = args[0] if args else next(iter(kwargs.values()))  # functions of `nn.init` pass it by name
-        for each in written if isinstance(written, list | tuple) else [written]:
+        kwargs = kwargs or {}
+        for each in written_by(func, args, kwargs):
             if isinstance(each, _ShardData):
-                raise _shard_error(each.param, f"param.data was written by {name}()")
+                raise _shard_error(each.param, f"param.data was written by {func.__name__}()")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -243,6 +248,7 @@ class UnitParameters:
         # Who has a sharded unit unsharded, alike on every rank:
         self.is_scheduled = False  # the schedule of its engine
         self.num_blocks = 0  # so many blocks of `GatheredParameters`
+        self.is_gathered_by_hand = False  # one of them is a `param.all_gather()` of the script
         self._lost: ParamSlot | None = None  # the first parameter written as a shard, where a block has come after that
         self.written_in_flight: ParamSlot | None = None  # the first one written while others' updates were on their way
         self.note_versions()
@@ -292,20 +298,63 @@ class UnitParameters:
             if unit_params_of(param) is self:
                 delattr(param, _UNIT_PARAMS)
 
-    def describe(self) -> None:
-        """Give parameters the attributes scripts for DeepSpeed read at stage 3: `ds_id`, `ds_shape`, ..."""
-        for slot, param in zip(self._layout.slots, self._params, strict=True):
-            owned = slot.within(self.owned)
-            start = slot.offset + owned.start - self.owned.start if owned else 0
-            if not hasattr(param, "ds_id"):
-                param.ds_id = next(_param_ids)  # type: ignore[attr-defined]
-            param.ds_shape = self._views[slot.index].shape  # type: ignore[attr-defined]
-            param.ds_numel = slot.numel  # type: ignore[attr-defined]
-            part = self.shard[start : start + len(owned)]
-            # What is on disk has no memory to read.
-            param.ds_tensor = part if self._swap is None else part.to("meta")  # type: ignore[attr-defined]
-            param.ds_persist = not self.is_sharded  # type: ignore[attr-defined]
-            param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    def slots(self) -> Iterator[tuple[ParamSlot, nn.Parameter]]:
+        """Yield the places of the parameters, with these."""
+        return zip(self._layout.slots, self._params, strict=True)
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        """Where the parameters are, by DeepSpeed's names; a whole one on its way is there for whoever reads it."""
+        if not self.is_sharded or self.state is ParameterState.UNSHARDED:
+            return ZeroParamStatus.AVAILABLE
+        is_on_way = self.state is ParameterState.GATHERING
+        return ZeroParamStatus.INFLIGHT if is_on_way else ZeroParamStatus.NOT_AVAILABLE
+
+    def own_part(self, slot: ParamSlot) -> Tensor:
+        """Return what this rank owns of a parameter, 1-D: a view, without memory where it is on disk.
+
+        Of a parameter that is a unit of its own that is an equal part for each rank, padding included.
+        """
+        owned = slot.within(self.owned)
+        start = slot.offset + owned.start - self.owned.start if owned else 0
+        part = self.shard[start : start + len(owned)]
+        if -(-slot.numel // self.group.world_size) == len(self.owned) < self._layout.padded_numel:
+            part = self.shard
+        return part if self._swap is None else part.to("meta")
+
+    def check_own_write(self, slot: ParamSlot) -> None:
+        """Raise EngineError where a write into this rank's part of a parameter would not count."""
+        self.check_thread()
+        reason = None
+        if self._swap is not None:
+            reason = "the parameter is on disk"
+        elif self.is_sharded and self.state is not ParameterState.SHARDED:
+            reason = "the parameter is whole now, and is read from there"
+        elif not self.is_sharded and len(self.owned) < self._layout.padded_numel:
+            reason = "the parameter stays whole on every rank"
+        elif self.pending is not None and not self.pending.is_written_back:
+            reason = "an update that will overwrite it is under way"
+        if reason is not None:
+            raise EngineError(
+                f"ds_tensor of {slot.name or 'a parameter'} was written, where {reason}",
+                hint="write param.data on every rank within launcher.zero.GatheredParameters(params, modifier_rank=0)",
+            )
+
+    def note_own_write(self, slot: ParamSlot) -> None:
+        """Take over a write into this rank's part of a parameter."""
+        self.count_write([slot])
+        if not self.is_sharded:
+            self.may_be_edited = self.is_touched = True
+            return
+        self._has_second = False
+        self._written = self.group.streams.record()
+        if self.master is not self.shard:
+            if self._master_swap is not None:
+                self._master_swap.bring_in()
+            self._take_into_master(self.shard)
+            if self._master_swap is not None:
+                self.group.copier.synchronize()
+                self._master_swap.send_out()
 
     def keep_master(self, precision: Precision, placement: Placement, *, is_apart: bool = False) -> Swapped | None:
         """Make what the optimizer updates at `placement`, unless the shard itself is that. Returns its swap on disk.
@@ -591,7 +640,11 @@ class UnitParameters:
         """
         self.may_be_edited = False
         self.note_versions()
-        own = self._own_flat.to(self.master.device)
+        self._take_into_master(self._own_flat)
+
+    def _take_into_master(self, own: Tensor) -> None:
+        """Take over what differs from the rounded master. own: 1-D [owned]."""
+        own = own.to(self.master.device)
         is_edited = own != self.master.to(own.dtype)
         if self.group.runtime.runs_behind_host or is_edited.any():  # to ask would be to wait for the device
             self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))

@@ -67,8 +67,6 @@ class FlatUnit:
         self.params.register()
         for param in members.params:
             setattr(param, _UNIT, self)
-        if policy.stage.shards_parameters:
-            self.params.describe()
         self.params.refuses_writes = is_sharded
         self.params.release()
         self.shards: list[ParamShard] = []  # of what is trained, in layout order; optimizers keep their states there
