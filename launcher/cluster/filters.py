@@ -60,9 +60,9 @@ def select(
         other = "--num-nodes" if num_nodes is not None else "--num-gpus"
         raise UsageError(f"{other} cannot be used together with {option}", hint="keep one of them")
     if include:
-        return _keep(cluster, _parse(cluster, include, "--include"))
+        return _keep(cluster, chosen_slots(cluster, include, "--include"))
     if exclude:
-        return _drop(cluster, _parse(cluster, exclude, "--exclude"))
+        return _drop(cluster, chosen_slots(cluster, exclude, "--exclude"))
     return _first(cluster, num_nodes, num_gpus, source)
 
 
@@ -119,8 +119,11 @@ def _drop(cluster: Cluster, dropped: dict[str, set[int]]) -> Cluster:
     return Cluster(tuple(hosts))
 
 
-def _parse(cluster: Cluster, text: str, option: str) -> dict[str, set[int]]:
-    """Return the slots that `text` names by host name. Raises: HostfileError with every finding."""
+def chosen_slots(cluster: Cluster, text: str, option: str) -> dict[str, set[int]]:
+    """Return the slots that `text` names by host name. `option` says where, in errors.
+
+    Raises: HostfileError with every finding.
+    """
     by_name = {host.name.lower(): host for host in cluster.hosts}
     chosen: dict[str, set[int]] = {}
     findings: list[Diagnostic] = []

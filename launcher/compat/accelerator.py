@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.base import env
 from launcher.base.errors import EngineError
 from launcher.comm.accelerator import accelerator_type, device_module
+from launcher.compat.op_builders import ALL_OPS, NotImplementedBuilder, OpBuilder
 from launcher.monitor.memory import host_memory, memory_use
 
 # Names of torch's modules for kinds of devices that the CPU's does not have: what they return there. Nothing is cached
@@ -21,7 +27,20 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,
     "initial_seed": torch.initial_seed,
+    "is_current_stream_capturing": lambda: False,
 }
+
+# Constructors of tensors, by what they hold: torch's own on the CPU.
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+_NUMA_NODES = Path("/sys/devices/system/node")
 
 
 class Accelerator:
@@ -37,9 +56,14 @@ class Accelerator:
         """Return such as "cuda:1", or "cuda" without an index; "cpu" has none."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
-    def current_device(self) -> int | str:
-        """Return the index of the current device; "cpu" on the CPU."""
-        return "cpu" if self._name == "cpu" else torch.accelerator.current_device_index()
+    def current_device(self) -> int:
+        """Return the index of the current device; on the CPU this process's rank on its node."""
+        is_cpu = self._name == "cpu"
+        return int(os.environ.get(env.LOCAL_RANK.name, "0")) if is_cpu else torch.accelerator.current_device_index()
+
+    def device_count(self) -> int:
+        """Return the devices of this node; on the CPU its ranks, or else the NUMA nodes with cores."""
+        return _num_cpu_devices() if self._name == "cpu" else int(device_module(self._name).device_count())
 
     def current_device_name(self) -> str:
         """Return such as "cuda:0", or "cpu"."""
@@ -63,9 +87,21 @@ class Accelerator:
         """Return the backend of torch.distributed that serves it."""
         return dist.get_default_backend_for_device(self._name)
 
+    @property
+    def _communication_backend_name(self) -> str:
+        return self.communication_backend_name()
+
     def visible_devices_envs(self) -> list[str]:
-        """Return the variables that say which devices a process sees."""
-        return {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"]}.get(self._name, [])
+        """Return the variables that say which devices a process sees; launchers of CPU ranks take CUDA's."""
+        return ["ZE_AFFINITY_MASK" if self._name == "xpu" else "CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:
+        """Write the devices that a process to be started shall see into its environment."""
+        current_env.update(dict.fromkeys(self.visible_devices_envs(), ",".join(map(str, local_accelerator_ids))))
+
+    def export_envs(self) -> list[str]:
+        """Return how the names of variables begin that ranks on other hosts need, besides those of every device."""
+        return ["NCCL"] if self._name == "cuda" else []
 
     def set_device(self, device_index: int) -> None:
         """Make a device the current one; the CPU always is."""
@@ -204,6 +240,17 @@ class Accelerator:
             raise EngineError(f"pin_memory(): the memory is not aligned to {align_bytes} bytes", hint="ask for less")
         return pinned
 
+    def pin_empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """Return page-locked memory of a shape without values; on the CPU plain memory."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._name != "cpu")
+
+    def pin_empty_like(self, tensor: Tensor) -> Tensor:
+        """Return the same for the shape and type of a tensor."""
+        return self.pin_empty(tensor.shape, tensor.dtype)
+
+    def unpin_memory(self, tensor: Tensor) -> None:
+        """Do nothing: torch unlocks memory when its last tensor goes."""
+
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor is in page-locked memory."""
         return tensor.is_pinned()
@@ -211,6 +258,45 @@ class Accelerator:
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Whether a tensor is on a device of this kind."""
         return tensor.device.type == self._name
+
+    # ---- graphs ----
+
+    def create_graph(self) -> Any:
+        """Return a graph to capture work in; None on the CPU, which has none."""
+        return None if self._name == "cpu" else getattr(device_module(self._name), f"{self._name.upper()}Graph")()
+
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context whose work goes into `graph`; on the CPU it is done at once."""
+        if self._name == "cpu":
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = device_module(self._name).graph(graph, pool, stream)
+        return context
+
+    def replay_graph(self, graph: Any) -> None:
+        """Do the work of a graph again; nothing on the CPU."""
+        if self._name != "cpu":
+            graph.replay()
+
+    # ---- kernels ----
+
+    def op_builder_dir(self) -> str:
+        """Return the module of the builders."""
+        return "deepspeed.ops.op_builder"
+
+    def get_op_builder(self, class_name: str) -> type[OpBuilder]:
+        """Return the builder of that name, or the one of kernels that do not exist here."""
+        builders = {type(builder).__name__: type(builder) for builder in ALL_OPS.values()}
+        return builders.get(class_name, NotImplementedBuilder)
+
+    def create_op_builder(self, op_name: str) -> OpBuilder:
+        """Return the builder of that class."""
+        return self.get_op_builder(op_name)()
+
+    def build_extension(self) -> Any:
+        """Return torch's command that builds extensions, for a script's own setup.py."""
+        return importlib.import_module("torch.utils.cpp_extension").BuildExtension
 
     # ---- the rest ----
 
@@ -240,18 +326,68 @@ class Accelerator:
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Choose what `get_compile_backend` returns."""
+        """Choose what `get_compile_backend` returns. Raises: EngineError for one that torch does not know."""
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise EngineError(f'torch.compile has no backend "{backend}"', hint=f"known: {', '.join(known)}")
         self._compile_backend = backend
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if name in _TENSORS:
+            on_device = functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
+            return getattr(torch, name) if self._name == "cpu" else on_device
         if self._name == "cpu" and name in _ON_CPU:
             return _ON_CPU[name]
         return getattr(device_module(self._name), name)
 
 
-@functools.cache
+class CpuAccelerator(Accelerator):
+    """The CPU, for a script that chooses it by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = "cpu"
+
+
+def _num_cpu_devices() -> int:
+    for known in (env.LOCAL_SIZE, env.LOCAL_WORLD_SIZE):
+        if (text := os.environ.get(known.name, "")).isdigit() and int(text):
+            return int(text)
+    with contextlib.suppress(OSError):
+        return max(1, len({cores for path in _NUMA_NODES.glob("node*/cpulist") if (cores := path.read_text().strip())}))
+    return 1
+
+
+_chosen: list[Accelerator] = []  # the accelerator of this process
+
+
 def get_accelerator() -> Accelerator:
     """Return the accelerator of this process, the same one at each call."""
-    return Accelerator()
+    if not _chosen:
+        _chosen.append(Accelerator())
+    return _chosen[0]
+
+
+def set_accelerator(accel_obj: Any) -> None:
+    """Choose what `get_accelerator` returns, such as a class with functions of its own.
+
+    Raises: EngineError for one of another class, or of a device that the engine does not train on.
+    """
+    if not isinstance(accel_obj, Accelerator):
+        name = type(accel_obj).__name__
+        raise EngineError(
+            f"set_accelerator(): {name} is not an Accelerator", hint="derive it from DeepSpeedAccelerator"
+        )
+    if accel_obj.device_name() != (own := accelerator_type() or "cpu"):
+        raise EngineError(
+            f"set_accelerator(): the device is {accel_obj.device_name()}, and ranks train on {own}",
+            hint="hide other devices, as by CUDA_VISIBLE_DEVICES",
+        )
+    _chosen[:] = [accel_obj]
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether ranks can train on the accelerator of this process, which they always can."""
+    return get_accelerator().is_available()

@@ -49,7 +49,17 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_PIPELINE}.module": "PipelineModule",
         "launcher.parallel.tensor.init": "tp_model_init",
     },
-    "accelerator": {f"{_DEFINED}.accelerator": "Accelerator get_accelerator"},
+    "accelerator": {
+        f"{_DEFINED}.accelerator": """
+            Accelerator DeepSpeedAccelerator=Accelerator get_accelerator is_current_accelerator_supported
+            set_accelerator
+        """
+    },
+    "accelerator.abstract_accelerator": {f"{_DEFINED}.accelerator": "DeepSpeedAccelerator=Accelerator"},
+    "accelerator.cpu_accelerator": {f"{_DEFINED}.accelerator": "CPU_Accelerator=CpuAccelerator"},
+    "accelerator.real_accelerator": {
+        f"{_DEFINED}.accelerator": "get_accelerator is_current_accelerator_supported set_accelerator"
+    },
     "checkpoint": {},
     "checkpoint.utils": {f"{_DEFINED}.utils": "clone_tensors_for_torch_save"},
     "comm": {
@@ -70,10 +80,21 @@ NAMES: dict[str, dict[str, str]] = {
     "git_version_info": {
         f"{_DEFINED}.names": "git_branch=GIT_HASH git_hash=GIT_HASH version=VERSION",
         # They are built with the package, or not at all.
-        f"{_DEFINED}.op_builders": "compatible_ops=COMPATIBLE_OPS installed_ops=COMPATIBLE_OPS",
+        f"{_DEFINED}.op_builders": "compatible_ops=COMPATIBLE_OPS installed_ops=COMPATIBLE_OPS torch_info=TORCH_INFO",
     },
     "launcher": {},
-    "launcher.runner": {f"{_DEFINED}.names": "DEEPSPEED_ENVIRONMENT_NAME"},
+    "launcher.multinode_runner": {
+        "launcher.cli.multinode_runner": """
+            IMPIRunner MPICHRunner MVAPICHRunner MultiNodeRunner OpenMPIRunner PDSHRunner SlurmRunner
+        """
+    },
+    "launcher.runner": {
+        f"{_DEFINED}.names": "DEEPSPEED_ENVIRONMENT_NAME",
+        "launcher.cli.deepspeed_runner": """
+            _parse_hostfile encode_world_info fetch_hostfile main parse_args parse_inclusion_exclusion
+            parse_resource_filter
+        """,
+    },
     "moe": {},
     "moe.layer": {"launcher.moe": "MoE"},
     "moe.utils": {
@@ -98,7 +119,15 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.op_builder": {
         f"{_DEFINED}.op_builders": """
             ALL_OPS AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLambBuilder
-            FusedLionBuilder OpBuilder
+            FusedLionBuilder NotImplementedBuilder OpBuilder
+            EvoformerAttnBuilder=NotImplementedBuilder FPQuantizerBuilder=NotImplementedBuilder
+            GDSBuilder=NotImplementedBuilder InferenceBuilder=NotImplementedBuilder
+            InferenceCoreBuilder=NotImplementedBuilder InferenceCutlassBuilder=NotImplementedBuilder
+            PinMemoryBuilder=NotImplementedBuilder QuantizerBuilder=NotImplementedBuilder
+            RaggedOpsBuilder=NotImplementedBuilder RaggedUtilsBuilder=NotImplementedBuilder
+            RandomLTDBuilder=NotImplementedBuilder SparseAttnBuilder=NotImplementedBuilder
+            SpatialInferenceBuilder=NotImplementedBuilder StochasticTransformerBuilder=NotImplementedBuilder
+            TransformerBuilder=NotImplementedBuilder UtilsBuilder=NotImplementedBuilder
         """
     },
     "pipe": {f"{_PIPELINE}.module": "PipelineModule", f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec"},
@@ -231,6 +260,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "utils.init_on_device": {f"{_DEFINED}.utils": "OnDevice"},
     "utils.logging": {f"{_DEFINED}.utils": "log_dist log_dist_once logger print_rank_0 set_log_level_from_string"},
+    "utils.numa": {"launcher.cli.deepspeed_runner": "parse_range_list"},
     "utils.nvtx": {f"{_DEFINED}.utils": "instrument_w_nvtx"},
     "utils.zero_to_fp32": {
         "launcher.checkpoint.zero_to_fp32": """

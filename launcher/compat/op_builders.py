@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
+
 from launcher.base.errors import EngineError
 from launcher.comm.accelerator import accelerator_type
 
@@ -51,9 +53,9 @@ class CPULionBuilder(OpBuilder):
 
 
 class FusedAdamBuilder(OpBuilder):
-    """Adam on the GPU."""
+    """Adam of one kernel; on the CPU the CPU's."""
 
-    NAME, NEEDS_ACCELERATOR = "fused_adam", True
+    NAME = "fused_adam"
 
 
 class FusedLambBuilder(OpBuilder):
@@ -68,6 +70,20 @@ class FusedLionBuilder(OpBuilder):
     NAME, NEEDS_ACCELERATOR = "fused_lion", True
 
 
+class NotImplementedBuilder(OpBuilder):
+    """A kernel that the engine has nowhere."""
+
+    NAME = "deepspeed_not_implemented"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """It works nowhere. verbose: part of DeepSpeed's signature."""
+        return False
+
+    def load(self, verbose: bool = True) -> NoReturn:
+        """Refuse. Raises: EngineError."""
+        raise EngineError("the built-in engine has no such kernel", hint="use torch's own functions")
+
+
 _BUILDERS = (
     AsyncIOBuilder,
     CPUAdagradBuilder,
@@ -79,4 +95,20 @@ _BUILDERS = (
 )
 ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder() for builder in _BUILDERS}
 # Of each kernel whether the engine has it here: `deepspeed.ops.__compatible_ops__`.
-COMPATIBLE_OPS: dict[str, bool] = {op: builder.is_compatible() for op, builder in ALL_OPS.items()}
+COMPATIBLE_OPS: dict[str, bool] = {
+    builder.NAME: builder.is_compatible() for builder in (*ALL_OPS.values(), NotImplementedBuilder())
+}
+
+
+def _built_for(version: str | None) -> str:
+    return ".".join((version or "0.0").split(".")[:2])
+
+
+# Which torch this is, and what it was built for: `deepspeed.git_version_info.torch_info`. No device is asked.
+TORCH_INFO: dict[str, str | bool] = {
+    "version": _built_for(torch.__version__),
+    "cuda_version": _built_for(torch.version.cuda),
+    "hip_version": _built_for(torch.version.hip),
+    "nccl_version": "0.0" if torch.version.cuda is None else ".".join(map(str, torch.cuda.nccl.version()[:2])),
+    "bf16_support": int(_built_for(torch.version.cuda).split(".")[0]) >= 11,
+}

@@ -23,7 +23,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
             "--deepspeed",
             nargs="?",
             const=True,
-            default=None,
+            default=False,
             metavar="CONFIG",
             help="train through the ZeRO engine, with this config file (JSON or YAML)",
         )

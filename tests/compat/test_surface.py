@@ -115,7 +115,31 @@ WORKS = [
     "x = torch.ones(2); assert a.on_accelerator(x) and a.pin_memory(x) is x and not a.is_pinned(x)",
     "a.range_push('a'); a.range_pop(); a.set_device(0); assert a.get_compile_backend() == 'inductor'",
     "with a.stream(a.current_stream()): pass",
-    "assert a.visible_devices_envs() == [] and not a.is_triton_supported() and a.lazy_call(lambda: 1) == 1",
+    "assert a.visible_devices_envs() == ['CUDA_VISIBLE_DEVICES'] and not a.is_triton_supported()",
+    "assert a.lazy_call(lambda: 1) == 1",
+    "from deepspeed.accelerator import is_current_accelerator_supported; assert is_current_accelerator_supported()",
+    "assert (a.current_device(), a.device('0'), a._communication_backend_name) == (0, torch.device('cpu'), 'gloo')",
+    "environ = {}; a.set_visible_devices_envs(environ, [0, 2]); assert environ == {'CUDA_VISIBLE_DEVICES': '0,2'}",
+    "with unittest.mock.patch.dict(os.environ, LOCAL_SIZE='3', LOCAL_RANK='2'):\n"
+    "    assert (a.device_count(), a.current_device()) == (3, 2)",
+    "assert a.BFloat16Tensor([1]).dtype == torch.bfloat16 and a.FloatTensor(3).shape == (3,)",
+    "assert on_gpu.HalfTensor.keywords == {'dtype': torch.half, 'device': 'cuda'}",
+    "assert a.create_graph() is None and not a.is_current_stream_capturing()\n"
+    "with a.capture_to_graph(None): a.replay_graph(None)",
+    "assert a.pin_empty_like(x).shape == x.shape and a.pin_empty((2, 3), torch.int8).dtype == torch.int8",
+    "assert a.unpin_memory(x) is None and a.export_envs() == [] and on_gpu.export_envs() == ['NCCL']",
+    "assert type(a.create_op_builder('CPUAdamBuilder')).__name__ == 'CPUAdamBuilder' and a.build_extension()",
+    "assert not a.get_op_builder('NoSuchBuilder')().is_compatible() and importlib.import_module(a.op_builder_dir())",
+    "a.set_compile_backend('eager'); a.set_compile_backend('inductor')",
+    "from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator; own = CPU_Accelerator()\n"
+    "deepspeed.accelerator.set_accelerator(own); assert get_accelerator() is own\n"
+    "deepspeed.accelerator.set_accelerator(a); assert get_accelerator() is a",
+    "from deepspeed.git_version_info import torch_info; assert torch.__version__.startswith(torch_info['version'])",
+    "from deepspeed.ops.op_builder import FusedAdamBuilder, UtilsBuilder; ops = deepspeed.ops.__compatible_ops__\n"
+    "assert ops[FusedAdamBuilder.NAME] and not ops[UtilsBuilder.NAME]",
+    "from deepspeed.launcher.runner import fetch_hostfile, main, parse_args; given = parse_args(['a.py'])\n"
+    "from deepspeed.launcher.multinode_runner import PDSHRunner; assert PDSHRunner(given, '').name == 'pdsh'",
+    "from deepspeed.utils.numa import parse_range_list; assert parse_range_list('0,2-3') == [0, 2, 3]",
     "deepspeed.utils.logger.setLevel(30); deepspeed.utils.logger.setLevel(20)",
     "from deepspeed.utils import log_dist; log_dist('hello', ranks=[0])",
     "from deepspeed.utils.logging import log_dist_once, set_log_level_from_string; log_dist_once('hello', ranks=[0])",
@@ -182,8 +206,8 @@ WORKS = [
     "assert profiler.get_total_macs(as_string=True) == '64 MACs' and profiler.get_total_duration() > 0\n"
     "profiler.end_profile(); assert 'Linear' in open('profile.txt').read()",
     "from deepspeed.ops.lamb import FusedLamb; FusedLamb([torch.nn.Parameter(torch.ones(2))], lr=0.1)",
-    "from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder\n"
-    "assert CPUAdamBuilder().is_compatible() and not FusedAdamBuilder().is_compatible()",
+    "from deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder\n"
+    "assert CPUAdamBuilder().is_compatible() and not FusedLambBuilder().is_compatible()",
     "from deepspeed.ops.aio import AsyncIOBuilder; assert deepspeed.ops.__compatible_ops__[AsyncIOBuilder.NAME]",
     "from deepspeed.git_version_info import version, git_hash, compatible_ops; assert version == deepspeed.__version__",
     "from deepspeed.env_report import main, cli_main",
@@ -279,6 +303,10 @@ WORKS = [
 ]
 # Statement -> the error's class, and words of it.
 REFUSED = {
+    "deepspeed.accelerator.set_accelerator(torch)": ("EngineError", "derive it from DeepSpeedAccelerator"),
+    "deepspeed.accelerator.set_accelerator(on_gpu)": ("EngineError", "the device is cuda, and ranks train on cpu"),
+    "a.set_compile_backend('no_such')": ("EngineError", 'torch.compile has no backend "no_such"'),
+    "deepspeed.ops.op_builder.InferenceBuilder().load()": ("EngineError", "no such kernel"),
     "engine.no_such_name": (
         "AttributeError",
         "neither Engine nor the model in it, Linear, has an attribute 'no_such_name'",
@@ -342,7 +370,7 @@ REFUSED = {
 }
 RUN = """
 import launcher.compat; launcher.compat.install()
-import argparse, collections, contextlib, datetime, importlib.metadata, inspect, io, json, math, pickle, sys
+import argparse, collections, contextlib, datetime, importlib.metadata, inspect, io, json, math, os, pickle, sys
 import unittest.mock
 import deepspeed, launcher, torch
 

@@ -25,7 +25,7 @@ def test_flag_and_config_apart() -> None:
 
 
 def test_nothing_given() -> None:
-    assert parse().deepspeed is None
+    assert parse().deepspeed is False
 
 
 def test_an_option_the_script_has_already_is_left_alone() -> None:
