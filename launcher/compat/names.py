@@ -75,6 +75,7 @@ NAMES: dict[str, dict[str, str]] = {
             barrier get_all_ranks_from_group get_local_rank get_rank get_world_group get_world_size init_distributed
             initialize_mesh_device
         """,
+        f"{_DEFINED}.comms_logging": "configure inference_all_reduce",
     },
     "env_report": {f"{_DEFINED}.package": "cli_main=main main"},
     "git_version_info": {
@@ -109,7 +110,15 @@ NAMES: dict[str, dict[str, str]] = {
         "launcher.config.schema": "DeepSpeedMonitorConfig=Config",
         f"{_DEFINED}.monitors": "get_monitor_config",
     },
-    "monitor.monitor": {f"{_DEFINED}.monitors": "MonitorMaster"},
+    "monitor.comet": {f"{_DEFINED}.monitors": "CometMonitor"},
+    "monitor.csv_monitor": {f"{_DEFINED}.monitors": "csvMonitor=CsvMonitor"},
+    "monitor.monitor": {
+        f"{_DEFINED}.monitors": """
+            CometMonitor Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor=CsvMonitor
+        """
+    },
+    "monitor.tensorboard": {f"{_DEFINED}.monitors": "TensorBoardMonitor"},
+    "monitor.wandb": {f"{_DEFINED}.monitors": "WandbMonitor"},
     "ops": {f"{_DEFINED}.op_builders": "__compatible_ops__=COMPATIBLE_OPS"},
     "ops.adagrad": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdagrad"},
     "ops.adam": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdam FusedAdam"},
@@ -195,7 +204,11 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.utils": """
             clip_grad_norm_ empty_cache get_global_norm get_only_unique_item move_to_device see_memory_usage
             set_random_seed
-        """
+        """,
+        f"{_DEFINED}.partitions": """
+            CheckOverflow PartitionedTensor call_to_str get_weight_norm is_model_parallel_parameter partition_balanced
+            partition_uniform prefix_sum_inc
+        """,
     },
     "runtime.zero": {
         _ZERO: "GatheredParameters Init TiledLinear register_external_parameter unregister_external_parameter"
@@ -237,6 +250,7 @@ NAMES: dict[str, dict[str, str]] = {
     "sequence.layer": {f"{_DEFINED}.ulysses": "DistributedAttention"},
     "utils": {
         _ZERO: f"{_SHARDED} {_LEAVES}",
+        f"{_DEFINED}.comms_logging": "get_caller_func",
         f"{_DEFINED}.utils": """
             OnDevice RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger safe_update_full_grad_vectorized
             set_log_level_from_string set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
@@ -258,10 +272,18 @@ NAMES: dict[str, dict[str, str]] = {
             _get_sequence_parallel_world_size=get_sequence_parallel_world_size
         """
     },
+    "utils.comms_logging": {f"{_DEFINED}.comms_logging": "CommsLogger calc_bw_log convert_size get_caller_func"},
     "utils.init_on_device": {f"{_DEFINED}.utils": "OnDevice"},
-    "utils.logging": {f"{_DEFINED}.utils": "log_dist log_dist_once logger print_rank_0 set_log_level_from_string"},
+    "utils.logging": {
+        f"{_DEFINED}.utils": "log_dist log_dist_once logger print_rank_0 set_log_level_from_string warning_once",
+        f"{_DEFINED}.messages": """
+            get_current_level get_log_level_from_string log_levels print_dist print_json_dist should_log_le
+        """,
+    },
     "utils.numa": {"launcher.cli.deepspeed_runner": "parse_range_list"},
     "utils.nvtx": {f"{_DEFINED}.utils": "instrument_w_nvtx"},
+    "utils.timer": {f"{_DEFINED}.timers": "NoopTimer SynchronizedWallClockTimer ThroughputTimer trim_mean"},
+    "utils.torch": {f"{_DEFINED}.messages": "required_torch_version"},
     "utils.zero_to_fp32": {
         "launcher.checkpoint.zero_to_fp32": """
             convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
@@ -269,6 +291,7 @@ NAMES: dict[str, dict[str, str]] = {
         """
     },
 }
+NAMES["comm.comm"] = NAMES["comm"]
 
 # Where variables for ranks on other hosts are written; `launch` reads that file, too.
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
@@ -310,7 +333,11 @@ REFUSED = {
     "runtime.sequence_parallel.ulysses_sp.TiledMLP": "no TiledMLP: recompute activations",
     "runtime.superoffload": 'no SuperOffload: set "delayed_update" of "offload_optimizer"',
     "runtime.tensor_parallel": _NO_TENSOR,
+    "runtime.utils.count_used_parameters_in_backward": "no counts of autograd's hooks: register them on parameters",
+    "runtime.utils.register_output_backward_hooks": "no hooks on outputs of its own: call tensor.register_hook()",
     "runtime.zenflow": 'no ZenFlow: set "delayed_update" of "offload_optimizer"',
     "sequence.auto_sp": _NO_AUTO_SEQUENCE,
     "sequence.fpdt_layer": _NO_AUTO_SEQUENCE,
+    "utils.pin_memory": "no page-locked memory of its own: call tensor.pin_memory()",
+    "utils.pin_memory_tracker": "no count of page-locked memory: call torch.cuda.host_memory_stats()",
 }

@@ -107,6 +107,17 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
     log_dist(message, ranks, level)
 
 
+@functools.cache
+def warning_once(message: str, *args: Any) -> None:
+    """Log a warning at the first call with these arguments."""
+    logger.warning(message, *args)
+
+
+# Scripts call them at the logger, too.
+logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
+logger.warning_once = warning_once  # type: ignore[attr-defined]
+
+
 def print_rank_0(message: str) -> None:
     """Log `message` on rank 0."""
     log_dist(message, [0])

@@ -29,6 +29,11 @@ class Curves:
         if writers:
             atexit.register(self.close)
 
+    @property
+    def writers(self) -> Sequence[Writer]:
+        """Return where points go now."""
+        return self._writers
+
     def __bool__(self) -> bool:
         return bool(self._writers)
 

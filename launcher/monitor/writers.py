@@ -35,6 +35,10 @@ class Writer(Protocol):
         """Add points."""
         ...
 
+    def flush(self) -> None:
+        """Have readers see all points, where the place allows it."""
+        ...
+
     def close(self) -> None:
         """Make sure that all points have arrived; nothing is written after it."""
         ...
@@ -61,20 +65,24 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
-        self._writer: Any = module.SummaryWriter(log_dir=str(folder))
+        self.summary_writer: Any = module.SummaryWriter(log_dir=str(folder))
         self._flushed_s = time.monotonic()
 
     def write(self, events: Sequence[Event]) -> None:
         """Add points."""
         for event in events:
-            self._writer.add_scalar(event.name, event.value, event.num_samples)
+            self.summary_writer.add_scalar(event.name, event.value, event.num_samples)
         if time.monotonic() - self._flushed_s >= FLUSH_INTERVAL_S:
-            self._writer.flush()
-            self._flushed_s = time.monotonic()
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is left to the file."""
+        self.summary_writer.flush()
+        self._flushed_s = time.monotonic()
 
     def close(self) -> None:
         """Write what is left."""
-        self._writer.close()
+        self.summary_writer.close()
 
 
 class CsvWriter:
@@ -100,6 +108,9 @@ class CsvWriter:
             self._files[name] = file
         return self._files[name]
 
+    def flush(self) -> None:
+        """Do nothing: each row is written at once."""
+
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
@@ -121,6 +132,9 @@ class WandbWriter:
         for num_samples, values in by_step.items():
             self._run.log(values, step=num_samples)
 
+    def flush(self) -> None:
+        """Do nothing: the library uploads by itself."""
+
     def close(self) -> None:
         """Upload what is left."""
         self._run.finish()
@@ -130,9 +144,9 @@ class CometWriter:
     """An experiment of Comet; each curve gets a point every `interval` samples."""
 
     def __init__(self, start_options: dict[str, Any], experiment_name: str | None, interval: int) -> None:
-        self._experiment: Any = importlib.import_module("comet_ml").start(**start_options)
+        self.experiment: Any = importlib.import_module("comet_ml").start(**start_options)
         if experiment_name is not None:
-            self._experiment.set_name(experiment_name)
+            self.experiment.set_name(experiment_name)
         self._interval = interval
         self._written_at: dict[str, int] = {}
 
@@ -142,8 +156,11 @@ class CometWriter:
             last = self._written_at.get(event.name)
             if last is None or event.num_samples - last >= self._interval:
                 self._written_at[event.name] = event.num_samples
-                self._experiment.log_metric(event.name, event.value, step=event.num_samples)
+                self.experiment.log_metric(event.name, event.value, step=event.num_samples)
+
+    def flush(self) -> None:
+        """Do nothing: the library uploads by itself."""
 
     def close(self) -> None:
         """Upload what is left."""
-        self._experiment.end()
+        self.experiment.end()

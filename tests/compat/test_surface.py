@@ -140,6 +140,68 @@ WORKS = [
     "from deepspeed.launcher.runner import fetch_hostfile, main, parse_args; given = parse_args(['a.py'])\n"
     "from deepspeed.launcher.multinode_runner import PDSHRunner; assert PDSHRunner(given, '').name == 'pdsh'",
     "from deepspeed.utils.numa import parse_range_list; assert parse_range_list('0,2-3') == [0, 2, 3]",
+    # ---- logging, timers, logs of collectives, parts, curves ----
+    "from deepspeed.utils import logger; logger.warning_once('said once'); logger.log_dist_once('said', ranks=[0])",
+    "from deepspeed.utils.logging import get_current_level, print_dist, print_json_dist, should_log_le, warning_once\n"
+    "logger.setLevel(20); assert should_log_le('info') and should_log_le('warning') and not should_log_le('debug')\n"
+    "print_json_dist({'a': 1}, ranks=[0], path='said.json'); said = json.load(open('said.json'))\n"
+    "assert said == {'a': 1, 'rank': 0}",
+    "with contextlib.redirect_stdout(io.StringIO()) as said: print_dist('hello', ranks=[0])\n"
+    "print_dist('no', ranks=[1])\n"
+    "assert said.getvalue() == '[rank 0] hello\\n'",
+    "from deepspeed.utils.torch import required_torch_version; assert required_torch_version(min_version=2.0)\n"
+    "assert not required_torch_version(max_version='1.9') and not required_torch_version(min_version=99)",
+    "from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean\n"
+    "data = [3.0, 1.0, 2.0]; assert trim_mean(data, 0.34) == 2 and data[0] == 3 and trim_mean([], 0.1) == 0",
+    "timers = SynchronizedWallClockTimer(); timer = timers('a'); timer.start(); timer.stop(); timer.start()\n"
+    "timer.stop()\n"
+    "assert 0 < timer.mean() <= timer.elapsed(reset=False) and timers.get_timers() == {'a': timer}\n"
+    "assert timers.get_mean(['a', 'b']).keys() == {'a'} and timer.elapsed() == 0\n"
+    "timers.log(['a'], memory_breakdown=True)",
+    "no = NoopTimer(); no('a').start(); no('a').stop(record=True); no.log(['a']); assert no('a').elapsed() == 0",
+    "said, on = [], types.SimpleNamespace(enabled=True, synchronized=True)\n"
+    "speed = ThroughputTimer(on, 4, start_step=1, steps_per_output=3, logging_fn=said.append)\n"
+    "for _ in range(3): speed.start(); speed.stop(global_step=True)\n"
+    "assert speed.global_step_count == 3 and speed.avg_samples_per_sec() > 0\n"
+    "assert 'step 3: ' in said[0] and len(said) == 1",
+    "from deepspeed.utils.comms_logging import CommsLogger, get_caller_func; log = CommsLogger()\n"
+    "log.append('all_reduce', 'sum', 2.0, 1500); log.append('all_reduce', 'sum', 4.0, 1500)\n"
+    "(size, summary), = log.get_operation_summary('sum').items()\n"
+    "assert (size, summary['avg_latency_ms'], summary['msg_size_str'], log.get_total_operations()) == "
+    "(1500, 3, '1.46 KB', 2)\n"
+    "assert abs(log.get_raw_data()['sum'][1500][2][0] - 0.006) < 1e-9  # 12000 bits in 2 ms",
+    "seen = log.log_all(show_straggler=True, return_dict=True)\n"
+    "assert seen['straggler_analysis'] == {'sum': {1500: 0}}",
+    "log.reset_data(); section = types.SimpleNamespace(verbose=False, debug=False, prof_all=False, prof_ops=['a'])\n"
+    "log.configure(types.SimpleNamespace(comms_logger_enabled=True, comms_logger=section)); cpu = torch.device('cpu')\n"
+    "from launcher.comm import observe; observe.end(observe.begin(cpu), 'b', 1, [torch.ones(2)], cpu)\n"
+    "log.start_profiling_op(['b']); observe.end(observe.begin(cpu), 'b', 1, [torch.ones(2)], cpu)\n"
+    "log.configure(types.SimpleNamespace(comms_logger_enabled=False)); log.start_profiling_comms()\n"
+    "observe.end(time.perf_counter(), 'b', 1, [torch.ones(2)], cpu)\n"
+    "assert log.prof_all and log.get_raw_data()['b'][8][0] == log.get_total_operations() == 1",
+    "dist.configure(enabled=True, prof_all=False, prof_ops=['all_reduce']); assert 'busbw' in dist.log_summary()\n"
+    "dist.configure(enabled=False); assert deepspeed.comm.comm.configure is dist.configure",
+    "y = torch.ones(2); dist.inference_all_reduce(y); assert y.sum() == 2",
+    "from deepspeed.runtime.utils import PartitionedTensor, call_to_str, partition_balanced, partition_uniform\n"
+    "assert partition_uniform(7, 3) == [0, 3, 5, 7] and partition_balanced([0, 1, 2, 3, 3, 3], 4) == [0, 3, 4, 5, 6]\n"
+    "assert partition_balanced([0.0, 1.1, 30, 3.0], 3) == [0, 2, 3, 4] and partition_uniform(2, 4) == [0, 1, 2, 2, 2]\n"
+    "assert call_to_str('f', 1, 'a', b=2) == \"f(1, 'a', b=2)\"",
+    "from deepspeed.runtime.utils import CheckOverflow, get_weight_norm, is_model_parallel_parameter, prefix_sum_inc\n"
+    "assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12] and get_weight_norm([torch.ones(9), torch.full((4,), 2.0)]) == 5\n"
+    "assert get_weight_norm(torch.tensor(math.inf)) == -1\n"
+    "plain = torch.nn.Parameter(torch.ones(2)); plain.grad = torch.tensor([1.0, math.nan])\n"
+    "check = CheckOverflow([[plain]]); assert check.check() and check.check_using_norm([-1]) and not check.check([])\n"
+    "assert not is_model_parallel_parameter(plain); plain.model_parallel = True\n"
+    "assert is_model_parallel_parameter(plain)",
+    "from deepspeed.monitor.csv_monitor import csvMonitor; from deepspeed.monitor.config import get_monitor_config\n"
+    "section = {'enabled': True, 'output_path': 'curves', 'job_name': 'own'}\n"
+    "curves = csvMonitor(get_monitor_config({'csv_monitor': section}).csv_monitor)\n"
+    "curves.write_events([('A/b', 2, 7)])\n"
+    "assert curves.enabled and curves.job_name == 'own'\n"
+    "assert open('curves/own/A_b.csv').read().split() == ['step,b', '7,2.0']",
+    "from deepspeed.monitor.comet import CometMonitor; from deepspeed.monitor.wandb import WandbMonitor\n"
+    "off = CometMonitor(get_monitor_config({}).comet); assert not off.enabled and off.experiment is None\n"
+    "off.write_events([('a', 1, 1)]); assert off.samples_log_interval == 100",
     "deepspeed.utils.logger.setLevel(30); deepspeed.utils.logger.setLevel(20)",
     "from deepspeed.utils import log_dist; log_dist('hello', ranks=[0])",
     "from deepspeed.utils.logging import log_dist_once, set_log_level_from_string; log_dist_once('hello', ranks=[0])",
@@ -303,6 +365,14 @@ WORKS = [
 ]
 # Statement -> the error's class, and words of it.
 REFUSED = {
+    "PartitionedTensor.from_meta(torch.tensor([1, 4, 2, 1, 0, 2, 4]), torch.ones(2), None)": (
+        "EngineError",
+        "the part is number 1 of 2, and this rank number 0 of 1",
+    ),
+    "SynchronizedWallClockTimer()('a').stop()": ("EngineError", "was not started"),
+    "required_torch_version()": ("AssertionError", "needs min_version or max_version"),
+    "from deepspeed.utils import pin_memory": ("ImportError", "call tensor.pin_memory()"),
+    "deepspeed.runtime.utils.register_output_backward_hooks": ("AttributeError", "call tensor.register_hook()"),
     "deepspeed.accelerator.set_accelerator(torch)": ("EngineError", "derive it from DeepSpeedAccelerator"),
     "deepspeed.accelerator.set_accelerator(on_gpu)": ("EngineError", "the device is cuda, and ranks train on cpu"),
     "a.set_compile_backend('no_such')": ("EngineError", 'torch.compile has no backend "no_such"'),
@@ -370,8 +440,8 @@ REFUSED = {
 }
 RUN = """
 import launcher.compat; launcher.compat.install()
-import argparse, collections, contextlib, datetime, importlib.metadata, inspect, io, json, math, os, pickle, sys
-import unittest.mock
+import argparse, collections, contextlib, datetime, importlib.metadata, inspect, io, json, math, os, pickle, sys, time
+import types, unittest.mock
 import deepspeed, launcher, torch
 
 deepspeed.init_distributed()

@@ -1,0 +1,44 @@
+"""What `deepspeed.runtime.utils` and `deepspeed.comm` find out from all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.forked import run_ranks
+from harness.scripts import write
+
+RUN = """
+import launcher.compat; launcher.compat.install()
+import deepspeed, torch
+import deepspeed.comm as dist
+from deepspeed.runtime.utils import CheckOverflow, PartitionedTensor
+from deepspeed.utils.comms_logging import CommsLogger
+
+deepspeed.init_distributed()
+rank, group = dist.get_rank(), dist.get_world_group()
+whole = torch.arange(22.0).view(11, 2)
+part = PartitionedTensor(whole, group)
+assert part.local_size() == ((8, 7, 7)[rank],) and torch.equal(part.full(), whole)
+again = PartitionedTensor.from_meta(part.to_meta(), part.data(), group)
+assert torch.equal(again.full(), whole) and again.full_size() == [11, 2]
+
+param = torch.nn.Parameter(torch.ones(2))
+param.grad = torch.tensor([1.0, float("inf") if rank == 1 else 1.0])
+check = CheckOverflow([[param]])
+assert check.check() and check.has_overflow_serial([param]) == (rank == 1)
+
+ones = torch.ones(2)
+dist.inference_all_reduce(ones)
+assert ones.tolist() == [3.0, 3.0]
+
+log = CommsLogger()
+log.append("all_reduce", "sum", 1.0 + rank, 100)
+late = log.log_all(print_log=False, show_straggler=True, return_dict=True)["straggler_analysis"]
+assert late == {"sum": {100: float(rank)}}
+dist.destroy_process_group()
+"""
+
+
+def test_parts_overflows_sums_and_late_ranks(tmp_path: Path) -> None:
+    result = run_ranks(tmp_path, 3, write(tmp_path, RUN))
+    assert result.code == 0, result.err
