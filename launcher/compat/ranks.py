@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launcher.base import env
+from launcher.base.errors import EngineAssertionError
 from launcher.comm import groups
 from launcher.comm.device import local_device, use_local_device
 
@@ -21,14 +22,21 @@ from launcher.comm.device import local_device, use_local_device
 def init_distributed(*args: Any, **kwargs: Any) -> None:
     """Do what `launcher.init_distributed` does; a process that is alone gets a process group of its own, too.
 
-    Callers read `torch.distributed.get_rank()` right after. Raises: as `launcher.init_distributed`.
+    Callers read `torch.distributed.get_rank()` right after.
+    Raises: as `launcher.init_distributed`; EngineAssertionError without a group where `dist_init_required` is False.
     """
     groups.init_distributed(*args, **kwargs)
     given = inspect.signature(groups.init_distributed).bind(*args, **kwargs).arguments
-    if not dist.is_initialized() and given.get("dist_init_required") is not False:
-        backend = given.get("dist_backend") or dist.get_default_backend_for_device(local_device())
-        store = dist.HashStore()  # type: ignore[attr-defined]  # torch's own annotations leave it out
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if dist.is_initialized():
+        return
+    if given.get("dist_init_required") is False:
+        raise EngineAssertionError(
+            "there is no process group, and dist_init_required is False",
+            hint="start one with torch.distributed, or leave dist_init_required out",
+        )
+    backend = given.get("dist_backend") or dist.get_default_backend_for_device(local_device())
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's own annotations leave it out
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:

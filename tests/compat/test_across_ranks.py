@@ -14,6 +14,12 @@ import deepspeed.comm as dist
 from deepspeed.runtime.utils import CheckOverflow, PartitionedTensor
 from deepspeed.utils.comms_logging import CommsLogger
 
+try:
+    deepspeed.init_distributed(dist_init_required=False)
+except AssertionError as error:
+    assert "there is no process group" in str(error)
+else:
+    raise RuntimeError("a group was started, or none is missed")
 deepspeed.init_distributed()
 rank, group = dist.get_rank(), dist.get_world_group()
 whole = torch.arange(22.0).view(11, 2)
