@@ -17,7 +17,14 @@ from launcher.optim.lamb import Lamb
 from launcher.optim.lion import Lion
 
 
-class _Adam(torch.optim.Adam):
+class _OrEngines(type):
+    """Has the optimizer that an engine made of the config be an instance of DeepSpeed's class, too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or getattr(instance, "stands_for", None) == cls.__name__
+
+
+class _Adam(torch.optim.Adam, metaclass=_OrEngines):
     """Adam with decoupled weight decay or not; `steps_of` tells the engine which."""
 
     def __init__(self, params: Any, is_decoupled: bool, options: dict[str, Any]) -> None:
@@ -92,7 +99,7 @@ class FusedAdam(_Adam):
         super().__init__(params, adam_w_mode, {**options, "weight_decay": weight_decay, "amsgrad": amsgrad})
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_OrEngines):
     """DeepSpeed's Adagrad on the CPU. The engine takes its steps; without one it is torch's."""
 
     steps_of = torch.optim.Adagrad
@@ -113,7 +120,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
             group.update(foreach=None, fused=None)
 
 
-class FusedLamb(Lamb):
+class FusedLamb(Lamb, metaclass=_OrEngines):
     """DeepSpeed's LAMB on the GPU. The engine takes its steps; without one it is plain torch."""
 
     steps_of = Lamb
@@ -127,7 +134,7 @@ class FusedLamb(Lamb):
         super().__init__(params, lr=lr, **options)
 
 
-class DeepSpeedCPULion(Lion):
+class DeepSpeedCPULion(Lion, metaclass=_OrEngines):
     """DeepSpeed's Lion on the CPU. The engine takes its steps; without one it is plain torch."""
 
     steps_of = Lion
@@ -146,7 +153,7 @@ class DeepSpeedCPULion(Lion):
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-class FusedLion(Lion):
+class FusedLion(Lion, metaclass=_OrEngines):
     """DeepSpeed's Lion on the GPU."""
 
     steps_of = Lion

@@ -44,7 +44,7 @@ def announce(
         "zero stage %s · %s · %s · %s · micro %d × accumulation %d × dp %d = batch %d",
         int(parts.settings.zero_optimization.stage),
         policy.precision.label,
-        "no optimizer: inference only" if optimizer is None else optimizer.optimizer.label,
+        "no optimizer: inference only" if optimizer is None else optimizer.flat.label,
         f"clip {policy.max_grad_norm:g}" if policy.max_grad_norm else "no clipping",
         batch.micro_batch_size,
         batch.accumulation_steps,
@@ -85,5 +85,5 @@ def _kernel_text(plan: OptimizerPlan, parts: EngineParts) -> str:
     if plan.why_torch is not None:
         return f"torch's own ({plan.why_torch})"
     kernel = describe_kernel(device_type)
-    is_torch = optimizer is not None and not isinstance(optimizer.optimizer, UnitOptimizer)
+    is_torch = optimizer is not None and not isinstance(optimizer.flat, UnitOptimizer)
     return f"torch's own, in place of {kernel}" if is_torch and not kernel.startswith("torch") else kernel

@@ -384,7 +384,14 @@ def _shard(
     delayed = None
     if policy.offload.is_delayed and isinstance(flat_optimizer, UnitOptimizer):
         delayed = DelayedUpdate(units, flat_optimizer, policy, mesh)
-    optimizer = ZeroOptimizer(flat_optimizer, plan, scaler, units)
+    optimizer = ZeroOptimizer(
+        flat_optimizer,
+        plan,
+        scaler,
+        units,
+        max_grad_norm=policy.max_grad_norm,
+        is_offloaded=policy.offload.optimizer is not Place.DEVICE,
+    )
     return ShardedModel(model, units, reducer, schedule, hooks, optimizer, delayed)
 
 

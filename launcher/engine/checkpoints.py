@@ -158,7 +158,7 @@ class Checkpoints:
         return contents_of(
             self._engine.module,
             sharded.units,
-            None if optimizer is None else optimizer.optimizer,
+            None if optimizer is None else optimizer.flat,
             self._parts.mesh,
             is_wanted=lambda name: name not in excluded,
         )
@@ -172,8 +172,8 @@ class Checkpoints:
             global_samples=engine.global_samples,
             micro_steps=engine.complete_micro_steps,
             skipped_steps=engine.skipped_steps,
-            optimizer=None if optimizer is None else optimizer.optimizer.name,
-            groups=[] if optimizer is None else optimizer.optimizer.saved_groups(),
+            optimizer=None if optimizer is None else optimizer.flat.name,
+            groups=[] if optimizer is None else optimizer.flat.saved_groups(),
             lr_scheduler=schedule.state_dict() if hasattr(schedule, "state_dict") else None,
             loss_scaler=None if scaler is None else dict(scaler.state_dict()),
             client_state=dict(client_state),
@@ -190,7 +190,7 @@ class Checkpoints:
             "rng": rng_state(engine.device),
             "data": self._position(),
             "of_world": {
-                "optimizer": {} if optimizer is None else optimizer.optimizer.rank_state(),
+                "optimizer": {} if optimizer is None else optimizer.flat.rank_state(),
                 "buffers": _buffers_of(engine.module),
             },
         }
@@ -304,7 +304,7 @@ class Checkpoints:
         sharded.reducer.discard()
         optimizer = engine.optimizer if options.loads_optimizer else None
         is_custom = options.custom_load is not None
-        states = None if optimizer is None else optimizer.optimizer
+        states = None if optimizer is None else optimizer.flat
         others = across_stages.names_of_others(self._parts.mesh.pipeline, engine.module)
         target = Target(engine.module, sharded.units, states, loads_weights=not is_custom, names_of_others=others)
         load_parameters(source, target, exchange, is_strict=options.is_strict and not is_custom)
@@ -350,8 +350,8 @@ class Checkpoints:
             engine.lr_scheduler.load_state_dict(state.lr_scheduler)
         optimizer = engine.optimizer
         if optimizer is not None and options.loads_optimizer:  # after the schedule: rates the script has set stay
-            optimizer.optimizer.load_groups(groups_for(source, optimizer.optimizer) or state.groups)
-            optimizer.optimizer.load_rank_state(private.get("of_world", {}).get("optimizer", {}))
+            optimizer.flat.load_groups(groups_for(source, optimizer.flat) or state.groups)
+            optimizer.flat.load_rank_state(private.get("of_world", {}).get("optimizer", {}))
             if optimizer.loss_scaler is not None and state.loss_scaler is not None:
                 optimizer.loss_scaler.load_state_dict(state.loss_scaler)
         engine.take_counters(state)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +13,14 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 
 from launcher.base import env
-from launcher.base.errors import EngineError, EngineKeyError
+from launcher.base.errors import EngineAssertionError, EngineError, EngineKeyError
+from launcher.comm.accelerator import device_module
 from launcher.config.batch import BatchPlan
 from launcher.config.policies import DType
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.sharded import ShardedModel
+from launcher.monitor.throughput import ThroughputTimer
 from launcher.zero.stages import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ _GETTERS = {
     "gradient_clipping": "gradient_clipping",
     "gradient_predivide_factor": "gradient_predivide_factor",
     "load_universal_checkpoint": "checkpoint.load_universal",
+    "log_level": "log_level",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
     "memory_breakdown": "memory_breakdown",
     "steps_per_print": "steps_per_print",
     "torch_autocast_enabled": "torch_autocast.enabled",
@@ -75,10 +81,14 @@ class DeepSpeedNames:
     save_16bit_model: Callable[..., bool]
     state_dict: Callable[..., dict[str, Any]]
     zero_optimization_stage: Callable[[], int]
+    managed_gradient_accumulation: Callable[[], bool]
     _batch: BatchPlan
     _ended_accumulation: bool
     _note_exception: Callable[[], None]
+    _is_in_no_sync: bool
     _parts: EngineParts
+    _sharded: ShardedModel
+    _timer: ThroughputTimer
     _wait_for_parameters: Callable[[], None]
     _whole_state: Callable[..., dict[str, Any]]
 
@@ -138,6 +148,16 @@ class DeepSpeedNames:
         """Return the parameters of the config's schedule."""
         return _params_of(self._parts.settings.scheduler)
 
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The client's optimizer, or what stands for the config's: see `ZeroOptimizer`."""
+        return None if self.optimizer is None else self.optimizer.optimizer
+
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        """What measures the samples per second of training."""
+        return self._timer
+
     # ---- groups ----
 
     @property
@@ -184,12 +204,58 @@ class DeepSpeedNames:
             )
         return sequence.process_group
 
+    @property
+    def seq_parallel_group(self) -> ProcessGroup | None:
+        """The same ranks; None where this rank is alone."""
+        sequence = self._parts.mesh.sequence
+        return None if sequence is None else sequence.process_group
+
+    @property
+    def checkpoint_mp_rank(self) -> int:
+        """`get_model_parallel_rank()`, as DeepSpeed's names of files have it."""
+        return self.get_model_parallel_rank()
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: Any, expp_rank: int) -> str:
+        """Return DeepSpeed's name for the file of the states of experts, which ours have no counterpart of."""
+        name = f"expp_rank_{expp_rank}_mp_rank_{self.checkpoint_mp_rank:02d}_optim_states.pt"
+        return os.path.join(checkpoints_path, str(tag), name)
+
     def get_sequence_parallel_rank(self) -> int:
         """Return which part of every sequence this rank has."""
         sequence = self._parts.mesh.sequence
         return 0 if sequence is None else sequence.rank
 
     # ---- verbs ----
+
+    def empty_partition_cache(self) -> None:
+        """Shard what stage 3 keeps unsharded for a later use, and free the memory. Every rank must call it."""
+        self._sharded.schedule.release_idle()
+        if self._parts.group.device.type != "cpu":
+            device_module(self._parts.group.device).empty_cache()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Have all backward passes inside be those of one optimizer step, whose sum over the ranks ends with the block.
+
+        At stage 1 nothing is sent before. At stages 2 and 3, where no rank keeps whole gradients, each pass is sent as
+        it ends. Raises: NotImplementedError at stage 0 and for pipelines; EngineError within another such block or
+        `no_sync()`, without managed accumulation, and for `step()` inside.
+        """
+        if not self.managed_gradient_accumulation():
+            raise EngineAssertionError(
+                "coalesce_grad_reduction() is not supported with managed_gradient_accumulation false",
+                hint="leave it out: step() decides where the accumulation ends",
+            )
+        if self.zero_optimization_stage() == 0:
+            raise NotImplementedError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync() at stage 0")
+        if self._is_in_no_sync:
+            raise EngineAssertionError("coalesce_grad_reduction() was entered within another such block or no_sync()")
+        self._is_in_no_sync = True
+        try:
+            yield
+        finally:
+            self._is_in_no_sync = False
+        self._sharded.reducer.complete_early()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: `backward` has begun the reductions that belong to it, and `step()` waits for them."""

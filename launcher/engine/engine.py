@@ -92,6 +92,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._boundary_override: bool | None = None
         self._num_summed = 0  # micro-batches since the last optimizer step that `step()` has ended
         self._has_divided = False  # a loss since then was divided by the accumulation steps
+        self._num_backwards = 0  # since the last optimizer step
         self._num_drops = 0  # calls of `zero_grad()` since then that dropped such micro-batches
         self._is_in_no_sync = False
         self._layer_ranks = LayerRanks(parts.mesh.tensor)
@@ -185,7 +186,15 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         return self.micro_steps - self._num_summed
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide the boundary yourself from now on. Call it before `backward`, alike on every rank."""
+        """Decide the boundary yourself from now on. Call it before `backward`, alike on every rank.
+
+        Raises: EngineError without managed accumulation: each `step()` is a boundary then.
+        """
+        if self._parts.policy.reduction.at_step_only:
+            raise EngineAssertionError(
+                "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation false",
+                hint="call step() where the accumulation is to end",
+            )
         self._boundary_override = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -213,7 +222,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
 
     def _begin_sum(self) -> None:
         """Begin an accumulation: no micro-batch is summed, and the sizes are those that were set last."""
-        self._num_summed, self._has_divided, self._backward_done = 0, False, False
+        self._num_summed, self._has_divided, self._backward_done, self._num_backwards = 0, False, False, 0
         if self._batch is not self._next_batch:
             self._batch = self._next_batch
             self._timer = ThroughputTimer(self._batch.train_batch_size, self._steps_per_print or 1)
@@ -313,6 +322,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._last_step.report()
         self._losses.append(loss.detach())
         self._has_divided = True
+        self._num_backwards += 1
         return optimizer.loss_scale
 
     def _begin_backward_of_script(self, value: Tensor | None) -> ScriptsPass:
@@ -325,6 +335,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         if value is not None:
             self._losses.append(value)
         self._backward_done = self._has_divided = True
+        self._num_backwards += 1
         return ScriptsPass(self._reduces_at_boundary(), 1.0 / self.gradient_accumulation_steps())
 
     def _reduces_at_boundary(self) -> bool:
@@ -425,12 +436,15 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         scale, delayed = None if optimizer.loss_scaler is None else optimizer.loss_scale, sharded.delayed
         check = self._layer_ranks.check_gradients
         outcome = step_units(
-            sharded.units, sharded.reducer, optimizer.optimizer, parts.policy, parts.mesh, scale, delayed, check
+            sharded.units, sharded.reducer, optimizer.flat, parts.policy, parts.mesh, scale, delayed, check
         )
         self._backward_done = False  # its gradients are used up, whatever follows raises
         sharded.schedule.after_step()
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        if parts.policy.reduction.at_step_only:  # the script decides how many micro-batches a step has
+            self.global_samples += self._num_backwards * self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        else:
+            self.global_samples += self.train_batch_size()
         self._last_step.begin(self.global_steps, outcome, self._losses)
         self._note_path()
 

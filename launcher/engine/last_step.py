@@ -118,8 +118,8 @@ class LastStep:
             self._schedule.load_state_dict(state)
             for group, before in zip(self._optimizer.param_groups, options, strict=True):
                 group.update(before)
-        if isinstance(self._optimizer.optimizer, DeviceScaled):
-            self._optimizer.optimizer.take_back()
+        if isinstance(self._optimizer.flat, DeviceScaled):
+            self._optimizer.flat.take_back()
 
     def report(self) -> None:
         """Say why the last norm is not finite, if it is not and that was not said. Collective.

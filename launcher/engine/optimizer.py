@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
+from launcher.engine.deepspeed_optimizer import DeepSpeedOptimizerNames
 from launcher.optim.api import FlatOptimizer
 from launcher.optim.factory import OptimizerPlan
+from launcher.optim.live import LiveStates, base_optimizer
 from launcher.optim.scaling import LossScaler
+from launcher.optim.states import saved_piece
+from launcher.zero.partition import full_numel
 from launcher.zero.unit import FlatUnit
 
 
@@ -59,12 +63,12 @@ class SteppingEngine(Protocol):
         ...
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """What `initialize()` returns as optimizer. Groups are live: a learning rate written there is used.
 
     A torch optimizer for everything that reads or writes groups, such as `torch.optim.lr_scheduler`. Steps are taken
-    by `engine.step()`, which knows the accumulation boundary and which `step()` calls; states are this rank's shards,
-    in `optimizer`.
+    by `engine.step()`, which knows the accumulation boundary and which `step()` calls. `flat` updates this rank's
+    shards; `optimizer` is the client's optimizer, or an instance of the config's class.
     """
 
     def __init__(
@@ -73,11 +77,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         plan: OptimizerPlan,
         loss_scaler: LossScaler | None = None,
         units: Sequence[FlatUnit] = (),
+        *,
+        max_grad_norm: float = 0.0,
+        is_offloaded: bool = False,
     ) -> None:
         """loss_scaler: None where the precision needs none. units: those that `flat` updates, by index."""
         super().__init__(plan.param_groups, dict(plan.defaults))
         self.param_groups = flat.param_groups  # the client's own list, where a client brought the optimizer
-        self.optimizer = flat
+        self.flat = flat
+        self.clip_grad = max_grad_norm
+        shards = {
+            param: shard
+            for unit in units
+            if unit.swap is None
+            for param, shard in zip(unit.members.params, unit.shards, strict=False)  # none are frozen, or all
+        }
+        states = LiveStates(shards, flat)
+        self.state = states  # type: ignore[assignment]  # torch's is a defaultdict, which is a mapping
+        self.optimizer = base_optimizer(plan, flat, states, is_offloaded=is_offloaded)
         self._client = plan.client
         self._units = units
         self.loss_scaler = loss_scaler
@@ -171,25 +188,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's states, the hyper-parameters and the loss scale; see `FlatOptimizer.state_dict`.
 
+        Where this rank has all states there are torch's `state` and `param_groups`, too: of the same tensors.
         States that are kept on disk are copied to host memory, which must hold them all; the others are live.
         """
         self._wait_for_update()
-        state = self.optimizer.state_dict()
+        state = self.flat.state_dict()
         for unit in self._units:
             if unit.swap is not None:
                 with unit.in_memory(writes=False):
-                    state["states"].update(copy.deepcopy(self.optimizer.states_of_unit(unit.index)))
+                    state["states"].update(copy.deepcopy(self.flat.states_of_unit(unit.index)))
+        if self._is_whole:
+            state.update(torch.optim.Optimizer.state_dict(self))
         return state if self.loss_scaler is None else {**state, "loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()` of the same rank, world size and stage, or of others that cover its ranges."""
+        """Continue from `state_dict()` of the same rank, world size and stage, or of others that cover its ranges.
+
+        A state of torch's form alone will do: of whole parameters, as it is at stage 0.
+        """
         self._wait_for_update()
-        states = self.optimizer.accept(state_dict)
+        if "states" not in state_dict and {"state", "param_groups"} <= set(state_dict):
+            state_dict = self._of_torch(state_dict)
+        states = self.flat.accept(state_dict)
         for unit in self._units:
             with unit.with_new_states():
-                self.optimizer.load_unit(unit.index, states)
+                self.flat.load_unit(unit.index, states)
         if self.loss_scaler is not None and "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank has all states in memory."""
+        return all(unit.swap is None and len(unit.owned) == unit.numel for unit in self._units)
+
+    def _of_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of torch's form in ours."""
+        names = {param: name for unit in self._units for param, name in unit.names.items()}
+        params = [param for group in self.param_groups for param in group["params"]]
+        states = {
+            names[param]: [saved_piece(range(full_numel(param)), state_dict["state"].get(number, {}))]
+            for number, param in enumerate(params)
+            if param in names
+        }
+        return {**state_dict, "name": self.flat.name, "groups": state_dict["param_groups"], "states": states}
 
     def _wait_for_update(self) -> None:
         """Wait for updates that still run; parameters that do not have them yet do not matter here."""

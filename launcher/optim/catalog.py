@@ -17,6 +17,7 @@ from torch import Tensor
 from launcher.optim.lamb import Lamb
 from launcher.optim.lion import Lion
 from launcher.optim.muon.muon import MUON_KINDS
+from launcher.optim.states import LiveState
 
 # Elementwise, each held by a parity test (tests/optim/test_parity.py). Config name -> class.
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
@@ -81,6 +82,8 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it holds state of steps taken; Adagrad makes its state before the first one."""
+    if isinstance(optimizer.state, LiveState):  # of an engine that has ended
+        return False
     if kind_of(optimizer) is torch.optim.Adagrad:
         return any(float(state["step"]) > 0 for state in optimizer.state.values())
     return bool(optimizer.state)

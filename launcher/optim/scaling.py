@@ -40,6 +40,25 @@ class LossScaler:
         self._hysteresis = rules.hysteresis
         self._overflows_at_minimum = 0  # in a row
 
+    @property
+    def loss_scale(self) -> float:
+        """The scale in force."""
+        return self.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale in force; it can be set."""
+        return self.scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self.scale = float(scale)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale follows overflows."""
+        return self.rules.is_dynamic
+
     def update(self, *, overflow: bool) -> str | None:
         """Choose the scale of the next step; return what to say about an overflow.
 

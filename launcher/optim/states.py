@@ -12,6 +12,10 @@ from torch import Tensor
 from launcher.base.errors import EngineError
 
 
+class LiveState:
+    """Marks what a client's optimizer shows as `state` while an engine takes its steps: no steps of its own."""
+
+
 def options_of(group: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any]:
     """Return the hyper-parameters of a group; what is left out stays as the wrapped optimizer has it.
 

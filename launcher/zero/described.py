@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.sharding.layout import ParamSlot
-from launcher.zero.parameters import UnitParameters, unit_params_of, written_by
+from launcher.zero.parameters import UnitParameters, ZeroParamStatus, unit_params_of, written_by
+from launcher.zero.stages import ParameterState
 
 _param_ids = itertools.count()
 
@@ -47,7 +48,7 @@ class OwnPart(Tensor):
         kwargs = kwargs or {}
         parts = [each for each in written_by(func, args, kwargs) if isinstance(each, OwnPart)]
         for part in parts:
-            part.unit.check_own_write(part.slot)
+            _check_write(part)
         with torch._C.DisableTorchFunctionSubclass():
             if not parts:
                 return func(*args, **kwargs)
@@ -73,7 +74,7 @@ def describe(unit: UnitParameters) -> None:
             "ds_numel": slot.numel,
             "ds_tensor": part,
             "ds_persist": not unit.is_sharded,
-            "ds_status": unit.status,
+            "ds_status": _status(unit),
             "partition_numel": functools.partial(_numel, part),
             "all_gather": functools.partial(_all_gather, weakref.ref(param)),
             "partition": functools.partial(_partition, weakref.ref(param)),
@@ -82,6 +83,33 @@ def describe(unit: UnitParameters) -> None:
             facts["ds_id"] = next(_param_ids)
         for name, value in facts.items():
             setattr(param, name, value)
+
+
+def _status(unit: UnitParameters) -> ZeroParamStatus:
+    """Return where the parameters are; a whole one on its way is there for whoever reads it."""
+    if not unit.is_sharded or unit.state is ParameterState.UNSHARDED:
+        return ZeroParamStatus.AVAILABLE
+    return ZeroParamStatus.INFLIGHT if unit.state is ParameterState.GATHERING else ZeroParamStatus.NOT_AVAILABLE
+
+
+def _check_write(part: OwnPart) -> None:
+    """Raise EngineError where a write into this rank's part of a parameter would not count."""
+    unit = part.unit
+    unit.check_thread()
+    reason = None
+    if part.is_meta:
+        reason = "the parameter is on disk"
+    elif unit.is_sharded and unit.state is not ParameterState.SHARDED:
+        reason = "the parameter is whole now, and is read from there"
+    elif not unit.is_sharded and len(unit.owned) < unit.flat.numel():
+        reason = "the parameter stays whole on every rank"
+    elif unit.pending is not None and not unit.pending.is_written_back:
+        reason = "an update that will overwrite it is under way"
+    if reason is not None:
+        raise EngineError(
+            f"ds_tensor of {part.slot.name or 'a parameter'} was written, where {reason}",
+            hint="write param.data on every rank within launcher.zero.GatheredParameters(params, modifier_rank=0)",
+        )
 
 
 @dataclass(frozen=True)

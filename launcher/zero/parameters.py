@@ -302,14 +302,6 @@ class UnitParameters:
         """Yield the places of the parameters, with these."""
         return zip(self._layout.slots, self._params, strict=True)
 
-    @property
-    def status(self) -> ZeroParamStatus:
-        """Where the parameters are, by DeepSpeed's names; a whole one on its way is there for whoever reads it."""
-        if not self.is_sharded or self.state is ParameterState.UNSHARDED:
-            return ZeroParamStatus.AVAILABLE
-        is_on_way = self.state is ParameterState.GATHERING
-        return ZeroParamStatus.INFLIGHT if is_on_way else ZeroParamStatus.NOT_AVAILABLE
-
     def own_part(self, slot: ParamSlot) -> Tensor:
         """Return what this rank owns of a parameter, 1-D: a view, without memory where it is on disk.
 
@@ -321,24 +313,6 @@ class UnitParameters:
         if -(-slot.numel // self.group.world_size) == len(self.owned) < self._layout.padded_numel:
             part = self.shard
         return part if self._swap is None else part.to("meta")
-
-    def check_own_write(self, slot: ParamSlot) -> None:
-        """Raise EngineError where a write into this rank's part of a parameter would not count."""
-        self.check_thread()
-        reason = None
-        if self._swap is not None:
-            reason = "the parameter is on disk"
-        elif self.is_sharded and self.state is not ParameterState.SHARDED:
-            reason = "the parameter is whole now, and is read from there"
-        elif not self.is_sharded and len(self.owned) < self._layout.padded_numel:
-            reason = "the parameter stays whole on every rank"
-        elif self.pending is not None and not self.pending.is_written_back:
-            reason = "an update that will overwrite it is under way"
-        if reason is not None:
-            raise EngineError(
-                f"ds_tensor of {slot.name or 'a parameter'} was written, where {reason}",
-                hint="write param.data on every rank within launcher.zero.GatheredParameters(params, modifier_rank=0)",
-            )
 
     def note_own_write(self, slot: ParamSlot) -> None:
         """Take over a write into this rank's part of a parameter."""

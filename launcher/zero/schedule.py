@@ -136,6 +136,13 @@ class ParameterSchedule:
             self._end_evaluation()
         return is_outermost
 
+    def release_idle(self) -> None:
+        """Release what was kept for a later use, or fetched ahead of one. Every rank must call it."""
+        for index in sorted(index for index in self._live if not self._uses[index]):
+            self._release(self._units[index])
+        self._ahead = 0
+        self._ahead_numel.clear()
+
     def release(self, units: Sequence[FlatUnit]) -> None:
         """Release units that the outermost forward has kept."""
         for unit in units:

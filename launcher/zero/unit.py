@@ -170,6 +170,11 @@ class FlatUnit:
         return f"{first} and {len(others)} more" if others else first
 
     @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """The fully qualified name of each parameter."""
+        return dict(zip(self.members.params, self.layout.names, strict=True))
+
+    @property
     def numel(self) -> int:
         """Elements of the unit, padding included."""
         return self.layout.padded_numel

@@ -115,7 +115,7 @@ def facts_of_engine(engine: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return weights, and for each parameter the pieces of states this rank has."""
     with GatheredParameters(list(engine.module.parameters())):
         weights = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
-    states = copy.deepcopy(engine.optimizer.optimizer.state_dict()["states"])
+    states = copy.deepcopy(engine.optimizer.flat.state_dict()["states"])
     return weights, states
 
 

@@ -46,7 +46,7 @@ def _loaded(rank: int, world_size: int, folder: str, stage: int, kernel: str, ho
         patch.setattr(GlooCommunicator, "all_gather", gather)
         engine.load_checkpoint(folder)
         problems += ["gathered"] * (bool(gathers) != (hosts > 1))
-        optimizer = engine.optimizer.optimizer
+        optimizer = engine.optimizer.flat
         for shard in optimizer.shards:
             kept = [value for value in shard.state.values() if isinstance(value, Tensor) and value.dim()]
             problems += [f"{shard.name} has no states"] * (bool(shard.owned) and not kept)

@@ -156,7 +156,7 @@ def take_another_number_of_ranks(rank: int, world_size: int, config: dict[str, A
     engine, optimizer, loader, _ = launcher.initialize(model=Net(), config=config, training_data=Noisy())
     engine.load_checkpoint(folder)
     assert optimizer is not None
-    step = optimizer.optimizer._num_steps
+    step = optimizer.flat._num_steps
     for x, y in itertools.islice(batches_of(loader), PARTS * (STEPS - SAVED_AT)):
         engine.backward(engine(x, y))
         engine.step()

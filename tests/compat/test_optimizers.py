@@ -68,7 +68,7 @@ def trained(make):
         engine.backward(engine(torch.ones(2, 4)).square().mean())
         engine.step()
         schedule.step()
-    name = optimizer.optimizer.name
+    name = optimizer.flat.name
     assert torch.distributed.get_world_size() == 1  # accelerate gathers over a group, also in a process that is alone
     engine.destroy()
     return name, model.weight.detach().clone()

@@ -353,7 +353,7 @@ def _owns_nothing(rank: int, world_size: int) -> tuple[int, Tensor]:
         for _ in range(2):
             engine.backward(engine(torch.ones(1, 1)).sum())
             engine.step()
-        shards = engine.optimizer.optimizer.shards
+        shards = engine.optimizer.flat.shards
         return sum(len(shard.owned) for shard in shards), engine.state_dict()["weight"].clone()
 
 

@@ -23,7 +23,8 @@ NUM_SHORT, NUM_LONG = 200, int(os.environ.get("SEQUENCES", "500"))
 # What the documentation refuses: kind -> the error's class, and a part of its text. Every rank must raise it.
 ERRORS = {
     "no backward": ("EngineError", "engine.step() was called without a backward"),
-    "no_sync": ("EngineError", "no_sync() cannot be used at ZeRO stage"),
+    "boundary": ("EngineAssertionError", "set_gradient_accumulation_boundary() is not supported"),
+    "no_sync": ("EngineAssertionError", "no_sync() cannot be used at ZeRO stage"),
     "raw backward": ("EngineError", "a backward pass reached parameters of an engine that it did not begin at"),
     "shards written": ("EngineError", "was written in place while it was sharded"),
     "zero_grad again": ("EngineError", "engine.zero_grad() was called between the micro-batches"),

@@ -93,7 +93,7 @@ def dtype_of(engine: Any) -> torch.dtype:
 
 def own_state(engine: Any) -> Iterator[tuple[str, str, int, Any]]:
     """Yield name, "weight" or state, first element and value of everything that this rank holds."""
-    optimizer = engine.optimizer.optimizer
+    optimizer = engine.optimizer.flat
     for unit in engine._parts.sharded.units:
         with unit.readable():
             for slot, shared in unit.layout.slots_in(unit.owned):

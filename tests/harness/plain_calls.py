@@ -403,8 +403,11 @@ class PlainSide:
     def mode(self, index: int, training: bool) -> None:
         self.engines[index].model.train(training)
 
-    def boundary(self, index: int, is_boundary: bool) -> None:
+    def boundary(self, index: int, is_boundary: bool) -> Refused | None:
+        if not self.engines[index].setting.managed:
+            return Refused("boundary")
         self.engines[index].override = is_boundary
+        return None
 
     def _resize(self, index: int, sizes: tuple[int, int]) -> None:
         engine = self.engines[index]

@@ -17,7 +17,7 @@ def run(timer: ThroughputTimer, clock: FakeClock, micro_steps: int, accumulation
     for micro_step in range(1, micro_steps + 1):
         timer.start()
         clock.now_s += seconds
-        timer.stop(boundary=micro_step % accumulation == 0)
+        timer.stop(global_step=micro_step % accumulation == 0)
 
 
 def test_the_first_step_does_not_count() -> None:

@@ -260,7 +260,7 @@ def train_and_look(rank: int, world_size: int, zero: dict[str, Any]) -> tuple[di
     """Return the weights, and whether states have memory between steps."""
     engine = start(rank, world_size, 3, zero=zero)
     run(engine, rank, world_size)
-    flat = engine.optimizer.optimizer
+    flat = engine.optimizer.flat
     last = flat.shards[-1].unit  # its states may still be on their way
     states = [item for shard in flat.shards if shard.unit != last for item in shard.state.items() if item[0] != "step"]
     in_memory = {(name, state.untyped_storage().nbytes() > 0) for name, state in states}
@@ -296,7 +296,7 @@ def test_a_rank_sends_parts_and_updates_and_no_more() -> None:
 def sent_by_muon(rank: int, world_size: int, stage: int) -> int:
     engine = start(rank, world_size, stage)
     engine.backward(engine(data()[0][: SAMPLES // world_size]))
-    flat = engine.optimizer.optimizer
+    flat = engine.optimizer.flat
     before = observe.sent_bytes()
     flat.step()
     return observe.sent_bytes() - before
@@ -313,7 +313,7 @@ def test_a_matrix_has_one_state_and_the_rest_two(stage: int) -> None:
 def kept_states(rank: int, world_size: int, stage: int) -> tuple[set[str], int]:
     engine = start(rank, world_size, stage)
     run(engine, rank, world_size, range(1))
-    flat = engine.optimizer.optimizer
+    flat = engine.optimizer.flat
     states = flat.state_dict()["states"]
     return {name for pieces in states.values() for piece in pieces for name in piece["state"]}, flat.state_numel()
 

@@ -86,7 +86,7 @@ def _measured(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, in
     engine, optimizer, _, _ = launcher.initialize(model=build(), config=given)
     peak_bytes = _train(engine)
     storages = _storages(engine)
-    states = sum(storages.values()) + 4 * optimizer.optimizer.state_numel()
+    states = sum(storages.values()) + 4 * optimizer.flat.state_numel()
     return {"model_states": states, "peak_in_flight": peak_bytes}
 
 

@@ -201,7 +201,7 @@ LARGE_SCRIPT = """
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    states = engine.optimizer.optimizer.state_numel() * 4
+    states = engine.optimizer.flat.state_numel() * 4
     print("STATES", states, "LOSSES", *losses)
     assert losses[-1] < losses[0]
 """

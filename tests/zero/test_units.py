@@ -149,7 +149,7 @@ def _model_state_bytes(rank: int, world_size: int, stage: int, bf16: bool) -> tu
         for part in (unit.params, unit.grads._local, unit.grads._sum):
             tensors += [value for value in vars(part).values() if isinstance(value, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    found = sum(storages.values()) + 4 * optimizer.optimizer.state_numel()
+    found = sum(storages.values()) + 4 * optimizer.flat.state_numel()
     parts = {0: 1, 1: world_size, 2: world_size, 3: world_size}[stage]
     params, master = (2, 4) if bf16 else (4, 0)
     params /= world_size if stage == 3 else 1
