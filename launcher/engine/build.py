@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -344,7 +344,9 @@ def _shard(
 ) -> ShardedModel:
     """Lay the model out in units, tie them to autograd and give the owned ranges to the optimizer."""
     group = mesh.shard
-    units = build_units(model, {} if plan is None else _groups(plan, model, mesh), policy, mesh, disks)
+    group_of = {} if plan is None else group_of_parameters(plan, model)
+    frozen = [] if plan is None else _freeze_others(model, group_of, mesh.world.rank)
+    units = build_units(model, group_of, policy, mesh, disks)
     _place_others(model, policy.precision, mesh)
     shares_group = mesh.data.reductions.process_group is mesh.data.process_group
     order = CollectiveOrder([unit.label for unit in units], shares_group=shares_group)
@@ -392,19 +394,20 @@ def _shard(
         max_grad_norm=policy.max_grad_norm,
         is_offloaded=policy.offload.optimizer is not Place.DEVICE,
     )
-    return ShardedModel(model, units, reducer, schedule, hooks, optimizer, delayed)
+    sharded = ShardedModel(model, units, reducer, schedule, hooks, optimizer, delayed)
+    sharded.thaw_at_end(frozen)
+    return sharded
 
 
-def _groups(plan: OptimizerPlan, model: nn.Module, mesh: ParallelMesh) -> dict[nn.Parameter, int]:
-    """Return the optimizer group of every parameter that is trained; those without a group become frozen ones."""
-    group_of = group_of_parameters(plan, model)
-    without = [name for name, param in model.named_parameters() if param.requires_grad and param not in group_of]
-    for name in without:
-        model.get_parameter(name).requires_grad_(False)
-    if without and mesh.world.rank == 0:
-        shown = ", ".join(without[:MAX_NAMES]) + (f" and {len(without) - MAX_NAMES} more" * (len(without) > MAX_NAMES))
-        get_logger().warning("not trained, for they are in no optimizer group: %s", shown)
-    return group_of
+def _freeze_others(model: nn.Module, group_of: Collection[nn.Parameter], rank: int) -> list[nn.Parameter]:
+    """Freeze and return what no optimizer group has: at stage 3 gradients would have no place. Rank 0 says it."""
+    others = {name: param for name, param in model.named_parameters() if param.requires_grad and param not in group_of}
+    for param in others.values():
+        param.requires_grad_(False)
+    if others and rank == 0:
+        names = [*others][:MAX_NAMES] + ([f"and {len(others) - MAX_NAMES} more"] if len(others) > MAX_NAMES else [])
+        get_logger().warning("not trained, for they are in no optimizer group: %s", ", ".join(names))
+    return list(others.values())
 
 
 def _steps_behind_host(

@@ -43,6 +43,7 @@ class ShardedModel:
         self.delayed = delayed
         watch_order(reducer.order, reducer.group)
         self.has_ended = False
+        self._frozen: list[nn.Parameter] = []
         model.__dict__[_OF_MODEL] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -51,6 +52,10 @@ class ShardedModel:
     def remove_at_end(self, handle: RemovableHandle) -> None:
         """Remove a further hook of the model when the engine ends."""
         self._hooks.handles.append(handle)
+
+    def thaw_at_end(self, params: list[nn.Parameter]) -> None:
+        """Let frozen parameters get gradients again when the engine ends: the next one may train them."""
+        self._frozen = params
 
     def end(self) -> None:
         """Give the model back: unsharded parameters are ordinary ones again, with the last step's values. Collective.
@@ -70,6 +75,8 @@ class ShardedModel:
         self._hooks.remove()
         for unit in self.units:
             unit.free()
+        for param in self._frozen:
+            param.requires_grad_(True)
         unregister_outside(self._model.parameters())
         self._model.__dict__.pop(_OF_MODEL, None)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import launcher
 from launcher.base.errors import EngineError
+from launcher.zero import set_z3_leaf_modules, unset_z3_leaf_modules
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
 
@@ -50,6 +51,12 @@ def test_a_leaf_module_that_is_not_there_is_named() -> None:
         'leaf_module.name_suffixes: the model has no "experts"; it has no effect',
     ]
     assert said_of_leaves(2, classes=["Sequental"]) == []  # all of leaf_module is said to have no effect
+
+
+def test_leaves_may_be_one_class_or_one_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1)))
+    assert set_z3_leaf_modules(model, nn.Linear) == set_z3_leaf_modules(model, "Linear") == [model[0], model[1][0]]  # type: ignore[index]
+    assert unset_z3_leaf_modules(model, "Linear") == [model[0], model[1][0]]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -42,7 +42,9 @@ def _train(rank: int, world_size: int, stage: int, brings_optimizer: bool) -> tu
         engine.step()
     with launcher.zero.GatheredParameters(list(engine.module.parameters())):
         weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    assert not model.head.weight.requires_grad
     engine.destroy()
+    assert model.head.weight.requires_grad  # the next engine may train it
     return weights, [line for line in lines if "no optimizer group" in line]
 
 
