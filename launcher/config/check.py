@@ -85,7 +85,7 @@ def check(
     between, notices = _between_keys(config, world_size, errors)
     notices += [Finding(path, message, None, True) for path, message in unused_offload(config)]
     broken = {finding.path for finding in errors}  # there is nothing more to say about a value of the wrong type
-    between = [replace(finding, is_between=True) for finding in between]
+    between = [replace(finding, is_asserted=True) for finding in between]
     errors += [finding for finding in dict.fromkeys(support.errors + between) if finding.path not in broken]
     errors = known.errors + [replace(finding, path=known.as_written(finding.path)) for finding in errors]
     notices = [replace(finding, path=known.as_written(finding.path)) for finding in support.notices + notices]
@@ -169,7 +169,8 @@ def _from_pydantic(item: Any, known: Normalised) -> Finding:
         return Finding(path, f"expected a list of objects, got {shown(item['input'])}")
     if item["type"].startswith(("model_", "dict_")):
         return Finding(path, f"expected an object with keys, got {shown(item['input'])}")
-    return Finding(path, f"{known.as_written(path)[-1] if path else 'config'}: {item['msg']}")
+    message = f"{known.as_written(path)[-1] if path else 'config'}: {item['msg']}"
+    return Finding(path, message, is_asserted=path[:1] in [(name,) for name in BATCH_KEYS])
 
 
 def unknown_key(path: Path) -> Finding:

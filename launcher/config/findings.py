@@ -16,7 +16,7 @@ class Finding:
     hint: str | None = None
     at_key: bool = False  # it is about the key itself, not its value
     is_refusal: bool = False  # the config is sound, this release does not do what it asks for
-    is_between: bool = False  # keys do not fit together, or not the number of ranks
+    is_asserted: bool = False  # DeepSpeed asserts it: keys that do not fit together, batch sizes
 
     @property
     def dotted(self) -> str:

@@ -63,7 +63,7 @@ def load_config(
     checked = check(given, world_size, for_planning=for_planning, model_stages=model_stages)
     errors = duplicates + [_locate(finding, located, name) for finding in checked.errors]
     if errors or checked.config is None:
-        kind = ConfigAssertionError if any(finding.is_between for finding in checked.errors) else ConfigError
+        kind = ConfigAssertionError if any(finding.is_asserted for finding in checked.errors) else ConfigError
         raise kind.from_diagnostics(sorted(errors, key=_in_file_order))
     notices = tuple(_locate(finding, located, name) for finding in checked.notices)
     return LoadedConfig(checked.config, notices, name, raw)

@@ -85,7 +85,7 @@ def _renamed(section: type[Section], data: Mapping[str, Any], path: Path, found:
         if target != name:
             if target in data or target in result:
                 message = f'"{name}" and "{target}" are the same key'
-                found.errors.append(Finding(written, message, "remove one", True, is_between=True))
+                found.errors.append(Finding(written, message, "remove one", True, is_asserted=True))
                 continue
             found.origins[here] = written
         inner = section_of(section, target) if target in section.model_fields else None

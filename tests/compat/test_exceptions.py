@@ -26,6 +26,7 @@ WITHOUT_MODEL: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
     "a key that is not known": (ValueError, lambda: load_config({"zero_optimization": {"stge": 1}})),
     "two precisions": (AssertionError, lambda: load_config({"fp16": {"enabled": True}, "bf16": {"enabled": True}})),
     "batch sizes": (AssertionError, lambda: load_config({"train_batch_size": 33}, world_size=2)),
+    "no samples": (AssertionError, lambda: load_config({"train_batch_size": 0})),
     "no batch size": (AssertionError, lambda: solve_batch(None, None, 2, 2)),
     "old and new name": (AssertionError, lambda: load_config({"bf16": {}, "bfloat16": {}})),
     "no leaf": (ValueError, lambda: set_z3_leaf_modules(nn.Linear(2, 2), ["Conv2d"])),
