@@ -55,10 +55,7 @@ class Setting:
     trains: bool = True  # False: inference, without optimizer and gradients
 
     def __post_init__(self) -> None:
-        offload = self.policy.offload
-        if offload.params is not Place.DEVICE and self.stage != 3:
-            raise UsageError(f"parameters are offloaded at stage 3 only, not at {self.stage}", hint="use --stage 3")
-        if offload.optimizer is not Place.DEVICE and self.stage == 0:
+        if self.policy.offload.optimizer is not Place.DEVICE and self.stage == 0:
             raise UsageError("the optimizer is offloaded at stages 1, 2 and 3 only", hint="use --stage 1, 2 or 3")
 
     @property

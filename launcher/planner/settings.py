@@ -53,7 +53,12 @@ def ladder(config: Config, world_size: int, *, trains: bool = True) -> list[Sett
 
 
 def at(config: Config, stage: int, optimizer: str, param: str) -> Config:
-    """Return a config at another stage and with other offload: `none`, `cpu` or `nvme`."""
+    """Return a config at another stage and with other offload: `none`, `cpu` or `nvme`.
+
+    Raises: UsageError for parameters that are to be offloaded below stage 3, where a config's own have no effect.
+    """
+    if param != "none" and stage != 3:
+        raise UsageError(f"parameters are offloaded at stage 3 only, not at {stage}", hint="use --stage 3")
     zero = config.zero_optimization
     places = {
         "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": optimizer}),
@@ -151,7 +156,7 @@ def setting_of(config: Config, world_size: int, *, trains: bool = True) -> Setti
     """
     zero = config.zero_optimization
     if not trains:
-        config = at(config, zero.stage, "none", zero.offload_param.device)
+        config = at(config, zero.stage, "none", zero.offload_param.device if zero.stage == 3 else "none")
     sizes = mesh_sizes(config, world_size)
     policy = zero_policy(config, sizes.num_replicas)
     pipeline = pipeline_plan(config, _num_micro_batches(config, sizes)) or PipelinePlan()

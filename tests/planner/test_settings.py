@@ -143,3 +143,12 @@ def test_muon_keeps_one_state_of_a_matrix_and_two_of_the_rest() -> None:
 def test_sgd_keeps_a_state_with_momentum_only(params: dict[str, Any], num_states: int) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": params}}
     assert planned(config)[0].states.num_of_element == num_states
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_parameters_of_a_config_stay_on_the_device_below_stage_3(trains: bool) -> None:
+    def offload_of(zero: dict[str, Any]) -> Any:
+        config = load_config({"zero_optimization": zero}).config
+        return setting_of(config, 2, trains=trains).policy.offload
+
+    assert offload_of({"stage": 2, "offload_param": {"device": "cpu"}}) == offload_of({"stage": 2})
