@@ -30,6 +30,10 @@ WIDE_SIGNATURES = {
     "PipelineModule.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "MoE.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "TiledLinear.__init__": "DeepSpeed's signature, which scripts call by position and by name",
+    "top1gating": "DeepSpeed's signature, which scripts call by position and by name",
+    "TopKGate.__init__": "DeepSpeed's signature, which scripts call by position and by name",
+    "sequence_tiled_compute": "DeepSpeed's signature, which scripts call by position and by name",
+    "SequenceTiledCompute.apply": "DeepSpeed's signature, which scripts call by position and by name",
     "get_model_profile": "DeepSpeed's signature, which scripts call by position and by name",
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef

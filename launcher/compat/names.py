@@ -61,7 +61,10 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.accelerator": "get_accelerator is_current_accelerator_supported set_accelerator"
     },
     "checkpoint": {},
-    "checkpoint.utils": {f"{_DEFINED}.utils": "clone_tensors_for_torch_save"},
+    "checkpoint.utils": {
+        f"{_DEFINED}.files": "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank",
+        f"{_DEFINED}.utils": "clone_tensors_for_torch_save",
+    },
     "comm": {
         "torch.distributed": """
             P2POp ProcessGroup ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce
@@ -98,6 +101,15 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "moe": {},
     "moe.layer": {"launcher.moe": "MoE"},
+    "moe.experts": {f"{_DEFINED}.gating": "Experts"},
+    "moe.mappings": {f"{_DEFINED}.gating": "drop_tokens gather_tokens"},
+    "moe.sharded_moe": {
+        "launcher.parallel.expert.layer": "MOELayer",
+        "torch": "dist=distributed einsum",
+        f"{_DEFINED}.gating": """
+            TopKGate _route_slots _sparse_decode _sparse_encode top1gating top2gating topkgating
+        """,
+    },
     "moe.utils": {
         "launcher.moe": """
             configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
@@ -151,6 +163,10 @@ NAMES: dict[str, dict[str, str]] = {
             model_parallel_cuda_manual_seed non_reentrant_checkpoint reset
         """
     },
+    "runtime.base_optimizer": {f"{_DEFINED}.optimizer_classes": "DeepSpeedOptimizer ZeROOptimizer"},
+    "runtime.bf16_optimizer": {f"{_DEFINED}.optimizer_classes": "BF16_Optimizer"},
+    "runtime.checkpoint_engine": {f"{_DEFINED}.files": "TorchCheckpointEngine"},
+    "runtime.checkpoint_engine.torch_checkpoint_engine": {f"{_DEFINED}.files": "TorchCheckpointEngine"},
     "runtime.config": {
         "launcher.base.errors": "DeepSpeedConfigError=ConfigError",
         f"{_DEFINED}.configs": "DeepSpeedConfig",
@@ -164,6 +180,8 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "runtime.engine": {"launcher.engine.engine": "DeepSpeedEngine=Engine"},
     "runtime.fp16": {},
+    "runtime.fp16.fused_optimizer": {f"{_DEFINED}.optimizer_classes": "FP16_Optimizer"},
+    "runtime.fp16.unfused_optimizer": {f"{_DEFINED}.optimizer_classes": "FP16_UnfusedOptimizer"},
     "runtime.fp16.loss_scaler": {
         f"{_DEFINED}.loss_scaler": "CreateLossScaler DynamicLossScaler LossScaler LossScalerBase"
     },
@@ -198,8 +216,11 @@ NAMES: dict[str, dict[str, str]] = {
         """
     },
     "runtime.sequence_parallel.ulysses_sp": {
-        f"{_DEFINED}.ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter=SequenceLoader"
+        f"{_DEFINED}.tiled": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
+        f"{_DEFINED}.ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter=SequenceLoader",
     },
+    "runtime.sparse_tensor": {f"{_DEFINED}.files": "SparseTensor"},
+    "runtime.torch_autocast": {f"{_DEFINED}.zero": "PARAM_COMM_DTYPE_ATTR_NAME get_comm_dtype has_comm_dtype"},
     "runtime.utils": {
         f"{_DEFINED}.utils": """
             clip_grad_norm_ empty_cache get_global_norm get_only_unique_item move_to_device see_memory_usage
@@ -211,7 +232,11 @@ NAMES: dict[str, dict[str, str]] = {
         """,
     },
     "runtime.zero": {
-        _ZERO: "GatheredParameters Init TiledLinear register_external_parameter unregister_external_parameter"
+        _ZERO: """
+            GatheredParameters Init TiledLinear ZeroParamStatus register_external_parameter
+            unregister_external_parameter
+        """,
+        f"{_DEFINED}.zero": "MiCS_Init TiledLinearReturnBias unwrap_model_for_generation",
     },
     "runtime.zero.config": {
         f"{_DEFINED}.configs": """
@@ -222,29 +247,47 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.zero.offload_config": {
         f"{_DEFINED}.configs": """
             DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum
+        """,
+        f"{_DEFINED}.zero": "OffloadStateTypeEnum",
+    },
+    "runtime.zero.leaf_module_config": {
+        f"{_DEFINED}.zero": """
+            DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES
         """
     },
+    "runtime.zero.linear": {
+        f"{_DEFINED}.zero": "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap"
+    },
+    "runtime.zero.mics": {f"{_DEFINED}.zero": "MiCS_Init"},
+    "runtime.zero.muon": {},
+    "runtime.zero.muon.original_muon": {f"{_DEFINED}.zero": "muon_update"},
     "runtime.zero.partition_parameters": {
         _ZERO: "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter",
         f"{_DEFINED}.accelerator": "get_accelerator",
         f"{_DEFINED}.utils": "zero_wrapper_for_fp_tensor_constructor",
+        f"{_DEFINED}.zero": "get_allgather_dtype is_zero_param partitioned_param_data_shape zero3_linear_wrap",
         "torch": "_orig_torch_arange=arange",
     },
     "runtime.zero.stage3": {
-        "launcher.engine.optimizer": "DeepSpeedZeroOptimizer_Stage3=ZeroOptimizer",
+        f"{_DEFINED}.optimizer_classes": "DeepSpeedZeroOptimizer_Stage3",
+        f"{_DEFINED}.zero": "unwrap_model_for_generation",
         "launcher.planner": """
             estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold
             estimate_zero3_model_states_mem_needs_all_live
         """,
     },
     "runtime.zero.stage_1_and_2": {
-        "launcher.engine.optimizer": "DeepSpeedZeroOptimizer=ZeroOptimizer",
+        f"{_DEFINED}.optimizer_classes": "DeepSpeedZeroOptimizer",
         "launcher.planner": """
             estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold
             estimate_zero2_model_states_mem_needs_all_live
         """,
     },
-    "runtime.zero.tiling": {_ZERO: "TiledLinear"},
+    "runtime.zero.tiling": {_ZERO: "TiledLinear", f"{_DEFINED}.zero": "TiledLinearReturnBias"},
+    "runtime.zero.utils": {
+        "launcher.base.errors": "ZeRORuntimeException=EngineError",
+        f"{_DEFINED}.zero": "is_zero_param",
+    },
     "sequence": {},
     "sequence.cross_entropy": {f"{_DEFINED}.ulysses": "vocab_sequence_parallel_cross_entropy"},
     "sequence.layer": {f"{_DEFINED}.ulysses": "DistributedAttention"},
@@ -288,7 +331,8 @@ NAMES: dict[str, dict[str, str]] = {
         "launcher.checkpoint.zero_to_fp32": """
             convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
             load_state_dict_from_zero_checkpoint
-        """
+        """,
+        f"{_DEFINED}.files": "get_checkpoint_files get_model_state_file get_model_state_files get_optim_files",
     },
 }
 NAMES["comm.comm"] = NAMES["comm"]
@@ -296,7 +340,6 @@ NAMES["comm.comm"] = NAMES["comm"]
 # Where variables for ranks on other hosts are written; `launch` reads that file, too.
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
-_NO_PARTS_OF_MOE = "no gates and dispatchers apart from their layer: build deepspeed.moe.layer.MoE"
 _NO_INFERENCE = "no inference kernels: call deepspeed.initialize() without an optimizer"
 _NO_AUTO_SEQUENCE = "no FPDT or AutoSP: use launcher.DistributedAttention with recomputed activations"
 _NO_TENSOR = "tensor parallelism is in the config: give tensor_parallel.autotp_size"
@@ -316,9 +359,6 @@ REFUSED = {
     "linear": "no LoRA or quantized layers: use the package peft",
     "model_implementations": _NO_INFERENCE,
     "module_inject": f"no kernels to inject; {_NO_TENSOR}",
-    "moe.experts": _NO_PARTS_OF_MOE,
-    "moe.mappings": _NO_PARTS_OF_MOE,
-    "moe.sharded_moe": _NO_PARTS_OF_MOE,
     "nvme": 'no disk benchmark in Python: call "launch io"',
     "ops.sparse_attention": "no block-sparse attention: use torch.nn.attention.flex_attention",
     "ops.transformer": "no transformer kernels: use torch.nn.functional.scaled_dot_product_attention",
@@ -330,11 +370,13 @@ REFUSED = {
     "runtime.pipe.schedule": 'no schedules in Python: give "schedule" in "pipeline" of the config',
     "runtime.progressive_layer_drop": "no progressive layer drop: drop layers in the model",
     "runtime.quantize": "no quantized training: use torch.ao.quantization",
-    "runtime.sequence_parallel.ulysses_sp.TiledMLP": "no TiledMLP: recompute activations",
     "runtime.superoffload": 'no SuperOffload: set "delayed_update" of "offload_optimizer"',
     "runtime.tensor_parallel": _NO_TENSOR,
     "runtime.utils.count_used_parameters_in_backward": "no counts of autograd's hooks: register them on parameters",
     "runtime.utils.register_output_backward_hooks": "no hooks on outputs of its own: call tensor.register_hook()",
+    "runtime.zero.offload_states": "no moves of states in training: set offload_optimizer in the config",
+    "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": "no base of zero.Init: use that",
+    "runtime.zero.parameter_offload": "no hooks for scripts: call launcher.zero.register_external_parameter()",
     "runtime.zenflow": 'no ZenFlow: set "delayed_update" of "offload_optimizer"',
     "sequence.auto_sp": _NO_AUTO_SEQUENCE,
     "sequence.fpdt_layer": _NO_AUTO_SEQUENCE,

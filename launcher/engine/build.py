@@ -170,6 +170,8 @@ def initialize(
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, mesh)
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting, sequence)
+    if built.optimizer is not None:
+        built.optimizer.settings, built.optimizer.is_of_pipeline = settings, staged is not None
     announce_disks(disks)
     if world.rank == 0:
         announce(parts, loaded.notices, choices, plan, [*split_notices, *expert_notices])

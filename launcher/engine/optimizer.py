@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
+from launcher.config.schema import Config
 from launcher.engine.deepspeed_optimizer import DeepSpeedOptimizerNames
 from launcher.optim.api import FlatOptimizer
 from launcher.optim.factory import OptimizerPlan
@@ -103,6 +104,8 @@ class ZeroOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._overflow = False
         self._find_engine: Callable[[], SteppingEngine | None] = lambda: None
         self.parameter_offload = RemovableHooks()
+        self.settings: Config | None = None  # of the engine, and whether that has stages: set by `initialize()`
+        self.is_of_pipeline = False
 
     @property
     def overflow(self) -> bool:

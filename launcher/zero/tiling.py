@@ -6,6 +6,7 @@ Memory-centric tiling as in ZeRO-Infinity (Rajbhandari et al. 2021, section 5.1.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,8 @@ class TiledLinear(nn.Module):
                 )
         self.in_features, self.out_features = in_features, out_features
         self.in_sizes, self.out_sizes = split_evenly(in_features, in_splits), split_evenly(out_features, out_splits)
+        # Where the parts begin, and where the last one ends: by DeepSpeed's names.
+        self.in_parts, self.out_parts = ([0, *itertools.accumulate(sizes)] for sizes in (self.in_sizes, self.out_sizes))
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
         self.use_bias = bias
@@ -82,6 +85,15 @@ class TiledLinear(nn.Module):
 
     def forward(self, inputs: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """inputs: [..., in_features], or its parts along the last dimension. Returns [..., out_features], or parts."""
+        parts = self.parts_of(inputs)
+        outputs: list[Tensor] = []
+        for row in self.linears:
+            terms = (tile(part) for tile, part in zip(row, parts, strict=True))
+            outputs.append(functools.reduce(torch.add, terms))
+        return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
+
+    def parts_of(self, inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of an input of `forward` along the last dimension. Raises: EngineError for other sizes."""
         if not isinstance(inputs, Tensor):
             parts = list(inputs)
         elif self.input_is_already_split:
@@ -93,11 +105,7 @@ class TiledLinear(nn.Module):
                 f"TiledLinear: the input's parts have {[part.shape[-1] for part in parts]} features",
                 hint=f"they must have {self.in_sizes}",
             )
-        outputs: list[Tensor] = []
-        for row in self.linears:
-            terms = (tile(part) for tile, part in zip(row, parts, strict=True))
-            outputs.append(functools.reduce(torch.add, terms))
-        return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
+        return parts
 
     @torch.no_grad()
     def copy_params_from(self, other: Any) -> None:

@@ -61,7 +61,8 @@ class FlatUnit:
         shard_placement = placements.of_shard(len(owned)) if is_sharded else ON_DEVICE
         dtype = getattr(torch, layout.slots[0].param.dtype)  # of all of them
         is_sharded_before = all(unit_params_of(param) is not None for param in members.params)
-        gathered = policy.precision.autocast_dtype if is_sharded and members.is_cast else None
+        # What a sharded unit is gathered in under torch.autocast; None: in its own type.
+        self.gathered_dtype = gathered = policy.precision.autocast_dtype if is_sharded and members.is_cast else None
         spec = ShardSpec(dtype, owned, is_sharded, shard_placement, self.label, is_sharded_before, gathered)
         self.params = UnitParameters(members.params, layout, mesh, spec)
         self.params.register()

@@ -70,8 +70,21 @@ WORKS = [
     "from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold as cold\n"
     "with contextlib.redirect_stdout(io.StringIO()) as said: cold(total_params=10**9)\n"
     "assert '1000M total params' in said.getvalue()",
-    "from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3; assert DeepSpeedZeroOptimizer_Stage3",
-    "from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer",
+    "from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3, unwrap_model_for_generation\n"
+    "from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer\n"
+    "assert isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and not isinstance(optimizer, DeepSpeedZeroOptimizer)",
+    "from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer; assert isinstance(engine.optimizer, "
+    "DeepSpeedOptimizer)",
+    "with deepspeed.zero.unwrap_model_for_generation(engine) as gathered: assert gathered is engine",
+    "assert not deepspeed.zero.utils.is_zero_param(torch.ones(1)) and not deepspeed.zero.utils.is_zero_param(p)",
+    "from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum; assert OffloadDeviceEnum.cpu == 'cpu'",
+    "from deepspeed.runtime.zero.linear import LinearModuleForZeroStage3, zero3_linear_wrap\n"
+    "linear = LinearModuleForZeroStage3(2, 3); x = torch.ones(1, 2)\n"
+    "assert torch.equal(linear(x), zero3_linear_wrap(x, linear.weight, linear.bias))",
+    "from deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype\n"
+    "assert get_comm_dtype(linear.weight) == torch.float32 and not has_comm_dtype(linear.weight)",
+    "from deepspeed.moe.sharded_moe import MOELayer, TopKGate, einsum, top1gating, top2gating, topkgating",
+    "from deepspeed.moe.mappings import drop_tokens, gather_tokens; assert drop_tokens(x) is gather_tokens(x) is x",
     # ---- configs ----
     "from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError\n"
     "sizes = {'train_batch_size': 8, 'gradient_accumulation_steps': 2}\n"
@@ -385,7 +398,7 @@ REFUSED = {
     "import deepspeed.no_such_module": ("ModuleNotFoundError", "deepspeed.no_such_module"),
     "import deepspeed.runtime.pipe.p2p": ("ImportError", "call engine.train_batch()"),
     "from deepspeed.runtime.pipe.schedule import TrainSchedule": ("ImportError", 'give "schedule" in "pipeline"'),
-    "from deepspeed.moe.sharded_moe import TopKGate": ("ImportError", "build deepspeed.moe.layer.MoE"),
+    "from deepspeed.runtime.zero.offload_states import get_state_devices": ("ImportError", "no moves of states"),
     "deepspeed.moe.layer.MoE(8, m[0], num_experts=2, use_tutel=True)": ("EngineError", "Tutel"),
     "groups._get_expert_parallel_group('ep_size_4')": ("EngineAssertionError", "no group of experts ep_size_4"),
     "from deepspeed.compression.compress import init_compression": ("ImportError", "use torch.ao.quantization"),
@@ -404,10 +417,6 @@ REFUSED = {
     "import deepspeed.io": ("ImportError", "no disk writers for scripts: call engine.save_checkpoint(), or install"),
     "import deepspeed.checkpoint.universal_checkpoint": ("ImportError", "loads at any number of ranks"),
     "import deepspeed.inference": ("ImportError", "no inference kernels"),
-    "from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP": (
-        "ImportError",
-        "the built-in engine has no TiledMLP",
-    ),
     "deepspeed.tp_model_init(model=model, tp_size=2, dtype=torch.float32, config={})": (
         "EngineError",
         "tp_size 2 does not divide the 1 ranks of this job",

@@ -226,5 +226,5 @@ def test_the_error_of_settings_that_differ_is_still_that_of_transformers() -> No
 def test_every_refused_module_is_on_the_page() -> None:
     page = (ROOT / "docs" / "huggingface.md").read_text()
     shortened = [path.removeprefix("runtime.").removeprefix("ops.").rpartition("universal_")[2] for path in REFUSED]
-    missing = [name for name in shortened if name.rpartition("ulysses_sp.")[2] not in page]
+    missing = [name for name in shortened if name.rpartition("partition_parameters.")[2] not in page]
     assert missing == []

@@ -61,16 +61,16 @@ def route(
     """
     gates = logits.softmax(dim=1)
     num_experts, k = gates.shape[1], options.k
-    chosen = _chosen(logits, gates, options, is_training=is_training)
+    chosen = choose(logits, gates, options, is_training=is_training)
     if used is not None:
         chosen = torch.where(used.reshape(-1, 1) != 0, chosen, -1)
-    counts = _counts(chosen, num_experts)
-    first = _counts(chosen[:, :1], num_experts) if k == 2 else counts  # of two the first alone: GShard, algorithm 1
+    counts = counts_of(chosen, num_experts)
+    first = counts_of(chosen[:, :1], num_experts) if k == 2 else counts  # of two the first alone: GShard, algorithm 1
     load = first.to(gates.dtype) / max(len(gates), 1)
     scale = num_experts if k <= 2 else num_experts / k
     balance_loss = (gates.mean(0) * load).sum() * scale
     values = gates.gather(1, chosen.clamp(min=0))
-    places = _places(chosen, _priority(chosen, values.detach(), options), num_experts)
+    places = places_of(chosen, _priority(chosen, values.detach(), options), num_experts)
     is_kept = chosen >= 0
     if capacity is not None:
         is_kept &= places < capacity
@@ -81,7 +81,7 @@ def route(
 
 
 @torch.no_grad()
-def _chosen(logits: Tensor, gates: Tensor, options: GateOptions, *, is_training: bool) -> Tensor:
+def choose(logits: Tensor, gates: Tensor, options: GateOptions, *, is_training: bool) -> Tensor:
     """Return the experts of each token, int64 [tokens, k], the most probable first."""
     if options.k == 1 and options.noisy_gate_policy == "RSample" and is_training:
         return (logits + _gumbel(logits)).argmax(1, keepdim=True)
@@ -109,7 +109,7 @@ def _priority(chosen: Tensor, values: Tensor, options: GateOptions) -> Tensor:
 
 
 @torch.no_grad()
-def _places(chosen: Tensor, priority: Tensor, num_experts: int) -> Tensor:
+def places_of(chosen: Tensor, priority: Tensor, num_experts: int) -> Tensor:
     """Return the place of each choice among those of its expert, int64 [tokens, k]."""
     experts = chosen.t().reshape(-1)[priority]
     by_expert = experts.argsort(stable=True)
@@ -121,7 +121,7 @@ def _places(chosen: Tensor, priority: Tensor, num_experts: int) -> Tensor:
     return places.view(chosen.shape[1], -1).t()
 
 
-def _counts(chosen: Tensor, num_experts: int) -> Tensor:
+def counts_of(chosen: Tensor, num_experts: int) -> Tensor:
     """Return how many choices each expert has, int64 [experts]; on a GPU the host does not wait, as for `bincount`."""
     return _sizes(chosen.reshape(-1), num_experts)[1:]
 
