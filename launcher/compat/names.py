@@ -202,7 +202,8 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec",
     },
     "runtime.pipe.topology": {
-        f"{_PIPELINE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"
+        f"{_DEFINED}.grid": "PipelineParallelGrid _prime_factors",
+        f"{_PIPELINE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
     },
     "runtime.precision_config": {
         f"{_DEFINED}.configs": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config"
