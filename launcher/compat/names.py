@@ -163,6 +163,11 @@ NAMES: dict[str, dict[str, str]] = {
             model_parallel_cuda_manual_seed non_reentrant_checkpoint reset
         """
     },
+    "runtime.activation_checkpointing.offload_activations": {
+        f"{_DEFINED}.offload_activations": """
+            CheckpointHiddenStatesOffload get_checkpoint_hidden_states_offloading_ctx_manager
+        """
+    },
     "runtime.base_optimizer": {f"{_DEFINED}.optimizer_classes": "DeepSpeedOptimizer ZeROOptimizer"},
     "runtime.bf16_optimizer": {f"{_DEFINED}.optimizer_classes": "BF16_Optimizer"},
     "runtime.checkpoint_engine": {f"{_DEFINED}.files": "TorchCheckpointEngine"},
