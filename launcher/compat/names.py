@@ -296,7 +296,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "sequence": {},
     "sequence.cross_entropy": {f"{_DEFINED}.ulysses": "vocab_sequence_parallel_cross_entropy"},
-    "sequence.layer": {f"{_DEFINED}.ulysses": "DistributedAttention"},
+    "sequence.layer": {f"{_DEFINED}.ulysses": "DistributedAttention _rotate_half apply_rotary_pos_emb"},
     "utils": {
         _ZERO: f"{_SHARDED} {_LEAVES}",
         f"{_DEFINED}.comms_logging": "get_caller_func",

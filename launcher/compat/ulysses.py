@@ -319,3 +319,19 @@ class UlyssesSPAttentionHF:
     """Attention of transformers on parts of sequences; the engine puts it into the model."""
 
     register_with_transformers = staticmethod(register_with_transformers)
+
+
+def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
+    """Return `t` turned by its positions: the first elements of the last dimension, as many as the tables have.
+
+    t: [..., dim]. freqs_cos, freqs_sin: [..., even number up to dim], which broadcast to `t`.
+    """
+    turned, rest = t[..., : freqs_cos.shape[-1]], t[..., freqs_cos.shape[-1] :]
+    turned = (turned * freqs_cos) + (_rotate_half(turned) * freqs_sin)
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    """Return both halves of the last dimension, the second one negative and first."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.compat import files, gating, optimizer_classes, tiled, zero
+from launcher.compat import files, gating, optimizer_classes, tiled, ulysses, zero
 
 TOKENS, EXPERTS = 12, 4
 
@@ -145,6 +145,16 @@ def test_what_cannot_be_tiled_is_refused() -> None:
         tiled.TiledFusedLogitsLoss.apply(lambda *_: x.sum(), None, x, torch.ones(2, 3), None, 2)
     with pytest.raises(EngineError, match="must have seqlen 5"):
         tiled.sequence_tiled_compute(torch.sin, 5, 2, {"input": x}, {}, "input")
+
+
+def test_rotary_positions_turn_pairs_of_elements() -> None:
+    angle = torch.linspace(0, 3, 10, dtype=torch.float64).view(5, 1, 2)
+    x = torch.randn(5, 2, 6, dtype=torch.float64)
+    tables = (torch.cat([each, each], -1) for each in (angle.cos(), angle.sin()))
+    turned = ulysses.apply_rotary_pos_emb(x, *tables)
+    as_complex = torch.complex(x[..., :2], x[..., 2:4]) * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(turned[..., :4], torch.cat([as_complex.real, as_complex.imag], -1))
+    assert torch.equal(turned[..., 4:], x[..., 4:])
 
 
 # ---- optimizer classes ----
