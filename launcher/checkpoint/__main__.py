@@ -15,6 +15,7 @@ COMMANDS = {
     "export": "launcher.checkpoint.convert.to_hugging_face",
     "import": "launcher.checkpoint.convert.to_ours",
     "export-dcp": "launcher.checkpoint.convert.to_dcp",
+    "export-deepspeed": "launcher.checkpoint.convert.to_deepspeed",
 }
 
 

@@ -232,14 +232,19 @@ class Checkpoints:
         except Exception as raised:  # noqa: BLE001  # the other stages wait for this one
             error = raised
         across_stages.check_all(pipeline, error)
-        tied, buffers, extra_state = across_stages.joined_mappings(
-            pipeline, _tied_names(engine.module), buffers, extra_state
+        names = {param: name for name, param in engine.module.named_parameters()}
+        order, trained = (dict.fromkeys(each) for each in (names.values(), _in_groups(names, engine.optimizer)))
+        tied, buffers, extra_state, order, trained = across_stages.joined_mappings(
+            pipeline, _tied_names(engine.module), buffers, extra_state, order, trained
         )
         facts = {
             "stage": engine.zero_optimization_stage(),
             "precision": str(self._parts.policy.precision.param_dtype).removeprefix("torch."),
             "tied": tied,
             "buffers": sorted(buffers),
+            "order": list(order),
+            "order_of_optimizer": list(trained),
+            "expert_parallel": 1 if self._parts.mesh.expert is None else self._parts.mesh.expert.world_size,
         }
         return facts, _OfModules(buffers, extra_state)
 
@@ -389,6 +394,12 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
         if first.setdefault(param, name) != name:
             tied[name] = first[param]
     return tied
+
+
+def _in_groups(names: Mapping[nn.Parameter, str], optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """Return the names of parameters in the order of the optimizer's groups: DeepSpeed's files have no names."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [names[param] for group in groups for param in group["params"] if param in names]
 
 
 def _extra_state_of(model: nn.Module) -> dict[str, Any]:

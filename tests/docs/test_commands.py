@@ -21,6 +21,7 @@ from launcher.cli.main import cli
 BASH, EXEC, FIRST = "tests/cli/test_completion.py", "tests/hosts/test_exec.py", "test_the_first_command_of_the_readme"
 COMPLETION = f"{BASH}::test_each_shell_gets_a_script"
 DEEPSPEED_COMMAND = "tests/huggingface/test_deepspeed_command.py"
+TO_DEEPSPEED = "tests/checkpoint/test_to_deepspeed.py"
 EXPORT, TO_FP32 = "tests/checkpoint/test_export.py", "tests/checkpoint/test_to_fp32.py"
 IMPORT = "tests/checkpoint/test_deepspeed.py::test_the_command_imports_a_tag_once"
 REPORT = "tests/cli/test_report.py::test_the_text_names_every_section"
@@ -97,6 +98,13 @@ ELSEWHERE = {
     "launch checkpoint export output/checkpoint-500 model": f"{EXPORT}::test_the_weights_are_those_of_the_run",
     "launch checkpoint export checkpoints model --config gpt2/ --dtype bf16": (
         f"{EXPORT}::test_the_config_may_be_elsewhere"
+    ),
+    "launch checkpoint export DIR OUT --format deepspeed": f"{TO_DEEPSPEED}::test_the_command_exports",
+    "launch checkpoint export DIR OUT --format deepspeed --ranks N --stage S": (
+        f"{TO_DEEPSPEED}::test_the_command_exports"
+    ),
+    "launch checkpoint export checkpoints out --format deepspeed --ranks 16 --stage 3": (
+        f"{TO_DEEPSPEED}::test_the_command_exports"
     ),
     "launch checkpoint export DIR OUT --format dcp": "tests/checkpoint/test_stores.py::test_the_command_exports",
     "launch checkpoint export s3://bucket/run out --format dcp": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 
@@ -22,6 +22,7 @@ _EXPORT_EPILOG = """\b
 examples:
   launch checkpoint export output/checkpoint-500 model
   launch checkpoint export checkpoints model --config gpt2/ --dtype bf16
+  launch checkpoint export checkpoints out --format deepspeed --ranks 16 --stage 3
   launch checkpoint export s3://bucket/run out --format dcp
 """
 _IMPORT_EPILOG = """\b
@@ -30,7 +31,20 @@ examples:
   launch checkpoint import deepspeed_checkpoints checkpoints --tag global_step500
 """
 _SIZE_HELP = "Most bytes of one file. Default: 5GB."
-_FORMAT_HELP = "hf: for Hugging Face's libraries. dcp, torchtitan: for torch.distributed.checkpoint. Default: hf."
+_FORMAT_HELP = (
+    "hf: for Hugging Face's libraries. deepspeed: DeepSpeed's own, universal: the same for any ranks and stage. dcp,"
+    " torchtitan: for torch.distributed.checkpoint. Default: hf."
+)
+_RANKS_HELP = "Ranks of the DeepSpeed run that loads it. Default: as many as saved."
+_STAGE_HELP = "Its ZeRO stage. Default: that of the run that saved."
+# Format -> the command that writes it, and the options that it has a use for.
+_EXPORTS = {
+    "hf": ("export", ("dtype", "config", "max_shard_size")),
+    "deepspeed": ("export-deepspeed", ("ranks", "stage")),
+    "universal": ("export-deepspeed", ()),
+    "dcp": ("export-dcp", ()),
+    "torchtitan": ("export-dcp", ()),
+}
 _TAG_HELP = "The checkpoint. Default: the one that `latest` names."
 
 
@@ -62,36 +76,37 @@ def to_fp32(
 @click.command("export", cls=Command, epilog=_EXPORT_EPILOG, short_help="Write a checkpoint in another form.")
 @click.argument("folder", metavar="DIR", shell_complete=files)
 @click.argument("output", metavar="OUT", shell_complete=files)
-@option("--format", "form", type=click.Choice(["hf", "dcp", "torchtitan"]), default="hf", help=_FORMAT_HELP)
+@option("--format", "form", type=click.Choice(list(_EXPORTS)), default="hf", help=_FORMAT_HELP)
 @option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the weights. Default: as the model has them.")
 @option("--config", metavar="PATH", help="The model's folder or its config.json. Default: beside the checkpoint.")
+@option("--ranks", type=click.IntRange(min=1), metavar="N", help=_RANKS_HELP)
+@option("--stage", type=click.IntRange(0, 3), metavar="0-3", help=_STAGE_HELP)
 @option("--tag", "-t", help=_TAG_HELP)
 @option("--max-shard-size", metavar="SIZE", help=_SIZE_HELP)
 def export(
     folder: str,
     output: str,
     form: str,
-    dtype: str | None,
-    config: str | None,
     tag: str | None,
-    max_shard_size: str | None,
+    **options: str | int | None,
 ) -> None:
     """Write the weights of the checkpoint in DIR to OUT, so that `from_pretrained(OUT)` opens them.
 
     OUT gets model.safetensors, config.json, and what there is of generation config, tokenizer and the model's own code.
-    With --format dcp or torchtitan it gets weights and optimizer states in the form of torch.distributed.checkpoint,
-    as scripts with FSDP2 or torchtitan load them.
+    Other formats have the optimizer states too: dcp and torchtitan in the form of torch.distributed.checkpoint, as
+    scripts with FSDP2 or torchtitan load it; deepspeed in DeepSpeed's files, for N ranks and one stage; universal as
+    DeepSpeed's universal checkpoint, which any number of ranks loads at any stage.
     """
-    if form != "hf":
-        given = {"--dtype": dtype, "--config": config, "--max-shard-size": max_shard_size}
-        for name, value in given.items():
-            if value is not None:
-                raise UsageError(
-                    f"{name} goes with --format hf", hint=f"leave it out: --format {form} has no use for it"
-                )
-        _run("export-dcp", folder, output, {"format": form, "tag": tag})
-    values = {"dtype": dtype, "config": config, "tag": tag, "max_shard_size": max_shard_size}
-    _run("export", folder, output, values)
+    command, own = _EXPORTS[form]
+    for name, value in options.items():
+        if value is not None and name not in own:
+            needed = next(each for each, (_, names) in _EXPORTS.items() if name in names)
+            raise UsageError(
+                f"--{name.replace('_', '-')} goes with --format {needed}",
+                hint=f"leave it out: --format {form} has no use for it",
+            )
+    chosen = {} if form == "hf" else {"format": form}
+    _run(command, folder, output, {**chosen, "tag": tag, **{name: options[name] for name in own}})
 
 
 @click.command("import", cls=Command, epilog=_IMPORT_EPILOG, short_help="Take over a checkpoint of DeepSpeed.")
@@ -107,7 +122,9 @@ def import_(folder: str, output: str, tag: str | None) -> None:
     _run("import", folder, output, {"tag": tag})
 
 
-def _run(command: str, folder: str, output: str, values: dict[str, str | None], flags: Sequence[str] = ()) -> None:
+def _run(
+    command: str, folder: str, output: str, values: Mapping[str, str | int | None], flags: Sequence[str] = ()
+) -> None:
     """Run a command of `launcher.checkpoint`, and end as it does."""
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     options += [f"--{name}" for name in flags]
