@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import xxhash
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint_files.place import Place, open_new, reader_of
-from launcher.checkpoint_files.remote import RemotePath
+from launcher.checkpoint_files.place import LocalReader, Place, open_new, reader_of
+from launcher.checkpoint_files.remote import RemotePath, RemoteReader
 from launcher.checkpoint_files.tensor_file import MAX_HEADER_BYTES, TensorEntry, header_of, parse_header
 
 BLOCK_BYTES = 4 * 2**20
@@ -29,6 +29,18 @@ _DIGEST_BYTES = 8
 def digest_of(data: bytes | memoryview) -> str:
     """Return the checksum of a small file, as text."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of_file(reader: LocalReader | RemoteReader) -> str:
+    """Return the checksum of a file of any size, as `digest_of` has it. Raises: OSError, CheckpointError."""
+    digest, buffer, place = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES)), 0
+    while place < reader.num_bytes:
+        num_read = reader.read_into(place, buffer[: reader.num_bytes - place])
+        if not num_read:
+            break  # it was cut off meanwhile
+        digest.update(buffer[:num_read])
+        place += num_read
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

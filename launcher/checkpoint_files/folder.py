@@ -19,6 +19,11 @@ from launcher.checkpoint_files.remote import RemotePath
 LATEST = "latest"
 _replacing = threading.Lock()  # saves of several engines may end in several threads, and share a file such as `latest`
 _OF_A_SAVE = re.compile(r"(rank-\d{5,}|state)(-[0-9a-f]{8})?\.(safetensors|json)")
+# DeepSpeed's files of models, of optimizers and of experts.
+_DEEPSPEEDS = re.compile(
+    r"(?P<stem>(zero_pp_rank_\d+_|layer_\d+_expert_\d+_)?mp_rank_00_model_states"
+    r"|((bf16_)?zero_pp|expp)_rank_\d+_mp_rank_00_optim_states)(?P<save>-[0-9a-f]{8})?\.pt"
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ def commit(draft: Draft, manifest: Manifest) -> Place:
         sync_folder(draft.root)
     else:
         _remove_others(final, manifest)
+        _give_deepspeeds_names(final, manifest)
     return final
 
 
@@ -164,7 +170,33 @@ def _remove_others(path: Place, manifest: Manifest) -> None:
 
 def is_of_a_save(name: str) -> bool:
     """Tell whether a file's name is one that saves give, to what ranks write and to what they share."""
-    return _OF_A_SAVE.fullmatch(name) is not None
+    return _OF_A_SAVE.fullmatch(name) is not None or is_deepspeeds(name)
+
+
+def is_deepspeeds(name: str) -> bool:
+    """Tell whether a file is one that is written for DeepSpeed, beside ours."""
+    return _DEEPSPEEDS.fullmatch(name) is not None
+
+
+def names_in(manifest: Manifest) -> set[str]:
+    """Return the names of all files of a checkpoint, further names of those that DeepSpeed knows by another one too."""
+    return {MANIFEST, *manifest.files, *_deepspeeds_names(manifest)}
+
+
+def _deepspeeds_names(manifest: Manifest) -> dict[str, str]:
+    """Return the names that DeepSpeed looks for -> those of the save, where these are others."""
+    found = filter(None, map(_DEEPSPEEDS.fullmatch, manifest.files))
+    return {f"{each['stem']}.pt": each.string for each in found if each["save"]}
+
+
+def _give_deepspeeds_names(path: Place, manifest: Manifest) -> None:
+    """Link DeepSpeed's names to the files of a save of a tag that was there: the ones of before are gone by now.
+
+    So DeepSpeed finds files of one save or misses some, and never those of two. Raises: OSError.
+    """
+    if isinstance(path, Path):  # stores are refused
+        for name, own in _deepspeeds_names(manifest).items():
+            os.link(path / own, path / name)
 
 
 def is_temporary(name: str) -> bool:

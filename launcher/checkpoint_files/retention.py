@@ -18,6 +18,7 @@ from launcher.checkpoint_files.folder import (
     is_of_a_save,
     is_temporary,
     latest_tag,
+    names_in,
     sync_folder,
 )
 from launcher.checkpoint_files.manifest import MANIFEST
@@ -122,9 +123,9 @@ def _paths_left(root: Place) -> Iterator[Place]:
         elif isinstance(path, RemotePath) and not (path / MANIFEST).exists():  # a first save that did not end
             yield from (each for each in path.iterdir() if is_of_a_save(each.name))
     for each in committed_in(root):
+        known = names_in(each.manifest)
         for path in children(each.path):
-            is_known = path.name in each.manifest.files or path.name == MANIFEST
-            if not is_known and (is_of_a_save(path.name) or is_temporary(path.name)) and path.is_file():
+            if path.name not in known and (is_of_a_save(path.name) or is_temporary(path.name)) and path.is_file():
                 yield path
 
 

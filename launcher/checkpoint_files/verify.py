@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import defaultdict
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint_files.blocks import TensorFile, TensorSums
+from launcher.checkpoint_files.blocks import TensorFile, TensorSums, digest_of_file
+from launcher.checkpoint_files.folder import is_deepspeeds
 from launcher.checkpoint_files.manifest import Manifest, read_json, read_manifest
-from launcher.checkpoint_files.place import Place
+from launcher.checkpoint_files.place import Place, reader_of
 
 Ranges = dict[str, list[tuple[int, int]]]  # by key of a tensor: which elements the files have
 _MAX_SAID = 8  # of gaps and overlaps: one damaged list of ranges makes one for every parameter
@@ -56,6 +58,9 @@ def verify(folder: Place) -> list[Finding]:
             _verify_rank(folder, tensors, facts, manifest, ranges)
         except CheckpointError as error:
             found += _findings(error)
+    found += [
+        finding for name in filter(is_deepspeeds, manifest.files) for finding in _verify_file(folder, name, manifest)
+    ]
     if not found and is_whole and state is not None:
         where = str(folder / manifest.state)
         found = [Finding(where, message) for message in _coverage(state, ranges)][:_MAX_SAID]
@@ -78,6 +83,18 @@ def _verify_rank(folder: Place, tensors: str, facts_name: str, manifest: Manifes
             ranges[str(key)].append((int(start), int(stop)))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise CheckpointError("which elements it has cannot be read", where=str(folder / tensors)) from None
+
+
+def _verify_file(folder: Place, name: str, manifest: Manifest) -> list[Finding]:
+    """Verify a file that is only compared with its checksum."""
+    try:
+        reader = reader_of(folder / name)
+        with contextlib.closing(reader):
+            is_same = reader.num_bytes == manifest.files[name].num_bytes
+            is_same = is_same and digest_of_file(reader) == manifest.files[name].checksum
+    except OSError as error:
+        return [Finding(str(folder / name), f"it cannot be read: {error.strerror}")]
+    return [] if is_same else [Finding(str(folder / name), "it is damaged: it is not what the manifest says was saved")]
 
 
 def _verify_tensors(

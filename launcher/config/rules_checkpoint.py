@@ -18,6 +18,10 @@ def checkpoint_problems(config: Config) -> list[Problem]:
         message = f"keep_last {keep_last} needs save_every: only the engine's own saves remove checkpoints"
         hint = 'add "save_every", or call `launch checkpoint prune` yourself'
         problems.append((("checkpoint", "keep_last"), message, hint))
+    if section.format == "deepspeed" and section.use_node_local_storage is True:
+        message = "DeepSpeed's files are made of those of all ranks, which use_node_local_storage keeps on their hosts"
+        hint = "remove format, and use `launch checkpoint export --format deepspeed` on the files in one folder"
+        problems.append((("checkpoint", "format"), message, hint))
     return problems + _kept_steps(config)
 
 

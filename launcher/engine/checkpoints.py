@@ -147,6 +147,7 @@ class Checkpoints:
             self._section.tag_validation,
             self._section.use_node_local_storage,
             self._is_node_leader,
+            has_deepspeed=self._section.format == "deepspeed",
         )
 
     def _contents(self, excluded: set[str]) -> list[UnitContents]:

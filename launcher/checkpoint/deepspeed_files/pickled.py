@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import torch
+import xxhash
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,36 @@ class _Pickler(pickle._Pickler):  # the one in C looks a class up where it write
 _MODULE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
-def write_torch_file(path: Path, content: object) -> int:
-    """Write a new file and wait until it is on the disk; return its bytes. Raises: OSError."""
+class _Summed:
+    """A file that is written front to back, and its checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_128()
+        self.num_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        """Write some bytes; return how many."""
+        self._hash.update(data)
+        num_bytes = self._file.write(data)
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        """Hand over to the kernel what has been written."""
+        self._file.flush()
+
+    @property
+    def checksum(self) -> str:
+        """As `digest_of` has it."""
+        return self._hash.hexdigest()
+
+
+def write_torch_file(path: Path, content: object) -> tuple[int, str]:
+    """Write a new file and wait until it is on the disk; return its bytes and checksum. Raises: OSError."""
     with path.open("xb") as file:
-        torch.save(content, file, pickle_module=_MODULE)
+        summed = _Summed(file)
+        torch.save(content, summed, pickle_module=_MODULE)  # type: ignore[arg-type]  # it needs no more of a file
         file.flush()
         os.fsync(file.fileno())
-        return file.tell()
+        return summed.num_bytes, summed.checksum

@@ -20,7 +20,7 @@ from launcher.checkpoint.values.layout_json import layouts_from_json
 from launcher.checkpoint.values.refused import DAMAGE
 from launcher.checkpoint.values.tensors import TORCH_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFile, TensorSums
-from launcher.checkpoint_files.manifest import read_json, read_manifest
+from launcher.checkpoint_files.manifest import Manifest, read_json, read_manifest
 from launcher.checkpoint_files.place import Place
 from launcher.sharding.layout import ParamSlot
 from launcher.sharding.shard_map import ShardMap
@@ -35,10 +35,13 @@ _DTYPE_NAMES = {dtype_name(dtype): dtype for dtype in TORCH_DTYPES.values()}
 class NativeSource:
     """A committed checkpoint. Files are opened when something of them is read."""
 
-    def __init__(self, folder: Place) -> None:
-        """folder: of one tag. Raises: CheckpointError where it is not a checkpoint, or is damaged."""
+    def __init__(self, folder: Place, manifest: Manifest | None = None) -> None:
+        """folder: of one tag. manifest: of one that is not committed yet; None: the file's.
+
+        Raises: CheckpointError where it is not a checkpoint, or is damaged.
+        """
         self._folder = folder
-        self.manifest = read_manifest(folder)
+        self.manifest = read_manifest(folder) if manifest is None else manifest
         self._state_path = where = str(folder / self.manifest.state)
         self._facts = read_json(folder, self.manifest.state, self.manifest)
         self._layouts = layouts_from_json(self._facts.get("units"), len(self.manifest.ranks), where)

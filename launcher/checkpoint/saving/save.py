@@ -13,7 +13,7 @@ import datetime
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from launcher.base.errors import CheckpointAssertionError, CheckpointError
 from launcher.base.log import get_logger
 from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.saving.contents import UnitContents
+from launcher.checkpoint.saving.deepspeed import write_beside
 from launcher.checkpoint.values import tree
 from launcher.checkpoint.values.layout_json import layouts_to_json
 from launcher.checkpoint.values.tensors import FILE_DTYPES, bytes_of, dtype_name
@@ -60,6 +61,7 @@ class SaveRequest:
     tag_validation: str = "Warn"
     is_node_local: bool = False  # every host writes to a disk of its own
     is_node_leader: bool = True  # this rank makes folders on its host, where `is_node_local`
+    has_deepspeed: bool = False  # DeepSpeed's files are written, too
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,8 @@ class Save:
                 return {**plan, "error": text, "tags_differ": what == "tags"}
             if request.tag_validation == "Warn":
                 get_logger().warning("%s; the tag of rank 0 is used", text)
+        if request.has_deepspeed and not isinstance(request.root, Path):
+            return {**plan, "error": "checkpoint.format deepspeed and a folder in a store exclude each other"}
         try:
             plan["is_new"] = begin(request.root, request.tag, save_id).is_new
         except OSError as error:
@@ -199,13 +203,14 @@ class Save:
             error = error_text(raised)
         report = None if written is None else _plain(written)
         reports = self._exchange.gather([error, data.writer, report], timeout_s=WRITE_TIMEOUT_S)
-        outcome: str | None = None
-        if reports is not None:
-            outcome = self._finish(reports, shared)
+        manifest, failed = (None, []) if reports is None else self._described(reports, shared)
+        if self._request.has_deepspeed:
+            manifest, failed = self._with_deepspeed(manifest, failed)
+        outcome = None if reports is None else self._finish(manifest, failed)
         outcome = self._exchange.broadcast(outcome, timeout_s=WRITE_TIMEOUT_S)
         if self._request.is_node_local:
-            failed = self._commit_on_every_host(outcome)
-            outcome = f"was not saved on every host: {failed}" if failed else None
+            missing = self._commit_on_every_host(outcome)
+            outcome = f"was not saved on every host: {missing}" if missing else None
         self._exchange.finish()
         if outcome is not None:
             raise CheckpointError(f"{self._request.tag} {outcome}", where=str(self._request.root))
@@ -241,13 +246,44 @@ class Save:
         units = layouts_to_json([layout for layout in layouts if layout.first_rank == data.writer])
         return _Written(tensors_name, facts_name, records, _params_of(data.contents), units)
 
-    def _finish(self, reports: list[list[Any]], shared: SharedData) -> str | None:
-        """Write what all ranks share, and commit. Returns what became of the save where something went wrong."""
+    def _described(self, reports: list[list[Any]], shared: SharedData) -> tuple[Manifest | None, list[str]]:
+        """Write what all ranks share; return the manifest, or what went wrong, by rank."""
         failed = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(reports) if error]
         try:
             if not failed:
                 self._add_script()
-                manifest = self._describe(reports, shared)
+                return self._describe(reports, shared), []
+        except Exception as error:  # noqa: BLE001  # as above
+            failed = [f"rank 0: {error_text(error)}"]
+        return None, failed
+
+    def _with_deepspeed(self, manifest: Manifest | None, failed: list[str]) -> tuple[Manifest | None, list[str]]:
+        """Write DeepSpeed's files of this rank; return the manifest with those of all. Collective.
+
+        manifest: on rank 0; None: nothing is to be committed, and `failed` says why.
+        """
+        text = None if manifest is None else manifest.text().decode()
+        text = self._exchange.broadcast(text, timeout_s=WRITE_TIMEOUT_S)
+        if text is None:
+            return None, failed
+        error, records = None, {}
+        try:
+            written = Manifest.of_text(text.encode(), str(self.draft.path))
+            records = {key: vars(each) for key, each in write_beside(self.draft, written, self._exchange.rank).items()}
+        except Exception as raised:  # noqa: BLE001  # as above
+            error = error_text(raised)
+        reports = self._exchange.gather([error, records], timeout_s=WRITE_TIMEOUT_S)
+        if reports is None or manifest is None:
+            return None, []
+        failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(reports) if error]
+        found = {name: FileRecord(**record) for _, of_rank in reports for name, record in of_rank.items()}
+        files = dict(sorted({**manifest.files, **found}.items()))
+        return (None, failed) if failed else (replace(manifest, files=files), [])
+
+    def _finish(self, manifest: Manifest | None, failed: list[str]) -> str | None:
+        """Commit, unless something has failed. Returns what became of the save where something went wrong."""
+        try:
+            if manifest is not None:
                 path = commit(self.draft, manifest)
                 return self._name_latest(path) if self._request.saves_latest else None
         except Exception as error:  # noqa: BLE001  # as above
