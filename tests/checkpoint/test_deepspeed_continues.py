@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import deepspeed
+from harness import deepspeed, deepspeed_experts
 from harness.deepspeed_loads import BATCHES, groups_of, trained
 from harness.deepspeed_runs import (
     CLIENT_STATE,
@@ -21,6 +21,7 @@ from harness.ranks import run_on_ranks
 
 import launcher
 from launcher.checkpoint.convert.to_deepspeed import export_deepspeed
+from launcher.moe import MoE
 
 pytestmark = pytest.mark.soak  # in soak-short: the real DeepSpeed takes long to import
 SMALL_PARTS: dict[str, Any] = {"zero": {"sub_group_size": 100, "stage3_param_persistence_threshold": 0}}
@@ -127,3 +128,28 @@ def _apart(expected: dict[str, Any], alone: list[float]) -> float:
     """Return how far the losses of both engines are apart, relatively, where neither loads anything."""
     pairs = zip([*expected["before"], *expected["after"]], alone, strict=True)
     return max(abs(float(ours) - theirs) / theirs for ours, theirs in pairs)
+
+
+def _mixtures(rank: int, world_size: int, folder: str) -> dict[int, list[float]]:
+    found = {}
+    for stage in deepspeed_experts.STAGES:
+        model, config = deepspeed_experts.build(MoE), deepspeed_experts.config_of(stage)
+        engine, *_ = launcher.initialize(model=model, model_parameters=model.parameters(), config=config)
+        deepspeed_experts.trained(engine, rank, range(deepspeed_experts.NUM_STEPS))
+        engine.save_checkpoint(f"{folder}/ours-{stage}")
+        found[stage] = deepspeed_experts.trained(engine, rank, deepspeed_experts.AFTER)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_deepspeed_continues_a_mixture_of_experts(tmp_path: Path, num_ranks: int) -> None:
+    """On 4 ranks each set of experts is there twice, and their optimizer is divided."""
+    expected = run_on_ranks(num_ranks, _mixtures, str(tmp_path))
+    for stage in deepspeed_experts.STAGES:
+        export_deepspeed(tmp_path / f"ours-{stage}", tmp_path / f"theirs-{stage}")
+    deepspeed.run_module(num_ranks, "harness.deepspeed_experts", str(tmp_path))
+    for rank in range(num_ranks):
+        found = json.loads((tmp_path / f"losses-{rank}").read_text())
+        for stage in deepspeed_experts.STAGES:
+            assert found[str(stage)] == pytest.approx(expected[rank][stage], rel=1e-5), (stage, rank)

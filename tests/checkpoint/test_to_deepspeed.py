@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import deepspeed_experts
 from harness.deepspeed_runs import (
     ACCUMULATION,
     CLIENT_STATE,
@@ -26,8 +27,11 @@ from launcher.checkpoint.convert.to_deepspeed import export_deepspeed
 from launcher.checkpoint.formats.deepspeed import open_deepspeed
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import CheckpointSource
+from launcher.checkpoint.formats.torch_file import open_torch_file
+from launcher.moe import MoE
 
 TAG = f"global_step{NUM_STEPS}"
+CLASSES = ("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.utils.tensor_fragment.fragment_address")
 # Name -> stage, precision, options of the config.
 SAVED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fp32": (2, "fp32", {}),
@@ -153,3 +157,42 @@ def test_options_of_the_command(tmp_path: Path) -> None:
     result = run_here(tmp_path, "checkpoint", "export", "a", "b", "--format", "universal", "--ranks", "2")
     assert result.code == 2
     assert result.err.startswith("✗ --ranks goes with --format deepspeed")
+
+
+def save_experts(rank: int, world_size: int, folder: str) -> None:
+    model, config = deepspeed_experts.build(MoE), deepspeed_experts.config_of(2)
+    engine, *_ = launcher.initialize(model=model, model_parameters=model.parameters(), config=config)
+    deepspeed_experts.trained(engine, rank, range(1))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_experts_are_named_by_their_number_on_the_rank(tmp_path: Path) -> None:
+    run_on_ranks(2, save_experts, str(tmp_path / "saved"))
+    path = export_deepspeed(tmp_path / "saved", tmp_path / "out", num_ranks=4)
+    ours = NativeSource(tmp_path / "saved" / "global_step1")
+    model = torch.load(path / "mp_rank_00_model_states.pt")
+    assert model["num_experts"] == [deepspeed_experts.EXPERTS] * 2
+    assert not [name for name in model["module"] if "experts." in name]
+    plain, spread = model["param_shapes"]
+    assert [name for name in plain if "experts." in name] == []
+    begin = [f"layers.{layer}.deepspeed_moe.experts.deepspeed_experts." for layer in range(2)]
+    local = [f"{layer}{number}.{kind}" for layer in begin for number in range(2) for kind in ("weight", "bias")]
+    assert list(spread) == local
+    parts = []
+    for number in range(deepspeed_experts.EXPERTS):
+        expert = torch.load(path / f"layer_1_expert_{number}_mp_rank_00_model_states.pt")
+        assert list(expert) == [f"{begin[1]}{number}.{kind}" for kind in ("weight", "bias")]
+        assert all(values.view(-1).equal(values_of(ours, "weight", name)) for name, values in expert.items())
+        state = open_torch_file(path / f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt", {}, CLASSES)
+        parts.append(state["optimizer_state_dict"]["single_partition_of_fp32_groups"][1].load())
+    # Ranks 1 and 3 have the experts 2 and 3 of each layer, half of their optimizer each.
+    names = [f"{layer}{number}.{kind}" for layer in begin for number in (2, 3) for kind in ("weight", "bias")]
+    assert torch.cat([parts[1], parts[3]]).equal(torch.cat([values_of(ours, "weight", name) for name in names]))
+    for options, message in (
+        ({"stage": 3}, "DeepSpeed has no experts at stage 3"),
+        ({"num_ranks": 3}, "experts over 2 ranks"),
+        ({"is_universal": True}, "no experts"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            export_deepspeed(tmp_path / "saved", tmp_path / "refused", **options)

@@ -9,9 +9,10 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from harness.deepspeed_runs import (
@@ -115,16 +116,21 @@ def _on_rank(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Fork the ranks from one process that has imported DeepSpeed."""
-    import_module("deepspeed")
+def fork_ranks(body: Callable[[int], None]) -> NoReturn:
+    """Run `body` in a fork for each rank; end as they do."""
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_on_rank, args=(rank,)) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    ranks = [context.Process(target=body, args=(rank,)) for rank in range(int(os.environ["WORLD_SIZE"]))]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     sys.exit(any(process.exitcode for process in ranks))
+
+
+def main() -> None:
+    """Fork the ranks from one process that has imported DeepSpeed."""
+    import_module("deepspeed")
+    fork_ranks(_on_rank)
 
 
 if __name__ == "__main__":
