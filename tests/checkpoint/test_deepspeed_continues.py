@@ -32,14 +32,15 @@ RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "1-fp32": (1, "fp32", {}),
     "1-bf16": (1, "bf16", {}),
     "2-fp32": (2, "fp32", {}),
-    "2-bf16": (2, "bf16", {}),
+    "1-bf16-sums": (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),  # by an optimizer class of its own
+    "2-bf16": (2, "bf16", {"zero": {"round_robin_gradients": True}}),
     "2-fp16": (2, "fp16", {}),
     "3-fp32": (3, "fp32", {}),
     "3-bf16": (3, "bf16", SMALL_PARTS),
     "3-one-group": (3, "fp32", {}),
 }
 # At stage 3 DeepSpeed gives all groups one step counter: torch's Adam then counts each step once for each of them.
-UNIVERSAL = ("1-fp32", "1-bf16", "2-fp32", "2-bf16", "2-fp16", "3-one-group")
+UNIVERSAL = ("1-fp32", "1-bf16", "1-bf16-sums", "2-fp32", "2-bf16", "2-fp16", "3-one-group")
 # Of losses, relative; in 16 bits at least twice what the engines are apart where neither loads anything.
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
 

@@ -119,6 +119,17 @@ def test_a_tag_is_not_written_twice(saved: Path, tmp_path: Path) -> None:
         export_deepspeed(saved / "fp32" / TAG, tmp_path)
 
 
+def test_a_checkpoint_of_deepspeed_moves_to_another_stage(saved: Path, tmp_path: Path) -> None:
+    export_deepspeed(saved / "bf16", tmp_path / "first", stage=2, num_ranks=3)
+    path = export_deepspeed(tmp_path / "first", tmp_path / "second", stage=3)
+    assert len(list(path.glob("bf16_zero_pp_rank_*_optim_states.pt"))) == 3
+    ours, theirs = NativeSource(saved / "bf16" / TAG), open_deepspeed(path)
+    for name, stored in ours.params.items():
+        for key in ("weight", *stored.states):
+            assert values_of(theirs, key, name).equal(values_of(ours, key, name)), (key, name)
+    assert theirs.tied == {"head.weight": "embed.weight"}
+
+
 def test_what_cannot_be_written_leaves_nothing(saved: Path, tmp_path: Path) -> None:
     path = next((saved / "fp32" / TAG).glob("rank-00001*.safetensors"))
     content = path.read_bytes()

@@ -15,6 +15,7 @@ from launcher.checkpoint.deepspeed_files.files import Content, DeepSpeedFiles
 from launcher.checkpoint.deepspeed_files.pickled import write_torch_file
 from launcher.checkpoint.deepspeed_files.plan import Plan
 from launcher.checkpoint.deepspeed_files.universal import universal_files
+from launcher.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.open import is_checkpoint, open_source
 from launcher.checkpoint.formats.source import CheckpointSource
@@ -90,7 +91,9 @@ def _stage_of(source: CheckpointSource) -> int:
 
 
 def _num_ranks_of(source: CheckpointSource) -> int:
-    return source.manifest.world_size if isinstance(source, NativeSource) else 1
+    if isinstance(source, NativeSource):
+        return source.manifest.world_size
+    return source.num_ranks if isinstance(source, DeepSpeedCheckpoint) else 1
 
 
 def run(arguments: Sequence[str]) -> None:

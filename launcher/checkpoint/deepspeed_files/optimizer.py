@@ -35,7 +35,7 @@ class OptimizerStates:
             if name is not None:
                 states = ", ".join(source.whole_states(name))
                 message = f"the state {states} of {name} has no value for each element, as DeepSpeed's files need it"
-                raise plan.error(message, "export the weights: --format hf")
+                raise plan.error(message, "remove checkpoint.format, or export the weights: --format hf")
         section = source.state.config.get("optimizer")
         section = section if isinstance(section, Mapping) else {}
         options = section.get("params")

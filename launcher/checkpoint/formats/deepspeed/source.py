@@ -51,6 +51,7 @@ class DeepSpeedCheckpoint(CheckpointSource):
             raise files.error("DeepSpeed's checkpoints of tensor parallelism are not read", "merge its parts first")
         self._files = files
         self.tied = contents.tied  # other names of parameters -> the first
+        self.num_ranks = max(1, files.num_ranks)  # that saved; at stage 0 the files do not say
         self._found = contents.params
         self._theirs = self._other_names()
         self._params = {name: self._renamed(each) for name, each in self._found.items()}
