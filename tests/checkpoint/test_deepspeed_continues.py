@@ -33,7 +33,8 @@ RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "1-bf16": (1, "bf16", {}),
     "2-fp32": (2, "fp32", {}),
     "1-bf16-sums": (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),  # by an optimizer class of its own
-    "2-bf16": (2, "bf16", {"zero": {"round_robin_gradients": True}}),
+    "2-bf16": (2, "bf16", {}),
+    "2-bf16-robin": (2, "bf16", {"zero": {"round_robin_gradients": True}}),
     "2-fp16": (2, "fp16", {}),
     "3-fp32": (3, "fp32", {}),
     "3-bf16": (3, "bf16", SMALL_PARTS),
