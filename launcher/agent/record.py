@@ -15,7 +15,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_MAX_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20  # of a file
 _LIBRARY = os.path.dirname(os.__file__)
 _OWN_FILES = ("start.py", "worker.py", os.path.join("api", "rank.py"))
 _TEXTS = ("type", "message", "traceback")
@@ -23,13 +23,19 @@ _TEXTS = ("type", "message", "traceback")
 
 def read_record(path: str) -> dict[str, Any] | None:
     """Return the record of a worker; None when none was left, or something that no worker wrote."""
+    record = read_object(path)
+    return record if record is not None and is_sound(record) else None
+
+
+def read_object(path: str) -> dict[str, Any] | None:
+    """Return the JSON object in a file, such as torch's `@record` leaves; None where there is none."""
     try:
         # Not to wait for a writer, should a pipe stand there.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            record = json.loads(file.read(_MAX_BYTES) or b"")
+            found = json.loads(file.read(_MAX_BYTES) or b"")
     except (OSError, ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and is_sound(record) else None
+    return found if isinstance(found, dict) else None
 
 
 def is_sound(record: dict[str, Any]) -> bool:

@@ -57,6 +57,7 @@ class Rank:
         """streams: open descriptors -> what `Output.stream` calls them. files: by the variables that name them."""
         self.number, self.process, self.streams, self.progress_fd = number, process, streams, progress_fd
         self.error_file, self.stacks_file = files[env.ERROR_FILE.name], files[env.STACKS_FILE.name]
+        self.torch_error_file = files[env.TORCHELASTIC_ERROR_FILE.name]
         self.crash_file, self.num_crash_bytes = files[env.CRASH_FILE.name], 0  # that were read from it
         self.progress: Told = NOTHING  # as last sent
         self.status: int | None = None  # exit code or minus the signal, None while it runs
@@ -116,10 +117,13 @@ def rank_environment(
     spec: Spawn, rank_env: dict[str, str], own: dict[str, str], cores: list[int] | None
 ) -> dict[str, str]:
     """Return the whole environment of one rank: the agent's own, the job's, the rank's, ours; later ones win."""
-    environment = {**os.environ, **spec.env, **rank_env}
-    tokens = rank_env.get(env.CUDA_VISIBLE_DEVICES.name)
-    if tokens is not None:  # in the variable of this host's vendor, and in no other
-        del environment[env.CUDA_VISIBLE_DEVICES.name]
+    own_rank_env = dict(rank_env)
+    tokens = own_rank_env.pop(env.CUDA_VISIBLE_DEVICES.name, None)
+    environment = {**os.environ, **spec.env, **own_rank_env}
+    # Without a GPU slots are numbers of ranks. What this process was given counts without device files, too.
+    has_devices = bool(_devices_here().tokens or environment.get(env.CUDA_VISIBLE_DEVICES.name))
+    if tokens == "" or (tokens and has_devices):  # in the variable of this host's vendor, and in no other
+        environment.pop(env.CUDA_VISIBLE_DEVICES.name, None)
         environment |= rank_devices(tokens, int(rank_env.get(env.LOCAL_RANK.name, "0")), _devices_here())
     if cores is not None:
         environment[env.OMP_NUM_THREADS.name] = str(len(cores))
@@ -148,6 +152,7 @@ def spawn_rank(
             ("error", env.ERROR_FILE),
             ("crash", env.CRASH_FILE),
             ("stacks", env.STACKS_FILE),
+            ("torch_error", env.TORCHELASTIC_ERROR_FILE),
             ("progress", env.PROGRESS_FILE),
         )
     }

@@ -21,7 +21,7 @@ from enum import Enum, auto
 
 from launcher.agent import scratch
 from launcher.agent.oom import OomWatch
-from launcher.agent.record import read_record, without_own_frames
+from launcher.agent.record import read_object, read_record, without_own_frames
 from launcher.agent.spawn import Rank, append_to_call, check_devices, check_files, spawn_failure, spawn_rank
 from launcher.agent.wire import (
     MAGIC,
@@ -404,7 +404,10 @@ class Supervisor:
         self._pass_on_crash(rank)
         del self._ranks[rank.pid]
         rank.close()
-        self._send(Exited(rank.number, rank.status, rank.ended_s, rank.record, rank.max_rss_bytes, rank.oom))
+        torch_error = read_object(rank.torch_error_file) if rank.status != 0 else None
+        self._send(
+            Exited(rank.number, rank.status, rank.ended_s, rank.record, rank.max_rss_bytes, rank.oom, torch_error)
+        )
 
     def _drain(self, rank: Rank, descriptor: int) -> None:
         """Read what is there now; a child of the rank may hold the pipe open for ever, and write as fast as we read."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -215,6 +215,24 @@ class Exited(Message):
     record: dict[str, Any] | None  # the error record the worker left
     max_rss_bytes: int  # the most memory its process held
     oom: str | None  # evidence that the kernel ended it for lack of memory
+    torch_error: dict[str, Any] | None = None  # what torch's `@record` left, of a rank that failed
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """What ended the rank, as a record has it: the worker's own, or what is known by torch's; {} for neither."""
+        return self.record or (_error_of_torch(self.torch_error) if self.torch_error is not None else {})
+
+
+def _error_of_torch(data: dict[str, Any]) -> dict[str, Any]:
+    """Return type, message and traceback of a file of `@record`. Handlers of users may leave other values in it."""
+    text = data.get("message")
+    more = text.get("extraInfo") if isinstance(text, dict) else None
+    text = text.get("message") if isinstance(text, dict) else text
+    if not isinstance(text, str):
+        return {}
+    name, _, message = text.partition(": ")
+    trace = more.get("py_callstack") if isinstance(more, dict) else None
+    return {"type": name, "message": message, "traceback": trace if isinstance(trace, str) else f"{text}\n"}
 
 
 class LeftBehind(Message):

@@ -31,7 +31,9 @@ ROLE_WORLD_SIZE = EnvVar("ROLE_WORLD_SIZE", "same as WORLD_SIZE, the name torchr
 ROLE_NAME = EnvVar("ROLE_NAME", "`default`, the name of torchrun's role", "set")
 MASTER_ADDR = EnvVar("MASTER_ADDR", "address of node 0 that every node can reach", "set")
 MASTER_PORT = EnvVar("MASTER_PORT", "port on node 0 for the rendezvous of the process group", "set")
-CUDA_VISIBLE_DEVICES = EnvVar("CUDA_VISIBLE_DEVICES", "the node's slots, as device indices", "set")
+CUDA_VISIBLE_DEVICES = EnvVar(
+    "CUDA_VISIBLE_DEVICES", "the node's slots, as device indices; not set on a node without GPUs", "set"
+)
 OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", "CPU threads of a rank; a value already set is kept", "set")
 JOB_ID = EnvVar("LAUNCH_JOB_ID", "id of the job; every process of the job carries it", "set")
 ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (JSON)", "set")
@@ -72,6 +74,9 @@ TORCHELASTIC_RESTART_COUNT = EnvVar(
 )
 TORCHELASTIC_MAX_RESTARTS = EnvVar(
     "TORCHELASTIC_MAX_RESTARTS", "how often the job may be started again (`--max-restarts`)", "set"
+)
+TORCHELASTIC_ERROR_FILE = EnvVar(
+    "TORCHELASTIC_ERROR_FILE", "where torch's `@record` leaves an error; it is copied to `rank_N.error.json`", "set"
 )
 TORCHELASTIC_RUN_ID = EnvVar(
     "TORCHELASTIC_RUN_ID",

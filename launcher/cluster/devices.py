@@ -74,10 +74,7 @@ def local_devices(environ: Mapping[str, str], *, root: str = "/") -> Devices:
         value = environ.get(name)
         if value is None:
             continue
-        # What says so for NVIDIA counts without device files, too; but in a rank on the CPU its entries are slots that
-        # `launch` has counted, of a machine without any GPU.
-        is_believed = found.tokens or (found.vendor is NVIDIA and env.JOB_ID.name not in environ)
-        tokens = _visible(value, found.vendor) if is_believed else ()
+        tokens = _visible(value, found.vendor)  # what says so for NVIDIA counts without device files, too
         # HIP numbers what ROCR_VISIBLE_DEVICES leaves from 0.
         return Devices(found.vendor, _indices(len(tokens)) if name == env.ROCR_VISIBLE_DEVICES.name else tokens)
     return found

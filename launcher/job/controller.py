@@ -7,6 +7,7 @@ This thread decides and never waits for a terminal, a disk or a host: what may b
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import signal
 import threading
@@ -279,6 +280,9 @@ class Controller:
         failure = self._root_cause.add_exit(node, rank, message)
         if message.record is not None:
             self._write_traceback(rank, message.record)
+        if message.torch_error is not None:
+            data, path = json.dumps(message.torch_error).encode(), rank.log.path.with_suffix(".error.json")
+            self._files.put_file(path, data)
         if failure is not None:
             self._stop(f"rank {message.rank} failed ({failure.reason})", self._plan.grace_s)
 

@@ -138,6 +138,17 @@ class RunFolder:
         """Have another file of the run written in its turn."""
         self._lane.put(call)
 
+    def put_file(self, path: Path, data: bytes) -> None:
+        """Have a file beside the logs written, later. What keeps it from that is a warning."""
+
+        def write() -> None:
+            try:
+                write_private(path, data)
+            except OSError as error:
+                self._watcher.warning(f"{path} could not be written: {error.strerror}")
+
+        self.put(write)
+
     def make(self, call: Callable[[], _T]) -> _T:
         """Have another file of the run written, and wait until it is. Raises: LauncherError, and what `call` raises."""
         answer = self._lane.request(call)

@@ -176,7 +176,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _is_about_lost_peer(message: Exited, failure: Failure) -> bool:
     """Tell whether a failure says of itself that another rank was gone before."""
-    record = message.record or {}
+    record = message.error
     if _LOST_PEER.search(f"{record.get('type')}: {record.get('message')}\n{failure.traceback}"):
         return True
     return message.status == -signal.SIGABRT and any(map(_WATCHDOG.search, failure.last_lines))
@@ -184,8 +184,7 @@ def _is_about_lost_peer(message: Exited, failure: Failure) -> bool:
 
 def rank_failure(node: Node, rank: Rank, message: Exited, after_s: float) -> Failure:
     """Put together what is known about the end of a rank."""
-    record: dict[str, Any] = message.record or {}
-    status = message.status
+    record, status = message.error, message.status
     if status < 0 and "exit_code" in record:  # it had failed already, and was killed while it was on its way out
         status = int(record["exit_code"])
     return _failure_of(

@@ -80,6 +80,7 @@ MESSAGES = st.one_of(
         st.none() | st.dictionaries(TEXT, TEXT | INTEGERS),
         INTEGERS,
         TEXT,
+        st.none() | st.dictionaries(TEXT, TEXT | INTEGERS),
     ),
     st.builds(DumpStacks),
     st.builds(

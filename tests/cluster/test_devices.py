@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.agent import spawn
+from launcher.agent.wire import Spawn
 from launcher.cluster import devices
 from launcher.cluster.devices import (
     AMD,
@@ -51,14 +53,6 @@ def test_a_slot_leads_back_to_its_token() -> None:
     assert visible_devices((1,), ("GPU-a", "GPU-b")) == "GPU-b"
     assert visible_devices((0, 3), ()) == "0,3"
     assert visible_devices((0, 1), ("", "")) == ""
-
-
-def test_a_rank_on_the_cpu_has_no_gpu_to_offer_a_launch_of_its_own(tmp_path: Path) -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "3", "LAUNCH_JOB_ID": "calm-otter-0001"}
-    assert local_device_tokens(environ, root=str(tmp_path)) == ()
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidia0").touch()
-    assert local_device_tokens(environ, root=str(tmp_path)) == ("3",)
 
 
 def write(root: Path, files: dict[str, str]) -> str:
@@ -181,9 +175,6 @@ def test_ranks_get_the_variable_of_their_host_s_vendor() -> None:
 
 
 def test_a_rank_s_environment_has_one_variable_for_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    from launcher.agent import spawn
-    from launcher.agent.wire import Spawn
-
     here = Devices(AMD, ("0", "1"))
     monkeypatch.setattr(spawn, "_devices_here", lambda: here)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -192,6 +183,27 @@ def test_a_rank_s_environment_has_one_variable_for_its_devices(monkeypatch: pyte
     environment = spawn.rank_environment(spec, rank_env, {}, None)
     assert environment["HIP_VISIBLE_DEVICES"] == "1"
     assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+@pytest.mark.parametrize(
+    ("slots", "given", "seen"),
+    [
+        ("0,1", None, None),  # numbers of ranks, of no device
+        ("0,1", "", ""),
+        ("1", "0,1", "1"),  # this process was given devices that have no files
+        ("", None, ""),  # they are to be hidden
+    ],
+)
+def test_ranks_without_a_gpu_find_what_was_set_before(
+    monkeypatch: pytest.MonkeyPatch, slots: str, given: str | None, seen: str | None
+) -> None:
+    monkeypatch.setattr(spawn, "_devices_here", lambda: Devices(NVIDIA, ()))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    rank_env = {"RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": slots}
+    spec = Spawn("a-b-0000", [], "/", {}, [rank_env], None, 1.0)
+    assert spawn.rank_environment(spec, rank_env, {}, None).get("CUDA_VISIBLE_DEVICES") == seen
 
 
 @pytest.mark.parametrize("value", ["0,1,2", "MIG-a/1/0,MIG-a/2/0,MIG-b/1/0"])

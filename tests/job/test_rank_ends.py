@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,33 @@ def test_stacks_begin_with_the_users_code(kind: str, tmp_path: Path) -> None:
         r'  File "(.*)", line \d+ in (\S+)', (tmp_path / "runs" / job.job_id / "stacks.txt").read_text()
     )
     assert [(Path(path).name, name) for path, name in frames] == [("stands.py", "here"), ("stands.py", "<module>")]
+
+
+RECORDED = """
+    import os
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def main():
+        if os.environ["RANK"] == "1":
+            raise ValueError("the data is bad")
+
+    main()
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "program"])
+def test_what_record_of_torch_leaves_is_kept_and_told(kind: str, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, RECORDED)
+    command = [script] if kind == "script" else ["--no_python", sys.executable, script]
+    result = run_launch(tmp_path, "--num_gpus", "2", *command)
+    assert result.code == 1
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [path.name for path in folder.glob("*.error.json")] == ["rank_1.error.json"]
+    message = json.loads((folder / "rank_1.error.json").read_text())["message"]
+    assert message["message"] == "ValueError: the data is bad"
+    assert int(message["extraInfo"]["timestamp"]) > 0
+    failure = json.loads((folder / "report.json").read_text())["failure"]
+    assert failure["rank"] == 1
+    assert failure["traceback"].endswith("ValueError: the data is bad\n")
+    assert (folder / "rank_1.log").read_text().count("Traceback (most recent call last)") == 1
