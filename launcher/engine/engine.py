@@ -80,7 +80,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._parts = parts
         self._sharded = parts.sharded
         self.optimizer = parts.sharded.optimizer
-        self.lr_scheduler = parts.lr_scheduler
+        self.lr_scheduler = parts.lr_scheduler  # a script may set another, or None: then it steps its own
         self.training_dataloader = parts.loader
         self.device = parts.group.device
         self.global_rank = parts.mesh.world.rank
@@ -100,7 +100,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._backward_done = False  # a backward of this micro-step has run
         self._ended_by: str | None = None  # the call that has ended the last micro-step: see `step_of_optimizer`
         self._ended_accumulation = False  # the last `step()` was at a boundary
-        self._last_step = LastStep(parts.sharded.units, self.optimizer, parts.lr_scheduler, parts.mesh)
+        self._last_step = LastStep(parts.sharded.units, self.optimizer, parts.mesh)
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
         self._loss_reporter = LossReporter(is_wanted=self.global_rank == 0)
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
@@ -445,7 +445,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             self.global_samples += self._num_backwards * self.train_micro_batch_size_per_gpu() * self.dp_world_size
         else:
             self.global_samples += self.train_batch_size()
-        self._last_step.begin(self.global_steps, outcome, self._losses)
+        self._last_step.begin(self.global_steps, outcome, self._losses, self.lr_scheduler)
         self._note_path()
 
     def _note_path(self) -> None:

@@ -25,7 +25,7 @@ class _Step:
     number: int
     outcome: StepOutcome
     losses: list[Tensor]  # of this rank's micro-batches
-    before: tuple[Any, list[dict[str, Any]]] | None = None  # the schedule's state, and the options of groups
+    before: tuple[Any, Any, list[dict[str, Any]]] | None = None  # the schedule, its state, and the options of groups
     is_known: bool = False
     is_reported: bool = False
 
@@ -42,13 +42,9 @@ class LastStep:
     both.
     """
 
-    def __init__(
-        self, units: list[FlatUnit], optimizer: ZeroOptimizer | None, schedule: Any, mesh: ParallelMesh
-    ) -> None:
-        """schedule: of learning rates, or None."""
+    def __init__(self, units: list[FlatUnit], optimizer: ZeroOptimizer | None, mesh: ParallelMesh) -> None:
         self._units = units
         self._optimizer = optimizer
-        self._schedule = schedule
         self._group = mesh.data
         # Of the ranks of a pipeline that with the last layers: backward begins there.
         is_last = mesh.pipeline is None or mesh.pipeline.rank == mesh.pipeline.world_size - 1
@@ -75,8 +71,8 @@ class LastStep:
         self._step = None
         self._num_skipped = num_skipped
 
-    def begin(self, number: int, outcome: StepOutcome, losses: list[Tensor]) -> None:
-        """Follow a step. Every rank must call it. number: of the step, from 1.
+    def begin(self, number: int, outcome: StepOutcome, losses: list[Tensor], schedule: Any) -> None:
+        """Follow a step. Every rank must call it. number: of the step, from 1. schedule: of learning rates, or None.
 
         Raises: EngineError when the loss scale cannot get smaller and steps overflow all the same.
         """
@@ -87,20 +83,21 @@ class LastStep:
             self.report()
             self._num_skipped += outcome.is_skipped
             if not outcome.is_skipped:
-                self._advance_schedule()
+                _advance(schedule)
             return
         self._optimizer.note_step(overflow=False)
-        if outcome.skips_overflow and steps_by_itself(self._schedule):
-            if not hasattr(self._schedule, "load_state_dict"):  # it only steps forward: it must know first
+        if outcome.skips_overflow and steps_by_itself(schedule):
+            if not hasattr(schedule, "load_state_dict"):  # it only steps forward: it must know first
                 self.wait_for_outcome()
                 if outcome.is_skipped:
                     return
             else:
                 step.before = (
-                    copy.deepcopy(self._schedule.state_dict()),
+                    schedule,
+                    copy.deepcopy(schedule.state_dict()),
                     [options_of(group, copies=True) for group in self._optimizer.param_groups],
                 )
-        self._advance_schedule()
+        _advance(schedule)
 
     def wait_for_outcome(self) -> None:
         """Wait for the norm of the last step; if the device has skipped it, take back what was counted of it."""
@@ -114,8 +111,8 @@ class LastStep:
         self._num_skipped += 1
         self._optimizer.overflow = True
         if step.before is not None:
-            state, options = step.before
-            self._schedule.load_state_dict(state)
+            schedule, state, options = step.before
+            schedule.load_state_dict(state)
             for group, before in zip(self._optimizer.param_groups, options, strict=True):
                 group.update(before)
         if isinstance(self._optimizer.flat, DeviceScaled):
@@ -141,6 +138,7 @@ class LastStep:
             text = f"step {step.number} {'skipped' if is_skipped else 'taken all the same'}: {why}"
             get_logger().warning("%s", f"{scale_says} ({text})" if scale_says else text)
 
-    def _advance_schedule(self) -> None:
-        if steps_by_itself(self._schedule):
-            self._schedule.step()
+
+def _advance(schedule: Any) -> None:
+    if steps_by_itself(schedule):
+        schedule.step()

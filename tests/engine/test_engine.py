@@ -83,7 +83,15 @@ def _groups(model: Net) -> list[dict[str, Any]]:
     ]
 
 
-VARIANTS = ["groups", "client optimizer", "optimizer function", "frozen", "scheduler function", "Adam with L2"]
+VARIANTS = [
+    "groups",
+    "client optimizer",
+    "optimizer function",
+    "frozen",
+    "scheduler function",
+    "scheduler set later",
+    "Adam with L2",
+]
 
 
 def _train_variant(rank: int, world_size: int, variant: str, stage: int) -> dict[str, Tensor]:
@@ -105,6 +113,8 @@ def _train_variant(rank: int, world_size: int, variant: str, stage: int) -> dict
         params = {"lr": LR, "weight_decay": 0.1, "adam_w_mode": False}
         arguments["config"]["optimizer"] = {"type": "Adam", "params": params}
     engine, *_ = launcher.initialize(model=model, **arguments)
+    if variant == "scheduler set later":
+        engine.lr_scheduler = HalvingSchedule(engine.optimizer.param_groups)
     part = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
     for x, y in zip(*data(), strict=True):
         engine.backward(engine(x[part], y[part]))
@@ -142,7 +152,7 @@ def _plain_variant(variant: str) -> dict[str, Tensor]:
         model(x, y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if variant == "scheduler function":
+        if variant in ("scheduler function", "scheduler set later"):
             schedule.step()
     return dict(model.state_dict())
 
@@ -155,6 +165,24 @@ def test_variants_train_like_plain_torch(variant: str, stage: int) -> None:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def _train_with_its_own_schedule(rank: int, world_size: int) -> list[float]:
+    model = make_net()
+    rates: list[float] = []
+    make: Any = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
+    engine, optimizer, *_ = launcher.initialize(model=model, config=config(2), lr_scheduler=make)
+    engine.lr_scheduler = None  # as Lightning does, which steps the schedule itself
+    for x, y in zip(*data(), strict=True):
+        engine.backward(engine(x[:1], y[:1]))
+        engine.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_a_schedule_that_a_script_takes_away_is_not_stepped() -> None:
+    for rates in run_on_ranks(2, _train_with_its_own_schedule):
+        assert rates == [LR] * len(rates)
 
 
 # ---- the interface ----
