@@ -20,7 +20,7 @@ LONG := tests/parallel tests/e2e tests/compat/test_alias.py tests/huggingface/te
   'tests/checkpoint/test_reshard.py::test_every_setting_loads_what_every_other_one_saved[True]' \
   'tests/zero/test_memory_limit.py::test_a_model_larger_than_a_rank_may_hold[sharded]' \
   'tests/zero/test_nvme_faults.py::test_states_four_times_as_large_as_the_memory[nvme]'
-BESIDE := services models transformers4
+BESIDE := services models lightning transformers4
 # What the site is made of; links to sources lead to the files themselves.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hostfiles launcher
 # Built by the installation.
@@ -37,7 +37,7 @@ install: $(VENV)/.installed-dev ## make the environment with all that the other 
 demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks with ZeRO stage 2
 	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models ## install what the tests need and run them all
+test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models $(VENV)/.lightning ## install what the tests need and run them all
 	@.ci/system-packages
 	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 

@@ -28,7 +28,19 @@ _METADATA = os.path.join(_FOLDER, "deepspeed_metadata")
 # These look for DeepSpeed when they are imported, once and for all.
 _LOOK_AT_IMPORT = ("accelerate", "transformers.integrations.deepspeed")
 # Modules of other libraries that are changed when they are imported -> the module here whose `change` does it.
-_CHANGED = {"accelerate.state": "on_cpu", "transformers.modeling_utils": "initial_weights"}
+_CHANGED = {
+    "accelerate.state": "on_cpu",
+    "transformers.modeling_utils": "initial_weights",
+    **dict.fromkeys(
+        (
+            "lightning.fabric.strategies.deepspeed",
+            "lightning.pytorch.strategies.deepspeed",
+            "lightning_fabric.strategies.deepspeed",
+            "pytorch_lightning.strategies.deepspeed",
+        ),
+        "lightning_cpu",
+    ),
+}
 
 
 def install(engine: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Changes two modules of other libraries as they are imported: those in `_CHANGED` of the package, and no others.
+"""Changes modules of other libraries as they are imported: those in `_CHANGED` of the package, and no others.
 
 And has the panel of `launch` show which modules are being imported, which changes nothing of them.
 """
