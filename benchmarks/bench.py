@@ -5,7 +5,8 @@
 
 Each section is a file in benchmarks/results, written by the script that measured it, with date, commit and command.
 The page is header.md, the figures that `figures.py` takes from these files, and the files in the order of SECTIONS.
-docs/scale.md is written whole by its own script.
+docs/scale.md is written whole by its own script. Tests of other projects run only where their section is named, with a
+checkout of the project in build/.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Section:
     command: str  # without --output
     num_ranks: int = 0  # that `launch` starts the script on; 0: it is started by itself
     page: Path | None = None  # that the section is the whole of
+    is_only_by_name: bool = False  # it needs a folder that nothing here makes
 
     @property
     def output(self) -> Path:
@@ -106,6 +108,12 @@ SECTIONS = (
     Section("cpu_kernels", "cpu_kernels.py --rounds 9"),
     Section("onebit", "onebit.py", 2),
     Section("sequence_parallel", "sequence_parallel.py --rounds 2", 4),
+    *(
+        Section(
+            f"tests_of_{suite}", f"peer_suites.py --suite {suite} --tests build/{suite} --real", is_only_by_name=True
+        )
+        for suite in ("deepspeed", "accelerate")
+    ),
     Section("scale", "scale_model.py --rounds 3", page=ROOT / "docs" / "scale.md"),
 )
 
@@ -140,7 +148,8 @@ def main() -> int:
         parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in SECTIONS)}")
     failed = []
     for section in SECTIONS:
-        if not options.page and (not options.sections or section.name in options.sections):
+        is_wanted = section.name in options.sections if options.sections else not section.is_only_by_name
+        if is_wanted and not options.page:
             start_s = time.monotonic()
             code = section.measure()
             print(f"{section.name}: exit code {code} after {time.monotonic() - start_s:.0f} s", flush=True)

@@ -1,0 +1,466 @@
+"""Tests of the projects that this one stands in for, against the built-in engine and against the real DeepSpeed.
+
+    python benchmarks/peer_suites.py --suite deepspeed --tests FOLDER [--real [PYTHON]] [--json FILE] [--output FILE]
+
+FOLDER is a checkout of the project, or its tests alone: none of them are in this repository. `import deepspeed` is the
+built-in engine of this interpreter, as ranks of `launch` get it; --real names one with DeepSpeed, by default this one.
+Everything runs on CPUs, with gloo, on 2 ranks at most. Each file has a pytest process of its own, and a test that ends
+or blocks it fails alone: the others run in a process after it. Of a function with parameters the first set runs, the
+same with both engines. A file that cannot be imported counts with all its tests. --suite deepspeed needs pytest below
+8.4, and mup for one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from queue import SimpleQueue
+
+import peer_plugin
+from common import ROOT, Section, argument_parser, table
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+BOTH, ONLY_REAL, ONLY_OURS, NEITHER = "both passed", "only real", "only ours", "neither"
+OURS, REAL = "ours", "real"
+# Python reads a file of this name at each start: ranks and other processes of a test get the engine, too.
+AT_START = 'import launcher.compat\n\nlauncher.compat.install("builtin")\n'
+_INTERNALS = "internals: no script sees them"
+_GPU = "a GPU, or kernels of inference"
+_MORE = "4 ranks or more, or the hub"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests of one project."""
+
+    package: str  # whose version the page names
+    folder: str  # of the tests that are run, below `tests`
+    pattern: str = "**/test_*.py"  # of files in it
+    arguments: tuple[str, ...] = ()  # of pytest
+    environment: Mapping[str, str] = field(default_factory=dict)
+    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # reason -> patterns of files in the folder
+
+    def files(self, tests: Path) -> list[str]:
+        """Return the files that count, relative to `tests`."""
+        return [f"{self.folder}/{path}" for path in self.candidates(tests) if not self.reason_against(path)]
+
+    def candidates(self, tests: Path) -> list[str]:
+        """Return all files with tests, relative to the folder."""
+        folder = tests / self.folder
+        return sorted(path.relative_to(folder).as_posix() for path in folder.glob(self.pattern))
+
+    def reason_against(self, path: str) -> str:
+        """Return why a file does not count, or nothing."""
+        reasons = (why for why, patterns in self.excluded.items() if any(fnmatch(path, one) for one in patterns))
+        return next(reasons, "")
+
+
+SUITES = {
+    "deepspeed": Suite(
+        package="deepspeed",
+        folder="unit",
+        # Its pytest.ini leaves out what its own CI runs one at a time; here everything is run so.
+        arguments=("-o", "addopts=", "-m", "not nightly and not inference and not seq_inference"),
+        environment={"LOCAL_SIZE": "2"},  # a test that wants more ranks than this is skipped
+        excluded={
+            _INTERNALS: (
+                *(
+                    "compile/*",
+                    "v1/compile/*",
+                    "*autosp*",
+                    "runtime/test_engine_eigenvalue.py",
+                    "v1/zero/*record_stream*",
+                ),
+                *(
+                    "v1/moe/test_autoep*",
+                    "v1/moe/test_fused_expert_layout.py",
+                    "*zenflow/*",
+                    "*/test_zf_*",
+                    "*rollout/*",
+                ),
+                *(
+                    "module_inject/*",
+                    "*test_tp_plan*",
+                    "*test_autotp_custom*",
+                    "*autotp_u*",
+                    "runtime/tensor_parallel/*",
+                ),
+                *(
+                    "ops/test_op_builder.py",
+                    "v1/pin_memory/*",
+                    "v1/nvme/*",
+                    "runtime/comm/*",
+                    "utils/test_byte_cast.py",
+                ),
+                *(
+                    "utils/test_nvtx.py",
+                    "utils/test_pin_memory*",
+                    "runtime/pipe/test_pipe_schedule.py",
+                    "v1/multimodal/*",
+                ),
+                *("runtime/zero/test_zero_allreduce_fetch*", "launcher/test_user_args.py", "*nvme_checkpointing*"),
+            ),
+            _GPU: (
+                *(
+                    "inference/*",
+                    "hybrid_engine/*",
+                    "ops/transformer/*",
+                    "ops/accelerators/*",
+                    "ops/deepspeed4science/*",
+                ),
+                *("ops/fp_quantizer/*", "ops/quantizer/*", "ops/sparse_attention/*", "ops/spatial/*", "v1/ops/*"),
+                *("sequence/*", "runtime/half_precision/test_fp8.py", "linear/test_linear.py", "linear/test_quant*"),
+            ),
+            _MORE: (
+                *("model_parallelism/*", "*mics*", "*zeropp*", "*offloadpp*", "*onebit/*", "*reshape_checkpoint*"),
+            ),
+            "dropped by the real one": ("compression/*", "autotuning/*", "runtime/test_pld.py"),
+        },
+    ),
+    "accelerate": Suite(package="accelerate", folder="deepspeed"),
+    "transformers": Suite(package="transformers", folder="deepspeed"),
+    "lightning": Suite(package="lightning", folder=".", pattern="tests_*/strategies/test_deepspeed*.py"),
+}
+
+
+@dataclass
+class Outcomes:
+    """What one engine made of one file."""
+
+    tests: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> outcome, cause
+    chosen: list[str] = field(default_factory=list)
+    file_fails: str = ""  # why nothing of it was collected
+    file_skips: str = ""
+
+    def of(self, test: str) -> tuple[str, str]:
+        """Return outcome and cause of a test, which another engine may have collected."""
+        if test in self.tests:
+            return self.tests[test]
+        if self.file_skips:
+            return SKIPPED, self.file_skips
+        return FAILED, self.file_fails or "not collected"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs a file's tests with one engine."""
+
+    name: str
+    python: str
+    suite: Suite
+    tests: Path
+    limit_s: float
+    every_parametrisation: bool
+    builds: Path  # the folder of the kernels that the real engine compiles
+
+    def run(self, file: str, choice: list[str] | None, slot: int) -> Outcomes:
+        """Run a file; after a test that ended the process, the tests behind it in a new one.
+
+        choice: the tests to run; None: the plugin chooses. slot: which of the files that run at once this is.
+        """
+        found = Outcomes()
+        while True:
+            with tempfile.TemporaryDirectory(prefix="peer_") as folder:
+                end = self._start(file, choice, slot, Path(folder))
+                last = _read(Path(folder, "notes"), found)
+            left = [test for test in found.chosen if test not in found.tests]
+            if not found.chosen and not found.file_fails and not found.file_skips:
+                found.file_fails = end or "nothing collected"
+            if not left or found.file_fails:
+                return found
+            found.tests[last if last in left else left[0]] = (FAILED, end or "pytest ended before the test did")
+            choice = [test for test in left if test not in found.tests]
+            if not choice:
+                return found
+
+    def _start(self, file: str, choice: list[str] | None, slot: int, folder: Path) -> str:
+        """Run pytest; return why it ended early, or nothing."""
+        environment = self._environment(slot, folder)
+        if choice is not None:
+            environment[peer_plugin.CHOICE] = str(folder / "choice")
+            (folder / "choice").write_text(json.dumps(choice))
+        command = [
+            self.python,
+            "-m",
+            "pytest",
+            "-p",
+            peer_plugin.__name__,
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+        ]
+        command += ["-q", "--basetemp", str(folder / "tmp"), *self.suite.arguments, file]
+        with (folder / "output").open("w") as output:
+            job = subprocess.Popen(
+                command, cwd=self.tests, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            is_stuck = not _wait(job.pid, folder / "notes", self.limit_s)
+            # Ranks of the test are in the session of pytest, whose number is not free while it is not waited for.
+            os.killpg(job.pid, signal.SIGKILL)
+            code = job.wait()
+        if is_stuck:
+            return f"no end within {self.limit_s:.0f} s"
+        if code in (0, 1, 2, 5):  # passed, failed, interrupted by a collection error, nothing collected
+            return ""
+        lines = (folder / "output").read_text(errors="replace").strip().splitlines() or [""]
+        return (
+            f"the process was killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}: {lines[-1]}"
+        )
+
+    def _environment(self, slot: int, folder: Path) -> dict[str, str]:
+        """Return the variables of pytest and of all that its tests start."""
+        (folder / f"{peer_plugin.__name__}.py").write_text(Path(peer_plugin.__file__).read_text())
+        path = [str(folder)]
+        if self.name == OURS:
+            (folder / "sitecustomize.py").write_text(AT_START)
+            path.append(str(ROOT))
+        environment = {**os.environ, **self.suite.environment}
+        environment["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment["PATH"] = f"{Path(self.python).parent}{os.pathsep}{os.environ['PATH']}"
+        environment["TORCH_EXTENSIONS_DIR"] = str(self.builds)
+        environment[peer_plugin.NOTES] = str(folder / "notes")
+        environment[peer_plugin.EVERY_PARAMETRISATION] = str(int(self.every_parametrisation))
+        environment["PYTEST_XDIST_WORKER"] = f"gw{slot}"  # DeepSpeed's tests take their ports by it
+        environment["DS_UNITTEST_TIMEOUT"] = str(int(self.limit_s * 0.8))
+        environment |= {
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        return environment
+
+
+def _wait(pid: int, notes: Path, limit_s: float) -> bool:
+    """Wait for the end of a process, and leave it for `wait`; False where it notes nothing for so long."""
+    size, since_s = -1, time.monotonic()
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() - since_s > limit_s:
+            return False
+        new_size = notes.stat().st_size if notes.exists() else 0
+        if new_size != size:
+            size, since_s = new_size, time.monotonic()
+        time.sleep(0.05)
+    return True
+
+
+def _read(notes: Path, found: Outcomes) -> str:
+    """Add what a process has noted; return the test that began last."""
+    last = ""
+    is_first = not found.chosen
+    for line in notes.read_text().splitlines() if notes.exists() else ():
+        facts = json.loads(line)
+        if "test" in facts:
+            if found.tests.get(facts["test"], (PASSED, ""))[0] != FAILED:  # an error in teardown counts, none is undone
+                found.tests[facts["test"]] = (facts["outcome"], facts["cause"])
+        elif "chosen" in facts and is_first:
+            found.chosen = facts["chosen"]
+        elif "begins" in facts:
+            last = facts["begins"]
+        elif "file_fails" in facts:
+            found.file_fails = facts["file_fails"]
+        elif "file_skips" in facts:
+            found.file_skips = facts["file_skips"]
+    return last
+
+
+def run_files(
+    files: Iterable[str],
+    runners: list[Runner],
+    jobs: int,
+    known: Mapping[str, dict[str, Outcomes]],
+    output: Path | None,
+) -> dict[str, dict[str, Outcomes]]:
+    """Run files, the real engine first, whose choice of tests is ours; write what there is after each."""
+    slots: SimpleQueue[int] = SimpleQueue()
+    for slot in range(jobs):
+        slots.put(slot)
+    results: dict[str, dict[str, Outcomes]] = {}
+
+    def run(file: str) -> None:
+        slot = slots.get()
+        found = dict(known.get(file, {}))
+        for runner in runners:
+            if runner.name not in found:
+                choice = found[REAL].chosen if REAL in found else []
+                found[runner.name] = runner.run(file, choice or None, slot)
+        slots.put(slot)
+        results[file] = found
+        if output is not None:
+            write_json(results, output)
+        print(f"{file}: {dict(Counter(kinds(found).values()))}", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(run, files):
+            pass
+    return dict(sorted(results.items()))
+
+
+def write_json(results: Mapping[str, Mapping[str, Outcomes]], output: Path) -> None:
+    """Write the outcomes, whole or not at all: others may read the file meanwhile."""
+    document = {
+        file: {name: asdict(outcomes) for name, outcomes in found.items()} for file, found in list(results.items())
+    }
+    part = output.with_name(f"{output.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(document, indent=1, sort_keys=True))
+    part.rename(output)
+
+
+def read_json(path: Path, names: tuple[str, ...]) -> dict[str, dict[str, Outcomes]]:
+    """Read what `write_json` has written of these engines."""
+    document = json.loads(path.read_text())
+    return {
+        file: {name: Outcomes(**outcomes) for name, outcomes in found.items() if name in names}
+        for file, found in document.items()
+    }
+
+
+def kinds(found: Mapping[str, Outcomes]) -> dict[str, str]:
+    """Return what became of each test of a file: one of the columns of the page.
+
+    What only the real engine passes counts as such where ours skips it, too.
+    """
+    names = {test: None for outcomes in found.values() for test in outcomes.chosen}
+    if not names:
+        names = {"(the file)": None}
+    result = {}
+    for test in names:
+        ours = found[OURS].of(test)[0]
+        real = found[REAL].of(test)[0] if REAL in found else None
+        if real is None:
+            result[test] = ours
+        elif PASSED in (ours, real):
+            result[test] = BOTH if ours == real else ONLY_OURS if ours == PASSED else ONLY_REAL
+        else:
+            result[test] = SKIPPED if SKIPPED in (ours, real) else NEITHER
+    return result
+
+
+def page_text(results: Mapping[str, Mapping[str, Outcomes]], has_real: bool) -> str:
+    """Return the tables: by file, and the causes of what fails with ours."""
+    columns = [BOTH, ONLY_REAL, ONLY_OURS, NEITHER, SKIPPED] if has_real else [PASSED, FAILED, SKIPPED]
+    counts = {file: Counter(kinds(found).values()) for file, found in results.items()}
+    total = Counter[str]()
+    for count in counts.values():
+        total.update(count)
+    rows = [[file, *(str(count[column] or "") for column in columns)] for file, count in counts.items()]
+    parts = [table(["file", *columns], [*rows, ["all", *(str(total[column]) for column in columns)]])]
+    if has_real and total[BOTH] + total[ONLY_REAL]:
+        by_real = total[BOTH] + total[ONLY_REAL]
+        parts.insert(
+            0, f"Of {by_real} tests that the real one passes, ours passes {total[BOTH]} ({total[BOTH] / by_real:.1%})."
+        )
+    titles = {ONLY_REAL: "What the real one passes and ours does not", FAILED: "What fails"}
+    titles |= {NEITHER: "What neither passes: what ours says"}
+    parts += [f"### {titles[kind]}\n\n{causes(results, kind)}" for kind in titles if total[kind]]
+    return "\n\n".join(parts)
+
+
+def causes(results: Mapping[str, Mapping[str, Outcomes]], kind: str) -> str:
+    """Return a table of causes, those of most tests first."""
+    tests: dict[str, list[str]] = defaultdict(list)
+    for found in results.values():
+        for test, what in kinds(found).items():
+            if what == kind:
+                outcome, cause = found[OURS].of(test)
+                tests[f"skipped: {cause}" if outcome == SKIPPED else cause].append(test)
+    ordered = sorted(tests.items(), key=lambda entry: (-len(entry[1]), entry[0]))
+    shown = [
+        [str(len(names)), f"`{_cell(cause)}`", ", ".join(f"`{_cell(_short(name))}`" for name in names)]
+        for cause, names in ordered
+    ]
+    return table(["tests", "cause", "which"], shown)
+
+
+def _short(test: str) -> str:
+    file, _, name = test.partition("::")
+    return f"{Path(file).stem}::{name}" if name else Path(file).stem
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("`", "'")
+
+
+def _options() -> argparse.Namespace:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--suite", choices=sorted(SUITES), required=True)
+    parser.add_argument("--tests", type=Path, required=True, metavar="FOLDER", help="a checkout, or its folder `tests`")
+    parser.add_argument(
+        "--real", nargs="?", const=sys.executable, metavar="PYTHON", help="an interpreter with DeepSpeed"
+    )
+    parser.add_argument("--real-from", type=Path, metavar="JSON", help="take its outcomes from an earlier --json")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="files, such as *zero_context*")
+    parser.add_argument("--list", action="store_true", help="show the files that count and those that do not, and why")
+    parser.add_argument("--all-parameters", action="store_true", help="run every parametrisation")
+    parser.add_argument("--jobs", type=int, default=1, help="files at once; default: %(default)s")
+    parser.add_argument(
+        "--limit", type=float, default=180.0, metavar="SECONDS", help="of one test; default: %(default)s"
+    )
+    parser.add_argument(
+        "--builds", type=Path, metavar="FOLDER", help="of DeepSpeed's compiled kernels; by default in its environment"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write each outcome there, after each file")
+    return parser.parse_args()
+
+
+def _builds(python: str) -> Path:
+    return Path(python).parents[1] / "torch_extensions"
+
+
+def _show_list(suite: Suite, tests: Path) -> None:
+    for path in suite.candidates(tests):
+        print(f"{path}\t{suite.reason_against(path) or 'counts'}")
+
+
+def main() -> int:
+    """Run and write; return 1 where no file was found."""
+    options = _options()
+    suite = SUITES[options.suite]
+    tests = (options.tests / "tests" if (options.tests / "tests").is_dir() else options.tests).resolve()
+    if options.list:
+        _show_list(suite, tests)
+        return 0
+    files = [file for file in suite.files(tests) if any(fnmatch(file, pattern) for pattern in options.only)]
+    if not files:
+        print(f"no tests of {options.suite} in {tests / suite.folder}: name its checkout by --tests", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="peer_") as folder:
+        # Away from the sources beside them, which some suites import before what is installed.
+        copy = Path(folder, "checkout", "tests")
+        shutil.copytree(tests, copy, symlinks=True)
+        _measure(options, suite, copy, files)
+    return 0
+
+
+def _measure(options: argparse.Namespace, suite: Suite, tests: Path, files: list[str]) -> None:
+    page = Section(f"Tests of {options.suite}", *dict.fromkeys(("torch", "deepspeed", suite.package)))
+    pythons = {REAL: options.real and os.path.abspath(options.real), OURS: sys.executable}
+    runners = [
+        Runner(name, python, suite, tests, options.limit, options.all_parameters, options.builds or _builds(python))
+        for name, python in pythons.items()
+        if python
+    ]
+    known = read_json(options.real_from, (REAL,)) if options.real_from else {}
+    results = run_files(files, runners, options.jobs, known, options.json)
+    has_real = all(REAL in found for found in results.values())
+    which = "Every parametrisation" if options.all_parameters else "One parametrisation of each function"
+    page.write(f"{which}, on CPUs", page_text(results, has_real), options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
