@@ -51,6 +51,7 @@ class Suite:
     pattern: str = "**/test_*.py"  # of files in it
     arguments: tuple[str, ...] = ()  # of pytest
     environment: Mapping[str, str] = field(default_factory=dict)
+    lifted: tuple[str, ...] = ()  # decorators that skip what runs on CPUs just as well
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # reason -> patterns of files in the folder
 
     def files(self, tests: Path) -> list[str]:
@@ -130,8 +131,16 @@ SUITES = {
             "dropped by the real one": ("compression/*", "autotuning/*", "runtime/test_pld.py"),
         },
     ),
-    "accelerate": Suite(package="accelerate", folder="deepspeed"),
-    "transformers": Suite(package="transformers", folder="deepspeed"),
+    "accelerate": Suite(
+        package="accelerate",
+        folder="deepspeed",
+        lifted=tuple(f"accelerate.test_utils.testing:{name}" for name in ("require_non_cpu", "require_fp16")),
+    ),
+    "transformers": Suite(
+        package="transformers",
+        folder="deepspeed",
+        lifted=("transformers.testing_utils:require_torch_accelerator",),
+    ),
     "lightning": Suite(package="lightning", folder=".", pattern="tests_*/strategies/test_deepspeed*.py"),
 }
 
@@ -235,6 +244,7 @@ class Runner:
         environment["TORCH_EXTENSIONS_DIR"] = str(self.builds)
         environment[peer_plugin.NOTES] = str(folder / "notes")
         environment[peer_plugin.EVERY_PARAMETRISATION] = str(int(self.every_parametrisation))
+        environment[peer_plugin.LIFTED] = " ".join(self.suite.lifted)
         environment["PYTEST_XDIST_WORKER"] = f"gw{slot}"  # DeepSpeed's tests take their ports by it
         environment["DS_UNITTEST_TIMEOUT"] = str(int(self.limit_s * 0.8))
         environment |= {
