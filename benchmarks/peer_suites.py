@@ -37,6 +37,39 @@ BOTH, ONLY_REAL, ONLY_OURS, NEITHER = "both passed", "only real", "only ours", "
 OURS, REAL = "ours", "real"
 # Python reads a file of this name at each start: ranks and other processes of a test get the engine, too.
 AT_START = 'import launcher.compat\n\nlauncher.compat.install("builtin")\n'
+# Puts models with random weights where libraries look for what they have fetched from the hub.
+MAKE_MODELS = """
+import json, pathlib, sys, transformers
+for name, (kind, values) in json.loads(sys.argv[2]).items():
+    folder = pathlib.Path(sys.argv[1], "hub", "models--" + name.replace("/", "--"))
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("0" * 40)
+    config = transformers.AutoConfig.for_model(kind, **values)
+    is_text = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    maker = transformers.AutoModelForCausalLM if is_text else transformers.AutoModel
+    maker.from_config(config).save_pretrained(folder / "snapshots" / ("0" * 40))
+"""
+# DeepSpeed compiles these at their first use. A test that is ended meanwhile leaves a lock, on which all others wait.
+BUILD_KERNELS = """
+import deepspeed
+from deepspeed.ops.op_builder.cpu import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder, FusedAdamBuilder
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+for builder in (CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder, CPUAdagradBuilder, CPULionBuilder):
+    builder().load(verbose=False)
+"""
+_TINY_GPT2: dict[str, object] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 1000, "n_positions": 64}
+_TINY_MOE: dict[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "vocab_size": 1000,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
 _INTERNALS = "internals: no script sees them"
 _GPU = "a GPU, or kernels of inference"
 _MORE = "4 ranks or more, or the hub"
@@ -52,6 +85,7 @@ class Suite:
     arguments: tuple[str, ...] = ()  # of pytest
     environment: Mapping[str, str] = field(default_factory=dict)
     lifted: tuple[str, ...] = ()  # decorators that skip what runs on CPUs just as well
+    models: Mapping[str, tuple[str, dict[str, object]]] = field(default_factory=dict)  # of the hub -> type, config
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # reason -> patterns of files in the folder
 
     def files(self, tests: Path) -> list[str]:
@@ -134,6 +168,14 @@ SUITES = {
     "accelerate": Suite(
         package="accelerate",
         folder="deepspeed",
+        # Only its sizes matter to the tests.
+        models={
+            "gpt2": ("gpt2", _TINY_GPT2),
+            "sshleifer/tiny-gpt2": ("gpt2", _TINY_GPT2),
+            "hf-internal-testing/tiny-random-gpt2": ("gpt2", _TINY_GPT2),
+            "apple/mobilevit-xx-small": ("mobilevit", {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [8] * 7}),
+            "peft-internal-testing/tiny-random-qwen-1.5-MoE": ("qwen2_moe", _TINY_MOE),
+        },
         lifted=tuple(f"accelerate.test_utils.testing:{name}" for name in ("require_non_cpu", "require_fp16")),
     ),
     "transformers": Suite(
@@ -254,6 +296,13 @@ class Runner:
             "HF_HUB_OFFLINE": "1",
         }
         return environment
+
+    def prepare(self) -> None:
+        """Compile what the real engine would compile within a test, and its time limit."""
+        if self.name == REAL:
+            with tempfile.TemporaryDirectory(prefix="peer_") as folder:
+                environment = self._environment(0, Path(folder))
+                subprocess.run([self.python, "-c", BUILD_KERNELS], env=environment, stdout=sys.stderr)
 
 
 def _wait(pid: int, notes: Path, limit_s: float) -> bool:
@@ -453,6 +502,10 @@ def main() -> int:
         # Away from the sources beside them, which some suites import before what is installed.
         copy = Path(folder, "checkout", "tests")
         shutil.copytree(tests, copy, symlinks=True)
+        if suite.models:
+            os.environ["HF_HOME"] = str(Path(folder, "huggingface"))
+            words = [sys.executable, "-c", MAKE_MODELS, os.environ["HF_HOME"], json.dumps(suite.models)]
+            subprocess.run(words, check=True, capture_output=True)
         _measure(options, suite, copy, files)
     return 0
 
@@ -465,6 +518,8 @@ def _measure(options: argparse.Namespace, suite: Suite, tests: Path, files: list
         for name, python in pythons.items()
         if python
     ]
+    for runner in runners:
+        runner.prepare()
     known = read_json(options.real_from, (REAL,)) if options.real_from else {}
     results = run_files(files, runners, options.jobs, known, options.json)
     has_real = all(REAL in found for found in results.values())
