@@ -156,9 +156,6 @@ NAMES: dict[str, dict[str, str]] = {
     "profiling.flops_profiler": {f"{_DEFINED}.flops_profiler": "FlopsProfiler get_model_profile"},
     "profiling.flops_profiler.profiler": {f"{_DEFINED}.flops_profiler": "FlopsProfiler get_model_profile"},
     "runtime": {},
-    "runtime.base_optimizer": {
-        "launcher.engine.optimizer": "DeepSpeedOptimizer=ZeroOptimizer ZeROOptimizer=ZeroOptimizer"
-    },
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": {
         "launcher.activation": """

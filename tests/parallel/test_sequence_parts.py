@@ -20,8 +20,7 @@ from launcher.base.errors import ConfigError, EngineError
 from launcher.base.log import get_logger
 from launcher.comm.groups import world_group
 from launcher.compat.ulysses import DistributedAttention as DeepSpeedAttention
-from launcher.compat.ulysses import vocab_sequence_parallel_cross_entropy
-from launcher.compat.ulysses import SequenceLoader, register_with_transformers
+from launcher.compat.ulysses import SequenceLoader, register_with_transformers, vocab_sequence_parallel_cross_entropy
 from launcher.parallel.sequence.exchange import gather_heads, scatter_heads
 from launcher.parallel.sequence.positions import are_made_positions, made_positions
 
