@@ -309,10 +309,9 @@ class UnitParameters:
         """
         owned = slot.within(self.owned)
         start = slot.offset + owned.start - self.owned.start if owned else 0
-        part = self.shard[start : start + len(owned)]
-        if -(-slot.numel // self.group.world_size) == len(self.owned) < self._layout.padded_numel:
-            part = self.shard
-        return part if self._swap is None else part.to("meta")
+        shard = self.shard if self._swap is None else torch.empty_like(self.shard, device="meta")
+        is_alone = -(-slot.numel // self.group.world_size) == len(self.owned) < self._layout.padded_numel
+        return shard if is_alone else shard[start : start + len(owned)]
 
     def note_own_write(self, slot: ParamSlot) -> None:
         """Take over a write into this rank's part of a parameter."""

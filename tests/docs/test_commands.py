@@ -218,9 +218,10 @@ def test_what_runs_elsewhere_runs_there(command: str, place: str) -> None:
 
 @pytest.mark.parametrize("shown", [each for each in SHOWN if BENCHMARK.search(each.text)], ids=lambda each: each.place)
 def test_a_benchmark_has_the_options_that_a_page_gives_it(shown: Shown) -> None:
-    """Each runs in its short form in tests/test_benchmarks.py."""
+    """Each runs in its short form in tests/test_benchmarks.py, or in a test of its own."""
     (name,) = BENCHMARK.findall(shown.text)
-    assert re.search(rf'^    "{name}": \(', (ROOT / "tests/test_benchmarks.py").read_text(), re.MULTILINE)
+    short_forms = (ROOT / "tests/test_benchmarks.py").read_text()
+    assert re.search(rf'^    "{name}": \(|^    elsewhere = .*"{name}"', short_forms, re.MULTILINE)
     sources = [(ROOT / "benchmarks" / f"{each}.py").read_text() for each in (name, "common")]
     behind = shown.text.partition(".py")[2]
     assert [word for word in re.findall(r" (--[\w-]+)", behind) if f'"{word}"' not in "".join(sources)] == []

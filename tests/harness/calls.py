@@ -402,7 +402,8 @@ class EngineSide:
         with torch.no_grad():
             for _, param in named_grads_wanted(engine.module) if self.rank == 0 else ():
                 param.mul_(0.9)
-        engine.set_gradient_accumulation_boundary(True)
+        if self.settings[index].managed:
+            engine.set_gradient_accumulation_boundary(True)
         engine.backward(loss_of(engine(self._inputs(index))))
         engine.step()
 
