@@ -16,7 +16,7 @@ LONG := tests/parallel tests/e2e tests/compat/test_alias.py tests/huggingface/te
   tests/slurm/test_sbatch.py::test_a_preempted_training_continues_from_its_checkpoint \
   tests/engine/test_dynamo.py::test_a_step_needs_neither_compiler_and_compiling_works_afterwards \
   tests/kernels/test_triton.py::test_kernels_compile_without_a_gpu tests/kernels/test_triton.py::test_parity_interpreted \
-  tests/checkpoint/test_deepspeed.py tests/checkpoint/test_deepspeed_continues.py tests/huggingface/test_sequence_parallel.py \
+  tests/checkpoint/test_deepspeed.py tests/huggingface/test_sequence_parallel.py \
   'tests/checkpoint/test_reshard.py::test_every_setting_loads_what_every_other_one_saved[True]' \
   'tests/zero/test_memory_limit.py::test_a_model_larger_than_a_rank_may_hold[sharded]' \
   'tests/zero/test_nvme_faults.py::test_states_four_times_as_large_as_the_memory[nvme]'
