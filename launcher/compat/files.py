@@ -73,8 +73,8 @@ class TorchCheckpointEngine:
         torch.save(state_dict, path)
 
     def load(self, path: Folder, map_location: Any = None) -> Any:
-        """Read a file, which must be one that you trust."""
-        return torch.load(path, map_location=map_location, weights_only=False)
+        """Read a file of tensors and plain values; no code in it is run. Raises: UnpicklingError for another one."""
+        return torch.load(path, map_location=map_location, weights_only=True)
 
     def commit(self, info: Any) -> bool:
         """Return True: what `save` has returned from is on disk."""
