@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -96,7 +97,8 @@ class PDSHRunner(MultiNodeRunner):
         pdsh = ["pdsh", "-S", "-f", str(_MAX_FAN_OUT), "-w", ",".join(hosts), *shlex.split(args.launcher_args)]
         port, num_slots = f"--master-port={args.master_port}", _equal_slots(active_resources)
         master = f"--master-addr={args.master_addr or hosts[0]}"
-        launch = [shlex.quote(sys.executable), shlex.quote(str(LAUNCH)), "run", "--node-rank=%n"]
+        command, job = [shlex.quote(sys.executable), shlex.quote(str(LAUNCH))], f"pdsh-{uuid.uuid4().hex[:12]}"
+        launch = [*command, "run", "--node-rank=%n", f"--job-id={job}"]
         launch += [f"--num-nodes={len(hosts)}", f"--num-gpus={num_slots}", master, port]
         launch += [f"--{option}" for option in ("module", "no_python", "save_pid", "quiet") if getattr(args, option)]
         if args.bind_core_list is not None:
@@ -105,8 +107,7 @@ class PDSHRunner(MultiNodeRunner):
             launch.append("--bind-cores-to-rank")
         first = [] if args.venv_script is None else [f". {shlex.quote(args.venv_script)};"]
         first += [*(f"export {key}={value};" for key, value in self.exports.items()), f"cd {shlex.quote(os.getcwd())};"]
-        # The shell that runs pkill has the pattern in its own command line, which this one does not match.
-        kill = [*pdsh, "pkill", "-f", shlex.quote(f"[l]auncher/{LAUNCH.name} .*{port}")]
+        kill = [*pdsh, *command, "kill", job]
         return [*pdsh, *first, *launch, shlex.quote(self.user_script), *self.user_arguments], kill, environment
 
 

@@ -54,6 +54,7 @@ class JobEntry:
     ended_s: float | None = None
     exit_code: int | None = None
     slurm_job: str | None = None  # number of the Slurm job that the launcher runs in
+    run_id: str | None = None  # the name of `--job-id`, which the launchers of all nodes have in common
     touched_s: float = 0.0  # when the file was last written or touched; in no file
 
     @property
@@ -98,6 +99,7 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
         run_folder=str(Path(plan.cwd, plan.run_folder)),
         grace_s=plan.grace_s,
         slurm_job=os.environ.get(env.SLURM_JOB_ID.name),
+        run_id=plan.run_id,
     )
     problem = _why_not_written(entry)
     if problem is not None:
@@ -143,15 +145,19 @@ def all_jobs() -> list[JobEntry]:
 
 
 def find_job(text: str) -> JobEntry:
-    """Return the job whose id is `text`, or the only one whose id begins with it. Raises: UsageError."""
+    """Return the job whose id is `text`, the one of this machine that runs under that `--job-id`, or the only one
+    whose id begins with it. Raises: UsageError.
+    """
     jobs = {entry.job_id: entry for entry in all_jobs()}
-    matches = [text] if text in jobs else [job_id for job_id in jobs if text and job_id.startswith(text)]
+    named = [job_id for job_id, entry in jobs.items() if entry.run_id == text and entry.state == "running"]
+    begun = [job_id for job_id in jobs if text and job_id.startswith(text)]
+    matches = [text] if text in jobs else named or begun
     if len(matches) == 1:
         return jobs[matches[0]]
     if matches:
         more = " ..." if len(matches) > _MAX_NAMED else ""
-        named = ", ".join(matches[-_MAX_NAMED:]) + more
-        raise UsageError(f'"{text}" is the beginning of {len(matches)} jobs', hint=f"give more of one: {named}")
+        shown = ", ".join(matches[-_MAX_NAMED:]) + more
+        raise UsageError(f'"{text}" is the beginning of {len(matches)} jobs', hint=f"give more of one: {shown}")
     near = did_you_mean(text, jobs)
     raise UsageError(f'no job "{text}"', where=str(jobs_folder()), hint=near or "launch ps shows the jobs there are")
 

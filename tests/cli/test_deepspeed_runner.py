@@ -86,7 +86,8 @@ def test_pdsh_runs_launch_on_each_host(tmp_path: Path, monkeypatch: pytest.Monke
     pdsh.add_export("SLURM_JOB_CPUS_PER_NODE", "64(x2)")
     command, kill, environ = pdsh.get_cmd({}, {"127.0.0.1": [0, 1]})
     assert command[:6] == ["pdsh", "-S", "-f", "1024", "-w", "127.0.0.1"]
-    assert kill[6:8] == ["pkill", "-f"]
+    (job,) = (word.partition("=")[2] for word in command if word.startswith("--job-id="))
+    assert kill == [*command[:6], *command[command.index("run") - 2 : command.index("run")], "kill", job]
     assert environ == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-p 2222"}
     line = " ".join(command[6:]).replace("%n", "0")
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, timeout=120)
