@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.launching import ROOT, Launch, Result, run_launch, wait_until, wait_until_gone
+from harness.ports import free_port
 from harness.sshd import LoopbackSshd
 
 from launcher.base.processes import members_of_job
@@ -75,6 +76,16 @@ def test_kill_ends_a_job_gently_and_says_so(tmp_path: Path) -> None:
     again = launch(tmp_path, "kill", job.job_id)
     assert again.code == 0
     assert "had ended already (exit code 143); nothing was left" in again.out
+
+
+def test_kill_takes_the_name_that_the_launchers_of_all_nodes_have_in_common(tmp_path: Path) -> None:
+    text = "import time; print('READY', flush=True); time.sleep(600)"
+    own = ("--node-rank", "0", "--num-nodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    job = Launch(tmp_path, *own, "--job-id", "shared-name", scripts.write(tmp_path, text))
+    wait_until(lambda: "READY" in job.out, "the rank")
+    result = launch(tmp_path, "kill", "shared-name")
+    assert (result.code, job.wait().code) == (0, 143), result.err
+    assert 'no job "shared-name"' in launch(tmp_path, "kill", "shared-name").err
 
 
 def test_kill_after_the_launcher_was_lost_sweeps_what_it_left(tmp_path: Path) -> None:

@@ -148,7 +148,10 @@ def _no_log(entry: JobEntry, rank: int | None, ranks: list[int]) -> LauncherErro
 @job_argument
 @click.option("--now", is_flag=True, help="Kill the ranks at once. Default: SIGTERM, the job's --grace, SIGKILL.")
 def kill(job: str, now: bool) -> None:
-    """End JOB on all its hosts and wait until it is gone. JOB is an id of `launch ps`, or the beginning of one."""
+    """End JOB on all its hosts and wait until it is gone.
+
+    JOB is an id of `launch ps`, or the beginning of one, or the name of --job-id where each node runs its own command.
+    """
     entry = find_job(job)
     if entry.ended_s is None and not entry.is_here:
         by_slurm = f"scancel {entry.slurm_job} ends its Slurm job; or " if entry.slurm_job else ""
