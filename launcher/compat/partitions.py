@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from launcher.base.errors import EngineError
 from launcher.compat.ranks import get_rank, get_world_size
+from launcher.sharding.pipeline import partition
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
@@ -28,23 +29,10 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return the same for parts whose heaviest is as light, and then their lightest as heavy, as can be."""
-    num_items = len(weights)
-    if num_items <= num_parts:
-        return partition_uniform(num_items, num_parts)
-    sums = [0.0, *prefix_sum_inc(weights)]
-    # best[end]: the heaviest part, minus the lightest, and the cuts, for the first `end` items in so many parts.
-    best: list[tuple[float, float, list[int]]] = [(sums[end], -sums[end], [0, end]) for end in range(num_items + 1)]
-    for parts in range(2, num_parts + 1):
-        longer = list(best)
-        for end in range(parts, num_items + 1):
-            found = []
-            for start in range(parts - 1, end):
-                weight, (heaviest, lightest, cuts) = sums[end] - sums[start], best[start]
-                found.append((max(heaviest, weight), max(lightest, -weight), [*cuts, end]))
-            longer[end] = min(found)
-        best = longer
-    return best[num_items][2]
+    """Return the same for parts whose heaviest is as light as can be, as stages of a pipeline are chosen."""
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    return [0, *(part.stop for part in partition(weights, num_parts))]
 
 
 class PartitionedTensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def _say(text: str, *values: object) -> None:
         get_logger().warning(text, *values)
 
 
-class LRSchedule:
+class LRSchedule(ABC):
     """Writes `lr`, and the momentum where one is cycled, into every parameter group.
 
     It does so at construction and after each optimizer step. A rate that is a tensor keeps its identity.
@@ -51,9 +52,9 @@ class LRSchedule:
         first = next((group["lr"] for group in groups if "lr" in group), 0.0)  # for a group that has none
         self.org_lrs = [float(group.get("lr", first)) for group in groups]
 
+    @abstractmethod
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group at the current step."""
-        raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rates last written into the groups."""
