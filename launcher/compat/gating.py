@@ -95,7 +95,7 @@ def topkgating(
     Raises: ValueError for another policy.
     """
     if drop_policy not in ("probs", "position"):
-        raise ValueError(f'topkgating: there is no drop_policy "{drop_policy}": use "probs" or "position"')
+        raise ValueError(f'topkgating: unknown drop_policy "{drop_policy}"; use "probs" or "position"')
     options = GateOptions(
         k, capacity_factor, min_capacity=min_capacity, drop_tokens=drop_tokens, top2_2nd_expert_sampling=False
     )

@@ -39,7 +39,7 @@ def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None,
 def get_log_level_from_string(log_level_str: str) -> int:
     """Return the level that a name such as "info" means. Raises: ValueError."""
     if log_level_str.lower() not in log_levels:
-        raise ValueError(f'"{log_level_str}" is no level of the log: use one of {", ".join(log_levels)}')
+        raise ValueError(f'unknown log level "{log_level_str}"; use one of {", ".join(log_levels)}')
     return int(log_levels[log_level_str.lower()])
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineRuntimeError
 
 _active: list[CheckpointHiddenStatesOffload] = []  # the innermost last
 
@@ -74,9 +74,9 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> CheckpointHiddenStatesOffload:  # type: ignore[override]  # torch returns None
-        """Raises: EngineError, a RuntimeError, within its own block."""
+        """Raises: EngineRuntimeError within its own block."""
         if self in _active:
-            raise NotReentrantError(
+            raise EngineRuntimeError(
                 "CheckpointHiddenStatesOffload is not re-entrant", hint="make another one for the inner block"
             )
         self.stats = OffloadStats()
@@ -138,10 +138,6 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self.stats.restored_tensors += 1
         self.stats.restored_bytes += kept.on_host.nbytes
         return kept.on_host.to(kept.device, non_blocking=self._pins)
-
-
-class NotReentrantError(EngineError, RuntimeError):
-    """A block was entered within itself."""
 
 
 get_checkpoint_hidden_states_offloading_ctx_manager = CheckpointHiddenStatesOffload

@@ -58,7 +58,9 @@ class TiledFusedLogitsLoss:
         Raises: ValueError for other shapes or another reduction.
         """
         if output_reduction not in ("mean", "sum"):
-            raise ValueError(f'TiledFusedLogitsLoss: no output_reduction "{output_reduction}": use "mean" or "sum"')
+            raise ValueError(
+                f'TiledFusedLogitsLoss: unknown output_reduction "{output_reduction}"; use "mean" or "sum"'
+            )
         for name, given in (("x", x), ("y", y), ("mask", mask)):
             if given is not None and (given.dim() < 2 or given.shape[:2] != x.shape[:2]):
                 raise ValueError(
@@ -88,7 +90,7 @@ def sequence_tiled_compute(
     """
     if output_reduction not in _REDUCTIONS:
         raise EngineError(
-            f'sequence_tiled_compute: no output_reduction "{output_reduction}"', hint='use "mean", "sum" or None'
+            f'sequence_tiled_compute: unknown output_reduction "{output_reduction}"', hint='use "mean", "sum" or None'
         )
     for name, given in kwargs_to_shard.items():
         if given.shape[1] != seqlen:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from launcher.base.errors import EngineAssertionError, EngineError
+from launcher.base.errors import EngineAssertionError, EngineError, EngineRuntimeError
 from launcher.engine.watch import Watch
 from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
@@ -212,14 +212,12 @@ def _is_executed(node: Node) -> bool:
         return False
 
 
-class UnscaledError(EngineError, RuntimeError):
-    """A `backward()` of the script's own with fp16; scripts for DeepSpeed catch it as RuntimeError."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "Loss scaling is required with fp16, and backward() was called without it",
-            hint="call engine.scale(loss).backward(), or engine.backward(loss), instead of loss.backward()",
-        )
+def unscaled_error() -> EngineRuntimeError:
+    """Return the error of a `backward()` of the script's own with fp16."""
+    return EngineRuntimeError(
+        "Loss scaling is required with fp16, and backward() was called without it",
+        hint="call engine.scale(loss).backward(), or engine.backward(loss), instead of loss.backward()",
+    )
 
 
 def _sharded_error() -> EngineError:

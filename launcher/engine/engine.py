@@ -21,7 +21,7 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.config.batch import BatchPlan, solve_batch
 from launcher.config.schema import Config
 from launcher.engine.autosave import Autosave
-from launcher.engine.backward import BackwardPass, ScriptsPass, UnscaledError, check_loss, scaled_up
+from launcher.engine.backward import BackwardPass, ScriptsPass, check_loss, scaled_up, unscaled_error
 from launcher.engine.casting import Casting
 from launcher.engine.checkpoints import Checkpoints
 from launcher.engine.data import DistributedLoader
@@ -329,7 +329,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         """Note a backward that the script has begun, at an output with this value. Raises: EngineError."""
         optimizer = self._trained()
         if optimizer.loss_scaler is not None:
-            raise UnscaledError
+            raise unscaled_error()
         self._begin()
         self._last_step.report()
         if value is not None:
