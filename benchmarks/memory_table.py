@@ -65,7 +65,7 @@ def measure(rank: int, world_size: int, stage: int, precision: str) -> dict[str,
             if isinstance(value, torch.Tensor)
         ]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return sum(storages.values()) + 4 * optimizer.optimizer.state_numel()
+        return sum(storages.values()) + 4 * optimizer.flat.state_numel()
 
     found: dict[str, Any] = {"initialized": counted()}
     x = torch.ones(2, WIDTH, dtype=engine._parts.policy.precision.param_dtype)
