@@ -125,7 +125,7 @@ def _whole_without_zero(optimizer: Any, param: nn.Parameter, key: str) -> Tensor
     if hasattr(optimizer, "fp32_groups"):
         pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         masters = {lp: hp for lps, hps in pairs for lp, hp in zip(lps, hps, strict=True)}
-        master, optimizer = masters[param], optimizer.flat
+        master, optimizer = masters[param], optimizer.optimizer
     found: Tensor = master if key == "weight" else optimizer.state[master][key]
     return found.detach().clone()
 
