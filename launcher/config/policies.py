@@ -171,6 +171,7 @@ class ZeroPolicy:
     skips_overflow: bool = True  # a step whose gradients are not finite
     accepts_unused: bool = True  # parameters that no rank used; else they are an error
     warns_of_new_paths: bool = False  # say when the model used its modules in another order than before
+    has_ds_attributes: bool = False  # parameters have DeepSpeed's attributes of stage 3, those of a single rank too
 
 
 def zero_policy(config: Config, world_size: int) -> ZeroPolicy:
@@ -202,6 +203,7 @@ def zero_policy(config: Config, world_size: int) -> ZeroPolicy:
         skips_overflow=config.bf16.check_grad_overflow or not config.bf16.enabled,
         accepts_unused=zero.ignore_unused_parameters,
         warns_of_new_paths=zero.log_trace_cache_warnings,
+        has_ds_attributes=int(zero.stage) == 3,
     )
 
 

@@ -75,7 +75,6 @@ from launcher.parallel.pipeline.divide import requested_stages
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.delayed import DelayedUpdate
-from launcher.zero.described import describe
 from launcher.zero.experts import is_moe_param
 from launcher.zero.gathered import register_outside
 from launcher.zero.hooks import install_hooks
@@ -164,8 +163,6 @@ def initialize(
     _check_offload(plan, policy, forces_kernel=settings.zero_force_ds_cpu_optimizer and not _wants_torch(settings))
     disks = swap_space(settings)
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
-    for unit in built.units if settings.zero_optimization.stage == 3 else ():
-        describe(unit.params)
     sequence = attach_sequence(model, built, mesh, mpu)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, mesh)

@@ -14,6 +14,7 @@ from launcher.comm import collectives
 from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import ParamShard, UnitOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout
+from launcher.zero.described import describe
 from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.parameters import ShardSpec, UnitParameters, any_thread, unit_params_of
@@ -83,6 +84,8 @@ class FlatUnit:
             )
             if placement.disk is not None and master is not None and self.grads.swap is not None:
                 self.swap = UnitSwap(placement.disk, master, self.grads.swap)
+        if policy.has_ds_attributes:
+            describe(self.params)  # at once: `ds_tensor` of `zero.Init` keeps the shard alive that this unit has copied
 
     def take_edits(self) -> None:
         """Take over what was written into whole parameters from outside since the last step: a clamp, an average."""
