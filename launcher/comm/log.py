@@ -57,6 +57,14 @@ class CommsLog:
                 *gbps,
             )
 
+    def durations_s(self) -> dict[tuple[str, int], list[float]]:
+        """Return (kind, bytes) -> seconds of each call."""
+        return {key: list(durations) for key, durations in sorted(self._durations_s.items())}
+
+    def reset(self) -> None:
+        """Forget all calls."""
+        self._durations_s.clear()
+
     def totals(self) -> dict[tuple[str, int], tuple[int, float]]:
         """Return (kind, bytes) -> number of calls and their seconds together."""
         return {key: (len(durations), sum(durations)) for key, durations in sorted(self._durations_s.items())}
@@ -115,6 +123,11 @@ def stop_log(log: CommsLog) -> None:
     observe.remove_meter(log)
 
 
+def current_log() -> CommsLog | None:
+    """Return the log that was started last, of those that have not ended."""
+    return _logs[-1] if _logs else None
+
+
 def log_summary(show_straggler: bool = False) -> str:
     """Log the summary of all collectives on rank 0, and return this rank's: of the engine that was built last.
 
@@ -122,9 +135,9 @@ def log_summary(show_straggler: bool = False) -> str:
     spent waiting for late ranks; then every rank must call it.
     Raises: EngineError when nothing is logged.
     """
-    if not _logs:
+    log = current_log()
+    if log is None:
         raise EngineError("no collectives are logged", hint='set "comms_logger": {"enabled": true} in the config')
-    log = _logs[-1]
     fastest_s: dict[tuple[str, int], float] | None = None
     distributed = dist.is_initialized() and dist.get_world_size() > 1
     if show_straggler and distributed:

@@ -27,10 +27,10 @@ _TABLE = os.path.join(_FOLDER, "names.py")
 _METADATA = os.path.join(_FOLDER, "deepspeed_metadata")
 # These look for DeepSpeed when they are imported, once and for all.
 _LOOK_AT_IMPORT = ("accelerate", "transformers.integrations.deepspeed")
-# Modules of other libraries that are changed when they are imported -> the module here whose `change` does it.
+
 _CHANGED = {
-    "accelerate.state": "on_cpu",
-    "transformers.modeling_utils": "initial_weights",
+    "accelerate.state": "accelerate_on_cpu",
+    "transformers.modeling_utils": "gather_initial_weights",
     **dict.fromkeys(
         (
             "lightning.fabric.strategies.deepspeed",
@@ -38,7 +38,7 @@ _CHANGED = {
             "lightning_fabric.strategies.deepspeed",
             "pytorch_lightning.strategies.deepspeed",
         ),
-        "lightning_cpu",
+        "lightning_on_cpu",
     ),
 }
 
@@ -161,7 +161,7 @@ class DeepSpeedFinder:
         if name in _CHANGED and (self.engine == BUILTIN or self.installed() is None) and _can_be_imported():
             from launcher.compat.changes import changed_spec
 
-            return changed_spec(name, path, f"{__name__}.{_CHANGED[name]}")
+            return changed_spec(name, path, _CHANGED[name])
         if name == "torch" and env.PROGRESS_FILE.name in os.environ:
             return _shown(_found_by_others(name))
         if name.startswith(f"{_NAME}."):

@@ -1,11 +1,14 @@
 """Changes modules of other libraries as they are imported: those in `_CHANGED` of the package, and no others.
 
-And has the panel of `launch` show which modules are being imported, which changes nothing of them.
+accelerate and Lightning train on CPUs then, and transformers initialises weights that are sharded. The panel of
+`launch` shows which modules are being imported, which changes nothing of them.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
+import os
+from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
@@ -13,25 +16,25 @@ from typing import Any
 from launcher.base.progress import phase
 
 
-def changed_spec(name: str, path: Any, changer: str) -> ModuleSpec | None:
+def changed_spec(name: str, path: Any, change: str) -> ModuleSpec | None:
     """Return the spec of a module that is on its package's `path`, with a loader that has it changed.
 
-    changer: the module whose function `change` takes the module that has been loaded.
+    change: the function of this file that takes the module once it is loaded.
     """
     spec = PathFinder.find_spec(name, path)
     if spec is not None and isinstance(spec.loader, SourceFileLoader):
-        spec.loader = _ChangingLoader(spec.loader, changer)
+        spec.loader = _ChangingLoader(spec.loader, globals()[change])
     return spec
 
 
 class _ChangingLoader(SourceFileLoader):
-    def __init__(self, loader: SourceFileLoader, changer: str) -> None:
+    def __init__(self, loader: SourceFileLoader, change: Callable[[ModuleType], None]) -> None:
         super().__init__(loader.name, loader.path)
-        self._changer = changer
+        self._change = change
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        importlib.import_module(self._changer).change(module)
+        self._change(module)
 
 
 def shown_spec(spec: ModuleSpec | None) -> ModuleSpec | None:
@@ -45,3 +48,89 @@ class _ShowingLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         with phase(f"importing {self.name}"):
             super().exec_module(module)
+
+
+def accelerate_on_cpu(module: Any) -> None:
+    """Have `PartialState` of the module `accelerate.state` use gloo without an accelerator.
+
+    accelerate chooses a backend of `torch.distributed` only where it finds an accelerator. For DeepSpeed on CPUs it has
+    none then, takes itself for a single process, and the Trainer refuses its configuration.
+    """
+    partial_state = module.PartialState
+    prepare_backend = partial_state._prepare_backend
+
+    def with_gloo(self: Any, *arguments: Any, **options: Any) -> tuple[str | None, Any]:
+        backend, distributed_type = prepare_backend(self, *arguments, **options)
+        is_rank = os.environ.get("LOCAL_RANK", "-1") != "-1"
+        if backend is None and is_rank and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+            backend = "gloo"
+        return backend, distributed_type
+
+    partial_state._prepare_backend = with_gloo
+
+
+def lightning_on_cpu(module: Any) -> None:
+    """Have `DeepSpeedStrategy` of a module of Lightning take the CPU, too.
+
+    The strategies of `Trainer` and of `Fabric` refuse every accelerator but CUDA's, and then want the indices of the
+    devices to be the local ranks: the CPU has none.
+    """
+    strategy = module.DeepSpeedStrategy
+    set_up, validate = strategy.setup_environment, module._validate_device_index_selection
+
+    @functools.wraps(set_up)
+    def set_up_on_cpu(self: Any) -> None:
+        if {device.type for device in self.parallel_devices or ()} == {"cpu"}:
+            super(strategy, self).setup_environment()
+        else:
+            set_up(self)
+
+    @functools.wraps(validate)
+    def validate_but_cpus(parallel_devices: Any) -> None:
+        validate([device for device in parallel_devices if device.type != "cpu"])
+
+    strategy.setup_environment = set_up_on_cpu
+    module._validate_device_index_selection = validate_but_cpus
+
+
+def gather_initial_weights(module: Any) -> None:
+    """Have `PreTrainedModel` of the module `transformers.modeling_utils` gather what it initialises.
+
+    transformers 4 initialises modules where only shards are left: a model from a config keeps the values that torch
+    gave it, a head that a checkpoint does not have keeps what was in memory, and an embedding with a padding index ends
+    in an IndexError. transformers 5 gathers what a checkpoint does not have, and also initialises modules that were
+    loaded, whose values it keeps: where that reads a shape, as in a ResNet, it ends in a ValueError.
+    """
+    from transformers.integrations import deepspeed
+
+    # Then rank 0 alone may initialise, of what is gathered already, and its values are sent by the caller.
+    gathers_itself = hasattr(deepspeed, "initialize_weights_zero3")
+    pretrained_model = module.PreTrainedModel
+    initialize = pretrained_model._initialize_weights
+
+    @functools.wraps(initialize)
+    def initialize_gathered(self: Any, part: Any, *arguments: Any) -> None:
+        # A model may initialise parameters of the modules in `part`, such as `part.q_proj.weight`.
+        inner = [child for child in part.children() if not isinstance(child, pretrained_model)]
+        params = [param for owner in (part, *inner) for param in owner.parameters(recurse=False)]
+        sharded = [param for param in params if _is_sharded(param)]
+        if sharded and _are_initialized((*params, *part.buffers(recurse=False))):
+            part._is_hf_initialized = True
+        if getattr(part, "_is_hf_initialized", False) or not sharded:
+            initialize(self, part, *arguments)
+            return
+        from launcher.zero import GatheredParameters  # seldom needed
+
+        with GatheredParameters(sharded, modifier_rank=None if gathers_itself else 0):
+            initialize(self, part, *arguments)
+
+    pretrained_model._initialize_weights = initialize_gathered
+
+
+def _is_sharded(param: Any) -> bool:
+    status = getattr(param, "ds_status", None)
+    return status is not None and status.name == "NOT_AVAILABLE"
+
+
+def _are_initialized(values: Iterable[Any]) -> bool:
+    return all(getattr(value, "_is_hf_initialized", False) for value in values)

@@ -10,14 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from launcher.comm import log as comms_log
 from launcher.comm import observe
 from launcher.comm.log import CommsLog, LogRules, bandwidths_gbps, start_log, stop_log
+from launcher.compat.logs import log_dist, logger
 from launcher.compat.ranks import get_world_size
 from launcher.compat.timers import trim_mean
-from launcher.compat.utils import log_dist
 
 # For each size of messages: number, and of each call milliseconds, the algorithm's and the bus bandwidth in 10⁹ bit/s.
 Record = list[Any]
+_OF_SHARDS = ("all_gather", "reduce_scatter")
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 
 
@@ -37,8 +39,13 @@ def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[float, float]
     kind = comm_op.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor")
     kind = kind.removesuffix("_coalesced").removeprefix("inference_")
     world_size = get_world_size()
-    num_bytes = size * world_size if kind in ("all_gather", "reduce_scatter") else size
+    num_bytes = size * world_size if kind in _OF_SHARDS else size
     return bandwidths_gbps(kind, num_bytes, world_size, duration / 1e3)
+
+
+def _message_bytes(kind: str, num_bytes: int) -> int:
+    """Return what DeepSpeed calls the size of a message: of a gather and a reduce-scatter one rank's part."""
+    return num_bytes // get_world_size() if kind in _OF_SHARDS else num_bytes
 
 
 class CommsLogger:
@@ -63,7 +70,7 @@ class CommsLogger:
     def record(self, call: observe.Call) -> None:
         """Take note of a collective of the engine."""
         if self.prof_all or call.kind in self.prof_ops:
-            self.append(call.kind, call.kind, call.duration_s * 1e3, call.num_bytes)
+            self.append(call.kind, call.kind, call.duration_s * 1e3, _message_bytes(call.kind, call.num_bytes))
 
     def start_profiling_comms(self) -> None:
         """Take note of all kinds."""
@@ -190,6 +197,41 @@ def configure(
     for log in _configured:
         stop_log(log)
     _configured[:] = [start_log(LogRules(**rules))] if is_enabled else []
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Log the summary of all collectives on rank 0; with `return_dict` return what `CommsLogger.log_all` does.
+
+    show_straggler: also the time that this rank waited for late ones; then every rank must call it. Without a log,
+    which the config's `comms_logger` and `configure` start, a warning says so.
+    """
+    log = comms_log.current_log()
+    if log is None:
+        logger.warning('no collectives are logged: set "comms_logger": {"enabled": true} in the config')
+    else:
+        comms_log.log_summary(show_straggler)
+    if not return_dict:
+        return None
+    calls = CommsLogger()
+    for (name, num_bytes), durations_s in ({} if log is None else log.durations_s()).items():
+        kind = name.split(" ")[0]
+        for duration_s in durations_s:
+            calls.append(kind, name, duration_s * 1e3, _message_bytes(kind, num_bytes))
+    summary: dict[str, Any] = calls.log_all(print_log=False, show_straggler=show_straggler, return_dict=True)
+    return summary
+
+
+def reset_log() -> None:
+    """Forget the collectives logged so far."""
+    log = comms_log.current_log()
+    if log is not None:
+        log.reset()
+
+
+def has_comm_data() -> bool:
+    """Whether collectives are logged."""
+    log = comms_log.current_log()
+    return log is not None and bool(log.totals())
 
 
 def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None) -> Any:

@@ -21,6 +21,7 @@ from launcher.config.batch import solve_batch
 from launcher.config.fields import AUTO, Section, aliases_of
 from launcher.config.load import load_config
 from launcher.config.normalise import normalise
+from launcher.config.schema import Config
 from launcher.config.schema_zero import OffloadOptimizer, OffloadParam, ZeroOptimization
 
 _ZERO = "zero_optimization"
@@ -216,6 +217,17 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
 
 
 # ---- the whole config ----
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """Return the largest norm of all gradients together, 0 for no clipping."""
+    return float(param_dict.get("gradient_clipping", Config.model_fields["gradient_clipping"].default))
+
+
+def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+    """Return the level of the engine's log, None for what it is."""
+    return param_dict.get("log_level")
+
 
 # Attribute -> the key whose value it is.
 _OF_KEYS = {

@@ -9,9 +9,10 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 
 from launcher.base.errors import EngineAssertionError
-from launcher.comm.groups import RankGroup
-from launcher.comm.mesh import current_mesh
+from launcher.comm.groups import RankGroup, world_group
+from launcher.comm.mesh import build_mesh, current_mesh
 from launcher.compat import ranks, ulysses
+from launcher.sharding.mesh import MeshSizes
 
 
 def _get_data_parallel_group() -> ProcessGroup | None:
@@ -51,6 +52,21 @@ get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
 get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
 get_model_parallel_rank = get_tensor_model_parallel_rank = _get_model_parallel_rank
+
+
+def get_tensor_model_parallel_group() -> ProcessGroup | None:
+    """Return the ranks that have the same layers, each a part of them; None for a rank that has them whole."""
+    mesh = current_mesh()
+    return None if mesh is None or mesh.tensor is None else mesh.tensor.process_group
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the first of these ranks."""
+    return ranks.get_rank() - _get_model_parallel_rank()
+
+
+def _get_broadcast_src_rank() -> int:
+    return _get_data_parallel_group_ranks()[0]
 
 
 _PREFIX = "ep_size_"
@@ -158,6 +174,50 @@ def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup | None]:
 def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup | None]:
     name = _get_max_expert_size_name()
     return {name: _get_expert_data_parallel_group(name)}
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    return 1  # each rank has its experts whole
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the groups of ranks with one set of experts together, and of those with the same experts.
+
+    Raises: EngineAssertionError for sizes that do not divide the ranks, and for the order that the engine has not.
+    """
+    _check_order(use_data_before_expert_parallel_)
+    model_size = tensor_parallel_size_ * pipeline_parallel_size_
+    if world_size % (model_size * expert_parallel_size_):
+        raise EngineAssertionError(
+            f"{world_size} ranks are no whole number of experts over {expert_parallel_size_} ranks times {model_size}",
+            hint="use sizes whose product divides the ranks",
+        )
+    data = world_size // model_size
+    sizes = MeshSizes(data, pipeline_parallel_size_, tensor=tensor_parallel_size_, expert=expert_parallel_size_)
+    return sizes.ranks_of_experts(), sizes.ranks_of_replicas()
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Make the groups of experts over that many ranks, before an engine does. Every rank must call it."""
+    world = world_group()
+    _get_expert_parallel_ranks(world.world_size, 1, expert_parallel_size_, 1, use_data_before_expert_parallel_)
+    build_mesh(world, MeshSizes(world.world_size, expert=expert_parallel_size_))
+
+
+def _check_order(data_before_experts: bool) -> None:
+    if data_before_experts:
+        raise EngineAssertionError(
+            "ranks with the same experts are not neighbours in the built-in engine",
+            hint="leave use_data_before_expert_parallel_ out",
+        )
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:

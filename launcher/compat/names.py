@@ -42,7 +42,8 @@ NAMES: dict[str, dict[str, str]] = {
         "launcher.base.errors": "DeepSpeedConfigError=ConfigError",
         f"{_DEFINED}.configs": "DeepSpeedConfig",
         f"{_DEFINED}.ranks": "init_distributed",
-        f"{_DEFINED}.utils": "OnDevice log_dist logger",
+        f"{_DEFINED}.logs": "log_dist logger",
+        f"{_DEFINED}.utils": "OnDevice",
         "launcher.engine.arguments": "add_config_arguments",
         "launcher.engine.engine": "DeepSpeedEngine=Engine",
         "launcher.engine.pipeline": "PipelineEngine",
@@ -73,12 +74,11 @@ NAMES: dict[str, dict[str, str]] = {
             monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send
             allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor
         """,
-        "launcher.comm": "log_summary",
         f"{_DEFINED}.ranks": """
             barrier get_all_ranks_from_group get_local_rank get_rank get_world_group get_world_size init_distributed
             initialize_mesh_device
         """,
-        f"{_DEFINED}.comms_logging": "configure inference_all_reduce",
+        f"{_DEFINED}.comms_logging": "configure has_comm_data inference_all_reduce log_summary reset_log",
     },
     "env_report": {f"{_DEFINED}.package": "cli_main=main main"},
     "git_version_info": {
@@ -174,7 +174,7 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.checkpoint_engine.torch_checkpoint_engine": {f"{_DEFINED}.files": "TorchCheckpointEngine"},
     "runtime.config": {
         "launcher.base.errors": "DeepSpeedConfigError=ConfigError",
-        f"{_DEFINED}.configs": "DeepSpeedConfig",
+        f"{_DEFINED}.configs": "DeepSpeedConfig get_gradient_clipping get_log_level",
         **_WORDS,
     },
     "runtime.config_utils": {f"{_DEFINED}.configs": "DeepSpeedConfigModel"},
@@ -301,13 +301,17 @@ NAMES: dict[str, dict[str, str]] = {
         _ZERO: f"{_SHARDED} {_LEAVES}",
         f"{_DEFINED}.comms_logging": "get_caller_func",
         f"{_DEFINED}.utils": """
-            OnDevice RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger safe_update_full_grad_vectorized
-            set_log_level_from_string set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
+            OnDevice RepeatingLoader instrument_w_nvtx safe_update_full_grad_vectorized set_z3_leaf_modules_by_name
+            set_z3_leaf_modules_by_suffix
         """,
+        f"{_DEFINED}.logs": "log_dist log_dist_once logger set_log_level_from_string",
     },
     "utils.groups": {
         f"{_DEFINED}.groups": f"""
             {_EXPERT_GROUPS}
+            _create_expert_and_data_parallel _get_broadcast_src_rank _get_expert_model_parallel_world_size
+            _get_expert_parallel_ranks get_model_parallel_group=get_tensor_model_parallel_group
+            get_tensor_model_parallel_group get_tensor_model_parallel_src_rank
             _get_data_parallel_group _get_data_parallel_group_ranks _get_data_parallel_rank
             _get_data_parallel_world_size _get_model_parallel_rank _get_model_parallel_world_size
             get_data_parallel_group=_get_data_parallel_group get_data_parallel_rank=_get_data_parallel_rank
@@ -324,15 +328,15 @@ NAMES: dict[str, dict[str, str]] = {
     "utils.comms_logging": {f"{_DEFINED}.comms_logging": "CommsLogger calc_bw_log convert_size get_caller_func"},
     "utils.init_on_device": {f"{_DEFINED}.utils": "OnDevice"},
     "utils.logging": {
-        f"{_DEFINED}.utils": "log_dist log_dist_once logger print_rank_0 set_log_level_from_string warning_once",
-        f"{_DEFINED}.messages": """
-            get_current_level get_log_level_from_string log_levels print_dist print_json_dist should_log_le
-        """,
+        f"{_DEFINED}.logs": """
+            get_current_level get_log_level_from_string log_dist log_dist_once log_levels logger print_dist
+            print_json_dist print_rank_0 set_log_level_from_string should_log_le warning_once
+        """
     },
     "utils.numa": {"launcher.cli.deepspeed_runner": "parse_range_list"},
     "utils.nvtx": {f"{_DEFINED}.utils": "instrument_w_nvtx"},
     "utils.timer": {f"{_DEFINED}.timers": "NoopTimer SynchronizedWallClockTimer ThroughputTimer trim_mean"},
-    "utils.torch": {f"{_DEFINED}.messages": "required_torch_version"},
+    "utils.torch": {f"{_DEFINED}.utils": "required_torch_version"},
     "utils.zero_to_fp32": {
         "launcher.checkpoint.zero_to_fp32": """
             convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint

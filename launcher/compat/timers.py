@@ -13,7 +13,7 @@ from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.comm.device import local_device
 from launcher.compat.accelerator import get_accelerator
-from launcher.compat.utils import log_dist
+from launcher.compat.logs import log_dist
 from launcher.monitor.memory import GIB, memory_use
 
 

@@ -1,9 +1,8 @@
-"""Help for scripts by DeepSpeed's names: logging, seeds, norms, devices, leaf modules, gradients, loaders."""
+"""Help for scripts by DeepSpeed's names: seeds, norms, devices, leaf modules, gradients, loaders."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,13 +10,17 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from launcher.base.errors import EngineError, EngineValueError
 from launcher.base.log import get_logger
 from launcher.comm.device import local_device
+from launcher.comm.mesh import current_mesh
 from launcher.compat.accelerator import get_accelerator
 from launcher.compat.ranks import get_rank
+from launcher.moe import is_moe_param
 from launcher.monitor.memory import GIB, memory_use
 from launcher.zero import safe_get_full_grad, safe_set_full_grad, set_z3_leaf_module
 
@@ -55,11 +58,23 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients of plain parameters down to `max_norm`; return their norm before. The engine clips its own.
 
-    Raises: EngineError for `mpu`.
+    Where there are experts among them, which differ between ranks, every rank of a set of experts must call it: the
+    norm counts all of theirs. Raises: EngineError for `mpu`.
     """
     if mpu is not None:
         raise EngineError("clip_grad_norm_(mpu=...) is not supported", hint="use data parallelism alone")
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    experts = [param.grad for param in given if param.grad is not None and is_moe_param(param)]
+    mesh = current_mesh()
+    if not experts or mesh is None or mesh.expert is None:
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+    norm = torch.nn.utils.get_total_norm(experts, norm_type)
+    everywhere = norm.repeat(mesh.expert.world_size)
+    dist.all_gather_into_tensor(everywhere, norm.view(1), mesh.expert.process_group)
+    shared = [param.grad for param in given if param.grad is not None and not is_moe_param(param)]
+    norm = torch.nn.utils.get_total_norm([*shared, everywhere], norm_type)
+    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    return norm
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
@@ -85,50 +100,6 @@ def move_to_device(item: Any, device: torch.device | str) -> Any:
 def empty_cache() -> None:
     """Give unused memory of the device's allocator back."""
     get_accelerator().empty_cache()
-
-
-logger = get_logger()  # the engine's own: a level that is set here holds for its lines
-
-
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on the given ranks; None or [-1]: on all."""
-    rank = get_rank()
-    if not ranks or -1 in ranks or rank in ranks:
-        logger.log(level, "[rank %d] %s", rank, message)
-
-
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Do what `log_dist` does, at the first call with these arguments."""
-    _log_once(message, None if ranks is None else tuple(ranks), level)
-
-
-@functools.cache
-def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
-    log_dist(message, ranks, level)
-
-
-@functools.cache
-def warning_once(message: str, *args: Any) -> None:
-    """Log a warning at the first call with these arguments."""
-    logger.warning(message, *args)
-
-
-# Scripts call them at the logger, too.
-logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
-logger.warning_once = warning_once  # type: ignore[attr-defined]
-
-
-def print_rank_0(message: str) -> None:
-    """Log `message` on rank 0."""
-    log_dist(message, [0])
-
-
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level of the engine's logger, such as "warning". Raises: EngineError for an unknown level."""
-    level = logging.getLevelName(log_level_str.upper())
-    if not isinstance(level, int):
-        raise EngineError(f'unknown log level "{log_level_str}"', hint="use debug, info, warning, error or critical")
-    (custom_logger or logger).setLevel(level)
 
 
 _P = ParamSpec("_P")
@@ -261,3 +232,12 @@ def zero_wrapper_for_fp_tensor_constructor(
     """
     del target_fp_dtype
     return constructor
+
+
+def required_torch_version(min_version: str | float | None = None, max_version: str | float | None = None) -> bool:
+    """Whether torch is at least, and at most, of a version. Raises: AssertionError without either."""
+    if min_version is None and max_version is None:
+        raise AssertionError("required_torch_version() needs min_version or max_version")
+    own = TorchVersion(torch.__version__)
+    is_enough = min_version is None or own >= str(min_version)
+    return is_enough and (max_version is None or own <= str(max_version))

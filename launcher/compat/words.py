@@ -81,3 +81,7 @@ FP16 = "fp16"
 BFLOAT16 = "bf16"
 TORCH_AUTOCAST = "torch_autocast"
 LOG_LEVEL = "log_level"
+
+# ---- values of keys that a config leaves out ----
+GRADIENT_CLIPPING_DEFAULT = 1.0
+LOG_LEVEL_DEFAULT = None

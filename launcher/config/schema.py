@@ -13,7 +13,6 @@ from launcher.config.fields import (
     OptFlag,
     OptInt,
     OptMapping,
-    OptText,
     PositiveInt,
     Section,
     choice,
@@ -62,7 +61,9 @@ class Config(Section):
     memory_breakdown: Flag = key(False, "print memory after forward, backward and step every steps_per_print steps")
     dataloader_drop_last: Flag = key(False, "drop the last, smaller batch")
     vocabulary_size: OptInt = key(None, "warn if no multiple of 8", inert("nothing depends on it"))
-    log_level: OptText = key(None, "level of the log", inert('use logging.getLogger("launcher").setLevel'))
+    log_level: Annotated[str | None, choice("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", null=True)] = key(
+        None, "the least important lines of the engine's log that are shown; null: those of info, or as the script set"
+    )
     use_data_before_expert_parallelism: Flag = key(
         False, "ranks with the same experts are neighbours", unsupported("ranks of one set of experts are; remove it")
     )

@@ -44,7 +44,31 @@ assert late == {"sum": {100: float(rank)}}
 dist.destroy_process_group()
 """
 
+EXPERTS = """
+import launcher.compat; launcher.compat.install()
+import deepspeed, torch
+from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import groups
+
+deepspeed.init_distributed()
+rank = deepspeed.comm.get_rank()
+shared, expert = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+expert.allreduce = False
+for norm_type, norm in ((2, 9.0), (float("inf"), 8.0)):  # of 1, and of 4 and 8 on the two ranks
+    shared.grad, expert.grad = torch.tensor([1.0]), torch.tensor([4.0 + 4.0 * rank])
+    groups._create_expert_and_data_parallel(2)
+    assert groups._get_max_expert_size() == 2
+    assert abs(clip_grad_norm_([shared, expert], max_norm=norm / 2, norm_type=norm_type) - norm) < 1e-5
+    assert abs(expert.grad - (2.0 + 2.0 * rank)) < 1e-5 and abs(shared.grad - 0.5) < 1e-5
+torch.distributed.destroy_process_group()
+"""
+
 
 def test_parts_overflows_sums_and_late_ranks(tmp_path: Path) -> None:
     result = run_ranks(tmp_path, 3, write(tmp_path, RUN))
+    assert result.code == 0, result.err
+
+
+def test_the_norm_counts_the_experts_of_all_ranks(tmp_path: Path) -> None:
+    result = run_ranks(tmp_path, 2, write(tmp_path, EXPERTS))
     assert result.code == 0, result.err

@@ -47,7 +47,7 @@ WORKS = [
     "assert dist.get_all_ranks_from_group() == dist.get_all_ranks_from_group(group=None) == [0]",
     "dist.barrier(device_ids=[0]); dist.barrier(group=g, async_op=False, device_ids=None)",
     "assert callable(dist.send) and callable(dist.recv) and callable(dist.batch_isend_irecv) and dist.ReduceOp.AVG",
-    "assert 'busbw' in dist.log_summary()",
+    "assert dist.log_summary() is None and not dist.has_comm_data()  # nothing is logged: a warning",
     # ---- zero ----
     "p = torch.nn.Parameter(torch.ones(2))",
     "with deepspeed.zero.GatheredParameters([p, None], modifier_rank=0): p.data.zero_()",
@@ -192,7 +192,12 @@ WORKS = [
     "log.configure(types.SimpleNamespace(comms_logger_enabled=False)); log.start_profiling_comms()\n"
     "observe.end(time.perf_counter(), 'b', 1, [torch.ones(2)], cpu)\n"
     "assert log.prof_all and log.get_raw_data()['b'][8][0] == log.get_total_operations() == 1",
-    "dist.configure(enabled=True, prof_all=False, prof_ops=['all_reduce']); assert 'busbw' in dist.log_summary()\n"
+    "dist.configure(enabled=True, prof_all=False, prof_ops=['all_gather']); cpu = torch.device('cpu')\n"
+    "from launcher.comm import observe; observe.end(observe.begin(cpu), 'all_gather', 1, [torch.ones(2)], cpu)\n"
+    "observe.end(observe.begin(cpu), 'all_reduce', 1, [torch.ones(2)], cpu)\n"
+    "seen = dist.log_summary(return_dict=True)\n"
+    "assert [*seen['summary']] == ['all_gather'] and seen['summary']['all_gather'][8]['count'] == 1\n"
+    "assert dist.has_comm_data(); dist.reset_log(); assert not dist.has_comm_data()\n"
     "dist.configure(enabled=False); assert deepspeed.comm.comm.configure is dist.configure",
     "y = torch.ones(2); dist.inference_all_reduce(y); assert y.sum() == 2",
     "from deepspeed.runtime.utils import PartitionedTensor, call_to_str, partition_balanced, partition_uniform\n"
@@ -301,7 +306,18 @@ WORKS = [
     "assert two[1]['name'] == 'ep_size_1' and two[1]['lr'] == 2.0",
     "from deepspeed.utils import groups; assert groups._get_expert_parallel_world_size('ep_size_1') == 1\n"
     "assert groups._get_expert_data_parallel_rank('ep_size_1') == 0 and groups._get_max_expert_size() == 1\n"
-    "assert groups._get_expert_data_parallel_group_ranks('ep_size_1') == [0]",
+    "assert groups._get_expert_data_parallel_group_ranks('ep_size_1') == [0]\n"
+    "assert groups.get_tensor_model_parallel_group() is None and groups.get_tensor_model_parallel_src_rank() == 0",
+    "from deepspeed.utils import groups; different, same = groups._get_expert_parallel_ranks(16, 2, 4)\n"
+    "assert different == [[0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15]]\n"
+    "assert same == [[0, 8], [2, 10], [4, 12], [6, 14], [1, 9], [3, 11], [5, 13], [7, 15]]",
+    "from deepspeed.utils import logger; section = {'train_batch_size': 1, 'log_level': 'error'}\n"
+    "quiet, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=section)\n"
+    "assert quiet.log_level() == 'ERROR' and logger.level == 40; logger.setLevel('INFO')",
+    "from deepspeed.runtime.config import get_gradient_clipping, get_log_level\n"
+    "from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT\n"
+    "assert get_gradient_clipping({}) == GRADIENT_CLIPPING_DEFAULT == 1 and get_log_level({}) is LOG_LEVEL_DEFAULT\n"
+    "assert get_gradient_clipping({'gradient_clipping': 0}) == 0 and get_log_level({'log_level': 'INFO'}) == 'INFO'",
     "m = torch.nn.Sequential(torch.nn.Linear(2, 2))",
     "assert deepspeed.utils.set_z3_leaf_modules(m, leaf_module_classes=[torch.nn.Linear]) == [m[0]]",
     "from deepspeed.utils import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix, get_z3_leaf_modules",
@@ -400,6 +416,8 @@ REFUSED = {
     "from deepspeed.runtime.pipe.schedule import TrainSchedule": ("ImportError", 'give "schedule" in "pipeline"'),
     "from deepspeed.runtime.zero.offload_states import get_state_devices": ("ImportError", "no moves of states"),
     "deepspeed.moe.layer.MoE(8, m[0], num_experts=2, use_tutel=True)": ("EngineError", "Tutel"),
+    "groups._create_expert_and_data_parallel(2)": ("EngineAssertionError", "no whole number"),
+    "groups._create_expert_and_data_parallel(1, True)": ("EngineAssertionError", "are not neighbours"),
     "groups._get_expert_parallel_group('ep_size_4')": ("EngineAssertionError", "no group of experts ep_size_4"),
     "from deepspeed.compression.compress import init_compression": ("ImportError", "use torch.ao.quantization"),
     "from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset": (
@@ -441,7 +459,7 @@ REFUSED = {
     "DynamicLossScaler(init_scale=1).update_scale(True)": ("EngineError", "gradients overflowed in 1 step; use bf16"),
     "CreateLossScaler(torch.half, 1, True, None)": ("EngineError", "dynamic_loss_args"),
     "a.pin_memory(torch.ones(4), align_bytes=2**40)": ("EngineError", "not aligned to"),
-    "set_log_level_from_string('loud')": ("EngineError", "unknown log level"),
+    "set_log_level_from_string('loud')": ("EngineValueError", "unknown log level"),
     "DeepSpeedConfig({'train_batch_size': 1, 'no_such_key': 1})": ("ConfigError", "no_such_key"),
     "get_only_unique_item([1, 2])": ("RuntimeError", "one value was expected"),
     "deepspeed.initialize(model=model, config={}, mpu=3)": ("EngineError", "mpu"),
