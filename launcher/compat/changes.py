@@ -7,6 +7,7 @@ accelerate and Lightning train on CPUs then, and transformers initialises weight
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -119,9 +120,8 @@ def gather_initial_weights(module: Any) -> None:
         if getattr(part, "_is_hf_initialized", False) or not sharded:
             initialize(self, part, *arguments)
             return
-        from launcher.zero import GatheredParameters  # seldom needed
-
-        with GatheredParameters(sharded, modifier_rank=None if gathers_itself else 0):
+        zero = importlib.import_module("deepspeed.runtime.zero")  # ours, and seldom needed
+        with zero.GatheredParameters(sharded, modifier_rank=None if gathers_itself else 0):
             initialize(self, part, *arguments)
 
     pretrained_model._initialize_weights = initialize_gathered

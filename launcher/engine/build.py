@@ -135,11 +135,11 @@ def initialize(
         model_stages=requested_stages(model),
         sequence_parallel_size=sequence_size(mpu, mesh_param, world.world_size),
     )
-    if loaded.config.log_level is not None:
-        get_logger().setLevel(loaded.config.log_level.upper())
     sizes = sizes_with_experts(mesh_sizes(loaded.config, world.world_size), model)
     facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
+    if settings.log_level is not None:
+        get_logger().setLevel(settings.log_level)
     batch = _batch(settings, sizes)
     policy = zero_policy(settings, sizes)
     check_types(model, policy.precision.param_dtype)
