@@ -34,6 +34,7 @@ class _Adam(torch.optim.Adam, metaclass=_OrEngines):
                 hint='name the optimizer in the config: "params": {"bias_correction": false}',
             )
         super().__init__(params, decoupled_weight_decay=is_decoupled, **options)
+        self.adam_w_mode = is_decoupled
         for group in self.param_groups:  # those of another optimizer say what that one does
             group.update(decoupled_weight_decay=is_decoupled, foreach=None, fused=None)
 
@@ -44,7 +45,7 @@ class _Adam(torch.optim.Adam, metaclass=_OrEngines):
 
 
 class DeepSpeedCPUAdam(_Adam):
-    """DeepSpeed's Adam on the CPU."""
+    """DeepSpeed's Adam on the CPU. Without an engine, states of parameters in 16 bits are in fp32, as there."""
 
     steps_of = _Adam.steps_of
 
@@ -58,11 +59,37 @@ class DeepSpeedCPUAdam(_Adam):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
     ) -> None:
+        """fp32_optimizer_states: False keeps states in the dtype of the parameters. An engine has masters in fp32."""
         options = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         if isinstance(model_params, list):
             _warn_of_another_optimizer(model_params)
         super().__init__(model_params, adamw_mode, {**options, "weight_decay": weight_decay, "amsgrad": amsgrad})
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters. Raises: AssertionError for one that is not on the CPU."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        for param in params:
+            if param.device.type != "cpu":
+                raise AssertionError(f"DeepSpeedCPUAdam updates parameters on the CPU, and one is on {param.device}")
+        narrow = [param for param in params if param.dtype != torch.float32] if self.fp32_optimizer_states else []
+        kept = [(param, param.data, param.grad) for param in narrow]
+        for param, data, grad in kept:
+            param.grad = None  # torch wants it in the dtype of the parameter
+            param.data, param.grad = data.float(), grad.float()
+        super().step()
+        for param, data, grad in kept:
+            data.copy_(param.data)
+            param.grad = None
+            param.data, param.grad = data, grad
+        return loss
 
 
 def _warn_of_another_optimizer(groups: list[Any]) -> None:

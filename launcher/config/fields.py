@@ -213,8 +213,8 @@ def _list_of(convert: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
     return convert_all
 
 
-def choice(*options: str, null: bool = False) -> PlainValidator:
-    """Accept one of `options`, in any case."""
+def choice(*options: str, null: bool = False, keeps_case: bool = False) -> PlainValidator:
+    """Accept one of `options`, in any case; keeps_case: as it is given, else as it is here."""
     by_lower = {option.lower(): option for option in options}
 
     def convert(value: Any) -> str | None:
@@ -222,7 +222,7 @@ def choice(*options: str, null: bool = False) -> PlainValidator:
             return None
         if not isinstance(value, str) or value.lower() not in by_lower:
             raise ValueError
-        return by_lower[value.lower()]
+        return value if keeps_case else by_lower[value.lower()]
 
     expected = "one of " + ", ".join(f'"{option}"' for option in options)
     return _checked(expected + (" or null" if null else ""), convert)

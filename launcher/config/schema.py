@@ -23,6 +23,7 @@ from launcher.config.fields import (
 from launcher.config.schema_training import Amp, Bf16, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
 from launcher.config.schema_zero import Aio, ZeroOptimization
 
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 _DTYPES = ("fp32", "fp16", "bf16")
 
 
@@ -61,7 +62,9 @@ class Config(Section):
     memory_breakdown: Flag = key(False, "print memory after forward, backward and step every steps_per_print steps")
     dataloader_drop_last: Flag = key(False, "drop the last, smaller batch")
     vocabulary_size: OptInt = key(None, "warn if no multiple of 8", inert("nothing depends on it"))
-    log_level: Annotated[str | None, choice("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", null=True)] = key(
+    log_level: Annotated[
+        str | None, choice("debug", "info", "warning", "error", "critical", null=True, keeps_case=True)
+    ] = key(
         None, "the least important lines of the engine's log that are shown; null: those of info, or as the script set"
     )
     use_data_before_expert_parallelism: Flag = key(

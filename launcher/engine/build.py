@@ -139,7 +139,7 @@ def initialize(
     facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))
     settings, choices = resolve_auto(loaded.config, facts)
     if settings.log_level is not None:
-        get_logger().setLevel(settings.log_level)
+        get_logger().setLevel(settings.log_level.upper())
     batch = _batch(settings, sizes)
     policy = zero_policy(settings, sizes)
     check_types(model, policy.precision.param_dtype)

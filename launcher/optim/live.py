@@ -86,7 +86,10 @@ def base_optimizer(
     if base is None:
         kind: Any = plan.kind or getattr(torch.optim, plan.name, torch.optim.Optimizer)
         names = _STANDS_FOR.get(kind, ("", ""))
-        made: Any = type(kind.__name__, (_OfEngine, kind), {"stands_for": names[is_offloaded]})
+        facts: dict[str, Any] = {"stands_for": names[is_offloaded]}
+        if kind in (torch.optim.Adam, torch.optim.AdamW):
+            facts["adam_w_mode"] = kind is torch.optim.AdamW
+        made: Any = type(kind.__name__, (_OfEngine, kind), facts)
         made_base: torch.optim.Optimizer = object.__new__(made)
         torch.optim.Optimizer.__init__(made_base, plan.param_groups, dict(plan.defaults))
         base = made_base

@@ -112,6 +112,29 @@ for client, theirs in ((adam.DeepSpeedCPUAdam, optim.AdamW), (adagrad, optim.Ada
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
     deepspeed.initialize(model=model, config_params=config, optimizer=client)[0].destroy()
 
+# Without an engine, states of parameters in 16 bits are in fp32: a step is that of fp32, rounded.
+for in_fp32 in (True, False):
+    narrow = torch.nn.Parameter(torch.linspace(1, 2, 8).bfloat16())
+    wide = torch.nn.Parameter(narrow.detach().float())
+    ours, plain = adam.DeepSpeedCPUAdam([narrow], lr=0.1, fp32_optimizer_states=in_fp32), optim.AdamW([wide], lr=0.1)
+    plain.param_groups[0]["weight_decay"] = 0.0
+    narrow.grad = torch.linspace(-1, 1, 8).bfloat16()
+    wide.grad, before = narrow.grad.float(), narrow.data
+    assert ours.step(lambda: 3) == 3 and narrow.data.data_ptr() == before.data_ptr()
+    assert narrow.grad.dtype == narrow.dtype == torch.bfloat16
+    plain.step()
+    assert ours.state[narrow]["exp_avg"].dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+    assert not in_fp32 or torch.equal(narrow, wide.bfloat16())
+    assert ours.adam_w_mode
+on_meta = torch.nn.Parameter(torch.ones(2, device="meta"))
+on_meta.grad = torch.ones(2, device="meta")
+try:
+    adam.DeepSpeedCPUAdam([on_meta]).step()
+except AssertionError as error:
+    assert "one is on meta" in str(error)
+else:
+    raise RuntimeError
+
 print("others")
 adam.DeepSpeedCPUAdam(optim.SGD(groups(torch.nn.Linear(4, 3)), lr=0.1).param_groups, adamw_mode=False)
 

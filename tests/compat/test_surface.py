@@ -311,9 +311,9 @@ WORKS = [
     "from deepspeed.utils import groups; different, same = groups._get_expert_parallel_ranks(16, 2, 4)\n"
     "assert different == [[0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15]]\n"
     "assert same == [[0, 8], [2, 10], [4, 12], [6, 14], [1, 9], [3, 11], [5, 13], [7, 15]]",
-    "from deepspeed.utils import logger; section = {'train_batch_size': 1, 'log_level': 'error'}\n"
+    "from deepspeed.utils import logger; section = {'train_batch_size': 1, 'log_level': 'Error'}\n"
     "quiet, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=section)\n"
-    "assert quiet.log_level() == 'ERROR' and logger.level == 40; logger.setLevel('INFO')",
+    "assert quiet.log_level() == 'Error' and logger.level == 40; logger.setLevel('INFO')",
     "from deepspeed.runtime.config import get_gradient_clipping, get_log_level\n"
     "from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT\n"
     "assert get_gradient_clipping({}) == GRADIENT_CLIPPING_DEFAULT == 1 and get_log_level({}) is LOG_LEVEL_DEFAULT\n"

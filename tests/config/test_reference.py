@@ -58,7 +58,7 @@ READ_ELSEWHERE = {
     "pipeline.virtual_stages": ("config/rules_pipeline.py", "PipelinePlan(section.stages, section.virtual_stages"),
     "elasticity.enabled": ("config/elastic.py", "config.elasticity.enabled is True"),
     "elasticity.ignore_non_elastic_batch_info": ("config/check.py", "config.elasticity.ignore_non_elastic_batch_info"),
-    "log_level": ("engine/build.py", "setLevel(settings.log_level)"),
+    "log_level": ("engine/build.py", "setLevel(settings.log_level.upper())"),
 }
 
 

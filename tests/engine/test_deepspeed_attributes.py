@@ -71,6 +71,7 @@ def test_the_base_optimizer_is_the_clients_or_of_the_configs_class() -> None:
     assert isinstance(by_name, torch.optim.AdamW)
     assert isinstance(by_name, FusedAdam)
     assert not isinstance(by_name, DeepSpeedCPUAdam)
+    assert by_name.adam_w_mode
     with pytest.raises(EngineError, match=r"call engine\.step\(\)"):
         by_name.step()
     offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
