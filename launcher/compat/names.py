@@ -226,11 +226,12 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter=SequenceLoader",
     },
     "runtime.sparse_tensor": {f"{_DEFINED}.files": "SparseTensor"},
+    "runtime.swap_tensor": {f"{_DEFINED}.words": "MIN_SWAPPABLE_BYTES"},
     "runtime.torch_autocast": {f"{_DEFINED}.zero": "PARAM_COMM_DTYPE_ATTR_NAME get_comm_dtype has_comm_dtype"},
     "runtime.utils": {
         f"{_DEFINED}.utils": """
-            clip_grad_norm_ empty_cache get_global_norm get_only_unique_item move_to_device see_memory_usage
-            set_random_seed
+            clip_grad_norm_ count_used_parameters_in_backward empty_cache get_global_norm get_only_unique_item
+            move_to_device see_memory_usage set_random_seed
         """,
         f"{_DEFINED}.partitions": """
             CheckOverflow PartitionedTensor call_to_str get_weight_norm is_model_parallel_parameter partition_balanced
@@ -271,7 +272,10 @@ NAMES: dict[str, dict[str, str]] = {
         _ZERO: "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter",
         f"{_DEFINED}.accelerator": "get_accelerator",
         f"{_DEFINED}.utils": "zero_wrapper_for_fp_tensor_constructor",
-        f"{_DEFINED}.zero": "get_allgather_dtype is_zero_param partitioned_param_data_shape zero3_linear_wrap",
+        f"{_DEFINED}.zero": """
+            MultipleAllGatherHandles _contradicting_single_rank_pg_error get_allgather_dtype is_zero_param
+            partitioned_param_data_shape zero3_linear_wrap
+        """,
         "torch": "_orig_torch_arange=arange",
     },
     "runtime.zero.stage3": {
@@ -382,7 +386,6 @@ REFUSED = {
     "runtime.quantize": "no quantized training: use torch.ao.quantization",
     "runtime.superoffload": 'no SuperOffload: set "delayed_update" of "offload_optimizer"',
     "runtime.tensor_parallel": _NO_TENSOR,
-    "runtime.utils.count_used_parameters_in_backward": "no counts of autograd's hooks: register them on parameters",
     "runtime.utils.register_output_backward_hooks": "no hooks on outputs of its own: call tensor.register_hook()",
     "runtime.zero.offload_states": "no moves of states in training: set offload_optimizer in the config",
     "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": "no base of zero.Init: use that",

@@ -12,9 +12,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.torch_version import TorchVersion
 
-from launcher.base.errors import EngineError, EngineValueError
+from launcher.base.errors import EngineError, EngineRuntimeError, EngineValueError
 from launcher.base.log import get_logger
 from launcher.comm.device import local_device
 from launcher.comm.mesh import current_mesh
@@ -75,6 +76,16 @@ def clip_grad_norm_(
     norm = torch.nn.utils.get_total_norm([*shared, everywhere], norm_type)
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm
+
+
+def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
+    """Return how many of the parameters the backward that runs will reach. Raises: EngineRuntimeError without one."""
+    if torch._C._current_graph_task_id() == -1:
+        raise EngineRuntimeError("count_used_parameters_in_backward(): no backward runs", hint="call it in a hook")
+    trained = [param for param in parameters if isinstance(param, Tensor) and param.requires_grad]
+    with torch.enable_grad():
+        nodes = {get_gradient_edge(param).node for param in trained}
+    return sum(bool(torch._C._will_engine_execute_node(node)) for node in nodes)
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:

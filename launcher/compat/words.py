@@ -85,3 +85,6 @@ LOG_LEVEL = "log_level"
 # ---- values of keys that a config leaves out ----
 GRADIENT_CLIPPING_DEFAULT = 1.0
 LOG_LEVEL_DEFAULT = None
+
+# Elements of the smallest parameter that DeepSpeed writes to disk; the built-in engine writes smaller ones, too.
+MIN_SWAPPABLE_BYTES = 1024**2

@@ -6,7 +6,8 @@ What has no need of the built-in engine's machinery is here; the rest is in `lau
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from launcher.engine.engine import Engine
 from launcher.optim.muon.muon import as_matrix, iteration
 from launcher.optim.muon.orthogonal import orthogonalized
 from launcher.zero import GatheredParameters, Init, TiledLinear
+from launcher.zero.construct import contradiction_of_lone_rank
 from launcher.zero.unit import unit_of
 
 # Shape of a parameter that is sharded and not gathered.
@@ -43,6 +45,26 @@ class OffloadStateTypeEnum(str, Enum):
 def is_zero_param(parameter: Any) -> bool:
     """Whether a value is a parameter of stage 3, gathered or not."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+
+
+def _contradicting_single_rank_pg_error(
+    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str]
+) -> str | None:
+    return None if explicit_process_group is not None else contradiction_of_lone_rank(dp_world_size, env)
+
+
+class MultipleAllGatherHandles:
+    """Handles of gathers as one: `wait` waits for all."""
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self.handles = list(handles)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """handle_dependency: passed to the handles that take it."""
+        for handle in self.handles:
+            parameters = inspect.signature(handle.wait).parameters.values()
+            takes_it = any(each.name == "handle_dependency" or each.kind is each.VAR_KEYWORD for each in parameters)
+            handle.wait(**({"handle_dependency": handle_dependency} if takes_it else {}))
 
 
 class MiCS_Init(Init):  # DeepSpeed's name

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from launcher.base import env
 from launcher.base.errors import EngineError
 from launcher.base.progress import phase
 from launcher.base.suggest import did_you_mean
@@ -42,6 +44,20 @@ _REFUSED = frozenset(
         "zero_quantized_weights",
     }
 )
+
+
+def contradiction_of_lone_rank(world_size: int, environ: Mapping[str, str]) -> str | None:
+    """Return what is wrong where a launcher has started several ranks and the process group has one; None otherwise.
+
+    Every rank would keep all shards.
+    """
+    started = environ.get(env.WORLD_SIZE.name, "1")
+    if world_size > 1 or not started.isdecimal() or int(started) <= 1:
+        return None
+    return (
+        f"the process group has one rank, and the launcher has started {env.WORLD_SIZE.name}={started}: zero.Init would"
+        " shard nothing (the group was started without init_distributed())"
+    )
 
 
 class Init:
@@ -86,6 +102,9 @@ class Init:
         if enabled:
             init_distributed()
         self._group = all_ranks()
+        contradiction = contradiction_of_lone_rank(self._group.world_size, os.environ) if enabled else None
+        if contradiction is not None:
+            raise EngineError(contradiction, hint="leave the start of the group to it")
         self._placements = shard_placements(settings, remote_device) if enabled else None
         self._stack = contextlib.ExitStack()
         self._built: list[weakref.ref[nn.Module]] = []

@@ -311,6 +311,18 @@ WORKS = [
     "from deepspeed.utils import groups; different, same = groups._get_expert_parallel_ranks(16, 2, 4)\n"
     "assert different == [[0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15]]\n"
     "assert same == [[0, 8], [2, 10], [4, 12], [6, 14], [1, 9], [3, 11], [5, 13], [7, 15]]",
+    "from deepspeed.runtime.utils import count_used_parameters_in_backward as count; seen = []\n"
+    "used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2)); out = used * 2\n"
+    "out.register_hook(lambda grad: seen.append(count([used, unused, None]))); out.sum().backward()\n"
+    "assert seen == [1]",
+    "from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles; seen = []\n"
+    "plain = types.SimpleNamespace(wait=lambda: seen.append(0))\n"
+    "other = types.SimpleNamespace(wait=lambda **options: seen.append(options))\n"
+    "MultipleAllGatherHandles([plain, other]).wait(False); assert seen == [0, {'handle_dependency': False}]",
+    "from deepspeed.runtime.zero.partition_parameters import _contradicting_single_rank_pg_error as contradiction\n"
+    "several = {'WORLD_SIZE': '8'}; assert 'WORLD_SIZE=8' in contradiction(1, None, several)\n"
+    "assert contradiction(1, 'a group', several) is None\n"
+    "assert contradiction(1, None, {}) is contradiction(8, None, several) is None",
     "from deepspeed.utils import logger; section = {'train_batch_size': 1, 'log_level': 'Error'}\n"
     "quiet, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=section)\n"
     "assert quiet.log_level() == 'Error' and logger.level == 40; logger.setLevel('INFO')",
@@ -416,6 +428,10 @@ REFUSED = {
     "from deepspeed.runtime.pipe.schedule import TrainSchedule": ("ImportError", 'give "schedule" in "pipeline"'),
     "from deepspeed.runtime.zero.offload_states import get_state_devices": ("ImportError", "no moves of states"),
     "deepspeed.moe.layer.MoE(8, m[0], num_experts=2, use_tutel=True)": ("EngineError", "Tutel"),
+    "from deepspeed.runtime.utils import count_used_parameters_in_backward as count; count([])": (
+        "EngineRuntimeError",
+        "no backward runs",
+    ),
     "groups._create_expert_and_data_parallel(2)": ("EngineAssertionError", "no whole number"),
     "groups._create_expert_and_data_parallel(1, True)": ("EngineAssertionError", "are not neighbours"),
     "groups._get_expert_parallel_group('ep_size_4')": ("EngineAssertionError", "no group of experts ep_size_4"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness.ranks import run_on_ranks
 from harness.zoo import SAMPLES, WIDTH, Plain, batches, build, train_plain
 from torch import Tensor, nn
@@ -32,8 +33,6 @@ def config(stage: int = 3, **more: Any) -> dict[str, Any]:
 
 
 def train(engine: Any, rank: int) -> list[float]:
-    import torch.distributed as dist
-
     losses = []
     for x, y in batches(STEPS):
         part = slice(rank * SAMPLES // 2, (rank + 1) * SAMPLES // 2)
@@ -140,6 +139,16 @@ def _shard_existing(rank: int, world_size: int) -> list[int]:
 
 def test_an_existing_model_can_be_sharded() -> None:
     assert all(set(found) == {0} for found in run_on_ranks(2, _shard_existing))
+
+
+def test_a_group_of_one_rank_in_a_job_of_several_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(EngineError, match=r"has one rank, and the launcher has started WORLD_SIZE=2"):
+            Init()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_disabled_nothing_is_sharded() -> None:
