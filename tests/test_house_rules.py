@@ -25,6 +25,7 @@ WIDE_SIGNATURES = {
     "initialize": "DeepSpeed's signature, which scripts call by position and by name",
     "init_distributed": "DeepSpeed's signature",
     "run": "click passes every option of a command as one argument; `launcher.run` has them as keywords",
+    "DeepSpeedCPUAdam.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "OneCycle.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "build_loader": "keyword-only, the names of torch's DataLoader",
     "PipelineModule.__init__": "DeepSpeed's signature, which scripts call by position and by name",

@@ -241,7 +241,7 @@ def test_a_seed_function_is_called_for_each_layer() -> None:
 def test_layers_are_recomputed_in_groups(interval: int) -> None:
     plain, again = staged([(0,), (1,)], dropout=0.5), staged([(0,), (1,)], dropout=0.5)
     for part in again:
-        part.activation_checkpoint_interval = interval
+        part.set_checkpoint_interval(interval)
     torch.manual_seed(0)
     wanted = chain(plain, batch())
     torch.manual_seed(0)

@@ -114,6 +114,10 @@ class PipelineModule(StagedModel):
         if self._topology is not None:
             check_topology(self._topology, sizes)
 
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute so many layers together in backward from now on; 0: none. Every rank must call it."""
+        self.activation_checkpoint_interval = interval
+
     def assign(self, own_stages: Sequence[int]) -> None:
         """Build or keep the layers of these stages, and free the others."""
         own = self.check_own(own_stages)
