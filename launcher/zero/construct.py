@@ -68,7 +68,7 @@ class Init:
     initial values of rank 0 count. Functions of `torch.nn.init` and `Module.apply` see full parameters; other changes
     need `GatheredParameters(params, modifier_rank=0)`. Every rank must build the same modules in the same order. The
     shards of a single rank are whole parameters, and behave as others; with `enabled=False` nothing is sharded. A block
-    within a block does nothing of its own.
+    within a block has the settings of the outer one; what was built within it is sharded when it ends.
     """
 
     def __init__(
@@ -108,12 +108,15 @@ class Init:
         self._placements = shard_placements(settings, remote_device) if enabled else None
         self._stack = contextlib.ExitStack()
         self._built: list[weakref.ref[nn.Module]] = []
+        self._num_built_before = 0  # of the outer block, where this one is within it
         if module is not None and enabled:
             self._shard_all(module)
             self._placements = None
 
     def __enter__(self) -> Init:
-        if self._enabled and not _active:
+        if self._enabled and _active:
+            self._num_built_before = len(_active[0]._built)
+        elif self._enabled:
             _active.append(self)
             self._stack.callback(_active.clear)
             self._stack.enter_context(phase("building the model"))
@@ -130,17 +133,22 @@ class Init:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-        if kind is None:
-            for reference in self._built:
-                module = reference()
-                if module is not None:
-                    self._shard_own(module)
+        if kind is None and self._enabled:
+            outer = _active[0] if _active else self  # its own block is not active any more
+            outer._shard_built(self._num_built_before)
         self._built.clear()
         self._placements = None  # the file goes when the last parameter has moved to an engine
 
     def _remember(self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(module, *args, **kwargs)
         self._built.append(weakref.ref(module))
+
+    def _shard_built(self, first: int) -> None:
+        """Shard what was built, from a number on: the constructors of these modules have returned."""
+        for reference in self._built[first:]:
+            module = reference()
+            if module is not None:
+                self._shard_own(module)
 
     def _shard_assigned(self, original: Callable[..., None], module: nn.Module, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):  # it has become part of another one: it has been built
