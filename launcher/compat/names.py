@@ -8,6 +8,7 @@ from __future__ import annotations
 # The release whose interface this is. Libraries ask for a version before they use a part of it: every part that they
 # use was there in this one.
 VERSION = "0.19.8"
+MAJOR, MINOR, PATCH = map(int, VERSION.split("."))
 GIT_HASH = "none"
 
 CONSTANTS = "*"  # in place of names: all constants of a module, which is a light one
@@ -36,7 +37,10 @@ NAMES: dict[str, dict[str, str]] = {
         "deepspeed": """
             zero=runtime.zero checkpointing=runtime.activation_checkpointing.checkpointing
         """,
-        f"{_DEFINED}.names": "__version__=VERSION __git_hash__=GIT_HASH __git_branch__=GIT_HASH",
+        f"{_DEFINED}.names": """
+            __version__=VERSION __version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH
+            __git_hash__=GIT_HASH __git_branch__=GIT_HASH
+        """,
         f"{_DEFINED}.package": "InferenceEngine init_inference initialize",
         f"{_DEFINED}.accelerator": "get_accelerator",
         "launcher.base.errors": "DeepSpeedConfigError=ConfigError",
@@ -263,7 +267,10 @@ NAMES: dict[str, dict[str, str]] = {
         """
     },
     "runtime.zero.linear": {
-        f"{_DEFINED}.zero": "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap"
+        f"{_DEFINED}.zero": """
+            LinearFunctionForZeroStage3 LinearModuleForZeroStage3 autocast_custom_bwd autocast_custom_fwd
+            zero3_linear_wrap
+        """
     },
     "runtime.zero.mics": {f"{_DEFINED}.zero": "MiCS_Init"},
     "runtime.zero.muon": {},

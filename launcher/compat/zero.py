@@ -6,6 +6,7 @@ What has no need of the built-in engine's machinery is here; the rest is in `lau
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
+from launcher.compat.accelerator import get_accelerator
 from launcher.config.schema_zero import LeafModule
 from launcher.engine.engine import Engine
 from launcher.optim.muon.muon import as_matrix, iteration
@@ -79,6 +81,10 @@ def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
 
 
 # ---- linear layers ----
+
+# For `torch.autograd.Function`s of scripts: they take the types that autocast gives them, on this process's device.
+autocast_custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=get_accelerator().device_name())
+autocast_custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=get_accelerator().device_name())
 
 
 class LinearFunctionForZeroStage3:

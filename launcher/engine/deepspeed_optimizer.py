@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from launcher.config.schema import Config
 from launcher.optim.api import ParamShard
 from launcher.optim.scaling import LossScaler
 from launcher.zero.stages import UnitState
@@ -19,7 +20,18 @@ class DeepSpeedOptimizerNames:
 
     param_groups: list[dict[str, Any]]
     loss_scaler: LossScaler | None
+    settings: Config | None
+    optimizer: torch.optim.Optimizer
     _units: Sequence[FlatUnit]
+
+    @property
+    def stands_for(self) -> str:
+        """The class of DeepSpeed's that scripts take this for, where it wraps none: at stage 0 in fp32."""
+        settings = self.settings
+        if settings is None or settings.zero_optimization.stage or settings.bf16.enabled or settings.fp16.enabled:
+            return ""
+        base = self.optimizer
+        return str(getattr(base, "stands_for", type(base).__name__))
 
     def needs_scaler(self) -> bool:
         """Whether a loss must be scaled before it goes back: `engine.scale(loss)`."""

@@ -323,6 +323,10 @@ WORKS = [
     "several = {'WORLD_SIZE': '8'}; assert 'WORLD_SIZE=8' in contradiction(1, None, several)\n"
     "assert contradiction(1, 'a group', several) is None\n"
     "assert contradiction(1, None, {}) is contradiction(8, None, several) is None",
+    "assert deepspeed.__version__ == '.'.join(map(str, (deepspeed.__version_major__, deepspeed.__version_minor__, "
+    "deepspeed.__version_patch__)))",
+    "from deepspeed.runtime.zero.linear import autocast_custom_fwd, autocast_custom_bwd\n"
+    "assert autocast_custom_fwd(print, cast_inputs=None) and callable(autocast_custom_bwd(print))",
     "from deepspeed.utils import logger; section = {'train_batch_size': 1, 'log_level': 'Error'}\n"
     "quiet, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=section)\n"
     "assert quiet.log_level() == 'Error' and logger.level == 40; logger.setLevel('INFO')",

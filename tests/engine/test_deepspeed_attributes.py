@@ -67,6 +67,7 @@ def test_the_base_optimizer_is_the_clients_or_of_the_configs_class() -> None:
     engine, optimizer, *_ = launcher.initialize(model=model, optimizer=client, config=config)
     assert engine.basic_optimizer is optimizer.optimizer is client
     launcher.initialize(model=model, optimizer=client, config=config)  # what it showed is no state of its own
+    assert isinstance(engine_of(build("Plain"), 0, 1).optimizer, FusedAdam)  # DeepSpeed wraps none there
     by_name = engine_of(build("Plain"), 2, 1).optimizer.optimizer
     assert isinstance(by_name, torch.optim.AdamW)
     assert isinstance(by_name, FusedAdam)
@@ -77,6 +78,7 @@ def test_the_base_optimizer_is_the_clients_or_of_the_configs_class() -> None:
     offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     on_host = engine_of(build("Plain"), 2, 1, zero_optimization=offloaded).optimizer.optimizer
     assert isinstance(on_host, DeepSpeedCPUAdam)
+    assert not isinstance(engine_of(build("Plain"), 1, 1).optimizer, FusedAdam)
 
 
 def test_a_state_of_torchs_form_goes_both_ways() -> None:

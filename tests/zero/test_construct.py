@@ -89,7 +89,6 @@ def _init_and_train(rank: int, world_size: int) -> dict[str, Any]:
 def test_a_model_built_sharded_trains_like_one_built_whole() -> None:
     reference = build("Plain")
     found = run_on_ranks(2, _init_and_train)
-    total = sum(param.numel() for param in reference.parameters())
     assert [rank["kept"] for rank in found] == [sum(-(-param.numel() // 2) for param in reference.parameters())] * 2
     for rank in found:
         assert rank["after"] == 0
