@@ -222,7 +222,9 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.groups": """
             get_sequence_data_parallel_group get_sequence_data_parallel_rank get_sequence_data_parallel_world_size
             get_sequence_parallel_group get_sequence_parallel_rank get_sequence_parallel_world_size
-            initialize_sequence_parallel
+            initialize_sequence_parallel get_model_parallel_group=get_sequence_parallel_group
+            get_model_parallel_rank=get_sequence_parallel_rank
+            get_model_parallel_world_size=get_sequence_parallel_world_size
         """
     },
     "runtime.sequence_parallel.ulysses_sp": {

@@ -344,6 +344,8 @@ WORKS = [
     "set_z3_leaf_modules_by_suffix(m, ['0'], flag=False); assert get_z3_leaf_modules(m) == []",
     "deepspeed.zero.Init(enabled=False, mem_efficient_linear=True, zero_quantized_weights=False)",
     "from deepspeed.utils import groups; assert groups._get_sequence_parallel_world_size() == 1",
+    "from deepspeed.runtime.sequence_parallel import parallel_state_sp as state\n"
+    "assert state.get_model_parallel_rank() == 0 and state.get_model_parallel_world_size() == 1",
     "assert groups._get_sequence_parallel_rank() == 0 == groups._get_data_parallel_rank()",
     "from deepspeed.sequence.layer import DistributedAttention",
     "attention = DistributedAttention(lambda q, k, v, scale: scale * q, None, 2, 0)\n"
