@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -21,13 +21,25 @@ from launcher.parallel.sequence.exchange import num_exchanges
 from launcher.parallel.sequence.hugging_face import attach, check_model, hugging_face_models
 
 _HINT = 'leave it out and give "sequence_parallel_size" in the config'
+# Axis of the mesh -> what the getters of an mpu are called by: get_NAME_world_size(), get_NAME_group().
+_GETTERS = {"sequence": ("sequence_parallel",), "tensor": ("tensor_model_parallel", "model_parallel")}
+
+
+def _of_mpu(mpu: Any, axis: str) -> tuple[int, Callable[[], Any]] | None:
+    """Return the size of an axis that an mpu names, and what returns its group; None where it does not."""
+    for name in _GETTERS[axis]:
+        size, group = (getattr(mpu, f"get_{name}_{what}", None) for what in ("world_size", "group"))
+        if callable(size) and callable(group):
+            return int(size()), group
+    return None
 
 
 def sequence_size(mpu: Any, mesh_param: Any, world_size: int) -> int | None:
     """Return the ranks of one sequence that DeepSpeed's arguments of `initialize()` name; None without them.
 
-    mpu: an object with `get_sequence_parallel_world_size()` and `get_sequence_parallel_group()`. mesh_param: ranks with
-    different samples, and ranks of one sequence. Raises: EngineError for others.
+    mpu: an object with `get_sequence_parallel_world_size()` and `get_sequence_parallel_group()`, or the same of
+    `model_parallel`. mesh_param: ranks with different samples, and ranks of one sequence. Raises: EngineError for
+    others.
     """
     if mesh_param is not None:
         shape = tuple(mesh_param) if isinstance(mesh_param, Iterable) else ()
@@ -39,28 +51,35 @@ def sequence_size(mpu: Any, mesh_param: Any, world_size: int) -> int | None:
             )
     if mpu is None:
         return None if mesh_param is None else shape[1]
-    size, group = (getattr(mpu, f"get_sequence_parallel_{what}", None) for what in ("world_size", "group"))
-    if not callable(size) or not callable(group):
+    if not any(_of_mpu(mpu, axis) for axis in _GETTERS):
         raise EngineError(
-            "initialize(mpu=...) takes groups of sequence parallelism alone, by get_sequence_parallel_world_size() and"
-            " get_sequence_parallel_group()",
+            "initialize(mpu=...) takes groups of sequence or model parallelism, by get_sequence_parallel_world_size()"
+            " and get_sequence_parallel_group(), or the same of model_parallel",
             hint="leave it out: the sizes of all axes are keys of the config",
         )
-    return int(size())
+    found = _of_mpu(mpu, "sequence")
+    return None if found is None else found[0]
 
 
 def check_groups(mpu: Any, mesh: ParallelMesh) -> None:
     """Raise EngineError where the groups of `initialize(mpu=...)` are not those of the mesh."""
-    if mpu is None or mesh.sequence is None:
-        return
-    given = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
-    own = next(ranks for ranks in mesh.sizes.ranks_along("sequence") if mesh.world.rank in ranks)
-    if list(given) != own:
-        raise EngineError(
-            f"the ranks of one sequence are {given} in initialize(mpu=...), and {own} in the mesh"
-            f" {mesh.sizes.equation}",
-            hint=_HINT,
-        )
+    for axis, what in (("sequence", "one sequence"), ("tensor", "one layer's parts")):
+        found = _of_mpu(mpu, axis)
+        size = getattr(mesh.sizes, axis)
+        if found is None or size == found[0] == 1:
+            continue
+        if axis == "tensor" and found[0] != size:
+            raise EngineError(
+                f"model parallelism of {found[0]} ranks in initialize(mpu=...), and of {size} in the config",
+                hint='give "tensor_parallel": {"autotp_size": N}: the engine splits the layers itself',
+            )
+        given = dist.get_process_group_ranks(found[1]())
+        own = next(ranks for ranks in mesh.sizes.ranks_along(axis) if mesh.world.rank in ranks)
+        if list(given) != own:
+            raise EngineError(
+                f"the ranks of {what} are {given} in initialize(mpu=...), and {own} in the mesh {mesh.sizes.equation}",
+                hint="leave it out: the sizes of all axes are keys of the config",
+            )
 
 
 def check_sequence(model: nn.Module, mesh: ParallelMesh) -> list[str]:

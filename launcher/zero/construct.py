@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.base import env
@@ -32,12 +33,10 @@ _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and no
 _active: list[Init] = []
 # Arguments of DeepSpeed's signature: those that say how, and those that say what.
 _HARMLESS = frozenset({"mem_efficient_linear", "pin_memory"})
+_GROUPS = frozenset({"data_parallel_group", "mpu", "sequence_data_parallel_group"})  # accepted with all ranks
 _REFUSED = frozenset(
     {
-        "data_parallel_group",
-        "mpu",
         "param_swapper",
-        "sequence_data_parallel_group",
         "tensor_overrides",
         "zero_param_parallel_group",
         "zero_quantized_nontrainable_weights",
@@ -86,10 +85,10 @@ class Init:
         `fp16` sections say, and without them as the parameters are built. remote_device: "cpu", "nvme" or "none"
         instead of the config's `offload_param.device`.
 
-        other: further arguments of DeepSpeed's signature. Raises: EngineError for one that would change what is built,
-        or a disk that is too full; ConfigError for a config that cannot be read.
+        other: further arguments of DeepSpeed's signature; groups must be of all ranks. Raises: EngineError for one that
+        would change what is built, or a disk that is too full; ConfigError for a config that cannot be read.
         """
-        unknown = sorted(set(other) - _HARMLESS - _REFUSED)
+        unknown = sorted(set(other) - _HARMLESS - _GROUPS - _REFUSED)
         refused = sorted(name for name in _REFUSED if other.get(name) is not None and other[name] is not False)
         if unknown:
             raise EngineError(f"zero.Init has no argument {unknown[0]}", hint=did_you_mean(unknown[0], _HARMLESS))
@@ -101,6 +100,8 @@ class Init:
         self._enabled = enabled
         if enabled:
             init_distributed()
+            for name in _GROUPS & set(other):
+                _check_all_ranks(name, other[name])
         self._group = all_ranks()
         contradiction = contradiction_of_lone_rank(self._group.world_size, os.environ) if enabled else None
         if contradiction is not None:
@@ -168,6 +169,20 @@ class Init:
                     else self._placements.of_shard(param.numel() // self._group.world_size)
                 )
                 shard_parameter(param, self._group, self._dtype, placement)
+
+
+def _check_all_ranks(name: str, given: Any) -> None:
+    """Raise EngineError for a group, or the data group of an mpu, that has not all ranks: shards are over all."""
+    if name == "mpu" and given is not None:
+        if not callable(getattr(given, "get_data_parallel_group", None)):
+            raise EngineError(
+                "zero.Init(mpu=...) is not supported without get_data_parallel_group()", hint="it shards over all ranks"
+            )
+        given = given.get_data_parallel_group()
+    if given is not None and dist.is_initialized() and dist.get_world_size(given) != dist.get_world_size():
+        raise EngineError(
+            f"zero.Init({name}=...) is not supported with a part of the ranks", hint="it shards over all ranks"
+        )
 
 
 def shard_parameter(

@@ -143,6 +143,41 @@ def _refused(rank: int, world_size: int, more: dict[str, Any]) -> str:
     return ""
 
 
+class Mpu:
+    """Groups of model parallelism as Megatron has them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_model_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size() // self.size
+
+
+def _with_mpu(rank: int, world_size: int) -> tuple[list[float], str]:
+    def start(tensor: int) -> Any:
+        config = decoder.config(1, 1, tensor_parallel={"autotp_size": tensor})
+        return launcher.initialize(model=make_decoder(), config=config, mpu=Mpu(2))[0]
+
+    engine = start(2)
+    losses = train(engine, 2)[0]
+    engine.destroy()
+    with pytest.raises(EngineError) as error:
+        start(1)
+    return losses, str(error.value)
+
+
+def test_groups_of_model_parallelism_must_be_those_of_the_config() -> None:
+    for losses, error in run_on_ranks(2, _with_mpu):
+        assert losses == pytest.approx(expected(2)[0], rel=1e-5)
+        assert "model parallelism of 2 ranks in initialize(mpu=...), and of 1 in the config" in error
+
+
 def _mixed(rank: int, world_size: int) -> str:
     engine = make_engine(2, 1, world_size)
     try:

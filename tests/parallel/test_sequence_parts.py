@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     for said in run_on_ranks(2, _tried):
         assert "got parts of different sizes" in said["uneven"]
         assert "no attention of the model exchanged heads" in said["no exchange"]
-        assert "takes groups of sequence parallelism alone" in said["another mpu"]
+        assert "takes groups of sequence or model parallelism" in said["another mpu"]
         assert "mesh_param=(2, 2)" in said["another mesh"]
         assert "1 (data) × 3 (sequence) = 3 does not divide the 2 ranks" in said["three ranks"]
         assert said["pipeline"]

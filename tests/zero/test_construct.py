@@ -170,6 +170,26 @@ def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> 
         Init(**arguments)
 
 
+def _groups(rank: int, world_size: int) -> list[str]:
+    everybody, alone = dist.new_group(), [dist.new_group([each]) for each in range(world_size)][rank]
+    mpu: Any = type("Mpu", (), {"get_data_parallel_group": lambda _: everybody})()
+    for given in ({"data_parallel_group": dist.group.WORLD}, {"data_parallel_group": everybody}, {"mpu": mpu}):
+        with Init(**given):
+            layer = nn.Linear(4, 4)
+        assert layer.weight.numel() == 0
+    said = []
+    for given in ({"data_parallel_group": alone}, {"sequence_data_parallel_group": alone}):
+        with pytest.raises(EngineError) as error:
+            Init(**given)
+        said.append(str(error.value))
+    return said
+
+
+def test_groups_of_all_ranks_are_accepted() -> None:
+    for said in run_on_ranks(2, _groups):
+        assert all("is not supported with a part of the ranks" in error for error in said)
+
+
 @pytest.mark.parametrize("asked", [{"offload_param": {"device": "cpu"}}, {"cpu_offload_param": True}])
 def test_init_reads_a_config_as_the_engine_does(asked: dict[str, Any]) -> None:
     placements = shard_placements(load_config({"zero_optimization": {"stage": 3, **asked}}).config, None)
