@@ -114,7 +114,8 @@ def initialize(
     optimizer: a torch optimizer, or a function from parameters to one; else the config names it. Without any the
     engine is for inference: its parameters are sharded at stage 3, and `backward` is refused.
     mpu: process groups of sequence parallelism, such as `register_with_transformers` of DeepSpeed returns; their size
-    is `sequence_parallel_size` where the config has none. mesh_param: (data size, sequence size), the same.
+    is `sequence_parallel_size` where the config has none. Those of model parallelism must be the config's. mesh_param:
+    (data size, sequence size), the same.
     lr_scheduler: an object with `step()`, or a function from the optimizer to one; else the config names it.
     The model's parameters move to this rank's device and the configured precision, rank 0's values go to all
     ranks, and their storage becomes part of flat buffers; the parameter objects stay the same. An engine that the model
@@ -125,7 +126,8 @@ def initialize(
     """
     if model is None:
         raise EngineAssertionError("initialize() needs a model", hint="initialize(model=model, config=...)")
-    if not isinstance(model, StagedModel):  # its layers have no values yet
+    is_list_of_layers = isinstance(model, StagedModel)
+    if not is_list_of_layers:  # whose layers have no values yet
         check_model(model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = _world_for(model)
@@ -167,7 +169,8 @@ def initialize(
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
     sequence = attach_sequence(model, built, mesh, mpu)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
-    loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, mesh)
+    order = {"shuffle": not is_list_of_layers}  # as DeepSpeed reads the data of a pipeline
+    loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, mesh, **order)
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting, sequence)
     if built.optimizer is not None:
         built.optimizer.settings, built.optimizer.is_of_pipeline = settings, staged is not None
@@ -216,6 +219,8 @@ def _loader(
     settings: Config,
     batch: BatchPlan,
     mesh: ParallelMesh,
+    *,
+    shuffle: bool,
 ) -> DistributedLoader:
     return build_loader(
         data,
@@ -224,6 +229,7 @@ def _loader(
         world_size=mesh.sizes.data,
         collate_fn=collate_fn,
         drop_last=settings.dataloader_drop_last,
+        shuffle=shuffle,
         pin_memory=mesh.world.device.type != "cpu",
     )
 

@@ -28,6 +28,7 @@ class LoaderOptions:
     drop_last: bool = False
     num_workers: int = 0
     pin_memory: bool = False
+    shuffle: bool = True
     seed: int = 0  # of the shuffle, the same on every rank
 
 
@@ -45,6 +46,7 @@ class ShuffledOrder:
     rank: int
     world_size: int
     drop_last: bool
+    shuffle: bool = True  # False: the dataset's own order in every epoch
 
     def num_left(self, position: int) -> int:
         """Return how many samples each rank gets when all together had `position` samples of an epoch."""
@@ -55,7 +57,10 @@ class ShuffledOrder:
         """Return this rank's samples of one epoch from `position` on."""
         if position >= self.num_samples:
             return []
-        order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(shuffle_seed))
+        if self.shuffle:
+            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(shuffle_seed))
+        else:
+            order = torch.arange(self.num_samples)
         stop = position + self.num_left(position) * self.world_size
         if stop > self.num_samples:
             order = order.repeat(math.ceil(stop / self.num_samples))
@@ -88,7 +93,7 @@ class _Pass:
 
 
 class DistributedLoader:
-    """Iterates over one rank's micro-batches; every pass shuffles anew, alike on all ranks.
+    """Iterates over one rank's micro-batches; every pass shuffles anew, alike on all ranks, unless told not to.
 
     A dataset with a length is split as `ShuffledOrder` says. An `IterableDataset` is passed through and must split
     itself by rank; where it has `set_epoch`, that is called before each pass.
@@ -112,7 +117,7 @@ class DistributedLoader:
             num_samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no __len__
             if num_samples == 0:
                 raise EngineError("training_data is empty", hint="give a dataset with at least one sample")
-            self._order = ShuffledOrder(num_samples, rank, world_size, options.drop_last)
+            self._order = ShuffledOrder(num_samples, rank, world_size, options.drop_last, options.shuffle)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of the next pass; without a call each pass takes the next one.
@@ -271,9 +276,10 @@ def build_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     drop_last: bool = False,
     num_workers: int = 0,
+    shuffle: bool = True,
     seed: int = 0,
     pin_memory: bool = False,
 ) -> DistributedLoader:
     """Build the loader `initialize(training_data=...)` returns: micro-batches of `batch_size` samples."""
-    options = LoaderOptions(batch_size, collate_fn, drop_last, num_workers, pin_memory, seed)
+    options = LoaderOptions(batch_size, collate_fn, drop_last, num_workers, pin_memory, shuffle, seed)
     return DistributedLoader(dataset, rank, world_size, options)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from launcher.base import env
 from launcher.base.errors import EngineAssertionError, EngineError, EngineKeyError
@@ -20,6 +20,8 @@ from launcher.config.policies import DType
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.sharded import ShardedModel
+from launcher.engine.watch import Watch
+from launcher.monitor.curves import Curves
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.zero.stages import TORCH_DTYPES
 
@@ -89,6 +91,7 @@ class DeepSpeedNames:
     _parts: EngineParts
     _sharded: ShardedModel
     _timer: ThroughputTimer
+    _watch: Watch
     _wait_for_parameters: Callable[[], None]
     _whole_state: Callable[..., dict[str, Any]]
 
@@ -157,6 +160,11 @@ class DeepSpeedNames:
     def tput_timer(self) -> ThroughputTimer:
         """What measures the samples per second of training."""
         return self._timer
+
+    @property
+    def monitor(self) -> Curves:
+        """Where the curves go, also those of a script: `engine.monitor.write_events([(name, value, samples)])`."""
+        return self._watch.curves
 
     # ---- groups ----
 
@@ -264,21 +272,27 @@ class DeepSpeedNames:
         self,
         dataset: Dataset[Any],
         batch_size: int | None = None,
-        *,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int = 0,
-    ) -> DistributedLoader:
-        """Return a loader of this rank's micro-batches. batch_size: by default that of the config."""
-        return build_loader(
-            dataset,
-            batch_size=batch_size or self._batch.micro_batch_size,
-            rank=self.get_data_parallel_rank(),
-            world_size=self.dp_world_size,
-            collate_fn=collate_fn,
-            drop_last=self._parts.settings.dataloader_drop_last,
-            num_workers=num_local_io_workers,
-            pin_memory=self._parts.group.device.type != "cpu",
-        )
+        num_local_io_workers: int | None = None,
+    ) -> DistributedLoader | DataLoader[Any]:
+        """Return a loader of this rank's micro-batches. batch_size: by default that of the config.
+
+        route: "train"; "eval" and "predict" keep the dataset's order. data_sampler: its order and this rank's share.
+        """
+        options: dict[str, Any] = {
+            "batch_size": batch_size or self._batch.micro_batch_size,
+            "collate_fn": collate_fn,
+            "drop_last": self._parts.settings.dataloader_drop_last,
+            "num_workers": num_local_io_workers or 0,
+            "pin_memory": pin_memory and self._parts.group.device.type != "cpu",
+        }
+        if data_sampler is not None:
+            return DataLoader(dataset, sampler=data_sampler, **options)
+        options.update(rank=self.get_data_parallel_rank(), world_size=self.dp_world_size)
+        return build_loader(dataset, **options, shuffle=route == "train")
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
         """Return `state_dict(**kwargs)`, without frozen parameters where they are to be excluded. Collective."""

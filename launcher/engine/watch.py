@@ -46,7 +46,7 @@ class Watch:
         self._device = group.device
         self._window = int(settings.steps_per_print or DEFAULT_WINDOW)
         self._num_done = 0  # optimizer steps
-        self._curves = open_curves(settings, group.rank)
+        self.curves = open_curves(settings, group.rank)
         reports = group.rank == 0
         self._timer = PhaseTimer(group.device) if reports and settings.wall_clock_breakdown else None
         self._releases: list[weakref.finalize[..., Watch]] = []  # what ends with this engine, also where it is dropped
@@ -88,7 +88,7 @@ class Watch:
         self._num_done += 1
         is_due = self._num_done % self._window == 0
         values: dict[str, float] = {}
-        if self._curves:
+        if self.curves:
             if facts.losses:
                 values["train_loss"] = torch.stack([loss.float() for loss in facts.losses]).mean().item()
             values["lr"] = facts.lr
@@ -96,8 +96,8 @@ class Watch:
                 values["loss_scale"] = facts.loss_scale
         if self._timer is not None and is_due:
             values |= self._report_times(facts.step, self._timer)
-        if self._curves:
-            self._curves.write(values, facts.num_samples)
+        if self.curves:
+            self.curves.write(values, facts.num_samples)
         if self._memory:
             self._report_memory(facts.step, self._memory)
             self._memory.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from launcher.base.log import get_logger
 from launcher.config.schema import Config
@@ -36,6 +37,17 @@ class Curves:
 
     def __bool__(self) -> bool:
         return bool(self._writers)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether points go anywhere: on rank 0, where the config has a place for them."""
+        return bool(self)
+
+    def write_events(self, event_list: Sequence[tuple[str, Any, int]]) -> None:
+        """Add a script's points: the curve's name, the value, and the number of samples or steps."""
+        self.write_points([Event(name, float(value), int(position)) for name, value, position in event_list])
+        for writer in self._writers:
+            writer.flush()
 
     def write(self, values: dict[str, float], num_samples: int) -> None:
         """Add a point to each of the named curves."""

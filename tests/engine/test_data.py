@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
 
+import launcher
 from launcher.base.errors import EngineError
 from launcher.engine.data import DistributedLoader, build_loader
 
@@ -24,6 +25,14 @@ class Numbers(Dataset[Tensor]):
         return torch.tensor(index)
 
 
+class Backwards(Sampler[int]):
+    def __init__(self, data: Numbers) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.data) - 1, -1, -1))
+
+
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(6))
@@ -36,7 +45,7 @@ def loaders(count: int, world_size: int, *, drop_last: bool = False) -> list[Dis
     ]
 
 
-def seen(loader: DistributedLoader) -> list[int]:
+def seen(loader: Iterable[Tensor]) -> list[int]:
     return torch.cat(list(loader)).tolist()
 
 
@@ -63,6 +72,32 @@ def test_each_pass_is_shuffled_anew_and_can_be_repeated() -> None:
     assert first != second
     loader.set_epoch(0)
     assert seen(loader) == first
+
+
+def test_without_shuffle_each_pass_has_the_order_of_the_dataset() -> None:
+    parts = [build_loader(Numbers(7), batch_size=2, rank=rank, world_size=2, shuffle=False) for rank in range(2)]
+    for _ in range(2):
+        assert [seen(part) for part in parts] == [[0, 2, 4, 6], [1, 3, 5, 0]]
+
+
+def test_a_list_of_layers_reads_its_data_in_order() -> None:
+    model = launcher.PipelineModule([nn.Identity(), nn.Linear(1, 1)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    data = TensorDataset(torch.arange(6.0)[:, None], torch.zeros(6, 1))
+    loader = launcher.initialize(model=model, config=config, training_data=data)[2]
+    assert loader is not None
+    assert [x.flatten().tolist() for x, _ in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_loader_for_evaluation_is_in_order_and_one_with_a_sampler_follows_it() -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = launcher.initialize(model=nn.Linear(1, 1), config=config)[0]
+    data = Numbers(5)
+    for route in ("eval", "predict"):
+        assert seen(engine.deepspeed_io(data, route=route, pin_memory=False)) == [0, 1, 2, 3, 4]
+    assert sorted(seen(engine.deepspeed_io(data))) == [0, 1, 2, 3, 4] != seen(engine.deepspeed_io(data))
+    backwards = engine.deepspeed_io(data, batch_size=3, data_sampler=Backwards(data), collate_fn=torch.stack)
+    assert [batch.tolist() for batch in backwards] == [[4, 3, 2], [1, 0]]
 
 
 def test_an_iterable_dataset_passes_through() -> None:

@@ -62,6 +62,16 @@ def test_csv_files_have_deepspeeds_names(tmp_path: Path) -> None:
     assert all(0 < float(value) < 10_000 for _, value in times[1:])
 
 
+def test_a_script_adds_points_by_the_engine(tmp_path: Path) -> None:
+    settings = config(csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    engine, *_ = launcher.initialize(model=nn.Linear(3, 1), config=settings)
+    assert engine.monitor.enabled
+    engine.monitor.write_events([("Test/accuracy", torch.tensor(0.5), 8), ("Test/accuracy", 0.75, 16)])
+    (path,) = (tmp_path / "job").glob("*accuracy*.csv")
+    assert rows(path)[1:] == [["8", "0.5"], ["16", "0.75"]]
+    assert not launcher.initialize(model=nn.Linear(3, 1), config=config())[0].monitor.enabled
+
+
 def test_a_restarted_run_goes_on_in_its_table(tmp_path: Path) -> None:
     for start in (0, 10):
         writer = CsvWriter(tmp_path)
