@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from launcher.config.schema import Config
+from launcher.config.schema_training import FLOAT16
 
 
 class DType(Enum):
@@ -293,5 +294,5 @@ def _precision(config: Config) -> Precision:
 def autocast_dtype(config: Config) -> DType | None:
     """Return the type that torch.autocast computes in, for `torch_autocast` or `amp`; None where neither is on."""
     if config.torch_autocast.enabled:
-        return DType.FP16 if config.torch_autocast.dtype in ("fp16", "float16") else DType.BF16
+        return DType.FP16 if config.torch_autocast.dtype in FLOAT16 else DType.BF16
     return DType.FP16 if config.amp.enabled and config.amp.opt_level != "O0" else None

@@ -6,6 +6,7 @@ from launcher.config.fields import AUTO
 from launcher.config.positions import Path
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import ONE_BIT_OPTIMIZERS
+from launcher.config.schema_training import FLOAT16
 
 Problem = tuple[Path, str, str]  # the key, what is wrong, what to do
 
@@ -18,6 +19,8 @@ def precision_problems(config: Config) -> list[Problem]:
 def _one_precision(config: Config) -> list[Problem]:
     names = ("fp16", "bf16", "torch_autocast", "amp")
     first, *others = [name for name in names if getattr(config, name).enabled is True] or [""]
+    if first == "bf16" and others == ["torch_autocast"] and config.torch_autocast.dtype not in FLOAT16:
+        others = []  # autocast computes norms and losses of a bf16 model in fp32
     problems: list[Problem] = [
         ((other, "enabled"), f"{first} and {other} are both enabled", "enable one of them") for other in others
     ]

@@ -49,13 +49,18 @@ class Bf16(Section):
     bf16_optimizer_states: Flag = key(False, "keep optimizer states in bf16, as the master weights then are")
 
 
+# Names of the types that torch.autocast casts to.
+_BFLOAT16 = ("bfloat16", "bf16", "torch.bfloat16")
+FLOAT16 = ("float16", "fp16", "half", "torch.float16")
+
+
 class TorchAutocast(Section):
-    """`torch_autocast`: torch's own mixed precision over an fp32 model."""
+    """`torch_autocast`: torch's own mixed precision over an fp32 model, or one in bf16."""
 
     switch = ("enabled", False)
 
     enabled: Flag = key(False, "run the forward under torch.autocast; float16 with a dynamic loss scale")
-    dtype: Annotated[str | None, choice("bfloat16", "float16", "bf16", "fp16", null=True)] = key(
+    dtype: Annotated[str | None, choice(*_BFLOAT16, *FLOAT16, null=True)] = key(
         None, "what it casts to; null: bfloat16"
     )
     lower_precision_safe_modules: OptTextList = key(

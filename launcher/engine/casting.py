@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -182,7 +183,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 def keep_autocast_to(model: nn.Module, class_paths: Sequence[str], device_type: str) -> None:
     """Have autocast act in modules of the named classes only: other modules with parameters compute in fp32.
 
-    class_paths: such as "torch.nn.Linear", or class names. Raises: EngineError for a class that no module has.
+    class_paths: such as "torch.nn.Linear", or class names. Raises: EngineError for one that neither a module has nor
+    can be imported.
     """
     found = dict.fromkeys(class_paths, False)
     for module in model.modules():
@@ -191,12 +193,21 @@ def keep_autocast_to(model: nn.Module, class_paths: Sequence[str], device_type: 
             found[path] = True
         if not names and any(True for _ in module.parameters(recurse=False)):
             _compute_in_fp32(module, device_type)
-    missing = [path for path, is_there in found.items() if not is_there]
+    missing = [path for path, is_there in found.items() if not is_there and not _is_class(path)]
     if missing:
         raise EngineError(
-            f"torch_autocast.lower_precision_safe_modules: the model has no module of class {missing[0]}",
+            f"torch_autocast.lower_precision_safe_modules: there is no class {missing[0]}, in the model or elsewhere",
             hint='give class paths of its modules, such as "torch.nn.Linear"',
         )
+
+
+def _is_class(path: str) -> bool:
+    """Whether a class can be imported by its path."""
+    module, _, name = path.rpartition(".")
+    try:
+        return isinstance(getattr(importlib.import_module(module), name, None), type)
+    except (ImportError, ValueError):
+        return False
 
 
 def _paths(kind: type[nn.Module]) -> set[str]:

@@ -63,7 +63,8 @@ class FlatUnit:
         dtype = getattr(torch, layout.slots[0].param.dtype)  # of all of them
         is_sharded_before = all(unit_params_of(param) is not None for param in members.params)
         # What a sharded unit is gathered in under torch.autocast; None: in its own type.
-        self.gathered_dtype = gathered = policy.precision.autocast_dtype if is_sharded and members.is_cast else None
+        cast_to = policy.precision.autocast_dtype if is_sharded and members.is_cast else None
+        self.gathered_dtype = gathered = None if cast_to == dtype else cast_to
         spec = ShardSpec(dtype, owned, is_sharded, shard_placement, self.label, is_sharded_before, gathered)
         self.params = UnitParameters(members.params, layout, mesh, spec)
         self.params.register()

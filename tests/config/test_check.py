@@ -253,6 +253,15 @@ def test_fp16_together_with_bf16_is_named() -> None:
     assert any("fp16 and bf16 are both enabled" in line for line in found)
 
 
+def test_autocast_may_be_that_of_a_bf16_model() -> None:
+    def both(precision: str, dtype: str) -> str:
+        return json.dumps({precision: {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": dtype}})
+
+    load_config({"train_micro_batch_size_per_gpu": 1, **json.loads(both("bf16", "torch.bfloat16"))})
+    for precision, dtype in (("bf16", "half"), ("fp16", "torch.float16")):
+        assert any("are both enabled" in line for line in findings(both(precision, dtype)))
+
+
 @pytest.mark.parametrize(
     ("sizes", "world_size", "expected"),
     [

@@ -393,6 +393,21 @@ def _autocast(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
     return train(start(world_size, stage, torch_autocast={"enabled": True}), rank, world_size, SMALL)
 
 
+def _autocast_of_bf16(rank: int, world_size: int, stage: int) -> tuple[torch.dtype, dict[str, Tensor]]:
+    sections = {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}
+    engine = start(world_size, stage, **sections)
+    with torch.no_grad():
+        loss = engine(*batches(1)[0])
+    return loss.dtype, train(engine, rank, world_size, SMALL)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_autocast_of_a_bf16_model_has_losses_in_fp32(stage: int) -> None:
+    for dtype, weights in run_on_ranks(2, _autocast_of_bf16, stage):
+        assert dtype == torch.float32
+        assert weight_distance(weights, plain_autocast(torch.bfloat16)) <= 0.05
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_autocast_over_ranks(stage: int) -> None:
     for weights in run_on_ranks(2, _autocast, stage):
@@ -413,8 +428,11 @@ def test_modules_outside_of_the_list_compute_in_fp32() -> None:
     engine.backward(engine(torch.ones(4, 1, WIDTH)).float().mean())
     engine.step()
     assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
-    config["torch_autocast"]["lower_precision_safe_modules"] = ["torch.nn.LSTM"]  # type: ignore[index]
-    with pytest.raises(EngineError, match=r"no module of class torch\.nn\.LSTM"):
+    section: Any = config["torch_autocast"]
+    section["lower_precision_safe_modules"] = ["torch.nn.Linear", "torch.nn.LSTM"]
+    assert launcher.initialize(model=model, config=config)[0].module is model, "a class that no module has"
+    section["lower_precision_safe_modules"] = ["torch.nn.Lstm"]
+    with pytest.raises(EngineError, match=r"no class torch\.nn\.Lstm"):
         launcher.initialize(model=model, config=config)
 
 
