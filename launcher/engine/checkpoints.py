@@ -251,8 +251,8 @@ class Checkpoints:
 
     # ---- load ----
 
-    def load(self, root: Place, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
-        """Load; returns the checkpoint's folder and the client state, or None and nothing where there is no `latest`.
+    def load(self, root: Place, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
+        """Load; returns the checkpoint's folder and the client state, or None twice where there is no `latest`.
 
         Raises: CheckpointError, on every rank.
         """
@@ -260,7 +260,7 @@ class Checkpoints:
         exchange = Exchange(self._parts.mesh.world, "load_checkpoint")
         tag = self._agreed_tag(exchange, root, tag)
         if tag is None:
-            return None, {}
+            return None, None
         source = self._opened(exchange, root / tag)
         try:
             self._load_from(source, exchange, options)

@@ -33,7 +33,7 @@ class LoadingEngine(Protocol):
     global_steps: int
     client_state: dict[str, Any]
 
-    def load_checkpoint(self, load_dir: str, tag: str) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(self, load_dir: str, tag: str) -> tuple[str | None, dict[str, Any] | None]:
         """See `Engine.load_checkpoint`."""
         ...
 
@@ -130,10 +130,10 @@ def resume_from(engine: LoadingEngine, folder: str | None, group: RankGroup) -> 
             if not is_damaged:  # it does not fit this run: nor will an older one
                 raise
             continue
-        engine.client_state = client_state
+        engine.client_state = client_state or {}
         if group.rank == 0:
             get_logger().info("continuing from %s, behind step %d", path, engine.global_steps)
-        return Resumed(str(path), client_state)
+        return Resumed(str(path), engine.client_state)
 
 
 def _absolute(folder: str) -> str:

@@ -104,13 +104,13 @@ class SavesCheckpoints(WeightExport):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """Continue from a checkpoint, of any number of ranks, stage and offload. Every rank must call it.
 
-        tag: by default what `latest` names. Returns the checkpoint's folder and the client state; (None, {}) where
-        there is no `latest`. custom_load_fn: called as `custom_load_fn(src=weights by name, dst=model)` in place of
-        loading the parameters. Raises: CheckpointError on every rank, with the file that is damaged or what does not
-        fit.
+        tag: by default what `latest` names. Returns the checkpoint's folder and the client state; (None, None)
+        where there is no `latest`. custom_load_fn: called as `custom_load_fn(src=weights by name, dst=model)` in place
+        of loading the parameters. Raises: CheckpointError on every rank, with the file that is damaged or what does
+        not fit.
         """
         return self._checkpoints.load(
             place_of(load_dir),

@@ -152,7 +152,7 @@ def _load_elsewhere(rank: int, world_size: int, folder: str) -> list[Any]:
 
 def test_what_is_not_there_or_cannot_be_read(tmp_path: Path) -> None:
     for nothing, missing, differing, unreadable in run_on_ranks(2, _load_elsewhere, str(tmp_path)):
-        assert nothing == (None, {})
+        assert nothing == (None, None)
         assert str(tmp_path / "nowhere" / "tag") in missing
         assert "ranks load different tags: tag0, tag1" in differing
         assert "rank 1: " in unreadable

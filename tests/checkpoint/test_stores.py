@@ -55,7 +55,7 @@ def saved_and_loaded(rank: int, world_size: int, url: str) -> None:
     """Save, save the same tag again, load; what is trained from there on has the same losses."""
     engine = make_engine(world_size, 3)
     train(engine, 2)
-    assert engine.load_checkpoint(url) == (None, {})
+    assert engine.load_checkpoint(url) == (None, None)
     engine.save_checkpoint(url, tag="same", client_state={"is": "first"})
     train(engine, 1)
     engine.save_checkpoint(url, tag="same", client_state={"is": "second"})

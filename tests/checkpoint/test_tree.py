@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import enum
 import json
+import logging
 import math
 import pathlib
 import random
@@ -16,6 +17,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
@@ -55,6 +57,8 @@ def is_same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(any(is_same(item, twin) for twin in other) for item in one)
     if isinstance(one, Mapping):
         return is_same(list(one.items()), list(other.items()))
+    if isinstance(one, argparse.Namespace | SimpleNamespace):
+        return is_same(vars(one), vars(other))
     if isinstance(one, datetime.datetime):
         return (one, one.fold, one.tzname()) == (other, other.fold, other.tzname())
     return bool(one == other)
@@ -125,6 +129,15 @@ HASHABLE = st.one_of(
     st.datetimes(timezones=ZONES),
     st.sampled_from([numpy.float64(0.1), numpy.int8(3), numpy.bool_(True), numpy.str_("a\0"), numpy.bytes_(b"")]),
 )
+NAMESPACES = st.sampled_from([argparse.Namespace, SimpleNamespace])
+
+
+def with_fields(kind: type[Any], fields: dict[str, Any]) -> Any:
+    value = kind()
+    vars(value).update(fields)
+    return value
+
+
 KEYS = st.recursive(
     HASHABLE, lambda inner: st.one_of(st.tuples(inner, inner), st.frozensets(inner, max_size=2)), max_leaves=3
 )
@@ -137,6 +150,7 @@ VALUES = st.recursive(
         st.dictionaries(KEYS, inner, max_size=3),
         st.dictionaries(KEYS, inner, max_size=3).map(collections.OrderedDict),
         st.dictionaries(KEYS, st.integers(), max_size=3).map(collections.Counter),
+        st.builds(with_fields, NAMESPACES, st.dictionaries(st.text(max_size=3), inner, max_size=3)),
         st.sets(KEYS, max_size=3),
     ),
     max_leaves=12,
@@ -226,7 +240,8 @@ class Words(list[str]):
 @pytest.mark.parametrize(
     ("value", "message", "hint"),
     [
-        (argparse.Namespace(lr=1), r"an argparse\.Namespace cannot be saved", r"vars\(value\)"),
+        (Words, "type cannot be saved", "no code"),
+        (logging.Logger("x"), r"a logging\.Logger cannot be saved", r"vars\(value\)"),
         (Colour.RED, "Colour cannot be saved", r"\.value"),
         (Settings(), "Settings cannot be saved", "asdict"),
         (Point(1), "Point cannot be saved", "_asdict"),

@@ -7,6 +7,7 @@ no code, and allocates no more than the JSON and the tensors it was given take.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import collections
 import ctypes
@@ -17,6 +18,7 @@ import re
 import reprlib
 import struct
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -270,6 +272,10 @@ _CONTAINERS: dict[type, Callable[[_Encoder, Any, _Path, int], Any]] = {
     frozenset: lambda encoder, value, *place: _marked("frozenset", encoder.elements(value, *place)),
     collections.OrderedDict: lambda encoder, value, *place: _marked("OrderedDict", encoder.pairs(value, *place)),
     collections.Counter: lambda encoder, value, *place: _marked("Counter", encoder.pairs(value, *place)),
+    argparse.Namespace: lambda encoder, value, *place: _marked("Namespace", encoder.pairs(vars(value), *place)),
+    types.SimpleNamespace: lambda encoder, value, *place: _marked(
+        "SimpleNamespace", encoder.pairs(vars(value), *place)
+    ),
 }
 
 
@@ -440,6 +446,11 @@ def _datetime_of(payload: Any) -> datetime.datetime:
     return datetime.datetime(year, month, date, hour, minute, second, microsecond, zone, fold=_typed(fold, int))
 
 
+def _with_fields(value: Any, fields: dict[Any, Any]) -> Any:
+    vars(value).update({_typed(name, str): field for name, field in fields.items()})
+    return value
+
+
 def _path_of(decoder: _Decoder, payload: Any) -> pathlib.PurePath:
     kind, text = _listed(payload)
     return _PATHS[_typed(kind, str)](decoder.text(text))
@@ -469,4 +480,6 @@ _MAPPINGS: dict[str, Callable[[dict[Any, Any]], Any]] = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
     "Counter": collections.Counter,
+    "Namespace": lambda fields: _with_fields(argparse.Namespace(), fields),
+    "SimpleNamespace": lambda fields: _with_fields(types.SimpleNamespace(), fields),
 }
