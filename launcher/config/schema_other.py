@@ -67,7 +67,9 @@ class Checkpoint(Section):
     keep_last: OptInt = key(None, "newest checkpoints of folder to keep; null: all")
     keep_every: OptInt = key(None, "keep those of steps that are multiples of this, too")
     asynchronous: Flag = key(False, "training waits for a copy in host memory only", alias=("async",))
-    tag_validation: Annotated[str, choice("Ignore", "Warn", "Fail")] = key("Warn", "check that tags agree")
+    tag_validation: Annotated[str, choice("Ignore", "Warn", "Fail")] = key(
+        "Warn", "check that tags, and folders, agree"
+    )
     format: Annotated[str, choice("launch", "deepspeed")] = key("launch", "deepspeed: its files too, beside ours")
     load_universal: Flag = key(False, "read the universal form", inert("every checkpoint loads at any world size"))
     use_node_local_storage: Flag = key(False, "every node writes to its own disk")

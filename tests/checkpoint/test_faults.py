@@ -269,6 +269,27 @@ def test_differing_tags_are_treated_as_the_config_says(tmp_path: Path, validatio
     assert (text in results[0][2]) == (validation == "Warn")
 
 
+def _different_folders(rank: int, world_size: int, folder: str, validation: str) -> list[Any]:
+    engine = make_engine(world_size, 1, checkpoint={"tag_validation": validation})
+    train(engine, 1)
+    with logged() as log:
+        said = _save_and_say(engine, f"{folder}/at_{rank}", "tag")
+    found = [] if said else [loads(engine, Path(folder, "at_0"), full_state(engine))]
+    engine.destroy()
+    return [said, found, " ".join(log)]
+
+
+@pytest.mark.parametrize("validation", ["Ignore", "Warn", "Fail"])
+def test_differing_folders_are_treated_like_tags(tmp_path: Path, validation: str) -> None:
+    """A script that names its folder by the time, on each rank, has one checkpoint all the same."""
+    results = run_on_ranks(2, _different_folders, str(tmp_path), validation)
+    for said, found, _ in results:
+        assert ("ranks save to different folders: " in said) == (validation == "Fail")
+        assert found == ([] if validation == "Fail" else [[]])
+    assert ("the folder of rank 0 is used" in results[0][2]) == (validation == "Warn")
+    assert not (tmp_path / "at_1").exists()
+
+
 class Unknown:
     pass
 

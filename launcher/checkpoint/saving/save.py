@@ -43,7 +43,7 @@ from launcher.checkpoint_files.folder import (
     write_file,
 )
 from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest, read_manifest
-from launcher.checkpoint_files.place import Place
+from launcher.checkpoint_files.place import Place, place_of
 
 SCRIPT = Path(__file__).parents[1] / "zero_to_fp32.py"
 # Ranks wait so long for each other to have written: longer than any disk takes for what one rank holds.
@@ -136,6 +136,8 @@ class Save:
             self._exchange.finish()
             kind = CheckpointAssertionError if plan["tags_differ"] else CheckpointError
             raise kind(plan["error"], where=str(request.root))
+        if not request.is_node_local and str(request.root.absolute()) != plan["root"]:
+            self._request = request = replace(request, root=place_of(plan["root"]))
         self._save_id = plan["save_id"]
         self._draft = draft_of(request.root, plan["tag"], self._save_id, is_new=plan["is_new"])
         if request.is_node_local:
@@ -146,6 +148,7 @@ class Save:
         plan: dict[str, Any] = {
             "save_id": save_id,
             "tag": request.tag,
+            "root": str(request.root.absolute()),
             "is_new": True,
             "error": None,
             "tags_differ": False,
@@ -155,10 +158,10 @@ class Save:
             if len(set(values)) == 1 or (what == "folders" and request.is_node_local):
                 continue
             text = f"ranks save to different {what}: {_listed(values)}"
-            if what != "tags" or request.tag_validation == "Fail":
+            if what == "steps" or request.tag_validation == "Fail":
                 return {**plan, "error": text, "tags_differ": what == "tags"}
             if request.tag_validation == "Warn":
-                get_logger().warning("%s; the tag of rank 0 is used", text)
+                get_logger().warning("%s; the %s of rank 0 is used", text, what[:-1])
         if request.has_deepspeed and not isinstance(request.root, Path):
             return {**plan, "error": "checkpoint.format deepspeed and a folder in a store exclude each other"}
         try:
