@@ -149,7 +149,10 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         return int(self._parts.settings.zero_optimization.stage)
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the last step's gradient norm before clipping; None before the first. On a GPU it waits for it."""
+        """Return the last step's gradient norm before clipping: inf for a skipped step, None before the first.
+
+        On a GPU it waits for it.
+        """
         return self._last_step.norm
 
     @property

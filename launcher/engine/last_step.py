@@ -56,9 +56,11 @@ class LastStep:
 
     @property
     def norm(self) -> float | None:
-        """The gradient norm of the last step before clipping; None before the first."""
+        """The gradient norm of the last step before clipping; inf where it was skipped; None before the first."""
         self.wait_for_outcome()
-        return None if self._step is None else self._step.outcome.norm
+        if self._step is None:
+            return None
+        return math.inf if self._step.outcome.is_skipped else self._step.outcome.norm
 
     @property
     def num_skipped(self) -> int:

@@ -328,8 +328,11 @@ WORKS = [
     "from deepspeed.runtime.zero.linear import autocast_custom_fwd, autocast_custom_bwd\n"
     "assert autocast_custom_fwd(print, cast_inputs=None) and callable(autocast_custom_bwd(print))",
     "from deepspeed.utils import logger; section = {'train_batch_size': 1, 'log_level': 'Error'}\n"
-    "quiet, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=section)\n"
-    "assert quiet.log_level() == 'Error' and logger.level == 40; logger.setLevel('INFO')",
+    "with unittest.TestCase().assertLogs(logger) as seen:\n"
+    "    quiet, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=section)\n"
+    "    assert quiet.log_level() == 'Error' and logger.level == 40\n"
+    "logger.setLevel('INFO'); own = f'built-in engine of launch {launcher.__version__}'\n"
+    "assert f'DeepSpeed info: version={deepspeed.__version__}, answered by the {own}' in seen.output[0]",
     "from deepspeed.runtime.config import get_gradient_clipping, get_log_level\n"
     "from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT\n"
     "assert get_gradient_clipping({}) == GRADIENT_CLIPPING_DEFAULT == 1 and get_log_level({}) is LOG_LEVEL_DEFAULT\n"
@@ -490,7 +493,7 @@ REFUSED = {
 RUN = """
 import launcher.compat; launcher.compat.install()
 import argparse, collections, contextlib, datetime, importlib.metadata, inspect, io, json, math, os, pickle, sys, time
-import types, unittest.mock
+import types, unittest, unittest.mock
 import deepspeed, launcher, torch
 
 deepspeed.init_distributed()

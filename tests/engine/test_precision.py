@@ -67,6 +67,7 @@ def _overflows(rank: int, world_size: int, stage: int) -> tuple[list[str], list[
         assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
         engine.backward(engine(x, y).float() / (math.nan if rank == 1 else 1000))
         engine.step()
+        assert engine.get_global_grad_norm() == math.inf
         engine.backward(engine(x, y).float() / 1000)
         engine.step()
     scales = [engine.optimizer.cur_scale, engine.optimizer.loss_scale, engine.loss_scale()]
