@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -108,11 +109,12 @@ def attach_sequence(model: nn.Module, sharded: ShardedModel, mesh: ParallelMesh,
     for module in model.modules():
         if isinstance(module, DistributedAttention):
             module.bind(mesh.sequence)
+    ranks = SequenceRanks(mesh.sequence)
     if mesh.sequence is not None:
         disable_in_eval = bool(getattr(mpu, "disable_in_eval", False))
         for found in hugging_face_models(model):
-            sharded.remove_at_end(attach(found, mesh.sequence, disable_in_eval=disable_in_eval))
-    return SequenceRanks(mesh.sequence)
+            sharded.remove_at_end(attach(found, mesh.sequence, lambda: disable_in_eval and not ranks.trains))
+    return ranks
 
 
 class SequenceRanks:
@@ -121,7 +123,8 @@ class SequenceRanks:
     def __init__(self, group: RankGroup | None) -> None:
         """group: None where each rank has whole sequences."""
         self._group = group
-        self._is_checked = group is None
+        self._is_checked = False
+        self.trains = False  # a training forward of the engine runs
 
     @contextlib.contextmanager
     def checked(self, inputs: Any) -> Iterator[None]:
@@ -129,13 +132,18 @@ class SequenceRanks:
 
         inputs: of the forward. The first call is collective, and warns where all ranks have the same inputs.
         """
-        if self._is_checked or self._group is None:
+        if self._group is None:
             yield
             return
-        self._check_inputs(self._group, inputs)
+        if not self._is_checked:
+            self._check_inputs(self._group, inputs)
         before = num_exchanges()
-        yield
-        if num_exchanges() == before:
+        self.trains = torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            self.trains = False
+        if not self._is_checked and num_exchanges() == before:
             raise EngineError(
                 "the ranks have parts of sequences, and no attention of the model exchanged heads between them",
                 where="sequence_parallel_size",

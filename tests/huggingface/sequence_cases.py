@@ -115,7 +115,7 @@ def case_accelerate_sequence_parallel(folder: Path) -> dict[str, list[float]]:
     begin_anew()
     plugin = DeepSpeedPlugin(hf_ds_config={**config_of(3), "gradient_clipping": 0.0})
     accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallelism())
-    model = model_of()
+    model = model_of().eval()  # as from_pretrained returns it
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
     found["accelerate"] = steps(model, optimizer, loader, gathered, accelerator.backward)

@@ -148,14 +148,15 @@ def check_implementation(name: Any, where: str) -> None:
     )
 
 
-def attach(model: Any, ranks: RankGroup, *, disable_in_eval: bool) -> RemovableHandle:
+def attach(model: Any, ranks: RankGroup, is_whole_in_eval: Callable[[], bool]) -> RemovableHandle:
     """Have a model that `check_model` has passed compute parts of sequences, until the handle is removed.
 
-    disable_in_eval: in eval mode each rank has whole sequences of its own.
+    is_whole_in_eval: whether each rank has a whole sequence of its own in this forward, if the model is in eval mode:
+    not where it trains, in the mode that `from_pretrained` leaves it in.
     Side effects: the attention function of that name in transformers is wrapped, once a process.
     """
     _register(model.config._attn_implementation)
-    before = _BeforeForward(model, ranks, disable_in_eval=disable_in_eval)
+    before = _BeforeForward(model, ranks, is_whole_in_eval)
     handle: RemovableHandle = model.register_forward_pre_hook(outside_graphs(before), with_kwargs=True)
     return handle
 
@@ -163,12 +164,12 @@ def attach(model: Any, ranks: RankGroup, *, disable_in_eval: bool) -> RemovableH
 class _BeforeForward:
     """Says which tokens this rank has, before each forward."""
 
-    def __init__(self, model: nn.Module, ranks: RankGroup, *, disable_in_eval: bool) -> None:
+    def __init__(self, model: nn.Module, ranks: RankGroup, is_whole_in_eval: Callable[[], bool]) -> None:
         self._names = list(inspect.signature(model.forward).parameters)
         loss: Any = getattr(model, "loss_function", None)
         self._shifts_labels = callable(loss) and "shift_labels" in inspect.signature(loss).parameters
         self._ranks = ranks
-        self._disable_in_eval = disable_in_eval
+        self._is_whole_in_eval = is_whole_in_eval
         self._positions = OwnPositions(model)
 
     def __deepcopy__(self, _: Any) -> _BeforeForward:
@@ -177,8 +178,7 @@ class _BeforeForward:
     def __call__(self, model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         given = {**dict(zip(self._names, args, strict=False)), **given}
         # `generate` brings a cache of its own: every rank has the whole text then.
-        is_whole = self._disable_in_eval or given.get("past_key_values") is not None
-        if not model.training and is_whole:
+        if not model.training and (self._is_whole_in_eval() or given.get("past_key_values") is not None):
             return None
         inputs = given.get("input_ids")
         tokens: Any = given.get("inputs_embeds") if inputs is None else inputs
