@@ -112,7 +112,7 @@ SECTIONS = (
         Section(
             f"tests_of_{suite}", f"peer_suites.py --suite {suite} --tests build/{suite} --real", is_only_by_name=True
         )
-        for suite in ("deepspeed", "accelerate")
+        for suite in ("deepspeed", "accelerate", "transformers")
     ),
     Section("scale", "scale_model.py --rounds 3", page=ROOT / "docs" / "scale.md"),
 )

@@ -7,7 +7,6 @@ that begins, the outcome of a test.
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -21,7 +20,6 @@ import pytest
 NOTES = "PEER_NOTES"  # the file to write to
 CHOICE = "PEER_CHOICE"  # a JSON list of the tests to run; otherwise the first parametrisation of each function
 EVERY_PARAMETRISATION = "PEER_EVERY_PARAMETRISATION"  # "1": all of them
-LIFTED = "PEER_LIFTED"  # decorators, as `module:name`, that change nothing
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LONGEST_CAUSE = 240
 
@@ -37,13 +35,8 @@ def _note(**facts: object) -> None:
 
 
 def pytest_configure() -> None:
-    """Lift decorators; have the server that DeepSpeed's tests fork ranks from import what each rank would import."""
+    """Have the server that DeepSpeed's tests fork ranks from import what each rank would import."""
     multiprocessing.set_forkserver_preload(["torch", "deepspeed"])
-    for decorator in os.environ.get(LIFTED, "").split():
-        module, _, name = decorator.partition(":")
-        lifted = importlib.import_module(module)
-        getattr(lifted, name)  # a suite of another version may have no such name
-        setattr(lifted, name, lambda case: case)
 
 
 @pytest.hookimpl(trylast=True)

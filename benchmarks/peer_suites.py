@@ -6,8 +6,8 @@ FOLDER is a checkout of the project, or its tests alone: none of them are in thi
 built-in engine of this interpreter, as ranks of `launch` get it; --real names one with DeepSpeed, by default this one.
 Everything runs on CPUs, with gloo, on 2 ranks at most. Each file has a pytest process of its own, and a test that ends
 or blocks it fails alone: the others run in a process after it. Of a function with parameters the first set runs, the
-same with both engines. A file that cannot be imported counts with all its tests. --suite deepspeed needs pytest below
-8.4, and mup for one file.
+same with both engines. A file that cannot be imported counts with all its tests. RUN_SLOW=1 adds the slow tests of
+Hugging Face. --suite deepspeed needs pytest below 8.4, and mup for one file.
 """
 
 from __future__ import annotations
@@ -35,11 +35,30 @@ from common import ROOT, Section, argument_parser, table
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 BOTH, ONLY_REAL, ONLY_OURS, NEITHER = "both passed", "only real", "only ours", "neither"
 OURS, REAL = "ours", "real"
-# Python reads a file of this name at each start: ranks and other processes of a test get the engine, too.
+# Python reads sitecustomize.py at each start: ranks and other processes of a test get the engine, too.
 AT_START = 'import launcher.compat\n\nlauncher.compat.install("builtin")\n'
-# Puts models with random weights where libraries look for what they have fetched from the hub.
+# ... and changes modules behind their import.
+CHANGE_MODULES = """
+import importlib.machinery, sys
+class Finder:
+    def find_spec(name, path, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in CHANGES else None
+        if spec is not None:
+            execute = spec.loader.exec_module
+            def exec_module(module):
+                execute(module)
+                exec(CHANGES[name], vars(module))
+            spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Finder)
+"""
+# Puts models with random weights, and a tokenizer whose words are bytes, where libraries look for what the hub has.
 MAKE_MODELS = """
-import json, pathlib, sys, transformers
+import json, pathlib, sys, tokenizers, transformers
+alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+words = [(word, -1.0) for word in ("<pad>", "</s>", "<unk>", *alphabet)]
+bytes_only = tokenizers.Tokenizer(tokenizers.models.Unigram(words, unk_id=2))
+bytes_only.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
 for name, (kind, values) in json.loads(sys.argv[2]).items():
     folder = pathlib.Path(sys.argv[1], "hub", "models--" + name.replace("/", "--"))
     (folder / "refs").mkdir(parents=True)
@@ -48,6 +67,10 @@ for name, (kind, values) in json.loads(sys.argv[2]).items():
     is_text = type(config) in transformers.AutoModelForCausalLM._model_mapping
     maker = transformers.AutoModelForCausalLM if is_text else transformers.AutoModel
     maker.from_config(config).save_pretrained(folder / "snapshots" / ("0" * 40))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder / "snapshots" / ("0" * 40))
 """
 # DeepSpeed compiles these at their first use. A test that is ended meanwhile leaves a lock, on which all others wait.
 BUILD_KERNELS = """
@@ -70,7 +93,37 @@ _TINY_MOE: dict[str, object] = {
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
 }
+_TINY_LLAMA: dict[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "vocab_size": 1000,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_TINY_T5: dict[str, object] = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 32,
+    "vocab_size": 1000,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 _INTERNALS = "internals: no script sees them"
+# The real engine refuses fp16 where the CPU has no instructions for it, though it would train; accelerate takes ranks
+# of DeepSpeed on CPUs for single processes. The built-in engine brings a change of the second kind.
+_REAL_ON_CPUS = {
+    "deepspeed.accelerator.cpu_accelerator": "CPU_Accelerator.is_fp16_supported = lambda self: True",
+    "accelerate.state": """
+_prepare_backend = PartialState._prepare_backend
+def _with_gloo(self, *arguments, **options):
+    backend, distributed_type = _prepare_backend(self, *arguments, **options)
+    is_rank = "LOCAL_RANK" in os.environ and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    return (backend or "gloo" if is_rank else backend), distributed_type
+PartialState._prepare_backend = _with_gloo
+""",
+}
 _GPU = "a GPU, or kernels of inference"
 _MORE = "4 ranks or more, or the hub"
 
@@ -84,7 +137,10 @@ class Suite:
     pattern: str = "**/test_*.py"  # of files in it
     arguments: tuple[str, ...] = ()  # of pytest
     environment: Mapping[str, str] = field(default_factory=dict)
-    lifted: tuple[str, ...] = ()  # decorators that skip what runs on CPUs just as well
+    is_run_above: bool = False  # paths in the tests begin with `tests/`
+    # Module -> statements that run in it when it has been imported: what keeps tests from CPUs that work there as well.
+    changes: Mapping[str, str] = field(default_factory=dict)
+    edits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # path -> text -> what replaces it
     models: Mapping[str, tuple[str, dict[str, object]]] = field(default_factory=dict)  # of the hub -> type, config
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # reason -> patterns of files in the folder
 
@@ -96,6 +152,14 @@ class Suite:
         """Return all files with tests, relative to the folder."""
         folder = tests / self.folder
         return sorted(path.relative_to(folder).as_posix() for path in folder.glob(self.pattern))
+
+    def edit(self, tests: Path) -> None:
+        """Replace what the suite says in a copy of the tests."""
+        for path, texts in self.edits.items():
+            content = (tests / path).read_text()
+            for old, new in texts.items():
+                content = content.replace(old, new)
+            (tests / path).write_text(content)
 
     def reason_against(self, path: str) -> str:
         """Return why a file does not count, or nothing."""
@@ -175,13 +239,41 @@ SUITES = {
             "hf-internal-testing/tiny-random-gpt2": ("gpt2", _TINY_GPT2),
             "apple/mobilevit-xx-small": ("mobilevit", {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [8] * 7}),
             "peft-internal-testing/tiny-random-qwen-1.5-MoE": ("qwen2_moe", _TINY_MOE),
+            "hf-internal-testing/tiny-random-LlamaForCausalLM": ("llama", _TINY_LLAMA),
         },
-        lifted=tuple(f"accelerate.test_utils.testing:{name}" for name in ("require_non_cpu", "require_fp16")),
+        changes={
+            "accelerate.test_utils.testing": (
+                "require_non_cpu = require_fp16 = require_multi_device = lambda case: case"
+            ),
+            **_REAL_ON_CPUS,
+        },
     ),
     "transformers": Suite(
         package="transformers",
-        folder="deepspeed",
-        lifted=("transformers.testing_utils:require_torch_accelerator",),
+        folder="trainer/distributed",
+        pattern="test_*deepspeed*.py",
+        arguments=("-k", "not ModelZoo"),  # needs example scripts, models and data of the hub
+        models={
+            "sshleifer/tiny-gpt2": ("gpt2", _TINY_GPT2),
+            "hf-internal-testing/tiny-random-gptj": ("gptj", {**_TINY_GPT2, "rotary_dim": 8}),
+            "patrickvonplaten/t5-tiny-random": ("t5", _TINY_T5),
+            "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": ("qwen2", _TINY_LLAMA),
+        },
+        is_run_above=True,
+        changes={
+            "transformers.testing_utils": (
+                "require_torch_accelerator = require_torch_multi_accelerator = lambda case: case\n"
+                "backend_device_count = lambda device: 2"
+            ),
+            "transformers.training_args": "is_torch_bf16_gpu_available = lambda: True",
+            **_REAL_ON_CPUS,
+        },
+        # Parameters without a dimension fail in the real engine.
+        edits={
+            "trainer/trainer_test_utils.py": {
+                f"torch.as_tensor(config.{name}).float()": f"torch.as_tensor([config.{name}]).float()" for name in "ab"
+            }
+        },
     ),
     "lightning": Suite(package="lightning", folder=".", pattern="tests_*/strategies/test_deepspeed*.py"),
 }
@@ -254,11 +346,12 @@ class Runner:
             "-p",
             "no:randomly",
         ]
-        command += ["-q", "--basetemp", str(folder / "tmp"), *self.suite.arguments, file]
+        command += ["-q", "--basetemp", str(folder / "tmp"), *self.suite.arguments]
+        command.append(f"{self.tests.name}/{file}" if self.suite.is_run_above else file)
         with (folder / "output").open("w") as output:
             job = subprocess.Popen(
-                command, cwd=self.tests, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                command, cwd=self.tests.parent if self.suite.is_run_above else self.tests, env=environment,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             is_stuck = not _wait(job.pid, folder / "notes", self.limit_s)
             # Ranks of the test are in the session of pytest, whose number is not free while it is not waited for.
@@ -277,16 +370,18 @@ class Runner:
         """Return the variables of pytest and of all that its tests start."""
         (folder / f"{peer_plugin.__name__}.py").write_text(Path(peer_plugin.__file__).read_text())
         path = [str(folder)]
+        at_start = f"CHANGES = {dict(self.suite.changes)!r}\n{CHANGE_MODULES}" if self.suite.changes else ""
         if self.name == OURS:
-            (folder / "sitecustomize.py").write_text(AT_START)
+            at_start += AT_START
             path.append(str(ROOT))
+        if at_start:
+            (folder / "sitecustomize.py").write_text(at_start)
         environment = {**os.environ, **self.suite.environment}
         environment["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment["PATH"] = f"{Path(self.python).parent}{os.pathsep}{os.environ['PATH']}"
         environment["TORCH_EXTENSIONS_DIR"] = str(self.builds)
         environment[peer_plugin.NOTES] = str(folder / "notes")
         environment[peer_plugin.EVERY_PARAMETRISATION] = str(int(self.every_parametrisation))
-        environment[peer_plugin.LIFTED] = " ".join(self.suite.lifted)
         environment["PYTEST_XDIST_WORKER"] = f"gw{slot}"  # DeepSpeed's tests take their ports by it
         environment["DS_UNITTEST_TIMEOUT"] = str(int(self.limit_s * 0.8))
         environment |= {
@@ -502,6 +597,7 @@ def main() -> int:
         # Away from the sources beside them, which some suites import before what is installed.
         copy = Path(folder, "checkout", "tests")
         shutil.copytree(tests, copy, symlinks=True)
+        suite.edit(copy)
         if suite.models:
             os.environ["HF_HOME"] = str(Path(folder, "huggingface"))
             words = [sys.executable, "-c", MAKE_MODELS, os.environ["HF_HOME"], json.dumps(suite.models)]
@@ -511,10 +607,11 @@ def main() -> int:
 
 
 def _measure(options: argparse.Namespace, suite: Suite, tests: Path, files: list[str]) -> None:
-    page = Section(f"Tests of {options.suite}", *dict.fromkeys(("torch", "deepspeed", suite.package)))
+    page = Section(f"Tests of {options.suite}", *dict.fromkeys(("torch", suite.package)))
     pythons = {REAL: options.real and os.path.abspath(options.real), OURS: sys.executable}
+    builds = options.builds and options.builds.resolve()
     runners = [
-        Runner(name, python, suite, tests, options.limit, options.all_parameters, options.builds or _builds(python))
+        Runner(name, python, suite, tests, options.limit, options.all_parameters, builds or _builds(python))
         for name, python in pythons.items()
         if python
     ]
@@ -524,7 +621,13 @@ def _measure(options: argparse.Namespace, suite: Suite, tests: Path, files: list
     results = run_files(files, runners, options.jobs, known, options.json)
     has_real = all(REAL in found for found in results.values())
     which = "Every parametrisation" if options.all_parameters else "One parametrisation of each function"
-    page.write(f"{which}, on CPUs", page_text(results, has_real), options.output)
+    beside = f"; the real one is DeepSpeed {_version_of_real(options.real)}" if options.real else ""
+    page.write(f"{which}, on CPUs{beside}", page_text(results, has_real), options.output)
+
+
+def _version_of_real(python: str) -> str:
+    code = "from importlib.metadata import version; print(version('deepspeed'))"
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
