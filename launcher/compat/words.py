@@ -88,6 +88,7 @@ LOG_LEVEL_DEFAULT = None
 
 # Elements of the smallest parameter that DeepSpeed writes to disk; the built-in engine writes smaller ones, too.
 MIN_SWAPPABLE_BYTES = 1024**2
+
 # ---- routes of `engine.deepspeed_io` ----
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
