@@ -594,8 +594,9 @@ def _measure(options: argparse.Namespace, suite: Suite, tests: Path, files: list
 
 
 def _version_of_real(python: str) -> str:
-    code = "from importlib.metadata import version; print(version('deepspeed'))"
-    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    code = "import importlib.metadata as known; print(*(each.version for each in known.distributions(name='deepspeed')))"
+    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    return found[0] if found else "of an unknown version"
 
 
 if __name__ == "__main__":

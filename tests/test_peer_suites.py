@@ -120,7 +120,7 @@ def test_a_test_that_blocks_fails_alone(suite: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_count_is_listed_with_its_reason(suite: Path, tmp_path: Path) -> None:
     listed = dict(line.split("\t") for line in run("--tests", suite, "--list").stdout.splitlines())
-    assert listed["zenflow/test_internal.py"] == "internals: no script sees them"
+    assert listed["zenflow/test_internal.py"].startswith("internals: ")
     assert listed["test_kinds.py"] == "counts"
     missing = run("--tests", tmp_path)
     assert missing.returncode == 1
