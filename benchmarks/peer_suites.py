@@ -594,7 +594,7 @@ def _measure(options: argparse.Namespace, suite: Suite, tests: Path, files: list
 
 
 def _version_of_real(python: str) -> str:
-    code = "import importlib.metadata as known; print(*(each.version for each in known.distributions(name='deepspeed')))"
+    code = "from importlib.metadata import distributions as of; print(*(one.version for one in of(name='deepspeed')))"
     found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     return found[0] if found else "of an unknown version"
 
