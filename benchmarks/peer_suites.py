@@ -30,7 +30,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import peer_plugin
-from common import ROOT, Section, argument_parser, table
+from common import NOT_INSTALLED, ROOT, Section, argument_parser, table
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 BOTH, ONLY_REAL, ONLY_OURS, NEITHER = "both passed", "only real", "only ours", "neither"
@@ -594,9 +594,11 @@ def _measure(options: argparse.Namespace, suite: Suite, tests: Path, files: list
 
 
 def _version_of_real(python: str) -> str:
-    code = "from importlib.metadata import distributions as of; print(*(one.version for one in of(name='deepspeed')))"
-    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    return found[0] if found else "of an unknown version"
+    code = (
+        "from importlib.metadata import distributions\n"
+        f"print(next((one.version for one in distributions(name='deepspeed')), {NOT_INSTALLED!r}))"
+    )
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from test_benchmarks import PROVENANCE
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import peer_plugin  # benchmarks are not a package
 import peer_suites
+from common import is_installed
 
 # Whether the built-in engine answers, in this process and in one that it starts.
 ENGINE = """
@@ -95,6 +96,7 @@ def test_each_test_is_counted_once_with_its_cause(suite: Path, tmp_path: Path) -
     assert PROVENANCE.search(text) is not None, text
     assert "Of 8 tests that the real one passes, ours passes 3 (37.5%)." in text
     assert "| all | 3 | 5 | 1 | 2 | 1 |" in text
+    assert "the real one is DeepSpeed not installed" in text or is_installed("deepspeed")
     assert "| 1 | `the process was killed by SIGKILL` | `test_dies::test_dies` |" in text
     assert "| 1 | `ValueError: never` | `test_kinds::test_neither` |" in text
     assert "| 1 | `KeyError: 'torn'` | `test_kinds::test_teardown` |" in text
@@ -125,6 +127,22 @@ def test_what_does_not_count_is_listed_with_its_reason(suite: Path, tmp_path: Pa
     missing = run("--tests", tmp_path)
     assert missing.returncode == 1
     assert "name its checkout by --tests" in missing.stderr
+
+
+def test_modules_are_changed_in_every_process_and_files_in_the_copy(tmp_path: Path) -> None:
+    suite = peer_suites.Suite(
+        "colorsys", ".", changes={"colorsys": "ONE_THIRD = 'changed'"}, edits={"a.py": {"()": "(1,)"}}
+    )
+    (tmp_path / "a.py").write_text("shape = ()")
+    suite.edit(tmp_path)
+    assert (tmp_path / "a.py").read_text() == "shape = (1,)"
+    runner = peer_suites.Runner("real", sys.executable, suite, tmp_path, 1.0, False, tmp_path)
+    code = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import colorsys; print(colorsys.ONE_THIRD)'])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=runner._environment(0, tmp_path), capture_output=True, text=True)
+    assert done.stdout == "changed\n", done.stderr
 
 
 def test_an_assertion_of_a_rank_is_named_by_its_source() -> None:
