@@ -1,4 +1,4 @@
-"""What docs/huggingface_tests.md says of Hugging Face's own tests, where no other test here holds it."""
+"""Behaviour that Hugging Face's own tests look at, where no other test here holds it."""
 
 from __future__ import annotations
 
