@@ -399,6 +399,9 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             self._begin_sum()
             self._num_drops = 0
             self._autosave.after_step(self)
+            if torch.autograd.profiler._is_profiler_enabled:
+                # torch's profiler corrupts its memory where it stops while collectives of gloo are in flight.
+                self._wait_for_parameters()
 
     def step_of_optimizer(self) -> None:
         """Do what `optimizer.step()` is to do: call `step()`, unless that was called after the last backward.

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness.forked import run_ranks
 from harness.logs import logged
 from harness.ranks import run_on_ranks
+from harness.scripts import write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -277,3 +279,24 @@ def test_bandwidths() -> None:
 def test_a_summary_of_nothing_is_an_error() -> None:
     with pytest.raises(EngineError, match="no collectives are logged"):
         launcher.comm.log_summary()
+
+
+PROFILED = """
+import launcher, torch
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
+engine, *_ = launcher.initialize(model=model, config=config)
+schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=4)
+with torch.profiler.profile(schedule=schedule) as profiler:
+    for _ in range(20):
+        engine.backward(engine(torch.ones(4, 16)).mean())
+        engine.step()
+        profiler.step()
+print("trained")
+"""
+
+
+def test_a_profiler_of_torch_may_stop_after_any_step(tmp_path: Path) -> None:
+    result = run_ranks(tmp_path, 2, write(tmp_path, PROFILED))
+    assert result.code == 0, result.err
+    assert result.out.count("trained") == 2
