@@ -257,7 +257,7 @@ class DeepSpeedNames:
         if self.zero_optimization_stage() == 0:
             raise NotImplementedError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync() at stage 0")
         if self._is_in_no_sync:
-            raise EngineAssertionError("coalesce_grad_reduction() was entered within another such block or no_sync()")
+            raise EngineAssertionError("coalesce_grad_reduction() is nested in another such block or in no_sync()")
         self._is_in_no_sync = True
         try:
             yield

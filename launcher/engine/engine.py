@@ -373,13 +373,13 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         since the last call, or within `no_sync()`.
         """
         self._begin()
+        if self._is_in_no_sync:
+            raise EngineAssertionError("engine.step() was called within no_sync()", hint="call it after the block")
         if not self._backward_done:
             if self._ended_by == _OPTIMIZER:
                 self._ended_by = None
                 return
             raise EngineError("engine.step() was called without a backward", hint="call engine.backward(loss) first")
-        if self._is_in_no_sync:
-            raise EngineAssertionError("engine.step() was called within no_sync()", hint="call it after the block")
         heartbeat()
         self._sharded.reducer.withdraw()
         boundary = self.is_gradient_accumulation_boundary()
