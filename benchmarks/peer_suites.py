@@ -143,6 +143,9 @@ class Suite:
     edits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # path -> text -> what replaces it
     models: Mapping[str, tuple[str, dict[str, object]]] = field(default_factory=dict)  # of the hub -> type, config
     excluded: Mapping[str, str] = field(default_factory=dict)  # reason -> patterns of files in the folder
+    reasons: Mapping[str, str] = field(
+        default_factory=dict
+    )  # why ours does not pass a test -> patterns of `file::test`
 
     def files(self, tests: Path) -> list[str]:
         """Return the files that count, relative to `tests`."""
@@ -195,6 +198,37 @@ SUITES = {
             """,
             _MORE: "model_parallelism/* *mics* *zeropp* *offloadpp* *onebit/* *reshape_checkpoint*",
             "dropped by the real one": "compression/* autotuning/* elasticity/* runtime/test_pld.py",
+        },
+        reasons={
+            "looks at private parts: names with an underscore, buffers and hooks inside, the source of a message": """
+                test_zero_optimizer::*chmod* test_zero_optimizer::*elastic_checkpoint_is_deprecated*
+                test_pipe_module::TestPipeModuleCheckpointInterval::* test_offload_activations::*
+                test_activation_checkpointing::* test_zero_context_return::* test_unwrap_model::*
+                test_ds_config_dict::test_invalid_gradient* test_no_sync_ctxt::*
+                test_gradient_clipping_default::*getter* test_engine_log_level::*getter* test_moe::*test_all_to_all*
+                test_ulysses::* test_zero::TestBF16* test_zero::*NcclAlignment* test_zero2_offload_multi_backward::*
+                test_zero_activation_checkpoint_lifecycle::* test_zero_cpu_offload_grad_accum::*
+                test_zero_functorch_linear::* test_zero_coalesce_grad_reduction::TestCoalesceCollectiveCount*
+                test_zero_coalesce_grad_reduction::*micro_step_id* test_zero_coalesce_grad_reduction::*pipeline*
+                test_zero_coalesce_grad_reduction::*boundary_restored*
+            """,
+            "has another form here: one cut for several parameters, layers and experts that are divided by "
+            "`initialize()`, gradients that no rank has whole": """
+                test_zero::TestZero3ParamPartitioningBase::* test_zero::TestZeroPartitionCache::*
+                test_pipe_module::TestPipeModuleSequential::* test_moe::TestExpertWeightGradWithZero::*
+                test_zero_coalesce_grad_reduction::*local_pre_reduce*
+            """,
+            "wants a refusal of what works here": """
+                test_ds_config_dict::*rejects* test_zero_leaf_module::*no_grad_input* test_zero::TestZeroOffloadOptim::*
+                test_zero_coalesce_grad_reduction::*uses_bf16_optimizer* test_zero_torch_func::*StillRaises*
+            """,
+            'looks for files by DeepSpeed\'s names, which `checkpoint.format` "deepspeed" writes': """
+                test_zero_optimizer::*save_exclude*
+            """,
+            "is about what the built-in engine has not: SuperOffload, ZenFlow, layers with LoRA": """
+                test_cpu_adam::*subgroup* test_cpu_adam::*rollback* test_cpu_adam::*zenflow* test_cpu_adam::*param_keys*
+                test_ctx::*
+            """,
         },
     ),
     "accelerate": Suite(
@@ -473,8 +507,8 @@ def kinds(found: Mapping[str, Outcomes]) -> dict[str, str]:
     return result
 
 
-def page_text(results: Mapping[str, Mapping[str, Outcomes]], has_real: bool) -> str:
-    """Return the tables: by file, and the causes of what fails with ours."""
+def page_text(results: Mapping[str, Mapping[str, Outcomes]], has_real: bool, reasons: Mapping[str, str]) -> str:
+    """Return the tables: by file, why ours does not pass what the real one passes, and the causes of what fails."""
     columns = [BOTH, ONLY_REAL, ONLY_OURS, NEITHER, SKIPPED] if has_real else [PASSED, FAILED, SKIPPED]
     counts = {file: Counter(kinds(found).values()) for file, found in results.items()}
     total = Counter[str]()
@@ -487,10 +521,22 @@ def page_text(results: Mapping[str, Mapping[str, Outcomes]], has_real: bool) -> 
         parts.insert(
             0, f"Of {by_real} tests that the real one passes, ours passes {total[BOTH]} ({total[BOTH] / by_real:.1%})."
         )
+    if total[ONLY_REAL] and reasons:
+        parts.append(f"### Why ours does not pass what the real one passes\n\n{reasons_text(results, reasons)}")
     titles = {ONLY_REAL: "What the real one passes and ours does not", FAILED: "What fails"}
     titles |= {NEITHER: "What neither passes: what ours says"}
     parts += [f"### {titles[kind]}\n\n{causes(results, kind)}" for kind in titles if total[kind]]
     return "\n\n".join(parts)
+
+
+def reasons_text(results: Mapping[str, Mapping[str, Outcomes]], reasons: Mapping[str, str]) -> str:
+    """Return a table of the reasons of `Suite.reasons` with the tests that only the real engine passes."""
+    only_real = [_short(test) for found in results.values() for test, kind in kinds(found).items() if kind == ONLY_REAL]
+    count = Counter(
+        next((why for why, patterns in reasons.items() if any(fnmatch(test, one) for one in patterns.split())), "open")
+        for test in only_real
+    )
+    return table(["the test", "tests"], [[why, str(number)] for why, number in count.most_common()])
 
 
 def causes(results: Mapping[str, Mapping[str, Outcomes]], kind: str) -> str:
@@ -590,7 +636,7 @@ def _measure(options: argparse.Namespace, suite: Suite, tests: Path, files: list
     has_real = all(REAL in found for found in results.values())
     which = "Every parametrisation" if options.all_parameters else "One parametrisation of each function"
     beside = f"; the real one is DeepSpeed {_version_of_real(options.real)}" if options.real else ""
-    page.write(f"{which}, on CPUs{beside}", page_text(results, has_real), options.output)
+    page.write(f"{which}, on CPUs{beside}", page_text(results, has_real, suite.reasons), options.output)
 
 
 def _version_of_real(python: str) -> str:
