@@ -30,7 +30,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import peer_plugin
-from common import NOT_INSTALLED, ROOT, Section, argument_parser, table
+from common import NOT_INSTALLED, ROOT, Section, argument_parser, current_commit, table
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 BOTH, ONLY_REAL, ONLY_OURS, NEITHER = "both passed", "only real", "only ours", "neither"
@@ -289,6 +289,7 @@ class Outcomes:
     chosen: list[str] = field(default_factory=list)
     file_fails: str = ""  # why nothing of it was collected
     file_skips: str = ""
+    commit: str = ""  # of this project, that ran the file
 
     def of(self, test: str) -> tuple[str, str]:
         """Return outcome and cause of a test, which another engine may have collected."""
@@ -455,6 +456,7 @@ def run_files(
             if runner.name not in found:
                 choice = found[REAL].chosen if REAL in found else []
                 found[runner.name] = runner.run(file, choice or None, slot)
+                found[runner.name].commit = current_commit()
         slots.put(slot)
         results[file] = found
         if output is not None:
@@ -583,6 +585,12 @@ def _options() -> argparse.Namespace:
         "--builds", type=Path, metavar="FOLDER", help="of DeepSpeed's compiled kernels; by default in its environment"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each outcome there, after each file")
+    parser.add_argument(
+        "--continue",
+        dest="continues",
+        action="store_true",
+        help="keep what is in --json, of a run that has ended early",
+    )
     return parser.parse_args()
 
 
@@ -632,10 +640,16 @@ def _measure(options: argparse.Namespace, suite: Suite, tests: Path, files: list
     for runner in runners:
         runner.prepare()
     known = read_json(options.real_from, (REAL,)) if options.real_from else {}
+    if options.continues and options.json.exists():
+        for file, found in read_json(options.json, (REAL, OURS)).items():
+            known[file] = {**known.get(file, {}), **found}
     results = run_files(files, runners, options.jobs, known, options.json)
     has_real = all(REAL in found for found in results.values())
     which = "Every parametrisation" if options.all_parameters else "One parametrisation of each function"
     beside = f"; the real one is DeepSpeed {_version_of_real(options.real)}" if options.real else ""
+    parts = Counter(found[OURS].commit for found in results.values())
+    if len(parts) > 1:
+        beside += "; in parts: " + ", ".join(f"{number} files at commit {commit}" for commit, number in parts.items())
     page.write(f"{which}, on CPUs{beside}", page_text(results, has_real, suite.reasons), options.output)
 
 

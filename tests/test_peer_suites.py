@@ -105,6 +105,18 @@ def test_each_test_is_counted_once_with_its_cause(suite: Path, tmp_path: Path) -
 
     assert "| open | 5 |" in text  # why ours does not pass these is not in the suite's table
 
+    # What has been run stays, and the page says which commit ran it.
+    document = json.loads(outcomes.read_text())
+    document["unit/test_import.py"]["ours"] = {"commit": "0123456789", "chosen": [], "file_fails": "of before"}
+    del document["unit/test_dies.py"]["ours"]
+    outcomes.write_text(json.dumps(document))
+    again = run("--tests", suite, "--real", "--json", outcomes, "--continue", "--output", page)
+    assert again.returncode == 0, again.stderr
+    text = page.read_text()
+    assert "1 files at commit 0123456789" in text
+    assert "| 2 | `of before` | `test_import::test_one`, `test_import::test_two` |" in text
+    assert "| 1 | `the process was killed by SIGKILL` | `test_dies::test_dies` |" in text
+
     only_ours = run("--tests", suite, "--real-from", outcomes, "--only", "*import*")
     assert "| unit/test_import.py |  | 2 |" in only_ours.stdout, only_ours.stdout + only_ours.stderr
 
