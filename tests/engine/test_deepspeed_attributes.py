@@ -127,7 +127,7 @@ def _coalesce(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
                 engine.backward(engine(x.chunk(2)[part], y.chunk(2)[part]) / 2)
             with pytest.raises(EngineError, match="within no_sync"):
                 engine.step()
-            with pytest.raises(AssertionError, match="entered within another"), engine.coalesce_grad_reduction():
+            with pytest.raises(AssertionError, match="nested in another"), engine.coalesce_grad_reduction():
                 pass
         engine.step()
     return engine.state_dict()
