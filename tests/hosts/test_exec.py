@@ -221,7 +221,7 @@ def test_an_interrupt_ends_the_command_on_all_hosts(sshd: LoopbackSshd, tmp_path
 def test_a_wait_says_what_for(sshd: LoopbackSshd, tmp_path: Path) -> None:
     result = run_launch(tmp_path, "exec", *hosts(sshd, tmp_path), "sh", "-c", "sleep $((RANK / 3 * 3))")
     assert result.code == 0
-    said = re.fullmatch(r"waiting for (\S+), (\d) of 4\n", result.err)
+    said = re.fullmatch(r"waiting for (\S+)(?: \(ssh\))?, (\d) of 4\n", result.err)
     assert said is not None, result.err
     names = expand(said[1])  # the other hosts may still be connecting when it is said
     assert "127.0.0.4" in names

@@ -73,7 +73,8 @@ def test_what_a_command_leaves_running_stays_and_nobody_waits_for_it(sshd: Loopb
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     try:
         assert (here.out, here.err, here.code) == ("left\n", "", 0)
-        assert (there.out, there.err, there.code) == ("127.0.0.[1-2]:\nleft\n", "", 0)
+        assert (there.out, there.code) == ("127.0.0.[1-2]:\nleft\n", 0)
+        assert all(line.startswith("waiting for ") for line in there.err.splitlines())  # said on a slow machine
         assert sorted(running("sleep", nap("79.5"))) == sorted(pids)
     finally:
         for pid in pids:
