@@ -103,11 +103,11 @@ def test_what_ignores_the_first_signal_is_killed_after_the_grace(
     words = ("sh", "-c", "trap 'echo asked' TERM; while :; do sleep 0.125; done", nap(""))
     task = Task(Host("127.0.0.1", (0,)), words, "/")
     run = Fanout([task], lambda _: transport_for, "stubborn-job-0000", has_agents=False)
-    (result,) = run.run(0.7)
+    (result,) = run.run(3)  # the trap is set by then, also on a slow machine
     transport_for.close()
     assert bytes(result.stdout) == b"asked\n"
     assert result.error is not None
-    assert result.error.message == "not done after 0.7 s"
+    assert result.error.message == "not done after 3 s"
     wait_until(lambda: not running(*words), "the end of the group")
 
 
