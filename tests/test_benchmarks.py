@@ -21,7 +21,7 @@ import figures
 PROVENANCE = re.compile(
     r"Measured \d{4}-\d\d-\d\d \d\d:\d\d UTC at commit (?:[0-9a-f]{10}(?:-dirty)?|unknown), load before \d+\.\d\.\n"
     r"On .+, \d+ cores, \d+ GiB, Linux .+, Python [\d.]+.*\.\n"
-    r".+\. Command: `(?P<command>.*\b(?P<script>\w+)\.py\b.*)`\.\n"
+    r".+\. Command: `(?P<command>.*?\b(?P<script>\w+)\.py\b.*)`\.\n"
 )
 # Script -> arguments that make it quick, and on how many ranks `launch` starts it (0: none).
 SHORT = {
