@@ -62,7 +62,8 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    pattern = r"(?<!unit/)(?<!checkout/)\b((?:launcher|tests|examples|benchmarks|hostfiles)/[\w/.*-]*\w)(?:::(\w+))?"  # not of other projects
+    own = r"(?<!unit/)(?<!checkout/)\b"  # not in the tests of other projects
+    pattern = own + r"((?:launcher|tests|examples|benchmarks|hostfiles)/[\w/.*-]*\w)(?:::(\w+))?"
     pages = [page for page in PAGES if page.name != "huggingface_tests.md"]  # those are files of other projects
     named = [(page.name, *found) for page in pages for found in re.findall(pattern, page.read_text())]
     assert [found for found in named if not list(ROOT.glob(found[1]))] == []
