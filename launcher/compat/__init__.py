@@ -27,7 +27,7 @@ _TABLE = os.path.join(_FOLDER, "names.py")
 _METADATA = os.path.join(_FOLDER, "deepspeed_metadata")
 # These look for DeepSpeed when they are imported, once and for all.
 _LOOK_AT_IMPORT = ("accelerate", "transformers.integrations.deepspeed")
-
+# Modules of other libraries that are changed when they are imported -> the function of `changes` that does it.
 _CHANGED = {
     "accelerate.state": "accelerate_on_cpu",
     "transformers.modeling_utils": "gather_initial_weights",

@@ -200,24 +200,20 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Log the summary of all collectives on rank 0; with `return_dict` return what `CommsLogger.log_all` does.
+    """Log what `CommsLogger.log_all` does of the engine's collectives on rank 0, and return it with `return_dict`.
 
-    show_straggler: also the time that this rank waited for late ones; then every rank must call it. Without a log,
-    which the config's `comms_logger` and `configure` start, a warning says so.
+    show_straggler: also the time above that of the quickest rank; then every rank must call it. Without a log, which
+    the config's `comms_logger` and `configure` start, a warning says so.
     """
     log = comms_log.current_log()
     if log is None:
         logger.warning('no collectives are logged: set "comms_logger": {"enabled": true} in the config')
-    else:
-        comms_log.log_summary(show_straggler)
-    if not return_dict:
-        return None
     calls = CommsLogger()
     for (name, num_bytes), durations_s in ({} if log is None else log.durations_s()).items():
         kind = name.split(" ")[0]
         for duration_s in durations_s:
             calls.append(kind, name, duration_s * 1e3, _message_bytes(kind, num_bytes))
-    summary: dict[str, Any] = calls.log_all(print_log=False, show_straggler=show_straggler, return_dict=True)
+    summary: dict[str, Any] | None = calls.log_all(show_straggler=show_straggler, return_dict=return_dict)
     return summary
 
 

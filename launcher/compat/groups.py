@@ -47,13 +47,6 @@ def _get_model_parallel_rank() -> int:
     return 0 if mesh is None or mesh.tensor is None else mesh.tensor.rank
 
 
-get_data_parallel_group = _get_data_parallel_group
-get_data_parallel_world_size = _get_data_parallel_world_size
-get_data_parallel_rank = _get_data_parallel_rank
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
-get_model_parallel_rank = get_tensor_model_parallel_rank = _get_model_parallel_rank
-
-
 def get_tensor_model_parallel_group() -> ProcessGroup | None:
     """Return the ranks that have the same layers, each a part of them; None for a rank that has them whole."""
     mesh = current_mesh()
@@ -195,7 +188,7 @@ def _get_expert_parallel_ranks(
     model_size = tensor_parallel_size_ * pipeline_parallel_size_
     if world_size % (model_size * expert_parallel_size_):
         raise EngineAssertionError(
-            f"{world_size} ranks are no whole number of experts over {expert_parallel_size_} ranks times {model_size}",
+            f"{world_size} ranks cannot be divided into {expert_parallel_size_} of experts × {model_size} of a model",
             hint="use sizes whose product divides the ranks",
         )
     data = world_size // model_size

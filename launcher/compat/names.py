@@ -282,7 +282,7 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.accelerator": "get_accelerator",
         f"{_DEFINED}.utils": "zero_wrapper_for_fp_tensor_constructor",
         f"{_DEFINED}.zero": """
-            MultipleAllGatherHandles _contradicting_single_rank_pg_error get_allgather_dtype is_zero_param
+            MultipleAllGatherHandles get_allgather_dtype is_zero_param
             partitioned_param_data_shape zero3_linear_wrap
         """,
         "torch": "_orig_torch_arange=arange",

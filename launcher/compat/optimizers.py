@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
@@ -79,16 +80,20 @@ class DeepSpeedCPUAdam(_Adam):
         for param in params:
             if param.device.type != "cpu":
                 raise AssertionError(f"DeepSpeedCPUAdam updates parameters on the CPU, and one is on {param.device}")
-        narrow = [param for param in params if param.dtype != torch.float32] if self.fp32_optimizer_states else []
+        narrow = [param for param in params if param.dtype.itemsize == 2] if self.fp32_optimizer_states else []
         kept = [(param, param.data, param.grad) for param in narrow]
-        for param, data, grad in kept:
-            param.grad = None  # torch wants it in the dtype of the parameter
-            param.data, param.grad = data.float(), grad.float()
-        super().step()
-        for param, data, grad in kept:
-            data.copy_(param.data)
-            param.grad = None
-            param.data, param.grad = data, grad
+        try:
+            for param, data, grad in kept:
+                param.grad = None  # torch wants it in the dtype of the parameter
+                param.data, param.grad = data.float(), grad.float()
+                state = self.state[param]  # `load_state_dict` gives it the dtype of the parameter
+                state.update({name: value.float() for name, value in state.items() if isinstance(value, Tensor)})
+            super().step()
+        finally:
+            for param, data, grad in kept:
+                data.copy_(param.data)
+                param.grad = None
+                param.data, param.grad = data, grad
         return loss
 
 

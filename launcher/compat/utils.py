@@ -65,13 +65,14 @@ def clip_grad_norm_(
     if mpu is not None:
         raise EngineError("clip_grad_norm_(mpu=...) is not supported", hint="use data parallelism alone")
     given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    experts = [param.grad for param in given if param.grad is not None and is_moe_param(param)]
+    experts = [param for param in given if is_moe_param(param)]
     mesh = current_mesh()
     if not experts or mesh is None or mesh.expert is None:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-    norm = torch.nn.utils.get_total_norm(experts, norm_type)
-    everywhere = norm.repeat(mesh.expert.world_size)
-    dist.all_gather_into_tensor(everywhere, norm.view(1), mesh.expert.process_group)
+    grads = [param.grad for param in experts if param.grad is not None]  # none where no token came to this rank
+    own = torch.nn.utils.get_total_norm(grads, norm_type).to(experts[0].device, torch.float32)
+    everywhere = own.repeat(mesh.expert.world_size)
+    dist.all_gather_into_tensor(everywhere, own.view(1), mesh.expert.process_group)
     shared = [param.grad for param in given if param.grad is not None and not is_moe_param(param)]
     norm = torch.nn.utils.get_total_norm([*shared, everywhere], norm_type)
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)

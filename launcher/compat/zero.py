@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any, cast
 
@@ -23,7 +23,6 @@ from launcher.engine.engine import Engine
 from launcher.optim.muon.muon import as_matrix, iteration
 from launcher.optim.muon.orthogonal import orthogonalized
 from launcher.zero import GatheredParameters, Init, TiledLinear
-from launcher.zero.construct import contradiction_of_lone_rank
 from launcher.zero.unit import unit_of
 
 # Shape of a parameter that is sharded and not gathered.
@@ -47,12 +46,6 @@ class OffloadStateTypeEnum(str, Enum):
 def is_zero_param(parameter: Any) -> bool:
     """Whether a value is a parameter of stage 3, gathered or not."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
-
-
-def _contradicting_single_rank_pg_error(
-    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str]
-) -> str | None:
-    return None if explicit_process_group is not None else contradiction_of_lone_rank(dp_world_size, env)
 
 
 class MultipleAllGatherHandles:

@@ -62,10 +62,8 @@ class Config(Section):
     memory_breakdown: Flag = key(False, "print memory after forward, backward and step every steps_per_print steps")
     dataloader_drop_last: Flag = key(False, "drop the last, smaller batch")
     vocabulary_size: OptInt = key(None, "warn if no multiple of 8", inert("nothing depends on it"))
-    log_level: Annotated[
-        str | None, choice("debug", "info", "warning", "error", "critical", null=True, keeps_case=True)
-    ] = key(
-        None, "the least important lines of the engine's log that are shown; null: those of info, or as the script set"
+    log_level: Annotated[str | None, choice(*_LEVELS, null=True, keeps_case=True)] = key(
+        None, "level of the engine's log; null: info, or what the script has set"
     )
     use_data_before_expert_parallelism: Flag = key(
         False, "ranks with the same experts are neighbours", unsupported("ranks of one set of experts are; remove it")

@@ -169,8 +169,10 @@ def initialize(
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
     sequence = attach_sequence(model, built, mesh, mpu)
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
-    order = {"shuffle": not is_list_of_layers}  # as DeepSpeed reads the data of a pipeline
-    loader = None if training_data is None else _loader(training_data, collate_fn, settings, batch, mesh, **order)
+    loader = None
+    if training_data is not None:  # that of a pipeline is read in order, as by DeepSpeed
+        shuffle = not is_list_of_layers
+        loader = _loader(training_data, collate_fn, settings, batch, mesh, shuffle=shuffle)
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting, sequence)
     if built.optimizer is not None:
         built.optimizer.settings, built.optimizer.is_of_pipeline = settings, staged is not None

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -43,20 +43,6 @@ _REFUSED = frozenset(
         "zero_quantized_weights",
     }
 )
-
-
-def contradiction_of_lone_rank(world_size: int, environ: Mapping[str, str]) -> str | None:
-    """Return what is wrong where a launcher has started several ranks and the process group has one; None otherwise.
-
-    Every rank would keep all shards.
-    """
-    started = environ.get(env.WORLD_SIZE.name, "1")
-    if world_size > 1 or not started.isdecimal() or int(started) <= 1:
-        return None
-    return (
-        f"the process group has one rank, and the launcher has started {env.WORLD_SIZE.name}={started}: zero.Init would"
-        " shard nothing (the group was started without init_distributed())"
-    )
 
 
 class Init:
@@ -103,9 +89,8 @@ class Init:
             for name in _GROUPS & set(other):
                 _check_all_ranks(name, other[name])
         self._group = all_ranks()
-        contradiction = contradiction_of_lone_rank(self._group.world_size, os.environ) if enabled else None
-        if contradiction is not None:
-            raise EngineError(contradiction, hint="leave the start of the group to it")
+        if enabled:
+            _check_started(self._group.world_size)
         self._placements = shard_placements(settings, remote_device) if enabled else None
         self._stack = contextlib.ExitStack()
         self._built: list[weakref.ref[nn.Module]] = []
@@ -169,6 +154,16 @@ class Init:
                     else self._placements.of_shard(param.numel() // self._group.world_size)
                 )
                 shard_parameter(param, self._group, self._dtype, placement)
+
+
+def _check_started(world_size: int) -> None:
+    """Raise EngineError where the group has one rank in a job of several: every rank would keep all shards."""
+    started = os.environ.get(env.WORLD_SIZE.name, "1")
+    if world_size == 1 and started.isdecimal() and int(started) > 1:
+        raise EngineError(
+            f"zero.Init shards nothing: the process group has one rank, and the job {env.WORLD_SIZE.name}={started}",
+            hint="call deepspeed.init_distributed() in place of torch.distributed.init_process_group()",
+        )
 
 
 def _check_all_ranks(name: str, given: Any) -> None:

@@ -49,6 +49,7 @@ import launcher.compat; launcher.compat.install()
 import deepspeed, torch
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import groups
+import deepspeed.comm as dist
 
 deepspeed.init_distributed()
 rank = deepspeed.comm.get_rank()
@@ -60,6 +61,12 @@ for norm_type, norm in ((2, 9.0), (float("inf"), 8.0)):  # of 1, and of 4 and 8 
     assert groups._get_max_expert_size() == 2
     assert abs(clip_grad_norm_([shared, expert], max_norm=norm / 2, norm_type=norm_type) - norm) < 1e-5
     assert abs(expert.grad - (2.0 + 2.0 * rank)) < 1e-5 and abs(shared.grad - 0.5) < 1e-5
+shared.grad = torch.tensor([6.0])
+expert.grad = torch.tensor([8.0]) if rank else None  # no token came to the expert of rank 0
+assert abs(clip_grad_norm_([shared, expert], max_norm=1.0) - 10.0) < 1e-5
+if rank == 0:  # a log that one rank alone has
+    dist.configure(enabled=True)
+dist.log_summary(show_straggler=True)
 torch.distributed.destroy_process_group()
 """
 

@@ -126,6 +126,14 @@ for in_fp32 in (True, False):
     assert ours.state[narrow]["exp_avg"].dtype == (torch.float32 if in_fp32 else torch.bfloat16)
     assert not in_fp32 or torch.equal(narrow, wide.bfloat16())
     assert ours.adam_w_mode
+    ours.load_state_dict(ours.state_dict())  # torch gives the states the dtype of the parameters
+    ours.step()
+    assert ours.state[narrow]["exp_avg"].dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+double = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+double.grad = torch.ones_like(double)
+optimizer = adam.DeepSpeedCPUAdam([double])
+optimizer.step()
+assert optimizer.state[double]["exp_avg"].dtype == double.dtype == torch.float64
 on_meta = torch.nn.Parameter(torch.ones(2, device="meta"))
 on_meta.grad = torch.ones(2, device="meta")
 try:

@@ -144,7 +144,7 @@ def test_a_group_of_one_rank_in_a_job_of_several_is_refused(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(EngineError, match=r"has one rank, and the launcher has started WORLD_SIZE=2"):
+        with pytest.raises(EngineError, match=r"has one rank, and the job WORLD_SIZE=2"):
             Init()
     finally:
         dist.destroy_process_group()
