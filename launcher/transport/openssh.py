@@ -17,9 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import Diagnostic, TransportError
+from launcher.base.timeouts import timeouts
 from launcher.transport.local import LocalChannel, start_child, watched
 from launcher.transport.ssh import library
-from launcher.transport.ssh.config import DEFAULT_CONNECT_TIMEOUT_S, Targets
+from launcher.transport.ssh.config import Targets
 from launcher.transport.ssh.options import SshOptions
 from launcher.transport.stderr_buffer import StderrTail
 
@@ -118,7 +119,7 @@ class OpenSshTransport:
         try:
             return self._targets.of(host).connect_timeout_s
         except TransportError:  # a configuration that only OpenSSH can read
-            return self._options.connect_timeout_s or DEFAULT_CONNECT_TIMEOUT_S
+            return self._options.connect_timeout_s or timeouts().connect_s
 
     def _argv(self, host: Host, *more: str) -> list[str]:
         """Return the command. more: further options of `ssh`."""

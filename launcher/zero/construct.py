@@ -188,7 +188,7 @@ def shard_parameter(
     dtype: to convert floating-point parameters to.
     """
     converted = dtype if dtype is not None and param.is_floating_point() else param.dtype
-    # Equal parts, as scripts for DeepSpeed count them; `initialize()` aligns what is trained.
+    # Equal parts, as scripts for DeepSpeed count them.
     alignment_numel = 1 if placement.place is not Place.DISK else CHUNK_ALIGNMENT_NUMEL
     layout = layout_unit([param_info("", param, converted)], group.world_size, alignment_numel=alignment_numel)
     owned = layout.chunk_range(group.rank)

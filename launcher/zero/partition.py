@@ -9,7 +9,7 @@ from torch import nn
 
 from launcher.comm.mesh import ParallelMesh
 from launcher.sharding.grouping import choose_small, form_units, min_unit_numel
-from launcher.sharding.layout import UnitLayout, layout_unit
+from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, UnitLayout, layout_unit
 from launcher.sharding.tensors import ParamInfo
 from launcher.zero.autocast import params_cast_by_autocast
 from launcher.zero.experts import is_moe_param
@@ -62,11 +62,22 @@ def build_units(
     placements = Placements(policy.offload, disks, sum(full_numel(param) for param in group_of))
     for members, infos in plan_units(model, group_of, policy):
         own_mesh = (mesh.of_experts or mesh) if members.is_expert else mesh
-        layout = layout_unit(infos, own_mesh.shard.world_size, own_mesh.num_copies)
+        alignment_numel = chunk_alignment_numel(len(infos), policy)
+        layout = layout_unit(infos, own_mesh.shard.world_size, own_mesh.num_copies, alignment_numel=alignment_numel)
         unit = _build_unit(members, layout, policy, own_mesh, placements)
         unit.index = len(units)
         units.append(unit)
     return units
+
+
+def chunk_alignment_numel(num_params: int, policy: ZeroPolicy) -> int:
+    """Return what the chunks of a unit are multiples of.
+
+    One parameter alone is cut into equal parts, as scripts for DeepSpeed count them: each is a tensor of its own.
+    """
+    has_disk = Place.DISK in (policy.offload.optimizer, policy.offload.params)
+    is_alone = num_params == 1 and policy.stage.shards_parameters
+    return 1 if is_alone and not has_disk else CHUNK_ALIGNMENT_NUMEL
 
 
 def plan_units(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, wait_until
+from harness.launching import ROOT, Launch, slowness, wait_until
 from harness.needs import need
 from harness.nodes import MortalNodes, available
 from harness.sshd import LoopbackSshd
@@ -64,12 +64,13 @@ def test_a_clock_that_is_set_ends_no_job_and_hides_no_cause(
         """,
     )
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
-    options = ("--hostfile", "hosts", "--ssh_config", str(sshd.ssh_config), "--lease", str(LEASE_S), "--grace", "5")
+    lease_s = LEASE_S * slowness()
+    options = ("--hostfile", "hosts", "--ssh_config", str(sshd.ssh_config), "--lease", str(lease_s), "--grace", "5")
     path = f"{tmp_path / 'site'}:{ROOT}"
     job = Launch(tmp_path, *options, "--hang-timeout", "3", script, env={"PYTHONPATH": path})
     wait_until(lambda: job.out.count("READY") == 2, "the ranks")
     clock.write_text(str(jump_s))
-    time.sleep(1.5 * LEASE_S)  # longer than lease and hang timeout: what measured with this clock would be over
+    time.sleep(1.5 * lease_s)  # longer than lease and hang timeout: what measured with this clock would be over
     assert job.process.poll() is None, job.out
     (tmp_path / "go").touch()
     result = job.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, wait_until
+from harness.launching import Launch, run_launch, slowness, wait_until
 from harness.needs import need
 from harness.nodes import MortalNodes, available
 
@@ -28,10 +28,14 @@ def nodes(tmp_path: Path) -> Iterator[MortalNodes]:
         yield started
 
 
+def options_of(nodes: MortalNodes) -> list[str]:
+    lease_s = LEASE_S * slowness()
+    return ["--hostfile", str(nodes.hostfile), "--ssh_config", str(nodes.ssh_config), "--lease", str(lease_s)]
+
+
 def start(nodes: MortalNodes, folder: Path, *more: str, script: str = "STUBBORN") -> Launch:
     path = scripts.write(folder, getattr(scripts, script))
-    options = ("--hostfile", str(nodes.hostfile), "--ssh_config", str(nodes.ssh_config), "--lease", str(LEASE_S))
-    return Launch(folder, *options, "--grace", "0.5", *more, path)
+    return Launch(folder, *options_of(nodes), "--grace", "0.5", *more, path)
 
 
 def test_ranks_of_different_nodes_train_together(nodes: MortalNodes, tmp_path: Path) -> None:
@@ -61,7 +65,7 @@ def test_a_node_that_crashes_ends_the_job(nodes: MortalNodes, tmp_path: Path) ->
     result = job.wait(60)
     assert result.code == 69
     assert f"✗ {nodes.nodes[1].address} was lost" in result.err
-    assert time.monotonic() - start_s < LEASE_S + timeouts().sweep_s + SLOW_S
+    assert time.monotonic() - start_s < (LEASE_S + timeouts().sweep_s + SLOW_S) * slowness()
     assert not members_of_job(job_id)
 
 
@@ -76,7 +80,7 @@ def test_both_sides_of_a_partition_end(nodes: MortalNodes, tmp_path: Path) -> No
     assert f"✗ {nodes.nodes[1].address} was lost" in result.err
     assert "could not verify clean-up on" in result.err
     wait_until(lambda: not members_of_job(job_id), "the ranks behind the partition")
-    assert time.monotonic() - start_s < 3 * LEASE_S + timeouts().sweep_s + SLOW_S
+    assert time.monotonic() - start_s < (3 * LEASE_S + timeouts().sweep_s + SLOW_S) * slowness()
 
 
 def test_a_lost_node_is_replaced_by_a_spare_one(nodes: MortalNodes, tmp_path: Path) -> None:
@@ -89,8 +93,7 @@ def test_a_lost_node_is_replaced_by_a_spare_one(nodes: MortalNodes, tmp_path: Pa
             time.sleep(600)
         """,
     )
-    options = ("--hostfile", str(nodes.hostfile), "--ssh_config", str(nodes.ssh_config), "--lease", str(LEASE_S))
-    job = Launch(tmp_path, *options, "--num_nodes", "1", "--max-restarts", "1", path)
+    job = Launch(tmp_path, *options_of(nodes), "--num_nodes", "1", "--max-restarts", "1", path)
     wait_until(lambda: job.out.count("UP node-0 0") == 2, "the ranks")
     nodes.nodes[0].crash()
     result = job.wait(30)
@@ -130,9 +133,10 @@ def test_after_a_crash_hosts_are_left_out_until_the_elastic_batch_fits(tmp_path:
     (tmp_path / "ds.json").write_text(json.dumps(ELASTIC))
     with MortalNodes(tmp_path, 4) as nodes:
         nodes.hostfile.write_text("".join(f"{node.address} slots=1\n" for node in nodes.nodes))
-        options = ("--hostfile", str(nodes.hostfile), "--ssh_config", str(nodes.ssh_config), "--grace", "0.5")
-        restarts = ("--lease", str(LEASE_S), "--max-restarts", "1", "--min-nodes", "2")
-        job = Launch(tmp_path, *options, *restarts, script, "--deepspeed", "ds.json", env={"OMP_NUM_THREADS": "1"})
+        restarts = ("--grace", "0.5", "--max-restarts", "1", "--min-nodes", "2")
+        job = Launch(
+            tmp_path, *options_of(nodes), *restarts, script, "--deepspeed", "ds.json", env={"OMP_NUM_THREADS": "1"}
+        )
         wait_until(lambda: job.out.count("PLAN 8 = 2 x 1 x 4") == 4, "the first world", 60)
         nodes.nodes[1].crash()
         result = job.wait(60)

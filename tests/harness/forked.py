@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-from harness.launching import DEADLINE_S, ROOT, Result, code_of
+from harness.launching import DEADLINE_S, ROOT, Result, code_of, slowness
 from harness.ports import free_port
 from harness.ranks import torch_forks
 
@@ -143,7 +143,7 @@ def _run(job: _Job) -> int | None:
             finally:
                 os._exit(1)
         ranks[rank] = pid
-    first, ends_s, end_s = 0, None, time.monotonic() + job.deadline_s
+    first, ends_s, end_s = 0, None, time.monotonic() + job.deadline_s * slowness()
     while ranks:
         for rank, pid in list(ranks.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)

@@ -19,6 +19,12 @@ from launcher.base.processes import die_with_parent, members_of_job
 ROOT = Path(__file__).resolve().parents[2]
 _GAP_S = {signal.SIGINT: 0.2, signal.SIGTERM: 1.1, signal.SIGHUP: 1.1}  # see `fleet.signals`
 DEADLINE_S = 240.0  # on a machine with other work, a start of torch alone may take half a minute
+_USUAL_LOAD = 4.0  # processes for each processor, beside which the limits of the tests suffice
+
+
+def slowness() -> float:
+    """Return what the limits of waits are multiplied with: more than 1 where many processes wait for a processor."""
+    return max(1.0, os.getloadavg()[0] / (_USUAL_LOAD * (os.cpu_count() or 1)))
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Launch:
         self._out, self._err = folder / "launch.out", folder / "launch.err"
         command = [sys.executable, *map(str, program), *map(str, args)]
         our_pid = os.getpid()
+        own = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), **(env or {})}
 
         def prepare() -> None:
             die_with_parent(our_pid)  # a test that fails half-way leaves no job behind
@@ -81,7 +88,7 @@ class Launch:
                 stdin=subprocess.DEVNULL,
                 stdout=out if stdout is None else stdout,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), **(env or {})},
+                env={"LAUNCH_TIMEOUT_SCALE": f"{slowness():.3f}", **os.environ, **own},
                 start_new_session=not in_our_session,
                 preexec_fn=prepare,
             )
@@ -102,7 +109,7 @@ class Launch:
     def wait(self, timeout_s: float = DEADLINE_S) -> Result:
         """Wait for the end; a command that hangs is killed and fails the test."""
         try:
-            code = self.process.wait(timeout_s)
+            code = self.process.wait(timeout_s * slowness())
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -206,12 +213,15 @@ def running(*words: str) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Wait for a condition with a deadline. To find it out takes a tenth of a processor, where it is quick."""
-    deadline = time.monotonic() + timeout_s
-    start = time.monotonic()
+    """Wait for a condition with a deadline. To find it out takes a tenth of a processor, where it is quick.
+
+    timeout_s: on a machine that is not overloaded; see `slowness`.
+    """
+    begin_s = start = time.monotonic()
     while not condition():
         end = time.monotonic()
-        assert end < deadline, f"waited {timeout_s} s for {what}"
+        limit_s = timeout_s * slowness()
+        assert end < begin_s + limit_s, f"waited {limit_s:.0f} s for {what}"
         time.sleep(min(max(0.02, 9 * (end - start)), 0.5))
         start = time.monotonic()
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from harness.calls import Act, Setting, Told, do_act, start_acts
+from harness.launching import slowness
 from harness.plain_calls import OPEN, SKIPPED, PerRank, PlainSide, Rank0, Refused
 from harness.ranks import RankPool
 
@@ -46,7 +47,7 @@ class Crew(RankPool):
         for _, pipe in self._ranks:
             pipe.send((body, args))
         found: list[Told] = []
-        end_s = time.monotonic() + limit_s
+        end_s = time.monotonic() + limit_s * slowness()
         for rank, (_, pipe) in enumerate(self._ranks):
             try:
                 if not pipe.poll(max(0.0, end_s - time.monotonic())):

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from harness.launching import ROOT
+from harness.launching import ROOT, slowness
 from harness.ports import free_port
 
 from launcher.base import processes
@@ -52,7 +52,7 @@ class RankPool:
         """Call `body(rank, world_size, *args)` on every rank and return the results in rank order."""
         for _, pipe in self._ranks:
             pipe.send((body, args))
-        results, end_s = [], time.monotonic() + deadline_s
+        results, end_s = [], time.monotonic() + deadline_s * slowness()
         for rank, (_, pipe) in enumerate(self._ranks):
             if not pipe.poll(max(0.0, end_s - time.monotonic())):
                 raise AssertionError(f"rank {rank} hung:\n{self._dump_and_close()}")
@@ -67,7 +67,7 @@ class RankPool:
         """Call a body that ends its process; return the exit codes, None of a rank that hangs. Closes the pool."""
         for _, pipe in self._ranks:
             pipe.send((body, args))
-        end_s = time.monotonic() + deadline_s
+        end_s = time.monotonic() + deadline_s * slowness()
         for process, _ in self._ranks:
             process.join(max(0.0, end_s - time.monotonic()))
         codes = [process.exitcode for process, _ in self._ranks]

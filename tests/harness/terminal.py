@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyte
-from harness.launching import DEADLINE_S, ROOT
+from harness.launching import DEADLINE_S, ROOT, slowness
 
 from launcher.base.processes import die_with_parent
 
@@ -101,7 +101,7 @@ class TerminalLaunch:
 
     def wait(self) -> int:
         """Read to the end and return the exit code; a command that hangs is killed and fails the test."""
-        deadline_s = time.monotonic() + DEADLINE_S
+        deadline_s = time.monotonic() + DEADLINE_S * slowness()
         while self._read():
             if time.monotonic() > deadline_s:
                 os.kill(self.pid, signal.SIGKILL)
@@ -110,7 +110,7 @@ class TerminalLaunch:
 
     def exit_code(self) -> int:
         """Wait for the end without reading."""
-        deadline_s = time.monotonic() + DEADLINE_S
+        deadline_s = time.monotonic() + DEADLINE_S * slowness()
         while (ended := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
             if time.monotonic() > deadline_s:
                 os.kill(self.pid, signal.SIGKILL)

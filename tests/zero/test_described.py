@@ -105,5 +105,33 @@ def _refuse_writes(rank: int, world_size: int) -> None:
         weight.ds_tensor.data = torch.ones(1)
 
 
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(15.0).reshape(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _equal_parts(rank: int, world_size: int, precision: str) -> None:
+    sgd: dict[str, Any] = {"type": "SGD", "params": {"lr": 0.5}}
+    model = nn.Sequential(_Scale(), _Scale())
+    engine = engine_of(model, 3, world_size, bf16={"enabled": precision == "bf16"}, optimizer=sgd)
+    numel = math.ceil(15 / world_size)
+    for scale in model:
+        expected = nn.functional.pad(torch.arange(15.0), (0, numel * world_size - 15)).chunk(world_size)[rank]
+        torch.testing.assert_close(scale.weight.ds_tensor.float(), expected)
+    engine.backward(engine(torch.ones(3, 5, dtype=model[0].weight.dtype)).sum())
+    engine.step()
+    assert (engine.state_dict()["0.weight"].float() == torch.arange(15.0).reshape(3, 5) * 0.5).all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_parameter_alone_is_cut_into_equal_parts(world_size: int, precision: str) -> None:
+    run_on_ranks(world_size, _equal_parts, precision)
+
+
 def test_writes_that_would_not_count_are_refused() -> None:
     run_on_ranks(2, _refuse_writes)

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import HostfileError, TransportError
+from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.cluster.hostname import parse_address
 from launcher.transport.ssh.known_hosts import DEFAULT_PORT, lookup_name
 from launcher.transport.ssh.options import SshOptions
 
-DEFAULT_CONNECT_TIMEOUT_S = 10.0
 _USER_CONFIG = "~/.ssh/config"
 _SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _AGENT_VARIABLE = "SSH_AUTH_SOCK"
@@ -263,7 +263,7 @@ def _target(host: Host, options: SshOptions, answer_of: Callable[[Host], Answer]
         # "none", which is what `ssh -G` says where nothing is set, would have a job wait without end.
         connect_timeout_s=options.connect_timeout_s
         or float(timeout if timeout.isdigit() else 0)
-        or DEFAULT_CONNECT_TIMEOUT_S,
+        or timeouts().connect_s,
         accept_new_host_keys=options.accept_new_host_keys,
         jumps=tuple(jump for jump in one("proxyjump").split(",") if jump not in ("", "none")),
         only_openssh=tuple(_only_openssh(one, key_files)),
@@ -301,7 +301,7 @@ def _host_lines(options: SshOptions) -> list[list[str]] | None:
     """
     argv = ["ssh", "-v", "-G", "-T", *options.openssh_words(Host("host", ())), "--", "host"]
     try:
-        done = run_briefly(argv, options.connect_timeout_s or DEFAULT_CONNECT_TIMEOUT_S)
+        done = run_briefly(argv, options.connect_timeout_s or timeouts().connect_s)
         paths = re.findall(r"^debug1: Reading configuration data (.*)$", done.stderr, re.MULTILINE)
         texts = [Path(path).read_text(errors="surrogateescape") for path in paths]
     except (OSError, subprocess.TimeoutExpired):
@@ -338,7 +338,7 @@ def _defaults(timeout_s: float | None) -> Answer:
 
 def _settings(words: tuple[str, ...], name: str, timeout_s: float | None) -> Answer:
     argv = ["ssh", "-G", "-T", *words, "--", name]
-    timeout_s = timeout_s or DEFAULT_CONNECT_TIMEOUT_S
+    timeout_s = timeout_s or timeouts().connect_s
     try:
         done = run_briefly(argv, timeout_s)
     except subprocess.TimeoutExpired:
