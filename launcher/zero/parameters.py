@@ -466,9 +466,9 @@ class UnitParameters:
             gather.wait()
         self._arrival.wait()
         self.state = ParameterState.UNSHARDED
-        self._gather = None
         if not self.is_sharded and len(self.owned) < self._layout.padded_numel:
             self.written_in_flight = self.written_in_flight or self._first_since(self._sent_versions)
+        self._gather = None  # now the thread that trains may count the writes of the next update
         if self.is_sharded:
             for slot, param, view in zip(self._layout.slots, self._params, self._views, strict=True):
                 if param.dtype is not self._absent.dtype:
@@ -571,9 +571,10 @@ class UnitParameters:
             owns_all = len(self.owned) == self._layout.padded_numel
             with self.group.streams.on(Side.GATHER):
                 self._written.wait()
-                self._gather = Pending() if owns_all else self._start_all_gather(self._own_flat)
+                gather = Pending() if owns_all else self._start_all_gather(self._own_flat)
             self._sent_versions = [param._version for param in self._params]
             self.state = ParameterState.GATHERING
+            self._gather = gather  # last: a thread that reads may end it from now on
         elif self.num_blocks:
             self.start_gather()
             self.wait()

@@ -57,8 +57,7 @@ class _Reader(threading.Thread):
         self.join()
 
 
-def _train(rank: int, world_size: int, stage: int, precision: str, reader: str | None) -> tuple[Tensor, int, str]:
-    """Return the weights, how often another thread has read, and the error that it got."""
+def _engine(stage: int, precision: str) -> Any:
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -73,7 +72,12 @@ def _train(rank: int, world_size: int, stage: int, precision: str, reader: str |
     }
     config.pop("fp32", None)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
-    engine = launcher.initialize(model=model, config=config)[0]
+    return launcher.initialize(model=model, config=config)[0]
+
+
+def _train(rank: int, world_size: int, stage: int, precision: str, reader: str | None) -> tuple[Tensor, int, str]:
+    """Return the weights, how often another thread has read, and the error that it got."""
+    engine = _engine(stage, precision)
     thread = _Reader(engine, reader) if reader is not None else None
     if thread is not None:
         thread.start()
@@ -100,6 +104,36 @@ def test_a_reading_thread_changes_nothing(stage: int, precision: str, reader: st
     for weights, num_reads, error in run_on_ranks(2, _train, stage, precision, reader):
         assert (num_reads >= 10, error) == (True, "")
         assert torch.equal(weights, expected)
+
+
+def _end_a_gather_beside_a_reader(rank: int, world_size: int) -> bool:
+    """Return whether `wait` of this thread has returned while another one still ended the same gather."""
+    engine = _engine(1, "fp32")
+    engine.backward(engine(torch.ones(1, WIDTH)).sum())
+    engine.step()
+    params = engine._sharded.units[0].params
+    is_in, is_out, seen = threading.Event(), threading.Event(), []
+    find = params._first_since
+
+    def look(versions: list[int]) -> Any:
+        if threading.current_thread().name == "monitor":
+            is_in.set()
+            seen.append(is_out.wait(0.5))
+        return find(versions)
+
+    params._first_since = look
+    thread = threading.Thread(target=params.wait, name="monitor")
+    thread.start()
+    assert is_in.wait(60)
+    params.wait()
+    is_out.set()
+    thread.join()
+    return any(seen)
+
+
+def test_a_reader_has_compared_before_the_next_update_counts() -> None:
+    """It took the engine's own count for a write into parameters that were on their way."""
+    assert run_on_ranks(2, _end_a_gather_beside_a_reader) == [False, False]
 
 
 @pytest.mark.parametrize(
