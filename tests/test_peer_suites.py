@@ -70,6 +70,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
 
 
+@pytest.mark.timeout(3600)  # it starts pytest a dozen times
 def test_each_test_is_counted_once_with_its_cause(suite: Path, tmp_path: Path) -> None:
     page, outcomes = tmp_path / "page.md", tmp_path / "outcomes.json"
     done = run("--tests", suite, "--real", "--jobs", 2, "--json", outcomes, "--output", page)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, wait_until, wait_until_gone
+from harness.launching import Launch, run_launch, slowness, wait_until, wait_until_gone
 
 from launcher.base.processes import descendants, members_of_job
 from launcher.cluster.devices import all_devices
@@ -129,14 +129,15 @@ def test_the_stack_of_a_fork_that_crashes_is_shown_while_the_rank_runs(tmp_path:
 
 def test_stubborn_ranks_and_their_children_are_killed_in_one_grace(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, scripts.STUBBORN)
-    job = Launch(tmp_path, "--num_gpus", "3", "--grace", "2", script)
+    grace_s = 2.0 * slowness()
+    job = Launch(tmp_path, "--num_gpus", "3", "--grace", str(grace_s), script)
     wait_until(lambda: job.out.count("READY") == 3, "the ranks")
     job.signal(signal.SIGTERM)
     result = job.wait()
     assert result.code == 143
     assert not members_of_job(result.job_id)
     seconds = json.loads((tmp_path / "runs" / result.job_id / "report.json").read_text())["stop_s"]
-    assert 2.0 <= seconds < 5.5, "one grace, and not one after the other"
+    assert grace_s <= seconds < 2.75 * grace_s, "one grace, and not one after the other"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, wait_until
+from harness.launching import DEADLINE_S, ROOT, wait_until
 
 from launcher.agent.wire import Call, Decoder, Output, Ping, Pong, Spawn, Started, Stop, encode
 from launcher.base import env
@@ -220,6 +220,9 @@ def test_what_is_for_all_nodes_passes_srun_once(tmp_path: Path, monkeypatch: pyt
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(start, channels))
+    for channel in channels:
+        channel.close_stdin()
+    channels[0]._step._process.wait(DEADLINE_S)  # `close` would give it seconds only
     for channel in channels:
         channel.close()
     lines = list(LineReader().feed((tmp_path / "seen").read_bytes()))

@@ -98,7 +98,7 @@ def test_commands_and_checks_by_openssh(config: Path, hosts: Path, tmp_path: Pat
     words = ["-H", str(hosts), "-F", str(config), "--ssh", "openssh"]
     plain = run_here(tmp_path, "exec", *words, "sh", "-c", "echo out; echo err >&2; exit 3")
     assert (plain.out, plain.code) == ("127.0.0.[1-2]:\nout\n", 3)
-    assert plain.err.splitlines()[1:2] == ["err"]
+    assert plain.said.splitlines()[1:2] == ["err"]
     supervised = run_here(tmp_path, "exec", *words, "--supervise", "echo", "hi")
     assert (supervised.out, supervised.code) == ("127.0.0.[1-2]:\nhi\n", 0), supervised.err
     check = run_launch(tmp_path, "check", *words)

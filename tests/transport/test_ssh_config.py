@@ -229,9 +229,14 @@ def test_hosts_that_the_config_does_not_tell_apart_are_asked_for_once(
 
 def test_a_config_that_is_never_evaluated_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "config").write_text(f'Match exec "touch {tmp_path}/begun; exec sleep 86.{os.getpid()}"\n  Port 1\n')
-    options = SshOptions(ssh_config=tmp_path / "config", connect_timeout_s=0.5)
-    with pytest.raises(TransportError, match=r"n1: the SSH config was not evaluated within 0.5 s; does a program of"):
-        Targets(options).of(Host("n1", (0,)))
+    for timeout_s in (0.5, 5.0, 50.0):  # a machine with other work does not come to that program within the first
+        options = SshOptions(ssh_config=tmp_path / "config", connect_timeout_s=timeout_s)
+        with pytest.raises(
+            TransportError, match=rf"n1: the SSH config was not evaluated within {timeout_s:g} s; does a"
+        ):
+            Targets(options).of(Host("n1", (0,)))
+        if (tmp_path / "begun").exists():
+            break
     assert (tmp_path / "begun").exists()
     left = subprocess.run(["pgrep", "-f", f"sleep 86.{os.getpid()}"], capture_output=True)
     assert left.stdout == b"", "what it has started ends with it"
