@@ -123,6 +123,7 @@ def _equal_parts(rank: int, world_size: int, precision: str) -> None:
         expected = nn.functional.pad(torch.arange(15.0), (0, numel * world_size - 15)).chunk(world_size)[rank]
         torch.testing.assert_close(scale.weight.ds_tensor.float(), expected)
     engine.backward(engine(torch.ones(3, 5, dtype=model[0].weight.dtype)).sum())
+    assert {part.numel() for part in engine.optimizer.get_fp32_grad_partitions()[0].values()} == {numel}
     engine.step()
     assert (engine.state_dict()["0.weight"].float() == torch.arange(15.0).reshape(3, 5) * 0.5).all()
 
