@@ -18,7 +18,7 @@ from launcher.base.record import Record
 class Timeouts(Record):
     """Seconds."""
 
-    connect_s: float = 10.0  # of an SSH server, where neither an option nor the SSH config says
+    connect_s: float = 10.0  # ConnectTimeout of SSH, where neither an option nor the SSH config sets it
     answer_s: float = 30.0  # an agent's first words, after its process was started
     goodbye_s: float = 15.0  # of a job's agents, beyond the grace of their ranks
     local_answer_s: float = 2.0  # of an agent on this machine, to a stop, beyond the grace: it is suspended

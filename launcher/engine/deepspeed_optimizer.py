@@ -97,7 +97,6 @@ class DeepSpeedOptimizerNames:
         if any(gradients.state is not UnitState.REDUCED or gradients.is_incomplete for _, gradients in trained):
             return
         for unit, gradients in trained:
-            # The parts of one parameter are equal, with the zeros behind the last element.
-            is_alone = unit.is_sharded and len(unit.layout.slots) == 1
+            with_padding = unit.is_sharded and unit.layout.is_one_even_param  # as `ds_tensor` has
             for shard in unit.shards:
-                yield shard, gradients.owned_grad if is_alone else gradients.owned_grad[shard.place]
+                yield shard, gradients.owned_grad if with_padding else gradients.owned_grad[shard.place]

@@ -74,6 +74,11 @@ class UnitLayout:
         return self.slots[-1].end
 
     @property
+    def is_one_even_param(self) -> bool:
+        """Whether it is one parameter in chunks of `ceil(numel / world_size)`: no alignment has made them longer."""
+        return len(self.slots) == 1 and self.chunk_numel == -(-self.numel // self.world_size)
+
+    @property
     def chunk_numel(self) -> int:
         return self.padded_numel // self.world_size
 

@@ -62,7 +62,7 @@ def build_units(
     placements = Placements(policy.offload, disks, sum(full_numel(param) for param in group_of))
     for members, infos in plan_units(model, group_of, policy):
         own_mesh = (mesh.of_experts or mesh) if members.is_expert else mesh
-        alignment_numel = chunk_alignment_numel(len(infos), policy)
+        alignment_numel = _chunk_alignment_numel(len(infos), policy)
         layout = layout_unit(infos, own_mesh.shard.world_size, own_mesh.num_copies, alignment_numel=alignment_numel)
         unit = _build_unit(members, layout, policy, own_mesh, placements)
         unit.index = len(units)
@@ -70,11 +70,8 @@ def build_units(
     return units
 
 
-def chunk_alignment_numel(num_params: int, policy: ZeroPolicy) -> int:
-    """Return what the chunks of a unit are multiples of.
-
-    One parameter alone is cut into equal parts, as scripts for DeepSpeed count them: each is a tensor of its own.
-    """
+def _chunk_alignment_numel(num_params: int, policy: ZeroPolicy) -> int:
+    """Return what the chunks of a unit are multiples of; 1 for one parameter at stage 3, as DeepSpeed shards it."""
     has_disk = Place.DISK in (policy.offload.optimizer, policy.offload.params)
     is_alone = num_params == 1 and policy.stage.shards_parameters
     return 1 if is_alone and not has_disk else CHUNK_ALIGNMENT_NUMEL

@@ -357,7 +357,7 @@ class ParameterSchedule:
         if self._uses[index] or self._in_backward:
             return  # in backward a recomputed forward is followed by the backward that reads it
         distance = self._follower.reuse_distance(index)
-        is_near = distance is not None and distance <= self._policy.max_reuse_distance
+        is_near = distance is not None and distance < self._policy.max_reuse_distance
         if not (is_near and self._live_numel <= self._policy.max_live_numel):
             self._release(unit)
 

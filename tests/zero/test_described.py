@@ -134,5 +134,21 @@ def test_a_parameter_alone_is_cut_into_equal_parts(world_size: int, precision: s
     run_on_ranks(world_size, _equal_parts, precision)
 
 
+def _status_of_the_last_layer(rank: int, world_size: int) -> list[bool]:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    model = nn.Sequential(_Scale(), _Scale())
+    engine, found = engine_of(model, 3, world_size, zero_optimization=zero), []
+    for _ in range(2):  # the second pass knows that backward begins with the last layer
+        loss = engine(torch.ones(3, 5)).sum()
+        found.append(model[1].weight.ds_status is ZeroParamStatus.NOT_AVAILABLE)
+        engine.backward(loss)
+        engine.step()
+    return found
+
+
+def test_a_reuse_distance_of_zero_keeps_nothing_unsharded() -> None:
+    assert run_on_ranks(2, _status_of_the_last_layer) == [[True, True]] * 2
+
+
 def test_writes_that_would_not_count_are_refused() -> None:
     run_on_ranks(2, _refuse_writes)
