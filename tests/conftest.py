@@ -14,10 +14,14 @@ import hypothesis
 import pytest
 from harness import schedule
 from harness import slurm as slurm_harness
+from harness.launching import slowness
 from harness.needs import need
 from harness.slurm import LoopbackSlurm
 from harness.sshd import LoopbackSshd, available
 from hypothesis import HealthCheck
+
+from launcher.base import env
+from launcher.base.timeouts import timeouts
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
 _clock = schedule.Clock()
@@ -95,6 +99,19 @@ def signals_as_before() -> Iterator[None]:
     for number, handler in handlers.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def waits_scaled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a busy machine what a test calls in this process waits longer, too."""
+    factor = slowness()
+    if factor == 1.0 or env.TIMEOUT_SCALE.name in os.environ:
+        yield
+        return
+    monkeypatch.setenv(env.TIMEOUT_SCALE.name, f"{factor:.3f}")
+    timeouts.cache_clear()
+    yield
+    timeouts.cache_clear()
 
 
 @pytest.fixture

@@ -257,6 +257,9 @@ class Supervisor:
             self._selector.unregister(self._command_fd)
             self._lose_controller()
 
+    def _has_message_waiting(self) -> bool:
+        return any(key.fd == self._command_fd for key, _ in self._selector.select(0))
+
     def _handle(self, message: Message) -> None:
         if self._state is _State.GONE:
             return
@@ -479,7 +482,9 @@ class Supervisor:
 
     def _check_deadlines(self) -> None:
         now_s = time.monotonic()
-        if self._connected and self._lease_s is not None and now_s - self._last_message_s > self._lease_s:
+        is_silent = self._lease_s is not None and now_s - self._last_message_s > self._lease_s
+        # On a busy machine, or one that was suspended, a message may have come since the last look.
+        if self._connected and is_silent and not self._has_message_waiting():
             self._lose_controller()
         if self._state is not _State.STOPPING:
             return

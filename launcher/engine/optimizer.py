@@ -55,6 +55,10 @@ class SteppingEngine(Protocol):
         """Take the step that `optimizer.step()` asks for."""
         ...
 
+    def get_global_grad_norm(self) -> float | None:
+        """Return the gradient norm of the last optimizer step before clipping."""
+        ...
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last optimizer step."""
         ...
@@ -181,6 +185,11 @@ class ZeroOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Do what `engine.backward(loss)` does."""
         self._engine().backward(loss, retain_graph=retain_graph)
+
+    @property
+    def _global_grad_norm(self) -> float:
+        """`engine.get_global_grad_norm()`, and 0 before the first step: frameworks read DeepSpeed's private name."""
+        return self._engine().get_global_grad_norm() or 0.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse after construction: units are laid out once. Raises: EngineError."""

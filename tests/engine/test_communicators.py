@@ -212,8 +212,7 @@ def test_the_collectives_of_a_step(stage: int, accumulation: int) -> None:
         "optimizer": {"type": "AdamW"},
     }
     units, every_backward = NUM_LAYERS, NUM_LAYERS * accumulation
-    # A unit is gathered for forward and again for backward; the last one is kept from the one to the other.
-    gathers = accumulation * (2 * units - 1)
+    gathers = accumulation * 2 * units  # for forward, and again for backward
     of_a_step = {
         0: {"all_reduce": units},
         1: {"reduce_scatter": units, "all_gather": units},

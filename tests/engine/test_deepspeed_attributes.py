@@ -40,7 +40,9 @@ def _look(rank: int, world_size: int, stage: int) -> None:
     torch.testing.assert_close(own, whole.sum())
     partitions = optimizer.get_fp32_grad_partitions()
     assert {group: list(found) for group, found in partitions.items()} == {0: list(range(len(gradients)))}
+    assert optimizer._global_grad_norm == 0.0
     engine.step()
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0.0
     masters = optimizer.fp32_partitioned_groups_flat
     assert (
         sum(master.numel() for master in masters) >= sum(p.numel() for p in build("Plain").parameters()) // world_size

@@ -16,7 +16,18 @@ from typing import Any
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, Result, nap, run_here, run_launch, running, wait_until, wait_until_gone
+from harness.launching import (
+    ROOT,
+    Launch,
+    Result,
+    nap,
+    run_here,
+    run_launch,
+    running,
+    slowness,
+    wait_until,
+    wait_until_gone,
+)
 from harness.sshd import LoopbackSshd
 
 from launcher.agent import scratch
@@ -276,11 +287,11 @@ def test_a_suspended_agent_does_not_keep_the_launcher_from_ending(tmp_path: Path
     (agent,) = [pid for pid in descendants(job.process.pid) if len(descendants(pid)) == 1]
     os.kill(agent, signal.SIGSTOP)
     start_s = time.monotonic()
-    while job.process.poll() is None and time.monotonic() - start_s < 30.0:
+    while job.process.poll() is None and time.monotonic() - start_s < 30.0 * slowness():
         job.signal(signal.SIGINT)
         time.sleep(1.0)
     job.wait()
-    assert time.monotonic() - start_s < 25.0
+    assert time.monotonic() - start_s < 25.0 * slowness()
     wait_until_gone(job.job_id)
 
 

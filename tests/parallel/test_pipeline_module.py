@@ -295,7 +295,7 @@ def test_layers_are_timed_once_and_all_ranks_go_by_it() -> None:
     part = stage_model(module(example_input=tuple(inputs)), (0,), 3, settings, profiling=profiling)
     assert [stage.layers for stage in part.stages] == [range(4), range(4, 5), range(5, 8)]
     assert len(calls[0]) == 8
-    assert all(0 < seconds < 1 for seconds in calls[0])
+    assert all(seconds > 0 for seconds in calls[0])
     with pytest.raises(ConfigError, match="there are none") as caught:
         stage_model(module(), (0,), 2, settings)
     assert "PipelineModule(example_input=...)" in str(caught.value)

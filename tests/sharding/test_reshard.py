@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import cProfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -146,11 +146,10 @@ def llama_7b(world_size: int, max_unit_numel: int) -> ShardMap:
 
 
 def test_thousands_of_ranks_cost_what_they_hold() -> None:
-    started = time.process_time()
-    source, target = llama_7b(3000, 500_000_000), llama_7b(2048, 50_000_000)
     ranks = [0, 1, 1023, 2046, 2047]
-    transfers = {rank: transfers_to(rank, source, target) for rank in ranks}
-    seconds = time.process_time() - started
+    with cProfile.Profile() as profile:
+        source, target = llama_7b(3000, 500_000_000), llama_7b(2048, 50_000_000)
+        transfers = {rank: transfers_to(rank, source, target) for rank in ranks}
     whole = ShardMap([layout_unit([slot.param for slot in unit.slots], 1) for unit in source.layouts])
     everything = transfers_to(0, source, whole)
     for rank in ranks:
@@ -158,4 +157,5 @@ def test_thousands_of_ranks_cost_what_they_hold() -> None:
         assert sum(transfer.numel for transfer in transfers[rank]) == held > 0
         assert len(transfers[rank]) <= 5 * len(target.layouts)
     assert sum(transfer.numel for transfer in everything) == 6_738_415_616
-    assert seconds < 0.5, "each rank of a restart computes this for itself"
+    num_calls = sum(entry.callcount for entry in profile.getstats())
+    assert num_calls < 100 * sum(map(len, transfers.values())), "each rank of a restart computes this for itself"

@@ -167,7 +167,6 @@ def _sent(rank: int, world_size: int, zero: dict[str, Any]) -> dict[str, Any]:
     return {
         "by_ranks": sent,
         "unit_bytes": sum(unit.numel for unit in units) * 4,
-        "head_bytes": units[-1].numel * 4,  # of what is still whole when backward begins
         "shards": sum(unit.params.shard.nbytes + unit.grads.owned_grad.nbytes for unit in units),
         "second": sum(unit.params._second.nbytes for unit in units if unit.params._second is not None),
     }
@@ -176,18 +175,18 @@ def _sent(rank: int, world_size: int, zero: dict[str, Any]) -> dict[str, Any]:
 def test_what_crosses_the_nodes() -> None:
     """Bytes of whole buffers in a step, by the size of the group: gathers for forward and backward, one reduction."""
     for found in run_on_ranks(RANKS, _sent, {}):
-        whole, again = found["unit_bytes"], found["unit_bytes"] - found["head_bytes"]
-        assert found["by_ranks"] == {RANKS: 2 * whole + again}
+        whole = found["unit_bytes"]
+        assert found["by_ranks"] == {RANKS: 3 * whole}
         assert found["shards"] == 2 * whole // RANKS
     for found in run_on_ranks(RANKS, _sent, MESHES["hpz"]):
-        whole, again = found["unit_bytes"], found["unit_bytes"] - found["head_bytes"]
-        assert found["by_ranks"] == {RANKS: 2 * whole, NODE: again}, "backward gathers within the node"
+        whole = found["unit_bytes"]
+        assert found["by_ranks"] == {RANKS: 2 * whole, NODE: whole}, "backward gathers within the node"
         assert found["second"] == whole // NODE
         assert found["shards"] == 2 * whole // RANKS
     for found in run_on_ranks(RANKS, _sent, MESHES["mics"]):
-        whole, again = found["unit_bytes"], found["unit_bytes"] - found["head_bytes"]
+        whole = found["unit_bytes"]
         # Everything within the node, and across the two copies the sums of one shard.
-        assert found["by_ranks"] == {NODE: 2 * whole + again + whole // NODE}
+        assert found["by_ranks"] == {NODE: 3 * whole + whole // NODE}
         assert found["shards"] == 2 * whole // NODE
 
 
