@@ -70,6 +70,17 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
 
 
+def test_the_page_counts_tests_of_private_parts_apart() -> None:
+    names = [f"unit/test_unwrap_model.py::{name}" for name in ("TestUnwrapModel::test_hooks", "test_a", "test_b")]
+    passed, failed = ("passed", ""), ("failed", "no such name")
+    real = peer_suites.Outcomes(dict.fromkeys(names, passed), names)
+    ours = peer_suites.Outcomes({**dict.fromkeys(names, failed), names[2]: passed}, names)
+    reasons = peer_suites.SUITES["deepspeed"].reasons
+    text = peer_suites.page_text({"unit/test_unwrap_model.py": {"real": real, "ours": ours}}, True, reasons)
+    assert "Of 3 tests that the real one passes, ours passes 1 (33.3%); 50.0% of the 2 that do not fail because" in text
+    assert "| open | 1 |" in text
+
+
 @pytest.mark.timeout(3600)  # it starts pytest a dozen times
 def test_each_test_is_counted_once_with_its_cause(suite: Path, tmp_path: Path) -> None:
     page, outcomes = tmp_path / "page.md", tmp_path / "outcomes.json"
