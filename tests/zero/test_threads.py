@@ -136,6 +136,34 @@ def test_a_reader_has_compared_before_the_next_update_counts() -> None:
     assert run_on_ranks(2, _end_a_gather_beside_a_reader) == [False, False]
 
 
+def _read_before_versions_are_noted(rank: int, world_size: int) -> int:
+    """Return how many reads of another thread came between the start of a gather and the versions to compare with."""
+    engine = _engine(1, "fp32")
+    params = engine._sharded.units[0].params
+    num_reads = 0
+
+    class Read(type(params)):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            nonlocal num_reads
+            if name == "_sent_versions":
+                thread = threading.Thread(target=self.wait, name="monitor")
+                thread.start()
+                thread.join()
+                num_reads += 1
+            super().__setattr__(name, value)
+
+    params.__class__ = Read
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, WIDTH)).sum())
+        engine.step()
+    return num_reads
+
+
+def test_a_reader_ends_no_gather_whose_versions_are_not_noted() -> None:
+    """It compared with those of the update before, and `step()` raised."""
+    assert run_on_ranks(2, _read_before_versions_are_noted) == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("stage", "reader"),
     [*((3, reader) for reader in READERS), (1, "full access"), (2, "local access")],
