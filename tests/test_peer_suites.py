@@ -84,7 +84,7 @@ def test_the_page_counts_tests_of_private_parts_apart() -> None:
 @pytest.mark.timeout(3600)  # it starts pytest a dozen times
 def test_each_test_is_counted_once_with_its_cause(suite: Path, tmp_path: Path) -> None:
     page, outcomes = tmp_path / "page.md", tmp_path / "outcomes.json"
-    done = run("--tests", suite, "--real", "--jobs", 2, "--json", outcomes, "--output", page)
+    done = run("--tests", suite, "--real", "--jobs", 2, "--limit", 900, "--json", outcomes, "--output", page)
     assert done.returncode == 0, done.stderr
     results = peer_suites.read_json(outcomes, ("ours", "real"))
     found = {

@@ -6,10 +6,11 @@ The engine takes their steps with its own kernels; used without an engine they a
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
@@ -95,6 +96,86 @@ class DeepSpeedCPUAdam(_Adam):
                 param.grad = None
                 param.data, param.grad = data, grad
         return loss
+
+    def step_subgroup(self, subgroup_id: int, closure: Any = None) -> Any:
+        """Update the one parameter that has a gradient, with the states `state[subgroup_id]`.
+
+        Scripts give it a flat part of a model after the other. Raises: as `step()`; EngineError for several gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if found := self._with_gradient():
+            param = found[0]
+            states: dict[Any, Any] = self.state
+            own = states.pop(param, None)
+            if subgroup_id in states:
+                states[param] = states.pop(subgroup_id)
+            try:
+                self.step()
+            finally:
+                states[subgroup_id] = states.pop(param, {})
+                if own is not None:
+                    states[param] = own
+        return loss
+
+    @torch.no_grad()
+    def rollback_subgroup(self, sub_group_id: int, closure: Any = None) -> Any:
+        """Undo the last `step_subgroup` of these states, within rounding: the gradient must still be that step's.
+
+        Raises: RuntimeError for states that were never stepped, or not since they were undone; EngineError for several
+        gradients, and with amsgrad, which keeps no earlier maximum.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        states: dict[Any, Any] = self.state
+        state = states.get(sub_group_id)
+        if not state:
+            raise RuntimeError(
+                f"Cannot rollback optimizer state for sub_group_id {sub_group_id} as it has not been initialized."
+            )
+        if state["step"] <= 0:
+            raise RuntimeError(f"Cannot rollback sub_group_id {sub_group_id}: step count is {int(state['step'])}")
+        if found := self._with_gradient():
+            _undo_adam(*found, state)
+        return loss
+
+    def _with_gradient(self) -> tuple[nn.Parameter, dict[str, Any]] | None:
+        """Return the parameter that has a gradient, and its group. Raises: EngineError for several."""
+        found = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if len(found) > 1:
+            raise EngineError(
+                f"{len(found)} parameters have gradients, and a subgroup of DeepSpeedCPUAdam has the states of one",
+                hint="flatten them into one parameter, or call step()",
+            )
+        return found[0] if found else None
+
+
+def _undo_adam(param: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+    """Take back one step of Adam: its formulas (Kingma and Ba 2015; Loshchilov and Hutter 2019), backwards.
+
+    All in fp32: values in 16 bits come back as near as they are. `state` is changed in place.
+    """
+    if group["amsgrad"]:
+        raise EngineError("a step with amsgrad cannot be undone", hint="leave amsgrad out")
+    assert param.grad is not None
+    step, lr, decay = int(state["step"]), group["lr"], group["weight_decay"]
+    beta1, beta2 = group["betas"]
+    average, average_sq = state["exp_avg"], state["exp_avg_sq"]
+    denominator = average_sq.float().sqrt() / math.sqrt(1 - beta2**step) + group["eps"]
+    before = param.float() + average.float() / denominator * (lr / (1 - beta1**step))
+    gradient = param.grad.float()
+    if group["decoupled_weight_decay"]:
+        before /= 1 - lr * decay
+    else:
+        gradient = gradient + decay * before
+    param.copy_(before)
+    average.copy_((average.float() - (1 - beta1) * gradient) / beta1)
+    average_sq.copy_(((average_sq.float() - (1 - beta2) * gradient.square()) / beta2).clamp_(min=0))
+    state["step"] -= 1
 
 
 def _warn_of_another_optimizer(groups: list[Any]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.agents import Agent, spawn
-from harness.launching import ROOT, slowness, wait_until, wait_until_gone
+from harness.launching import DEADLINE_S, ROOT, slowness, wait_until, wait_until_gone
 from harness.ports import free_port
 
 from launcher.agent import supervisor
@@ -96,7 +96,7 @@ def test_output_of_every_kind_arrives_whole_and_before_the_exit(agent: Agent, tm
     assert isinstance(exited, Exited)
     assert (exited.rank, exited.status) == (0, 4)
     assert bye == Bye()
-    assert agent.process.wait(10) == 0
+    assert agent.process.wait(DEADLINE_S) == 0
 
 
 def test_a_traceback_comes_as_a_record(agent: Agent, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_signal_together_with_an_order_to_start_ranks_ends_the_agent_in_order(
             agent.receive_all()
             assert agent.process.stderr is not None
             assert b"Traceback" not in agent.process.stderr.read()
-            assert agent.process.wait(10) == 0
+            assert agent.process.wait(DEADLINE_S) == 0
         wait_until_gone(spec.job_id)
 
 
@@ -236,7 +236,7 @@ def test_an_agent_leaves_when_the_controller_is_silent_before_ranks_and_after_th
         if state == "flushing":
             script = scripts.write(tmp_path, "import os; os.write(1, b'x' * 3_000_000)")
             agent.send(spawn(script, lease_s=2.0))
-        assert agent.process.wait(20) == 0
+        assert agent.process.wait(DEADLINE_S) == 0
 
 
 def test_damage_in_what_the_agent_is_sent_ends_it_with_a_word(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_damage_in_what_the_agent_is_sent_ends_it_with_a_word(tmp_path: Path) ->
         assert agent.process.stdin is not None
         agent.process.stdin.write(b"\xff" * 8)
         agent.process.stdin.flush()
-        assert agent.process.wait(10) == 0
+        assert agent.process.wait(DEADLINE_S) == 0
         assert agent.process.stderr is not None
         assert agent.process.stderr.read() == b"the agent's stream is damaged: impossible frame length\n"
 
@@ -309,7 +309,7 @@ def test_a_silent_controller_ends_the_lease(agent: Agent, tmp_path: Path) -> Non
         time.sleep(0.3)
         agent.send(Ping())
     assert agent.process.poll() is None
-    assert agent.process.wait(10) == 0
+    assert agent.process.wait(DEADLINE_S) == 0
     wait_until_gone(spec.job_id)
 
 
@@ -319,7 +319,7 @@ def test_a_closed_stream_ends_the_ranks(agent: Agent, tmp_path: Path) -> None:
     assert isinstance(agent.receive(), Started)
     assert agent.process.stdin is not None
     agent.process.stdin.close()
-    assert agent.process.wait(10) == 0
+    assert agent.process.wait(DEADLINE_S) == 0
     wait_until_gone(spec.job_id)
 
 
@@ -370,7 +370,7 @@ def test_sweep_ends_what_carries_the_job_id_and_nothing_else(agent: Agent) -> No
         wait_until(lambda: len(members_of_job(job_id)) == 1, "the first sleeper")
         agent.send(Sweep(job_id))
         assert agent.receive_all() == [Bye()]
-        assert processes[0].wait(5) == -9
+        assert processes[0].wait(DEADLINE_S) == -9
         assert processes[1].poll() is None
     finally:
         for process in processes:

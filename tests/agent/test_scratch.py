@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.agents import Agent, spawn
+from harness.launching import DEADLINE_S
 
 from launcher.agent import scratch
 from launcher.agent.wire import Bye, Hello, Started, Stop, Sweep
@@ -48,12 +49,12 @@ def test_nothing_of_an_agent_is_left_and_it_removes_what_a_killed_one_has_left(
         with last.process:
             last.send(spawn(passes))
             assert last.receive_all()[-1] == Bye()
-            assert last.process.wait(10) == 0
+            assert last.process.wait(DEADLINE_S) == 0
         (left,) = set(place.iterdir()) - {young}
         assert living.process.poll() is None
         living.send(Stop(0.0))
         assert living.receive_all()[-1] == Bye()
-        assert living.process.wait(10) == 0
+        assert living.process.wait(DEADLINE_S) == 0
     assert not left.exists()
     assert young.exists()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, Result, run_launch, wait_until, wait_until_gone
+from harness.launching import DEADLINE_S, ROOT, Launch, Result, run_launch, wait_until, wait_until_gone
 from harness.ports import free_port
 from harness.sshd import LoopbackSshd
 
@@ -29,7 +29,6 @@ def launch(folder: Path, *args: str) -> Result:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
     )
     return Result(done.returncode, done.stdout, done.stderr)
 
@@ -100,7 +99,7 @@ def test_kill_after_the_launcher_was_lost_sweeps_what_it_left(tmp_path: Path) ->
     result = launch(tmp_path, "kill", job.job_id)
     assert result.code == 0
     assert "had lost its launcher; 1 process was left" in result.out
-    assert stray.wait(5) == -signal.SIGKILL
+    assert stray.wait(DEADLINE_S) == -signal.SIGKILL
 
 
 def test_logs_of_all_ranks_and_of_one(tmp_path: Path) -> None:

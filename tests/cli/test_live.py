@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, run_launch, wait_until_gone
+from harness.launching import DEADLINE_S, ROOT, run_launch, wait_until_gone
 from harness.sshd import LoopbackSshd
 from harness.terminal import TerminalLaunch
 
@@ -312,12 +312,12 @@ def test_a_terminal_that_takes_nothing_stops_only_output() -> None:
     time.sleep(1.5)  # nobody reads: a few drawings fit into the terminal's buffer at most
     writer = threading.Thread(target=screen.write, args=(b"x\n",), daemon=True)
     writer.start()
-    writer.join(60)
+    writer.join(DEADLINE_S)
     assert not writer.is_alive(), "it waits for a reader, who comes later only"
     reader = threading.Thread(target=read_until, args=(window, b"x\r\n"))
     reader.start()
     screen.close()
-    reader.join(120)
+    reader.join(DEADLINE_S)
     assert not reader.is_alive()
     window.close()
 
@@ -343,7 +343,7 @@ def test_a_lot_of_output_is_complete_and_in_order() -> None:
     for number in range(50_000):
         screen.write(b"line %d\n" % number)
     screen.close()
-    reader.join(120)
+    reader.join(DEADLINE_S)
     lines = re.findall(rb"line (\d+)\r\n", found[0])
     assert lines == [b"%d" % number for number in range(50_000)]
     window.close()

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from harness.forked import run_ranks
 from harness.scripts import write
+
+from launcher.base.errors import EngineError
+from launcher.compat.optimizers import DeepSpeedCPUAdam
 
 SCHEDULES = """
 import launcher.compat; launcher.compat.install()
@@ -165,3 +170,62 @@ def test_the_engine_takes_the_optimizers_over(tmp_path: Path) -> None:
     warning = "Adam updates the parameters in place of the optimizer whose groups have dampening, momentum, nesterov: "
     assert warning not in before
     assert warning in after
+
+
+def _states(optimizer: DeepSpeedCPUAdam, subgroup: int) -> list[torch.Tensor]:
+    return [optimizer.state[subgroup][name].clone() for name in ("exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_a_subgroup_can_be_undone(is_decoupled: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(64).to(dtype)) for _ in range(2)]
+    plain = torch.nn.Parameter(params[0].detach().float().clone())
+    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    reference = kind([plain], lr=0.1, weight_decay=0.1)
+    optimizer = DeepSpeedCPUAdam(params[:1], lr=0.1, weight_decay=0.1, adamw_mode=is_decoupled)
+    before, gradients = [], [torch.randn(64).to(dtype) for _ in range(3)]
+    for gradient in gradients:
+        for number, param in enumerate(params):  # the other one has as many steps, and the same values in the end
+            optimizer.param_groups[0]["params"] = [param]
+            param.grad = gradient.clone()
+            if number == 0:
+                before.append((param.detach().clone(), *(_states(optimizer, 0) if optimizer.state else [])))
+            optimizer.step_subgroup(number)
+        plain.grad = gradient.float()
+        reference.step()
+    if dtype == torch.float32:
+        torch.testing.assert_close(params[0], plain)
+    assert set(optimizer.state) == {0, 1}
+    optimizer.param_groups[0]["params"] = params[:1]
+    for step, gradient in reversed(list(enumerate(gradients))):
+        params[0].grad = gradient
+        optimizer.rollback_subgroup(0)
+        assert (optimizer.state[0]["step"], optimizer.state[1]["step"]) == (step, 3)
+        value, *states = before[step]
+        tolerance = 1e-3 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(params[0].detach(), value, rtol=tolerance, atol=tolerance)
+        for found, expected in zip(_states(optimizer, 0), states, strict=False):
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_cannot_be_undone_is_an_error() -> None:
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = DeepSpeedCPUAdam(params)
+    assert optimizer.step_subgroup(0, lambda: 5) == 5
+    with pytest.raises(RuntimeError, match="sub_group_id 0 as it has not been initialized"):
+        optimizer.rollback_subgroup(0)
+    params[0].grad = torch.ones(4)
+    optimizer.step_subgroup(0)
+    optimizer.rollback_subgroup(0)
+    with pytest.raises(RuntimeError, match="sub_group_id 0: step count is 0"):
+        optimizer.rollback_subgroup(0)
+    params[1].grad = torch.ones(4)
+    with pytest.raises(EngineError, match="2 parameters have gradients"):
+        optimizer.step_subgroup(0)
+    params[1].grad = None
+    optimizer = DeepSpeedCPUAdam(params, amsgrad=True)
+    optimizer.step_subgroup(0)
+    with pytest.raises(EngineError, match="amsgrad"):
+        optimizer.rollback_subgroup(0)

@@ -45,7 +45,6 @@ def test_the_limit_and_what_was_held_are_told(memory_group: Path, tmp_path: Path
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == 137, done.stderr
     assert "✗ rank 1" in done.stderr

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 
 from harness import scripts
-from harness.launching import Launch, run_launch, wait_until, wait_until_gone
+from harness.launching import Launch, run_launch, slowness, wait_until, wait_until_gone
 
-GRACE_S = 6.0
 HANGS_ON_THE_WAY_OUT = """
     import atexit, os, sys, threading, time
     if os.environ["RANK"] == "1":
@@ -29,15 +28,16 @@ HANGS_ON_THE_WAY_OUT = """
 
 def test_a_thread_that_lives_on_hides_no_traceback(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, HANGS_ON_THE_WAY_OUT)
-    job = Launch(tmp_path, "--num_gpus", "2", "--grace", str(GRACE_S), script, "thread", "raise")
+    grace_s = 6.0 * slowness()
+    job = Launch(tmp_path, "--num_gpus", "2", "--grace", str(grace_s), script, "thread", "raise")
     wait_until(lambda: "last words" in job.out, "the failure")
     start_s = time.monotonic()
     wait_until(lambda: "ValueError: the data is bad" in (tmp_path / "launch.err").read_text(), "the traceback")
-    assert time.monotonic() - start_s < GRACE_S, "only shown when the rank was given up"
+    assert time.monotonic() - start_s < grace_s, "only shown when the rank was given up"
     (log,) = tmp_path.glob("runs/*/rank_1.log")
     assert log.read_text().splitlines()[:2] == ["last words", "Traceback (most recent call last):"]
     assert job.process.poll() is None
-    result = job.wait(GRACE_S + 20)  # the grace; then the stop, which a sleeping thread does not resist
+    result = job.wait(grace_s + 20)  # the grace; then the stop, which a sleeping thread does not resist
     assert result.code == 1
     assert result.err.count("ValueError: the data is bad") == 1
     assert "rank 1 (localhost, pid" in result.err

@@ -6,6 +6,7 @@ import threading
 from typing import Any, cast
 
 import pytest
+from harness.launching import DEADLINE_S
 
 from launcher.agent.wire import MAGIC, PROTOCOL_VERSION, Bye, Hello, encode
 from launcher.base.errors import TransportError
@@ -27,7 +28,7 @@ class Hosts:
 
     def open(self, host: Host) -> Hosts:
         if host.name.startswith("dead"):
-            self._meeting.wait(60)  # all of them are asked before the first is given up
+            self._meeting.wait(DEADLINE_S)  # all of them are asked before the first is given up
             raise TransportError("no answer", where=host.name)
         if host.name.startswith("mute"):
             self.never.wait()

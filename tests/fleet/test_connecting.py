@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, slowness, wait_until
+from harness.launching import DEADLINE_S, Launch, run_launch, slowness, wait_until
 from harness.sshd import MuteServer, StalledServer
 
 from launcher.base.errors import LauncherError, TransportError
@@ -187,9 +187,9 @@ def test_a_channel_that_opens_after_it_was_cancelled_is_closed() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(DEADLINE_S)
     assert agent.cancel() is None
     go.set()
-    thread.join(10)
+    thread.join(DEADLINE_S)
     assert failures == ["a: stopped before it was connected"]
     assert closed.is_set()

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from harness.launching import slowness
 from harness.needs import need
 from harness.ports import free_port
 
@@ -45,7 +46,7 @@ def run_module(num_ranks: int, module: str, *arguments: str) -> None:
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(_DEADLINE_S)
+            code = process.wait(_DEADLINE_S * slowness())
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGABRT)  # on which they dump their stacks
             code = process.wait()

@@ -33,4 +33,4 @@ def run_in(folder: Path, *command: str | Path, env: dict[str, str] | None = None
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LAUNCH_"))}
     ours |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(folder / "state")}
     words = [str(word) for word in command]
-    return subprocess.run(words, cwd=folder, env=ours | (env or {}), capture_output=True, text=True, timeout=240)
+    return subprocess.run(words, cwd=folder, env=ours | (env or {}), capture_output=True, text=True)

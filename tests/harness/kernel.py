@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import nbformat
-from harness.launching import ROOT
+from harness.launching import ROOT, slowness
 from nbclient import NotebookClient
 from traitlets.config import Config
 
@@ -36,7 +36,7 @@ class Kernel:
         self.notebook = notebook or nbformat.v4.new_notebook()
         self.client = NotebookClient(
             self.notebook,
-            timeout=DEADLINE_S,
+            timeout=DEADLINE_S * slowness(),
             kernel_name="python3",
             allow_errors=True,
             resources={"metadata": {"path": str(folder)}},

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.processes import die_with_parent, members_of_job
+from launcher.cluster.nodeset import expand
 
 ROOT = Path(__file__).resolve().parents[2]
 _GAP_S = {signal.SIGINT: 0.2, signal.SIGTERM: 1.1, signal.SIGHUP: 1.1}  # see `fleet.signals`
@@ -39,6 +40,12 @@ class Result:
     def said(self) -> str:
         """What is on stderr but for the lines about waits, which a machine with other work needs."""
         return re.sub(r"^waiting for .*\n", "", self.err, flags=re.MULTILINE)
+
+    @property
+    def out_of_hosts(self) -> dict[str, str]:
+        """What each host of `launch exec` wrote to stdout: hosts with equal output that end apart are shown apart."""
+        _, *parts = re.split(r"^(\S+):\n", self.out, flags=re.MULTILINE)
+        return {host: text for names, text in zip(parts[::2], parts[1::2], strict=True) for host in expand(names)}
 
     @property
     def job_id(self) -> str:

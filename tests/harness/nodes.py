@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from harness.launching import slowness
 from harness.ports import free_port
 from harness.sshd import SETTINGS, LoopbackSshd
 
@@ -172,7 +173,7 @@ class MortalNodes:
         return MortalNode(f"node-{number}", address, cable, process)
 
     def _wait_for(self, node: MortalNode) -> None:
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + _START_TIMEOUT_S * slowness()
         while True:
             try:
                 socket.create_connection((node.address, self._port), 1).close()

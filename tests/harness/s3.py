@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.launching import slowness
 from harness.ports import free_port
 
 START_S = 60.0
@@ -59,7 +60,7 @@ def s3_server(services: Path) -> Iterator[str]:
 
 
 def _wait_until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
-    end_s = time.monotonic() + START_S
+    end_s = time.monotonic() + START_S * slowness()
     while True:
         try:
             with urllib.request.urlopen(f"{url}/moto-api/", timeout=5):

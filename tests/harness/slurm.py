@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from harness.launching import wait_until
+from harness.launching import DEADLINE_S, slowness, wait_until
 from harness.nodes import MortalNodes
 from harness.ports import free_port
 
@@ -182,7 +182,7 @@ class LoopbackSlurm:
         """Hold an allocation of `nodes`; yields the environment that salloc gives to a shell in it."""
         count = len(self.run("scontrol", "show", "hostnames", nodes).split())
         command = ["salloc", "--no-shell", f"--nodes={count}", f"--nodelist={nodes}", *options]
-        granted = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
+        granted = subprocess.run(command, env=self.env, capture_output=True, text=True)
         match = re.search(r"Granted job allocation (\d+)", granted.stderr)
         if match is None:
             raise RuntimeError(granted.stderr)
@@ -198,7 +198,7 @@ class LoopbackSlurm:
                 "SLURM_TASKS_PER_NODE": f"1(x{count})",
             }
         finally:
-            subprocess.run(["scancel", match[1]], env=self.env, timeout=60)
+            subprocess.run(["scancel", match[1]], env=self.env)
 
     def wait_idle(self) -> None:
         """Wait until no job runs and every node takes jobs."""
@@ -216,7 +216,7 @@ class LoopbackSlurm:
                         os.kill(pid, signal.SIGKILL)
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -300,13 +300,11 @@ class LoopbackSlurm:
             )
 
     def _idle(self) -> int:
-        result = subprocess.run(
-            ["sinfo", "-h", "-t", "idle", "-o", "%D"], env=self.env, capture_output=True, text=True, timeout=30
-        )
+        result = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], env=self.env, capture_output=True, text=True)
         return sum(int(line) for line in result.stdout.split() if line.isdigit())
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + _START_TIMEOUT_S * slowness()
         while not condition():
             ended = [name for name, process in self._processes.items() if process.poll() is not None]
             if ended or time.monotonic() > deadline:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from harness.launching import slowness
 from harness.ports import free_port
 
 _SSHD = "/usr/sbin/sshd"
@@ -117,7 +118,7 @@ class LoopbackSshd:
             ["setpriv", "--pdeathsig", "TERM", _SSHD, "-D", "-f", str(config), "-E", str(self.log)],
             stdin=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + _START_TIMEOUT_S * slowness()
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port), 1).close()

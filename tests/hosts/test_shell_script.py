@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from harness.launching import DEADLINE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +72,7 @@ def run(shell: list[str], script: bytes, cwd: Path, locale: str = "C.UTF-8") -> 
             stream.feed(data)
         stream.finish()
         source.close()
-    process.wait(20)
+    process.wait(DEADLINE_S)
     written.close()
     assert streams[0].has_begun, (bytes(out), bytes(err))
     return streams[0], bytes(out), bytes(err)

@@ -10,14 +10,18 @@ from typing import cast
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, wait_until
+from harness.launching import Launch, run_launch, slowness, wait_until
 
 from launcher.base.processes import members_of_job
 from launcher.job.hang import HangWatch, find_straggler
 from launcher.job.logs import RankLog
 from launcher.job.rank import Rank
 
-HANG_S = 4.0  # of jobs that are healthy: on a machine with other work a start of python takes a while
+
+def healthy_hang_s() -> float:
+    """Return a hang timeout for jobs that are healthy: on a machine with other work a start of Python takes a while."""
+    return 4.0 * slowness()
+
 
 # All ranks count together until rank 2 gets stuck; the others then wait for it, as in a collective.
 ONE_HANGS = """
@@ -53,8 +57,9 @@ def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
 
 
 def test_output_counts_as_progress_for_scripts_without_heartbeats(tmp_path: Path) -> None:
-    script = scripts.write(tmp_path, f"import time\nfor _ in range(10): time.sleep({HANG_S / 8}); print('working')\n")
-    result = run_launch(tmp_path, "--hang-timeout", str(HANG_S), script)
+    hang_s = healthy_hang_s()
+    script = scripts.write(tmp_path, f"import time\nfor _ in range(10): time.sleep({hang_s / 8}); print('working')\n")
+    result = run_launch(tmp_path, "--hang-timeout", str(hang_s), script)
     assert result.code == 0
 
 
@@ -191,33 +196,35 @@ ONLY_RANK_0 = """
     import os, time
     import launcher
     for step in range(10):
-        time.sleep(0.5)
+        time.sleep({interval_s})
         if os.environ["RANK"] == "0":
-            {}
+            {progress}
 """
 
 
 @pytest.mark.parametrize("progress", ["print(step, flush=True)", "launcher.heartbeat(1.0)"])
 def test_progress_of_rank_0_alone_is_enough(tmp_path: Path, progress: str) -> None:
-    script = scripts.write(tmp_path, ONLY_RANK_0.format(progress))
-    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", str(HANG_S), script)
+    hang_s = healthy_hang_s()
+    script = scripts.write(tmp_path, ONLY_RANK_0.format(progress=progress, interval_s=hang_s / 8))
+    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", str(hang_s), script)
     assert result.code == 0, result.err
 
 
 def test_an_evaluation_that_prints_for_longer_than_the_timeout_is_healthy(tmp_path: Path) -> None:
+    hang_s = healthy_hang_s()
     script = scripts.write(
         tmp_path,
-        """
+        f"""
         import os, time
         import launcher
         launcher.heartbeat()
         for batch in range(10):
-            time.sleep(0.5)
+            time.sleep({hang_s / 8})
             if os.environ["RANK"] == "0":
                 print("evaluating", batch, flush=True)
         """,
     )
-    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", str(HANG_S), script)
+    result = run_launch(tmp_path, "--num_gpus", "2", "--hang-timeout", str(hang_s), script)
     assert result.code == 0, result.err
 
 

@@ -44,7 +44,7 @@ def run_in_shell(folder: Path, line: str, **variables: str) -> Result:
     command = shlex.join([sys.executable, "-m", "launcher"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), **variables}
     done = subprocess.run(
-        ["bash", "-c", line.replace("LAUNCH", command)], cwd=folder, env=environment, capture_output=True, timeout=60
+        ["bash", "-c", line.replace("LAUNCH", command)], cwd=folder, env=environment, capture_output=True
     )
     return Result(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
 

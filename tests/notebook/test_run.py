@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import ROOT, slowness, wait_until, wait_until_gone
+from harness.launching import DEADLINE_S, ROOT, slowness, wait_until, wait_until_gone
 
 import launcher
 from launcher.api import pickling
@@ -184,9 +184,7 @@ def test_classes_and_functions_of_main_travel_and_come_back_as_themselves(folder
         results = launcher.notebook.run(work, (Thing(2),))
         print("RESULT", [type(r) is Thing and r.value for r in results])
     """
-    done = subprocess.run(
-        [sys.executable, script(folder, code)], capture_output=True, text=True, env=environment(), timeout=60
-    )
+    done = subprocess.run([sys.executable, script(folder, code)], capture_output=True, text=True, env=environment())
     assert "RESULT [40, 40]" in done.stdout, done.stderr
 
 
@@ -228,7 +226,7 @@ def test_the_notebook_side_loads_neither_torch_nor_ipython() -> None:
         "launcher.notebook.emulate().restore(); import launcher.notebook.magics; "
         "print([name for name in ('torch', 'IPython', 'paramiko', 'pydantic') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -256,7 +254,7 @@ def test_signals_end_all_ranks(folder: Path, number: signal.Signals) -> None:
     job_id = job_in(out.read_text())
     assert len(members_of_job(job_id)) == 2
     process.send_signal(number)
-    code = process.wait(30)
+    code = process.wait(DEADLINE_S)
     if number == signal.SIGINT:
         assert code == 0
         assert "INTERRUPTED True" in out.read_text()

@@ -35,7 +35,6 @@ def tasks(slurm: LoopbackSlurm, folder: Path, *words: str | Path) -> subprocess.
         env={**slurm.env, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=90,
         stdin=subprocess.DEVNULL,
     )
 
@@ -60,7 +59,6 @@ def test_the_example_with_the_trainer_runs_on_two_nodes(slurm: LoopbackSlurm, tm
         env={**slurm.env, **variables, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     said = (tmp_path / "out.txt").read_text(errors="replace")
     assert result.returncode == 0, said
@@ -151,7 +149,6 @@ def test_tasks_of_srun_that_run_the_script_itself_are_one_world(slurm: LoopbackS
         env={**slurm.env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
         stdin=subprocess.DEVNULL,
     )
     assert sorted(result.stdout.splitlines()) == ["TOTAL 3 LOCAL 0", "TOTAL 3 LOCAL 1"], result.stderr

@@ -26,7 +26,6 @@ def test_a_job_of_salloc_is_refused(slurm: LoopbackSlurm, tmp_path: Path, words:
         env={**slurm.env, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
         stdin=subprocess.DEVNULL,
     )
     assert result.returncode == 2, result.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, nap, run_launch, running, wait_until, wait_until_gone
+from harness.launching import ROOT, Launch, nap, run_launch, running, slowness, wait_until, wait_until_gone
 from harness.slurm import LoopbackSlurm
 
 from launcher.base.processes import members_of_job
@@ -209,7 +209,7 @@ def test_a_silent_node_is_lost(allocation: dict[str, str], tmp_path: Path, monke
     """A stopped relay says nothing; its channel ends, the other node's continues."""
     for name, value in allocation.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(srun, "timeouts", lambda: Timeouts(srun_silence_s=7.0))
+    monkeypatch.setattr(srun, "timeouts", lambda: Timeouts(srun_silence_s=7.0 * slowness()))
     hosts = [Host(name, (0,)) for name in ("n1", "n2")]
     transport = srun.SrunTransport(hosts, root=ROOT)
     first, second = (transport.open(host) for host in hosts)

@@ -245,7 +245,7 @@ def test_a_job_is_requeued_after_a_notice_only(
     stub.write_text('#!/bin/sh\necho "SCONTROL $*"\n')
     stub.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert ("SCONTROL requeue 7" in done.stdout) == is_requeued
     assert "started" not in done.stdout

@@ -253,7 +253,7 @@ def test_what_is_for_all_nodes_waits_for_room_and_not_for_ever(tmp_path: Path, m
     assert step._outbox.qsize() <= srun._MAX_SHARED
     assert not ended.is_set()
     step._process.kill()
-    assert ended.wait(60)
+    assert ended.wait(DEADLINE_S)
     channel.close()
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from harness import disks
-from harness.launching import ROOT
+from harness.launching import DEADLINE_S, ROOT
 from harness.needs import need
 
 from launcher.base.errors import EngineError
@@ -98,7 +98,7 @@ def test_a_block_size_is_rounded_to_what_a_disk_takes(tmp_path: Path, block_size
 def test_requests_are_in_flight_at_the_same_time_as_the_settings_say(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meeting = threading.Barrier(SETTINGS.num_requests, timeout=20)
+    meeting = threading.Barrier(SETTINGS.num_requests, timeout=DEADLINE_S)
 
     def meet(_descriptor: int, views: list[memoryview], _offset: int) -> int:
         meeting.wait()  # broken unless all of them are here together
@@ -158,7 +158,7 @@ from launcher.storage.store import AioSettings, Store
 store = Store({str(tmp_path)!r}, AioSettings({BLOCK}, 4, 1))
 store.write(store.reserve({256 * BLOCK}), memoryview(bytes({256 * BLOCK})))
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import wait_until
+from harness.launching import DEADLINE_S, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.base.errors import TransportError
@@ -67,14 +67,14 @@ def test_fifty_megabytes_go_both_ways(transport: Transport) -> None:
     received = read_all(channel)
     sender.join()
     assert hashlib.sha256(received).digest() == hashlib.sha256(block * 50).digest()
-    assert channel.wait(10) == 0
+    assert channel.wait(DEADLINE_S) == 0
 
 
 def test_exit_status_and_last_words(transport: Transport) -> None:
     channel = transport.open(HOST)
     channel.write(b"exit 7\n")
     assert read_all(channel) == b""
-    assert channel.wait(10) == 7
+    assert channel.wait(DEADLINE_S) == 7
     assert channel.stderr_tail() == "leaving as told"
 
 
@@ -83,14 +83,14 @@ def test_a_flood_on_stderr_blocks_nothing(transport: Transport) -> None:
     channel.write(b"noise\n")
     channel.close_stdin()
     assert read_all(channel) == b"done\n"
-    assert channel.wait(10) == 0
+    assert channel.wait(DEADLINE_S) == 0
     assert channel.stderr_tail().splitlines()[-1].startswith("noise line 199999 ")
 
 
 def test_writing_to_an_ended_agent_is_an_error(transport: Transport) -> None:
     channel = transport.open(HOST)
     channel.write(b"exit 0\n")
-    assert channel.wait(10) == 0
+    assert channel.wait(DEADLINE_S) == 0
     with pytest.raises(TransportError, match=r"127\.0\.0\.1"):
         channel.write(b"x" * (64 << 20))
 
@@ -104,7 +104,7 @@ def test_close_frees_a_waiting_reader_and_is_idempotent(transport: Transport) ->
     reader = threading.Thread(target=channel.read, args=(1,))
     reader.start()
     channel.close()
-    reader.join(10)
+    reader.join(DEADLINE_S)
     assert not reader.is_alive()
     channel.close()
     channel.close_stdin()
@@ -115,7 +115,7 @@ def test_a_killed_local_agent_shows_its_signal() -> None:
     transport = LocalTransport(module=AGENT, root=TESTS)
     channel = transport.open(HOST)
     channel.write(b"die\n")
-    assert channel.wait(10) == 128 + 9
+    assert channel.wait(DEADLINE_S) == 128 + 9
     transport.close()
 
 
@@ -125,7 +125,7 @@ def test_a_killed_remote_agent_has_no_status(sshd: LoopbackSshd) -> None:
     channel = transport.open(HOST)
     channel.write(b"die\n")
     assert read_all(channel) == b""
-    assert channel.wait(10) is None
+    assert channel.wait(DEADLINE_S) is None
     transport.close()
 
 
@@ -198,7 +198,7 @@ def test_every_failing_host_is_listed_and_the_others_are_closed() -> None:
     with pytest.raises(TransportError) as caught:
         Fleet([Agent(Host(name, (0,))) for name in ("bad-1", "good", "bad-2")], lambda _: Picky()).connect()
     assert [finding.where for finding in caught.value.diagnostics] == ["bad-1", "bad-2"]
-    assert [channel.wait(10) for channel in opened] == [128 + 9]
+    assert [channel.wait(DEADLINE_S) for channel in opened] == [128 + 9]
 
 
 def test_open_files_are_allowed_for() -> None:

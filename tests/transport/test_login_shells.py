@@ -25,7 +25,7 @@ SHOW = ["/usr/bin/env", "python3", "-c", "import json,os,sys; print(json.dumps([
 
 def run(shell: str, command: str, login_shell: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": os.environ["PATH"], "SHELL": login_shell}
-    return subprocess.run([shell, "-c", command], env=env, capture_output=True, text=True, timeout=30)
+    return subprocess.run([shell, "-c", command], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

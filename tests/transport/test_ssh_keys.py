@@ -67,7 +67,7 @@ class World:
 
     def openssh_logs_in(self) -> bool:
         command = ["ssh", "-F", str(self.folder / "config"), "-o", "BatchMode=yes", "-o", _QUICK, HOST.name, "true"]
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=os.environ, timeout=30)
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=os.environ)
         return done.returncode == 0
 
     def refusal(self) -> str | None:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from harness.launching import slowness
 from harness.logs import logged
 from harness.offload import late_link
 from harness.parity import RESTLESS_SCALE, Case, Trajectory, train_engine, train_fp32, train_mixed, worst_relative
@@ -109,7 +110,7 @@ class HeldKernel(ReferenceKernel):
         self.fails = False
 
     def update(self, spans: Sequence[Span], grad_scale: float = 1.0) -> None:
-        assert self.may_go.wait(TIMEOUT_S), "somebody waits for an update that waits for them"
+        assert self.may_go.wait(TIMEOUT_S * slowness()), "somebody waits for an update that waits for them"
         if self.fails:
             raise ValueError("no update today")
         super().update(spans, grad_scale)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.launching import DEADLINE_S
 from harness.ranks import run_on_ranks, run_once_on_ranks
 from torch import Tensor, nn
 
@@ -124,7 +125,7 @@ def _end_a_gather_beside_a_reader(rank: int, world_size: int) -> bool:
     params._first_since = look
     thread = threading.Thread(target=params.wait, name="monitor")
     thread.start()
-    assert is_in.wait(60)
+    assert is_in.wait(DEADLINE_S)
     params.wait()
     is_out.set()
     thread.join()
