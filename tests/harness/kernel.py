@@ -36,7 +36,7 @@ class Kernel:
         self.notebook = notebook or nbformat.v4.new_notebook()
         self.client = NotebookClient(
             self.notebook,
-            timeout=DEADLINE_S * slowness(),
+            timeout=int(DEADLINE_S * slowness()),
             kernel_name="python3",
             allow_errors=True,
             resources={"metadata": {"path": str(folder)}},
