@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,16 @@ def test_nothing_of_an_agent_is_left_and_it_removes_what_a_killed_one_has_left(
     monkeypatch.setenv("TMPDIR", str(place))
     sleeps, passes = scripts.write(tmp_path, "import time; time.sleep(600)"), tmp_path / "pass.py"
     passes.write_text("print(1)")
-    killed, living = Agent(), Agent()
+    killed, living, pids = Agent(), Agent(), []
     with killed.process, living.process:
         for agent in (killed, living):
             assert isinstance(agent.receive(), Hello)
             agent.send(spawn(sleeps))
-            assert isinstance(agent.receive(), Started)
-        killed.process.kill()
-        killed.process.wait()
+            started = agent.receive()
+            assert isinstance(started, Started)
+            pids.append(started.pid)
+        killed.kill()
+        os.kill(pids[0], signal.SIGKILL)
         folders = list(place.glob("launch-agent-*"))
         assert len(folders) == 2
         for folder in folders:
@@ -68,7 +71,7 @@ def test_what_a_killed_agent_has_left_goes_with_the_sweep(monkeypatch: pytest.Mo
         killed.send(spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), job_id=job_id))
         assert isinstance(killed.receive(), Started)
         (left,) = tmp_path.glob("launch-agent-*")
-        killed.process.kill()
+        killed.kill()
     bystander = tmp_path / "launch-agent-other-job-0000-1"
     bystander.mkdir()
     (tmp_path / f"launch-agent-{job_id}-link").symlink_to(bystander)

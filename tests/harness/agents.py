@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -50,6 +51,13 @@ class Agent:
         if isinstance(message, Hello):
             self.pid = message.pid
         return message
+
+    def kill(self) -> None:
+        """Kill it and its guard at once, so that neither cleans up behind the other. `Hello` has been received."""
+        os.kill(self.pid, signal.SIGSTOP)
+        self.process.kill()
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.wait()
 
     def receive_all(self) -> list[Message]:
         """Return all messages until the end of the stream."""
