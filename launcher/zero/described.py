@@ -76,6 +76,7 @@ def describe(unit: UnitParameters) -> None:
             "ds_persist": not unit.is_sharded,
             "ds_status": _status(unit),
             "partition_numel": functools.partial(_numel, part),
+            "ds_summary": functools.partial(_summary, weakref.ref(param), slot.name),
             "all_gather": functools.partial(_all_gather, weakref.ref(param)),
             "partition": functools.partial(_partition, weakref.ref(param)),
         }
@@ -127,6 +128,24 @@ class Gathering:
 def _numel(part: Tensor) -> int:
     """Return how many elements of the parameter this rank keeps."""
     return part.numel()
+
+
+def _summary(find_param: weakref.ref[Any], name: str, use_debug_name: bool = False) -> dict[str, Any]:
+    """Return the facts of a parameter by DeepSpeed's names, for a log. use_debug_name: "id" is its name."""
+    param = find_param()
+    assert param is not None
+    return {
+        "id": name if use_debug_name else param.ds_id,
+        "status": param.ds_status.name,
+        "numel": param.numel(),
+        "ds_numel": param.ds_numel,
+        "shape": tuple(param.shape),
+        "ds_shape": tuple(param.ds_shape),
+        "requires_grad": param.requires_grad,
+        "grad_shape": None if param.grad is None else tuple(param.grad.shape),
+        "persist": param.ds_persist,
+        "ds_tensor.shape": param.ds_tensor.shape,
+    }
 
 
 def _all_gather(

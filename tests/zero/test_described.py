@@ -25,6 +25,9 @@ def _states(rank: int, world_size: int) -> None:
     assert len({param.ds_id for param in model.parameters()}) == 4
     assert not weight.ds_persist
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    summary = weight.ds_summary()
+    assert (summary["id"], summary["status"], summary["numel"]) == (weight.ds_id, "NOT_AVAILABLE", 0)
+    assert (summary["ds_shape"], summary["ds_tensor.shape"], summary["grad_shape"]) == ((5, 3), (numel,), None)
     gathering = weight.all_gather([weight, bias], async_op=True)
     assert weight.ds_status is bias.ds_status is ZeroParamStatus.INFLIGHT
     gathering.wait()
