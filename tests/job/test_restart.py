@@ -35,9 +35,13 @@ from launcher.job.restart import RestartPolicy, WorldSizes, run_with_restarts
 
 FAILS_TWICE = """
     import os, sys, time
-    print("TRY", os.environ["LAUNCH_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], os.environ["MASTER_PORT"])
-    if os.environ["RANK"] == "1" and int(os.environ["LAUNCH_RESTART_COUNT"]) < 2:
-        time.sleep(0.3)  # the other has printed by then
+    count = os.environ["LAUNCH_RESTART_COUNT"]
+    print("TRY", count, os.environ["TORCHELASTIC_MAX_RESTARTS"], os.environ["MASTER_PORT"], flush=True)
+    if os.environ["RANK"] == "0":
+        open(f"tried.{count}", "w").close()
+    elif int(count) < 2:
+        while not os.path.exists(f"tried.{count}"):
+            time.sleep(0.02)
         sys.exit(5)
 """
 

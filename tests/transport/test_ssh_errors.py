@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import paramiko
 import pytest
 from harness.launching import DEADLINE_S, run_here, run_launch
 from harness.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port, make_key
@@ -157,6 +158,17 @@ def test_a_connection_that_breaks_off_has_a_cause_at_every_point(
         behind(server, config, sshd)
         message = failure(config)
         assert re.search(r"negotiation failed: \w|be started: \w|none of our keys.*\(\w", message), message
+
+
+def test_a_connection_that_ends_at_the_last_key_is_the_cause(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken connection looked like a key that is not accepted."""
+
+    def break_off(connection: paramiko.Transport, *_: object) -> list[str]:
+        connection.close()
+        raise paramiko.AuthenticationException("Authentication failed: transport shut down or saw EOF")
+
+    monkeypatch.setattr(paramiko.Transport, "auth_publickey", break_off)
+    assert "user_key (the connection was closed); install one with" in failure(config)
 
 
 def test_an_error_without_words_has_a_cause() -> None:

@@ -331,6 +331,7 @@ class _Tries:
                         self._next = self._take()
                         if self._next is not None:
                             return False
+                        self.problems.append(library.cause_of(None))
         except (SSHException, OSError, EOFError) as error:
             self.problems.append(library.cause_of(error))
         self._name_other_logins(is_key_wanted)
