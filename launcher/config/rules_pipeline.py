@@ -29,6 +29,12 @@ def pipeline_problems(config: Config) -> list[Problem]:
     stages = section.stages
     if not _is_on(config):
         return problems
+    if not config.managed_gradient_accumulation:
+        message = (
+            "managed_gradient_accumulation false is not supported with pipeline parallelism: train_batch() runs all"
+            " micro-batches of a step"
+        )
+        problems.append((("managed_gradient_accumulation",), message, "remove it"))
     zero = config.zero_optimization.stage
     if zero in (2, 3):
         what = "sums" if zero == 2 else "gathers parameters and sums"

@@ -24,9 +24,7 @@ def check_loss(loss: Tensor) -> None:
     """Raise EngineError for a loss that is not a scalar or has no graph."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise EngineAssertionError(
-            f"engine.backward() needs a scalar loss, got {got}", hint="reduce it with loss.mean()"
-        )
+        raise EngineAssertionError(f"the loss must be a scalar tensor, got {got}", hint="reduce it with loss.mean()")
     if not loss.requires_grad:
         raise EngineError(
             "the loss has no graph to go back through",

@@ -53,6 +53,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (config_of({"stages": 2}, zero_optimization={"stage": 2}), "ZeRO stage 2 sums gradients", "use stage 0 or 1"),
     (config_of({"stages": 2}, zero_optimization={"stage": 3}), "ZeRO stage 3 gathers parameters", "use stage 0 or 1"),
     (config_of({"schedule": "pipedream"}), 'expected one of "gpipe", "1f1b"', ""),
+    (
+        config_of({"stages": 2}, managed_gradient_accumulation=False),
+        "not supported with pipeline parallelism",
+        "remove it",
+    ),
     (config_of({"stages": 2, "virtual_stages": 2}), "1f1b has 1 stage on each rank, not 2", "interleaved_1f1b"),
     (
         config_of({"stages": 2, "schedule": "interleaved_1f1b"}),

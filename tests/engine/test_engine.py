@@ -369,8 +369,8 @@ def test_backward_around_the_engine() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (torch.ones(2, requires_grad=True), r"scalar loss, got shape \(2,\)"),
-        (1.0, "scalar loss, got float"),
+        (torch.ones(2, requires_grad=True), r"scalar tensor, got shape \(2,\)"),
+        (1.0, "scalar tensor, got float"),
         (torch.ones(()), "no graph to go back through"),
     ],
 )
