@@ -73,10 +73,7 @@ class DeepSpeedCPUAdam(_Adam):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the parameters. Raises: AssertionError for one that is not on the CPU."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _call(closure)
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         for param in params:
             if param.device.type != "cpu":
@@ -102,10 +99,7 @@ class DeepSpeedCPUAdam(_Adam):
 
         Scripts give it a flat part of a model after the other. Raises: as `step()`; EngineError for several gradients.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _call(closure)
         if found := self._with_gradient():
             param = found[0]
             states: dict[Any, Any] = self.state
@@ -127,10 +121,7 @@ class DeepSpeedCPUAdam(_Adam):
         Raises: RuntimeError for states that were never stepped, or not since they were undone; EngineError for several
         gradients, and with amsgrad, which keeps no earlier maximum.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _call(closure)
         states: dict[Any, Any] = self.state
         state = states.get(sub_group_id)
         if not state:
@@ -154,27 +145,33 @@ class DeepSpeedCPUAdam(_Adam):
         return found[0] if found else None
 
 
+def _call(closure: Any) -> Any:
+    """Return what a closure of `step()` returns, None without one. It may go back: gradients are enabled."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
 def _undo_adam(param: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
     """Take back one step of Adam: its formulas (Kingma and Ba 2015; Loshchilov and Hutter 2019), backwards.
 
-    All in fp32: values in 16 bits come back as near as they are. `state` is changed in place.
+    In fp32 at least: values in 16 bits come back as near as they are. `state` is changed in place.
     """
     if group["amsgrad"]:
         raise EngineError("a step with amsgrad cannot be undone", hint="leave amsgrad out")
     assert param.grad is not None
     step, lr, decay = int(state["step"]), group["lr"], group["weight_decay"]
     beta1, beta2 = group["betas"]
-    average, average_sq = state["exp_avg"], state["exp_avg_sq"]
-    denominator = average_sq.float().sqrt() / math.sqrt(1 - beta2**step) + group["eps"]
-    before = param.float() + average.float() / denominator * (lr / (1 - beta1**step))
-    gradient = param.grad.float()
+    wide = torch.promote_types(param.dtype, torch.float32)
+    average, average_sq, gradient = (each.to(wide) for each in (state["exp_avg"], state["exp_avg_sq"], param.grad))
+    denominator = average_sq.sqrt() / math.sqrt(1 - beta2**step) + group["eps"]
+    before = param.to(wide) + average / denominator * (lr / (1 - beta1**step))
     if group["decoupled_weight_decay"]:
         before /= 1 - lr * decay
     else:
         gradient = gradient + decay * before
     param.copy_(before)
-    average.copy_((average.float() - (1 - beta1) * gradient) / beta1)
-    average_sq.copy_(((average_sq.float() - (1 - beta2) * gradient.square()) / beta2).clamp_(min=0))
+    state["exp_avg"].copy_((average - (1 - beta1) * gradient) / beta1)
+    state["exp_avg_sq"].copy_(((average_sq - (1 - beta2) * gradient.square()) / beta2).clamp_(min=0))
     state["step"] -= 1
 
 

@@ -22,12 +22,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from harness.launching import ROOT, slowness
+from harness.launching import DEADLINE_S, ROOT, slowness
 from harness.ports import free_port
 
 from launcher.base import processes
 
-DEADLINE_S = 240.0  # a first import of transformers takes that long where many others compute
 NUM_THREADS = int(os.environ.get("TEST_RANK_THREADS", "1"))  # of a rank, and of what `one_thread` compares with it
 Body = Callable[..., Any]
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from harness.launching import DEADLINE_S, slowness, wait_until
+from harness.launching import slowness, wait_until
 from harness.nodes import MortalNodes
 from harness.ports import free_port
 
@@ -216,7 +216,7 @@ class LoopbackSlurm:
                         os.kill(pid, signal.SIGKILL)
             process.terminate()
             try:
-                process.wait(DEADLINE_S)
+                process.wait(10 * slowness())
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import launcher
 from launcher.base.errors import EngineError
 from launcher.zero.access import safe_get_full_fp32_param, safe_get_local_fp32_param
 from launcher.zero.gathered import GatheredParameters
+from launcher.zero.parameters import UnitParameters
 
 WIDTH, NUM_STEPS = 256, 20
 
@@ -143,20 +145,19 @@ def _read_before_versions_are_noted(rank: int, world_size: int) -> int:
     params = engine._sharded.units[0].params
     num_reads = 0
 
-    class Read(type(params)):  # type: ignore[misc]
-        def __setattr__(self, name: str, value: Any) -> None:
-            nonlocal num_reads
-            if name == "_sent_versions":
-                thread = threading.Thread(target=self.wait, name="monitor")
-                thread.start()
-                thread.join()
-                num_reads += 1
-            super().__setattr__(name, value)
+    def set_after_a_read(unit: UnitParameters, name: str, value: Any) -> None:
+        nonlocal num_reads
+        if unit is params and name == "_sent_versions":
+            thread = threading.Thread(target=params.wait, name="monitor")
+            thread.start()
+            thread.join()
+            num_reads += 1
+        object.__setattr__(unit, name, value)
 
-    params.__class__ = Read
-    for _ in range(3):
-        engine.backward(engine(torch.ones(1, WIDTH)).sum())
-        engine.step()
+    with mock.patch.object(UnitParameters, "__setattr__", set_after_a_read):
+        for _ in range(3):
+            engine.backward(engine(torch.ones(1, WIDTH)).sum())
+            engine.step()
     return num_reads
 
 
