@@ -6,18 +6,19 @@ What a field may hold is checked by the schema of the built-in engine; an engine
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum
 from functools import reduce
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-from launcher.base.errors import ConfigAssertionError
+from launcher.base.errors import ConfigAssertionError, ConfigError
 from launcher.base.log import get_logger
 from launcher.compat.ranks import get_world_size
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.batch import solve_batch
+from launcher.config.elastic import elastic_batch_of
 from launcher.config.fields import AUTO, Section, aliases_of
 from launcher.config.load import load_config
 from launcher.config.normalise import normalise
@@ -63,6 +64,17 @@ class DeepSpeedConfigModel(BaseModel):
             raise ConfigAssertionError(f"{name} and {target} are the same key", where=name, hint="remove one")
         translate = extra.get("new_param_fn", lambda value: value)
         setattr(owner, last, translate(getattr(self, name)))
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return pairs as a dictionary, an `object_pairs_hook` of `json.load`. Raises: ValueError for a key given twice."""
+    pairs = list(ordered_pairs)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = [key for key in found if keys.count(key) > 1]
+        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
+    return found
 
 
 # ---- zero_optimization ----
@@ -316,3 +328,36 @@ def _data_ranks(sequence_size: int, mpu: Any, mesh_device: Any) -> int:
     if mesh_device is not None:
         return get_world_size(mesh_device.get_group(mesh_dim="data_parallel"))
     return max(1, get_world_size() // sequence_size) if isinstance(sequence_size, int) else get_world_size()
+
+
+# ---- elasticity ----
+
+_OLDEST_WITH_ELASTICITY = (0, 3, 8)
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the config's `elasticity` is enabled."""
+    return bool(ds_config.get("elasticity", {}).get("enabled", False))
+
+
+def compute_elastic_config(
+    ds_config: Mapping[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
+) -> tuple[Any, ...]:
+    """Return the batch that `elasticity` of a config chooses and the world sizes that it fits, as the engine does.
+
+    Third, with a `world_size` or `return_microbatch`, the micro-batch of that world: by default the one that
+    WORLD_SIZE names. Raises: ConfigError, DeepSpeed's `ElasticityError` and its kin, for a section that is missing, off
+    or wrong, and for a world that the batch does not fit; ValueError for a config that is no dictionary.
+    """
+    if not isinstance(ds_config, Mapping):
+        raise ValueError(f"a config is a dictionary, got {type(ds_config).__name__}: {ds_config!r}")
+    release = tuple(int(part) for part in target_deepspeed_version.split("+")[0].split(".")[:3] if part.isdigit())
+    if release < _OLDEST_WITH_ELASTICITY:
+        raise ConfigError(f"DeepSpeed {target_deepspeed_version} has no elasticity", where="elasticity")
+    batch = elastic_batch_of(load_config({"elasticity": dict(ds_config.get("elasticity", {}))}).config)
+    if batch is None:
+        raise ConfigError("elasticity is off", where="elasticity", hint='set "enabled" to true in the section')
+    found = batch.train_batch_size, list(batch.world_sizes)
+    if world_size <= 0 and not return_microbatch:
+        return found
+    return *found, batch.plan_for(world_size if world_size > 0 else get_world_size()).micro_batch_size

@@ -39,7 +39,7 @@ NAMES: dict[str, dict[str, str]] = {
         """,
         f"{_DEFINED}.names": """
             __version__=VERSION __version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH
-            __git_hash__=GIT_HASH __git_branch__=GIT_HASH
+            version=VERSION __git_hash__=GIT_HASH __git_branch__=GIT_HASH git_hash=GIT_HASH git_branch=GIT_HASH
         """,
         f"{_DEFINED}.package": "InferenceEngine init_inference initialize",
         f"{_DEFINED}.accelerator": "get_accelerator",
@@ -84,6 +84,14 @@ NAMES: dict[str, dict[str, str]] = {
         """,
         f"{_DEFINED}.comms_logging": "configure has_comm_data inference_all_reduce log_summary reset_log",
     },
+    "elasticity": {f"{_DEFINED}.configs": "compute_elastic_config elasticity_enabled"},
+    "elasticity.config": {
+        "launcher.base.errors": """
+            ElasticityConfigError=ConfigError ElasticityError=ConfigError
+            ElasticityIncompatibleWorldSize=ConfigError
+        """
+    },
+    "elasticity.elasticity": {f"{_DEFINED}.configs": "compute_elastic_config elasticity_enabled"},
     "env_report": {f"{_DEFINED}.package": "cli_main=main main"},
     "git_version_info": {
         f"{_DEFINED}.names": "git_branch=GIT_HASH git_hash=GIT_HASH version=VERSION",
@@ -97,7 +105,7 @@ NAMES: dict[str, dict[str, str]] = {
         """
     },
     "launcher.runner": {
-        f"{_DEFINED}.names": "DEEPSPEED_ENVIRONMENT_NAME",
+        f"{_DEFINED}.names": "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE",
         "launcher.cli.deepspeed_runner": """
             _parse_hostfile encode_world_info fetch_hostfile main parse_args parse_inclusion_exclusion
             parse_resource_filter
@@ -181,7 +189,7 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.configs": "DeepSpeedConfig get_gradient_clipping get_log_level",
         **_WORDS,
     },
-    "runtime.config_utils": {f"{_DEFINED}.configs": "DeepSpeedConfigModel"},
+    "runtime.config_utils": {f"{_DEFINED}.configs": "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys"},
     "runtime.constants": _WORDS,
     "runtime.dataloader": {
         f"{_DEFINED}.utils": "RepeatingLoader",
@@ -191,6 +199,10 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": {f"{_DEFINED}.optimizer_classes": "FP16_Optimizer"},
     "runtime.fp16.unfused_optimizer": {f"{_DEFINED}.optimizer_classes": "FP16_UnfusedOptimizer"},
+    "runtime.fp16.onebit": {f"{_DEFINED}.optimizers": "OnebitAdam OnebitLamb ZeroOneAdam"},
+    "runtime.fp16.onebit.adam": {f"{_DEFINED}.optimizers": "OnebitAdam"},
+    "runtime.fp16.onebit.lamb": {f"{_DEFINED}.optimizers": "OnebitLamb"},
+    "runtime.fp16.onebit.zoadam": {f"{_DEFINED}.optimizers": "ZeroOneAdam"},
     "runtime.fp16.loss_scaler": {
         f"{_DEFINED}.loss_scaler": "CreateLossScaler DynamicLossScaler LossScaler LossScalerBase"
     },
@@ -261,7 +273,7 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.configs": """
             DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum
         """,
-        f"{_DEFINED}.zero": "OffloadStateTypeEnum",
+        "launcher.engine.offloaded": "OffloadStateTypeEnum=StateKind",
     },
     "runtime.zero.leaf_module_config": {
         f"{_DEFINED}.zero": """
@@ -362,6 +374,7 @@ NAMES["comm.comm"] = NAMES["comm"]
 
 # Where variables for ranks on other hosts are written; `launch` reads that file, too.
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+DLTS_HOSTFILE = "/job/hostfile"
 
 _NO_INFERENCE = "no inference kernels: call deepspeed.initialize() without an optimizer"
 _NO_AUTO_SEQUENCE = "no FPDT or AutoSP: use launcher.DistributedAttention with recomputed activations"
@@ -376,7 +389,7 @@ REFUSED = {
     "checkpoint.universal_checkpoint": _NO_UNIVERSAL,
     "compile": "no DeepCompile: call engine.compile()",
     "compression": "no compression: use torch.ao.quantization",
-    "elasticity": 'no elastic agent: call "launch --max_restarts"; "elasticity" of the config works',
+    "elasticity.elastic_agent": 'no elastic agent: call "launch --max_restarts"',
     "inference": _NO_INFERENCE,
     "io": "no disk writers for scripts: call engine.save_checkpoint()",
     "linear": "no LoRA or quantized layers: use the package peft",
@@ -396,7 +409,7 @@ REFUSED = {
     "runtime.superoffload": 'no SuperOffload: set "delayed_update" of "offload_optimizer"',
     "runtime.tensor_parallel": _NO_TENSOR,
     "runtime.utils.register_output_backward_hooks": "no hooks on outputs of its own: call tensor.register_hook()",
-    "runtime.zero.offload_states": "no moves of states in training: set offload_optimizer in the config",
+    "runtime.zero.offload_states": "no functions that move a kind of state: call engine.offload_states()",
     "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": "no base of zero.Init: use that",
     "runtime.zero.parameter_offload": "no hooks for scripts: call launcher.zero.register_external_parameter()",
     "runtime.zenflow": 'no ZenFlow: set "delayed_update" of "offload_optimizer"',

@@ -267,3 +267,33 @@ class FusedLion(Lion, metaclass=_OrEngines):
     """DeepSpeed's Lion on the GPU."""
 
     steps_of = Lion
+
+
+class _OneBit(torch.optim.Optimizer):
+    """An optimizer that needs an engine to be made, in DeepSpeed too: frameworks list these classes by their names."""
+
+    of_config = ""  # its type there
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise EngineError(
+            f"{type(self).__name__} compresses what ranks send, so the engine makes it",
+            hint=f'name it in the config: "optimizer": {{"type": "{self.of_config}"}}',
+        )
+
+
+class OnebitAdam(_OneBit):
+    """1-bit Adam."""
+
+    of_config = "OneBitAdam"
+
+
+class OnebitLamb(_OneBit):
+    """1-bit LAMB."""
+
+    of_config = "OneBitLamb"
+
+
+class ZeroOneAdam(_OneBit):
+    """0/1 Adam."""
+
+    of_config = "ZeroOneAdam"

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -31,16 +30,6 @@ partitioned_param_data_shape = [0]
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = LeafModule().classes
 DEFAULT_LEAF_MODULE_NAMES: list[str] = LeafModule().names
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = LeafModule().name_suffixes
-
-
-class OffloadStateTypeEnum(str, Enum):
-    """The kinds of memory of an engine."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 def is_zero_param(parameter: Any) -> bool:

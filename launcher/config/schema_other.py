@@ -75,7 +75,10 @@ class Checkpoint(Section):
     use_node_local_storage: Flag = key(False, "every node writes to its own disk")
     parallel_write: ParallelWrite = key(ParallelWrite, "writing at the same time")
     checkpoint_serialization: Flag = key(
-        True, "serialise as torch does", inert("checkpoints are safetensors and JSON, never pickled")
+        True, "serialise as torch does", inert("checkpoints are safetensors and JSON; see pickle_client_state")
+    )
+    pickle_client_state: Flag = key(
+        False, "pickle what else is in a client state; reading it runs code, so load only checkpoints that you trust"
     )
     writer: CheckpointWriter | None = key(None, "engine that writes")
 

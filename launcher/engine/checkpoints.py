@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import platform
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from launcher.base import env
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
 from launcher.checkpoint.exchange import Exchange, error_text
+from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.open import is_checkpoint, open_source
 from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint.load import READ_TIMEOUT_S, Target, groups_for, load_parameters
@@ -103,7 +105,8 @@ class Checkpoints:
         """Return what this rank saves. Tensors of contents are live. Raises: CheckpointError, what modules raise."""
         engine, copies = self._engine, self._section.asynchronous
         facts, of_modules = self._of_modules()
-        run = Encoded.of(vars(self._run_state(client_state, of_modules)), "the run's state", copies=copies)
+        state = vars(self._run_state(client_state, of_modules))
+        run = Encoded.of(state, "the run's state", copies=copies, pickles=self._section.pickle_client_state)
         private = Encoded.of(self._private(), f"rank {engine.global_rank}", copies=copies)
         params = {**dict(engine.module.named_parameters()), **absent_parameters(engine.module)}
         excluded = {name for name, param in params.items() if excludes_frozen and not param.requires_grad}
@@ -292,6 +295,8 @@ class Checkpoints:
         source, error = None, None
         try:
             source = open_source(folder)
+            if isinstance(source, NativeSource):
+                source.unpickle = pickle.loads if self._section.pickle_client_state else _refuse_pickle
             # Read now: every rank can, or all raise together.
             source.state, source.params, source.private(exchange.rank, exchange.world_size)
         except Exception as raised:  # noqa: BLE001  # whatever it is: the other ranks wait for this one
@@ -410,6 +415,13 @@ def _extra_state_of(model: nn.Module) -> dict[str, Any]:
         for prefix, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
+
+
+def _refuse_pickle(_: bytes) -> Any:
+    raise CheckpointError(
+        "the client state has objects that were pickled, and to read these runs code",
+        hint='set "pickle_client_state" in "checkpoint" of the config where you trust the checkpoint',
+    )
 
 
 def _overwrite(buffer: Tensor, value: Tensor) -> None:

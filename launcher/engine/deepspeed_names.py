@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from launcher.base import env
 from launcher.base.errors import EngineAssertionError, EngineError, EngineKeyError
+from launcher.base.log import get_logger
 from launcher.comm.accelerator import device_module
 from launcher.config.batch import BatchPlan
 from launcher.config.policies import DType
 from launcher.engine.data import DistributedLoader, build_loader
+from launcher.engine.offloaded import OffloadedStates, check_device, kinds_of
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import Watch
@@ -81,6 +83,7 @@ class DeepSpeedNames:
     global_rank: int
     load_state_dict: Callable[..., Any]
     save_16bit_model: Callable[..., bool]
+    synchronize_parameters: Callable[[], None]
     state_dict: Callable[..., dict[str, Any]]
     zero_optimization_stage: Callable[[], int]
     managed_gradient_accumulation: Callable[[], bool]
@@ -88,6 +91,9 @@ class DeepSpeedNames:
     _ended_accumulation: bool
     _note_exception: Callable[[], None]
     _is_in_no_sync: bool
+    _num_summed: int
+    _backward_done: bool
+    _offloaded: OffloadedStates
     _parts: EngineParts
     _sharded: ShardedModel
     _timer: ThroughputTimer
@@ -238,6 +244,52 @@ class DeepSpeedNames:
     def empty_partition_cache(self) -> None:
         """Shard what stage 3 keeps unsharded for a later use, and free the memory. Every rank must call it."""
         self._sharded.schedule.release_idle()
+        self._empty_device_cache()
+
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from the device to host memory, so that something else has the memory until `reload_states()`.
+
+        Every rank must call it, between `step()` and the next backward. include: `optim_states`, `hp_params` (masters;
+        in fp32 the parameters are their own), `lp_params`, `lp_grads` and `contiguous_grad_buffer` (both are the memory
+        of gradients); None: all. What is in host memory or on disk already stays, so on CPUs nothing moves. pin_memory:
+        page-locked host memory, which is quicker to copy. non_blocking: for DeepSpeed's sake; the memory is free when
+        the call returns. Saving and `launcher.zero.safe_get_*` work meanwhile, and forward where parameters have not
+        moved. Raises: EngineError for another device, and within an accumulation.
+        """
+        self._note_exception()
+        if not check_device(device):
+            return
+        if not self._sharded.units:
+            raise EngineAssertionError(
+                "engine.offload_states() was called without an optimizer: the engine keeps nothing",
+                hint='move the model: engine.module.to("cpu")',
+            )
+        if self._num_summed or self._backward_done:
+            raise EngineError(
+                "engine.offload_states() was called with gradients that no step has used",
+                hint="call it after engine.step() at the boundary of the accumulation",
+            )
+        kinds = kinds_of(include)
+        self.synchronize_parameters()
+        self._sharded.schedule.release_idle()
+        num_bytes = self._offloaded.offload(kinds, pins_memory=pin_memory and torch.cuda.is_available())
+        self._empty_device_cache()
+        get_logger().debug("offload_states: %d bytes of %s are free", num_bytes, self._parts.group.device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states()` has moved. Every rank must call it before the next backward.
+
+        non_blocking: for DeepSpeed's sake; the states are there when the call returns.
+        """
+        self._offloaded.reload()
+
+    def _empty_device_cache(self) -> None:
         if self._parts.group.device.type != "cpu":
             device_module(self._parts.group.device).empty_cache()
 

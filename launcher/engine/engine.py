@@ -28,6 +28,7 @@ from launcher.engine.data import DistributedLoader
 from launcher.engine.deepspeed_names import DeepSpeedNames
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
+from launcher.engine.offloaded import OffloadedStates
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import LayerRanks
 from launcher.engine.resume import Resumed
@@ -113,6 +114,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         if self.optimizer is not None:
             self.optimizer.run_by(self)
         self._autosave = Autosave(parts.settings.checkpoint)
+        self._offloaded = OffloadedStates(parts.sharded.units)
         self._checkpoints = Checkpoints(self, parts.settings, self._autosave.after_commit)
         self.client_state: dict[str, Any] = {}  # what the engine's own saves keep of the script
         self._resumed: Resumed | None = None
@@ -246,13 +248,14 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
     # ---- one micro-batch ----
 
     def _begin(self) -> None:
-        """Clean up after an exception. Raises: EngineError for an engine that has ended."""
+        """Clean up after an exception. Raises: EngineError for an engine that has ended, or has no parameters now."""
         if self._sharded.has_ended:
             raise EngineError(
                 "this engine has ended: destroy() was called, or initialize() again on its model",
                 hint="use the engine that the last initialize() returned; before a second train() of a Trainer, set"
                 " trainer.model_wrapped = trainer.model",
             )
+        self._offloaded.check_forward()
         if self._pass.recover():
             self._begin_sum_anew(_INTERRUPTED)
 
@@ -433,6 +436,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
                 f" gradients: an optimizer step needs {self.gradient_accumulation_steps()} in a row",
                 hint="leave it out: engine.step() drops gradients after each optimizer step",
             )
+        self._offloaded.check_training()
         self._num_drops += is_between
         self._sharded.reducer.discard()
         self._begin_sum_anew("engine.zero_grad() was called within an accumulation")
@@ -464,12 +468,13 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._num_path_changes = num_changes
 
     def _trained(self) -> ZeroOptimizer:
-        """Return the optimizer. Raises: EngineError when there is none."""
+        """Return the optimizer. Raises: EngineError when there is none, or its states are not on the device."""
         if self.optimizer is None:
             raise EngineAssertionError(
                 "this engine has no optimizer: it is for inference only",
                 hint='add an "optimizer" section to the config, or call initialize(optimizer=...)',
             )
+        self._offloaded.check_training()
         return self.optimizer
 
     def _report(self) -> None:
@@ -506,6 +511,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         another `initialize()` unshard them. Optimizer states are freed with the last reference to the engine.
         """
         self._checkpoints.end()
+        self._offloaded.reload()
         try:
             if not self._sharded.has_ended:
                 self._last_step.report()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +61,16 @@ class SteppingEngine(Protocol):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last optimizer step."""
+        ...
+
+    def offload_states(
+        self, include: Collection[str] | None, device: str, pin_memory: bool, non_blocking: bool
+    ) -> None:
+        """Move states to host memory."""
+        ...
+
+    def reload_states(self, non_blocking: bool) -> None:
+        """Bring them back."""
         ...
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
@@ -186,6 +196,20 @@ class ZeroOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """Do what `engine.backward(loss)` does."""
         self._engine().backward(loss, retain_graph=retain_graph)
 
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Do what `engine.offload_states()` does."""
+        self._engine().offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Do what `engine.reload_states()` does."""
+        self._engine().reload_states(non_blocking)
+
     @property
     def _global_grad_norm(self) -> float:
         """`engine.get_global_grad_norm()`, and 0 before the first step: frameworks read DeepSpeed's private name."""
@@ -201,12 +225,12 @@ class ZeroOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """Return this rank's states, the hyper-parameters and the loss scale; see `FlatOptimizer.state_dict`.
 
         Where this rank has all states there are torch's `state` and `param_groups`, too: of the same tensors.
-        States that are kept on disk are copied to host memory, which must hold them all; the others are live.
+        States that are on disk, or that `engine.offload_states()` has moved, are copied; the others are live.
         """
         self._wait_for_update()
         state = self.flat.state_dict()
         for unit in self._units:
-            if unit.swap is not None:
+            if unit.swap is not None or unit.params.is_offloaded:
                 with unit.in_memory(writes=False):
                     state["states"].update(copy.deepcopy(self.flat.states_of_unit(unit.index)))
         if self._is_whole:

@@ -13,6 +13,7 @@ from launcher.checkpoint_files.place import place_of
 from launcher.engine.checkpoints import Checkpoints, LoadOptions
 from launcher.engine.data import keeps_position
 from launcher.engine.export import WeightExport
+from launcher.engine.offloaded import OffloadedStates
 from launcher.engine.resume import Resumed, begin_in_folder, resume_from
 from launcher.engine.state import load_state
 
@@ -25,6 +26,7 @@ class SavesCheckpoints(WeightExport):
     client_state: dict[str, Any]
     training_dataloader: Any
     _checkpoints: Checkpoints
+    _offloaded: OffloadedStates
     _resumed: Resumed | None
 
     def synchronize_parameters(self) -> None:
@@ -64,6 +66,7 @@ class SavesCheckpoints(WeightExport):
                 hint="leave assign out, which copies the values, or load before initialize()",
             )
         self.synchronize_parameters()
+        self._offloaded.reload()
         return load_state(self.module, state_dict, strict=strict)
 
     @phase("saving a checkpoint")
@@ -112,6 +115,7 @@ class SavesCheckpoints(WeightExport):
         of loading the parameters. Raises: CheckpointError on every rank, with the file that is damaged or what does
         not fit.
         """
+        self._offloaded.reload()
         return self._checkpoints.load(
             place_of(load_dir),
             None if tag is None else str(tag),

@@ -50,8 +50,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     with unit.in_memory():
         _write(unit, slot, _part(unit, slot, unit.params.master), value)
         unit.params.renew_copy()
-    if unit.params.state is ParameterState.UNSHARDED:
-        unit.params.flat[slot.offset : slot.end].copy_(value.reshape(-1))
+        if unit.params.state is ParameterState.UNSHARDED:
+            unit.params.flat[slot.offset : slot.end].copy_(value.reshape(-1))
     with unit.params.shard_in_memory(writes=True):
         _write(unit, slot, _part(unit, slot, unit.params.shard), value)
     unit.params.count_write([slot])

@@ -46,6 +46,9 @@ class OwnPart(Tensor):
         cls, func: Callable[..., Any], _types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, OwnPart):
+                each.unit.check_values()
         parts = [each for each in written_by(func, args, kwargs) if isinstance(each, OwnPart)]
         for part in parts:
             _check_write(part)

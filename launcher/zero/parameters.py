@@ -37,6 +37,7 @@ from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.sharding.tensors import ParamInfo
 from launcher.zero.disk import Swapped
+from launcher.zero.host_copy import HostCopy
 from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.splits import split_of
 from launcher.zero.stages import ParameterState, Place, Precision
@@ -239,6 +240,8 @@ class UnitParameters:
         self._master_swap: Swapped | None = None
         self.pending: PendingUpdate | None = None  # None: updates end before a step does
         self.copy: Tensor | None = None  # 1-D [owned], 16-bit, beside the master: what an optimizer may write for us
+        self._host_copy: HostCopy | None = None  # what `engine.offload_states()` has moved of the unit
+        self._has_values = True  # on the device
         self._waiting = threading.RLock()  # held while a gather is waited for: see `wait`
         self.check_thread = any_thread  # raises in a thread that may not touch the unit: the schedule knows
         self.may_be_edited = False  # a script has got the parameters outside of forward and backward
@@ -312,6 +315,49 @@ class UnitParameters:
         shard = self.shard if self._swap is None else torch.empty_like(self.shard, device="meta")
         is_alone = -(-slot.numel // self.group.world_size) == len(self.owned) < self._layout.padded_numel
         return shard if is_alone else shard[start : start + len(owned)]
+
+    # ---- in host memory for a while ----
+
+    def values(self) -> list[Tensor]:
+        """Return what has the values of the parameters on this rank, masters aside, of a unit that is not in use."""
+        whole = [] if self.is_sharded else [self.flat]
+        return [each for each in (*whole, self.shard, self.copy, self._second) if each is not None]
+
+    def offload(self, host_copy: HostCopy, *, has_values: bool) -> None:
+        """Move what `host_copy` has of the unit to host memory. has_values: not the parameters' own."""
+        self._host_copy, self._has_values = host_copy, has_values
+        views = [] if has_values or self.is_sharded else [host_copy.host_view(view) for view in self._views]
+        host_copy.send_out()
+        for param, view in zip(self._params, views, strict=False):
+            set_data(param, view)
+
+    def reload(self) -> None:
+        """Bring what `offload` has moved back, with what was written there since."""
+        if self._host_copy is None:
+            return
+        self._host_copy.bring_in()
+        if not self._has_values and not self.is_sharded:
+            for param, view in zip(self._params, self._views, strict=True):
+                set_data(param, view)
+        self._written = self.group.streams.record()
+        self._host_copy, self._has_values = None, True
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether `offload` has moved something."""
+        return self._host_copy is not None
+
+    def on_device(self, *, writes: bool) -> contextlib.AbstractContextManager[None]:
+        """Have what `offload` has moved on the device. writes: it is changed."""
+        return contextlib.nullcontext() if self._host_copy is None else self._host_copy.on_device(writes=writes)
+
+    def check_values(self) -> None:
+        """Raise EngineError where the parameters' values are in host memory."""
+        if not self._has_values:
+            raise EngineError(
+                f"engine.offload_states() has moved the parameters to host memory, {self._label or 'these'} among them",
+                hint="call engine.reload_states() before",
+            )
 
     def note_own_write(self, slot: ParamSlot) -> None:
         """Take over a write into this rank's part of a parameter."""
@@ -391,6 +437,7 @@ class UnitParameters:
         """
         if self.state is not ParameterState.SHARDED:
             return
+        self.check_values()
         self._use(self._in_autocast_type if for_autocast else self._in_own_type)
         with self.group.streams.on(Side.GATHER):
             self.group.buffers.lend(self.flat.untyped_storage(), self.flat.nbytes)
@@ -415,7 +462,8 @@ class UnitParameters:
     def shard_in_memory(self, *, reads: bool = True, writes: bool = False) -> Iterator[None]:
         """Have the shard in memory; reads, writes: whether its values are read, or changed."""
         if self._swap is None:
-            yield
+            with self.on_device(writes=writes):
+                yield
             if writes:
                 self._has_second = False
                 self._written = self.group.streams.record()
@@ -480,6 +528,7 @@ class UnitParameters:
 
     def start_block(self) -> None:
         """Start gathering a sharded unit in its own type for a block of `GatheredParameters`. Collective."""
+        self.check_values()
         if self.is_sharded:
             self.check_thread()
         if self.flat is not self._in_own_type.flat:
@@ -596,7 +645,8 @@ class UnitParameters:
             if keeps_bits:
                 self.take_edits()
             else:
-                self.master.copy_(self._own_flat)
+                with self.on_device(writes=True):
+                    self.master.copy_(self._own_flat)
                 self.renew_copy()
             if self._master_swap is not None:
                 self._master_swap.send_out()
@@ -619,10 +669,11 @@ class UnitParameters:
     def _take_into_master(self, own: Tensor) -> None:
         """Take over what differs from the rounded master. own: 1-D [owned]."""
         own = own.to(self.master.device)
-        is_edited = own != self.master.to(own.dtype)
-        if self.group.runtime.runs_behind_host or is_edited.any():  # to ask would be to wait for the device
-            self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
-            self.renew_copy()
+        with self.on_device(writes=True):
+            is_edited = own != self.master.to(own.dtype)
+            if self.group.runtime.runs_behind_host or is_edited.any():  # to ask would be to wait for the device
+                self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
+                self.renew_copy()
 
     def note_access(self, *, is_in_thread: bool) -> None:
         """Note that a script has got the whole parameters, outside of forward and backward, and may write them.

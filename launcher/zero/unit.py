@@ -193,7 +193,8 @@ class FlatUnit:
     def in_memory(self, *, writes: bool = True) -> Iterator[None]:
         """Have in memory what the optimizer works on: master, states, gradient. writes: they are changed."""
         if self.swap is None:
-            yield
+            with self.params.on_device(writes=writes):
+                yield
             return
         self.swap.bring_in()
         try:
@@ -208,6 +209,7 @@ class FlatUnit:
     @contextlib.contextmanager
     def with_new_states(self) -> Iterator[None]:
         """Have in memory what `in_memory` has, for states that take the place of those there are."""
+        self.params.reload()
         if self.swap is not None:
             self.swap.forget_states()
         with self.in_memory():
@@ -216,14 +218,12 @@ class FlatUnit:
     @contextlib.contextmanager
     def readable(self, *, writes: bool = False) -> Iterator[None]:
         """Have master and states in memory. writes: the master is changed."""
-        if self.swap is not None:
-            with self.in_memory(writes=writes):
-                yield
-        elif self.params.master is self.params.shard:
+        if self.swap is None and self.params.master is self.params.shard:
             with self.params.shard_in_memory(writes=writes):
                 yield
         else:
-            yield
+            with self.in_memory(writes=writes):
+                yield
 
     def make_shards(self) -> list[ParamShard]:
         """Return what this rank owns of each parameter, for the optimizer; an empty list where all are frozen."""

@@ -314,6 +314,27 @@ def test_a_client_state_that_cannot_be_saved_is_named_on_every_rank(tmp_path: Pa
         assert (found, later) == ([], "")
 
 
+def _pickled(rank: int, world_size: int, folder: str) -> list[Any]:
+    engine = make_engine(world_size, 1, checkpoint={"pickle_client_state": True})
+    engine.save_checkpoint(folder, client_state={"deep": [1, Unknown()]})
+    again = engine.load_checkpoint(folder)[1]
+    engine.destroy()
+    engine = make_engine(world_size, 1)
+    try:
+        engine.load_checkpoint(folder)
+    except CheckpointError as error:
+        said = str(error)
+    engine.destroy()
+    return [type(again["deep"][1]).__name__, said]
+
+
+def test_a_client_state_is_unpickled_where_the_config_says_so_alone(tmp_path: Path) -> None:
+    for kind, said in run_on_ranks(2, _pickled, str(tmp_path)):
+        assert kind == "Unknown"
+        assert "to read these runs code" in said
+        assert "pickle_client_state" in said
+
+
 TAGS = ["a/b", "../up", ".hidden", "", "..", "latest", "zero_to_fp32.py", "end\n", " spaces ", "\udcff", "x" * 300]
 
 

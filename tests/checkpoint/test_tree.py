@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import pathlib
+import pickle
 import random
 import re
 import struct
@@ -28,7 +29,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.values.tree import _MAPPINGS, _READERS, _SEQUENCES, MAX_DEPTH, decode, encode
+from launcher.checkpoint.values.tree import _MAPPINGS, _READERS, _SEQUENCES, MAX_DEPTH, Pickled, decode, encode
 
 
 def round_trip(value: Any) -> Any:
@@ -264,6 +265,20 @@ def test_what_is_no_data_is_refused_at_its_place(value: Any, message: str, hint:
     assert diagnostic.where == 'client_state["args"][1][(1, 2)]'
     assert diagnostic.hint is not None
     assert re.search(hint, diagnostic.hint)
+
+
+def test_what_is_no_data_is_pickled_where_that_was_asked_for_and_nowhere_read_unasked() -> None:
+    value = {"args": [Settings(0.5), torch.ones(2)], "words": Words(["a"])}
+    plain, tensors = encode(value, "it", pickles=True)
+    again = decode(json.loads(json.dumps(plain)), tensors, unpickle=pickle.loads)
+    assert (again["args"][0], again["words"], type(again["words"])) == (Settings(0.5), ["a"], Words)
+    unread = decode(plain, tensors)
+    assert is_same(unread["args"][1], torch.ones(2))
+    assert type(unread["words"]) is Pickled
+    assert decode(*encode(unread, "it"), unpickle=pickle.loads)["words"] == ["a"]  # a tool writes what it has read
+    with pytest.raises(CheckpointError, match="function cannot be pickled") as caught:
+        encode({"hook": lambda: 0}, "it", pickles=True)
+    assert caught.value.diagnostics[0].where == 'it["hook"]'
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:

@@ -85,6 +85,22 @@ WORKS = [
     "assert get_comm_dtype(linear.weight) == torch.float32 and not has_comm_dtype(linear.weight)",
     "from deepspeed.moe.sharded_moe import MOELayer, TopKGate, einsum, top1gating, top2gating, topkgating",
     "from deepspeed.moe.mappings import drop_tokens, gather_tokens; assert drop_tokens(x) is gather_tokens(x) is x",
+    # ---- names that mmengine, OpenRLHF, ms-swift, determined and MII import ----
+    "assert deepspeed.version == deepspeed.__version__ and deepspeed.git_hash == deepspeed.__git_hash__",
+    "from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum\n"
+    "engine.optimizer.offload_states(include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu)\n"
+    "engine.reload_states(non_blocking=True)",
+    "from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam\n"
+    "from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam as other; assert other is ZeroOneAdam",
+    "from deepspeed.launcher.runner import DLTS_HOSTFILE; assert DLTS_HOSTFILE == '/job/hostfile'",
+    "from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as once\n"
+    "assert json.loads('{\"a\": 1}', object_pairs_hook=once) == {'a': 1}",
+    "from deepspeed.elasticity import compute_elastic_config, elasticity_enabled\n"
+    "rules = {'enabled': True, 'max_train_batch_size': 10000, 'micro_batch_sizes': [8, 12, 16, 17], 'min_gpus': 32, "
+    "'max_gpus': 1500, 'version': 0.1}\n"
+    "elastic = {'elasticity': rules}; assert elasticity_enabled(elastic) and not elasticity_enabled({})\n"
+    "batch, worlds = compute_elastic_config(elastic, deepspeed.version); assert (batch, len(worlds)) == (9792, 23)\n"
+    "assert compute_elastic_config(elastic, '0.19.8', world_size=64) == (batch, worlds, 17)",
     # ---- configs ----
     "from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError\n"
     "sizes = {'train_batch_size': 8, 'gradient_accumulation_steps': 2}\n"
@@ -431,7 +447,10 @@ REFUSED = {
     "import deepspeed.no_such_module": ("ModuleNotFoundError", "deepspeed.no_such_module"),
     "import deepspeed.runtime.pipe.p2p": ("ImportError", "call engine.train_batch()"),
     "from deepspeed.runtime.pipe.schedule import TrainSchedule": ("ImportError", 'give "schedule" in "pipeline"'),
-    "from deepspeed.runtime.zero.offload_states import get_state_devices": ("ImportError", "no moves of states"),
+    "from deepspeed.runtime.zero.offload_states import get_state_devices": (
+        "ImportError",
+        "call engine.offload_states()",
+    ),
     "deepspeed.moe.layer.MoE(8, m[0], num_experts=2, use_tutel=True)": ("EngineError", "Tutel"),
     "from deepspeed.runtime.utils import count_used_parameters_in_backward as count; count([])": (
         "EngineRuntimeError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
@@ -42,6 +42,7 @@ class NativeSource:
         """
         self._folder = folder
         self.manifest = read_manifest(folder) if manifest is None else manifest
+        self.unpickle: Callable[[bytes], Any] = tree.Pickled  # what reads pickles in `state`
         self._state_path = where = str(folder / self.manifest.state)
         self._facts = read_json(folder, self.manifest.state, self.manifest)
         self._layouts = layouts_from_json(self._facts.get("units"), len(self.manifest.ranks), where)
@@ -66,7 +67,7 @@ class NativeSource:
     @cached_property
     def state(self) -> RunState:
         with _refusing_nonsense(self._state_path):
-            plain = tree.decode(self._facts["run"], self._shared_tensors(), self._state_path)
+            plain = tree.decode(self._facts["run"], self._shared_tensors(), self._state_path, self.unpickle)
             known = {each.name for each in fields(RunState)}
             return checked(RunState(**{key: value for key, value in plain.items() if key in known}))
 

@@ -72,9 +72,9 @@ class Encoded:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(cls, value: Any, where: str, *, copies: bool) -> Encoded:
-        """Encode a value. copies: of its tensors too. Raises: CheckpointError for what cannot be saved."""
-        plain, tensors = tree.encode(value, where)
+    def of(cls, value: Any, where: str, *, copies: bool, pickles: bool = False) -> Encoded:
+        """Encode a value. copies: of its tensors too. pickles: what is not plain data; else it is a CheckpointError."""
+        plain, tensors = tree.encode(value, where, pickles=pickles)
         return cls(plain, {key: each.clone() for key, each in tensors.items()} if copies else tensors)
 
 

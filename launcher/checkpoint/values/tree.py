@@ -2,7 +2,8 @@
 
 JSON's own types stand for themselves. Any other value is an object of two keys, `{"$": kind, "of": payload}`. Elements
 of tensors and arrays, and long byte strings, are tensors beside the JSON, which names them by key. A reader runs
-no code, and allocates no more than the JSON and the tensors it was given take.
+no code, and allocates no more than the JSON and the tensors it was given take. Where both sides ask for it
+(`checkpoint.pickle_client_state`), anything else is a pickle: it runs code when it is read.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import ctypes
 import datetime
 import math
 import pathlib
+import pickle
 import re
 import reprlib
 import struct
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,26 +66,37 @@ _ARRAY_DTYPE = re.compile(
 _Path = tuple["_Path", str] | None  # innermost last; text is made of it for errors only
 
 
-def encode(value: Any, where: str) -> tuple[Any, dict[str, Tensor]]:
+@dataclass(frozen=True)
+class Pickled:
+    """An object that a checkpoint has as a pickle, which nobody has asked to read."""
+
+    content: bytes
+
+
+def encode(value: Any, where: str, *, pickles: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return `value` as what `json` writes, and the tensors it refers to by key.
 
     where: what the value is, such as "client_state"; errors begin with it, and so do the tensors' keys.
     The tensors are on the CPU, detached and contiguous. One that was so before shares its memory with the result.
     The JSON must keep the order of keys. A value that appears twice is written twice.
+    pickles: pickle what is not plain data.
     Raises: CheckpointError for a value that is not plain data, which names its place in `value`.
     """
-    encoder = _Encoder(where)
+    encoder = _Encoder(where, pickles=pickles)
     return encoder.value(value, None, 0), encoder.tensors
 
 
-def decode(plain: Any, tensors: Mapping[str, Tensor], where: str = "") -> Any:
+def decode(
+    plain: Any, tensors: Mapping[str, Tensor], where: str = "", unpickle: Callable[[bytes], Any] = Pickled
+) -> Any:
     """Return the value that `encode` was given: equal, and of the same types.
 
     plain: as `json` read it. It may come from anyone.
     where: the file and what is read of it; errors begin with it.
+    unpickle: called with each pickle.
     Raises: CheckpointError for anything that `encode` would not have written.
     """
-    return _Decoder(tensors, where).value(plain, None, 0)
+    return _Decoder(tensors, where, unpickle).value(plain, None, 0)
 
 
 def _text_of(path: _Path) -> str:
@@ -115,9 +129,10 @@ def _is_text(value: Any) -> bool:
 class _Encoder:
     """Encodes one tree."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, *, pickles: bool) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._where = where
+        self._pickles = pickles
         self._open: set[int] = set()  # ids of the containers around the value at hand
 
     def value(self, value: Any, path: _Path, depth: int) -> Any:
@@ -185,7 +200,21 @@ class _Encoder:
             return self._array(value, path)
         if type(value) is datetime.datetime and type(value.tzinfo) in (type(None), datetime.timezone):
             return _marked("datetime", _parts_of(value))
-        raise self._refused(f"{name_of(value)} cannot be saved", path, advice(value))
+        if self._pickles:
+            return self._pickled(value, path)
+        hint = f'{advice(value)}, or set "pickle_client_state" in "checkpoint" of the config'
+        raise self._refused(f"{name_of(value)} cannot be saved", path, hint)
+
+    def _pickled(self, value: Any, path: _Path) -> Any:
+        try:
+            content = pickle.dumps(value)
+        except Exception as error:  # noqa: BLE001  # whatever the classes in it raise
+            what = f"{name_of(value)} cannot be pickled: {type(error).__name__}: {error}"
+            raise self._refused(what, path, advice(value)) from None
+        return self.pickled(Pickled(content))
+
+    def pickled(self, value: Pickled) -> Any:
+        return _marked("pickle", {"key": self._keep_bytes(value.content)})
 
     def _tensor(self, value: Tensor, path: _Path) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
@@ -262,6 +291,7 @@ _LEAVES: dict[type, Callable[[_Encoder, Any], Any]] = {
     torch.device: lambda _, value: _marked("torch.device", str(value)),
     datetime.date: lambda _, value: _marked("date", [value.year, value.month, value.day]),
     datetime.timedelta: lambda _, value: _marked("timedelta", _days_of(value)),
+    Pickled: _Encoder.pickled,
     **dict.fromkeys(_PATH_KINDS, _Encoder.path_name),
 }
 _CONTAINERS: dict[type, Callable[[_Encoder, Any, _Path, int], Any]] = {
@@ -282,9 +312,10 @@ _CONTAINERS: dict[type, Callable[[_Encoder, Any, _Path, int], Any]] = {
 class _Decoder:
     """Decodes one tree."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], where: str, unpickle: Callable[[bytes], Any]) -> None:
         self._tensors = tensors
         self._where = where
+        self._unpickle = unpickle
         self._taken: set[str] = set()
 
     def value(self, plain: Any, path: _Path, depth: int) -> Any:
@@ -341,6 +372,9 @@ class _Decoder:
                 return self.byte_string(plain[PAYLOAD])
             return self._take_bytes(plain["key"])
         return _bytes_of(plain)
+
+    def pickled(self, plain: Any) -> Any:
+        return self._unpickle(self._take_bytes(plain["key"]))
 
     def tensor(self, plain: Any) -> Tensor:
         stored, dtype, shape = self._take(plain["key"]), _DTYPES[_typed(plain["dtype"], str)], _shape_of(plain["shape"])
@@ -469,6 +503,7 @@ _READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "torch.Size": lambda _, payload: torch.Size(_numbers(payload)),
     "torch.dtype": lambda _, payload: _DTYPES[_typed(payload, str)],
     "torch.device": lambda _, payload: torch.device(_typed(payload, str)),
+    "pickle": _Decoder.pickled,
     "tensor": _Decoder.tensor,
     "numpy.ndarray": _Decoder.array,
     "numpy.scalar": _Decoder.scalar,

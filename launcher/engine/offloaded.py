@@ -1,0 +1,115 @@
+"""`engine.offload_states()`: memory of the device for something else between steps, such as generation by a server.
+
+What moves stays readable: whatever has a unit "in memory" (`FlatUnit.in_memory`), as saving and `safe_get_*` do, has it
+on the device for that long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import Enum
+
+from torch import Tensor
+
+from launcher.base.errors import EngineAssertionError, EngineError
+from launcher.zero.host_copy import HostCopy, is_in_host_memory
+from launcher.zero.unit import FlatUnit
+
+
+class StateKind(str, Enum):
+    """The kinds of memory that an engine has between steps, by DeepSpeed's names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"  # masters; in fp32 the parameters are their own
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"  # the memory of `lp_grads`
+
+
+_GRADIENTS = {StateKind.lp_grads, StateKind.contiguous_grad_buffer}
+
+
+class OffloadedStates:
+    """Which states of an engine are in host memory."""
+
+    def __init__(self, units: Sequence[FlatUnit]) -> None:
+        self._units = units
+        self._kinds: frozenset[StateKind] = frozenset()
+
+    def offload(self, kinds: Collection[StateKind], *, pins_memory: bool) -> int:
+        """Move these kinds, and those that have been moved before, to host memory; return the bytes that it frees.
+
+        What is in host memory or on disk already stays. Units must not be in use: nothing is unsharded or in flight.
+        """
+        kinds = self._kinds.union(kinds)
+        self.reload()
+        num_bytes = 0
+        for unit in self._units:
+            found = _tensors_of(unit, kinds)
+            if found:
+                host_copy = HostCopy(found, pins_memory=pins_memory)
+                num_bytes += host_copy.num_bytes
+                unit.params.offload(host_copy, has_values=StateKind.lp_params not in kinds)
+        self._kinds = kinds if num_bytes else frozenset()
+        return num_bytes
+
+    def reload(self) -> None:
+        """Bring everything back."""
+        for unit in self._units:
+            unit.params.reload()
+        self._kinds = frozenset()
+
+    def check_forward(self) -> None:
+        """Raise EngineError where a forward would find no parameters."""
+        if StateKind.lp_params in self._kinds:
+            raise self._error("the parameters")
+
+    def check_training(self) -> None:
+        """Raise EngineError where a backward or a step would find no memory."""
+        if self._kinds:
+            raise self._error(", ".join(sorted(self._kinds)))
+
+    def _error(self, what: str) -> EngineError:
+        return EngineError(
+            f"engine.offload_states() has moved {what} to host memory", hint="call engine.reload_states() before"
+        )
+
+
+def kinds_of(include: Collection[str] | None) -> list[StateKind]:
+    """Return the kinds of `offload_states(include=...)`; None means all. Raises: EngineError for an unknown one."""
+    try:
+        return list(StateKind) if include is None else [StateKind(each) for each in include]
+    except ValueError as error:
+        raise EngineError(
+            f"offload_states(include=...): {error}", hint=f"there are {', '.join(kind.value for kind in StateKind)}"
+        ) from None
+
+
+def check_device(device: str) -> bool:
+    """Return whether there is anything to move to. Raises: EngineError for a device other than "cpu" and "none"."""
+    if device not in ("cpu", "none"):
+        raise EngineAssertionError(
+            f"offload_states(device={str(device)!r}): states are moved to host memory only",
+            hint='leave it out, or set "offload_optimizer" to "nvme" in the config',
+        )
+    return device == "cpu"
+
+
+def _tensors_of(unit: FlatUnit, kinds: Collection[StateKind]) -> list[Tensor]:
+    """Return what has these kinds of memory of a unit on the device, of a unit that is not in use."""
+    params, grads = unit.params, unit.grads
+    of_values = params.values()
+    found: list[Tensor] = []
+    if StateKind.optim_states in kinds:
+        found += unit.state_tensors()
+    if StateKind.hp_params in kinds and not any(_share_memory(params.master, each) for each in of_values):
+        found.append(params.master)
+    if StateKind.lp_params in kinds:
+        found += of_values
+    if grads is not None and not _GRADIENTS.isdisjoint(kinds):
+        found += [grads.owned_grad, grads.optimizer_grad]
+    return [each for each in found if each.untyped_storage().nbytes() and not is_in_host_memory(each)]
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
