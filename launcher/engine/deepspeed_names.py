@@ -278,7 +278,7 @@ class DeepSpeedNames:
         kinds = kinds_of(include)
         self.synchronize_parameters()
         self._sharded.schedule.release_idle()
-        num_bytes = self._offloaded.offload(kinds, pins_memory=pin_memory and torch.cuda.is_available())
+        num_bytes = self._offloaded.offload(kinds, pins_memory=pin_memory and self._parts.group.device.type != "cpu")
         self._empty_device_cache()
         get_logger().debug("offload_states: %d bytes of %s are free", num_bytes, self._parts.group.device)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from enum import Enum
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.zero.host_copy import HostCopy, is_in_host_memory
+from launcher.zero.parameters import set_data, values_of
 from launcher.zero.unit import FlatUnit
 
 
@@ -35,6 +36,9 @@ class OffloadedStates:
     def __init__(self, units: Sequence[FlatUnit]) -> None:
         self._units = units
         self._kinds: frozenset[StateKind] = frozenset()
+        self._shown: list[
+            tuple[nn.Parameter, Tensor]
+        ] = []  # parameters that are whole, with what they are on the device
 
     def offload(self, kinds: Collection[StateKind], *, pins_memory: bool) -> int:
         """Move these kinds, and those that have been moved before, to host memory; return the bytes that it frees.
@@ -49,15 +53,27 @@ class OffloadedStates:
             if found:
                 host_copy = HostCopy(found, pins_memory=pins_memory)
                 num_bytes += host_copy.num_bytes
-                unit.params.offload(host_copy, has_values=StateKind.lp_params not in kinds)
+                if StateKind.lp_params in kinds and not unit.is_sharded:
+                    self._show(unit, host_copy)
+                unit.params.offloaded.send_out(host_copy, has_values=StateKind.lp_params not in kinds)
         self._kinds = kinds if num_bytes else frozenset()
         return num_bytes
 
     def reload(self) -> None:
         """Bring everything back."""
         for unit in self._units:
-            unit.params.reload()
+            unit.params.offloaded.bring_in()
+        for param, value in self._shown:
+            set_data(param, value)
+        self._shown.clear()
         self._kinds = frozenset()
+
+    def _show(self, unit: FlatUnit, host_copy: HostCopy) -> None:
+        """Let the whole parameters of a unit be what they will be in host memory: scripts may read them there."""
+        for _, param in unit.params.slots():
+            value = param.data
+            self._shown.append((param, value))
+            set_data(param, host_copy.host_view(value))
 
     def check_forward(self) -> None:
         """Raise EngineError where a forward would find no parameters."""
@@ -98,7 +114,7 @@ def check_device(device: str) -> bool:
 def _tensors_of(unit: FlatUnit, kinds: Collection[StateKind]) -> list[Tensor]:
     """Return what has these kinds of memory of a unit on the device, of a unit that is not in use."""
     params, grads = unit.params, unit.grads
-    of_values = params.values()
+    of_values = values_of(params)
     found: list[Tensor] = []
     if StateKind.optim_states in kinds:
         found += unit.state_tensors()

@@ -230,7 +230,7 @@ class ZeroOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._wait_for_update()
         state = self.flat.state_dict()
         for unit in self._units:
-            if unit.swap is not None or unit.params.is_offloaded:
+            if unit.swap is not None or unit.params.offloaded.is_offloaded:
                 with unit.in_memory(writes=False):
                     state["states"].update(copy.deepcopy(self.flat.states_of_unit(unit.index)))
         if self._is_whole:
@@ -243,6 +243,9 @@ class ZeroOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         A state of torch's form alone will do: of whole parameters, as it is at stage 0.
         """
         self._wait_for_update()
+        engine = self._find_engine()
+        if engine is not None:
+            engine.reload_states(False)
         if "states" not in state_dict and {"state", "param_groups"} <= set(state_dict):
             state_dict = self._of_torch(state_dict)
         states = self.flat.accept(state_dict)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.sharding.layout import ParamSlot
-from launcher.zero.parameters import UnitParameters, ZeroParamStatus, unit_params_of, written_by
+from launcher.zero.parameters import UnitParameters, ZeroParamStatus, own_part, unit_params_of, written_by
 from launcher.zero.stages import ParameterState
 
 _param_ids = itertools.count()
@@ -48,7 +48,7 @@ class OwnPart(Tensor):
         kwargs = kwargs or {}
         for each in (*args, *kwargs.values()):
             if isinstance(each, OwnPart):
-                each.unit.check_values()
+                each.unit.offloaded.check_values()
         parts = [each for each in written_by(func, args, kwargs) if isinstance(each, OwnPart)]
         for part in parts:
             _check_write(part)
@@ -69,7 +69,7 @@ class OwnPart(Tensor):
 def describe(unit: UnitParameters) -> None:
     """Give the parameters of a unit the attributes and methods that DeepSpeed's have."""
     for slot, param in unit.slots():
-        part = unit.own_part(slot).as_subclass(OwnPart)
+        part = own_part(unit, slot).as_subclass(OwnPart)
         part.unit, part.slot = unit, slot
         facts = {
             "ds_id": getattr(param, "ds_id", None),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from launcher.base.errors import EngineError
 from launcher.comm.accelerator import device_module
 
 
@@ -74,6 +75,43 @@ class HostCopy:
             else:
                 _synchronize(self._device)
                 self._free()
+
+
+class OffloadedUnit:
+    """What of one unit is in host memory."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._copy: HostCopy | None = None
+        self._has_values = True
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether anything is."""
+        return self._copy is not None
+
+    def send_out(self, copy: HostCopy, *, has_values: bool) -> None:
+        """Move what `copy` is of. has_values: the parameters' own values are not among it."""
+        copy.send_out()
+        self._copy, self._has_values = copy, has_values
+
+    def bring_in(self) -> None:
+        """Bring it back, with what was written there since."""
+        if self._copy is not None:
+            self._copy.bring_in()
+        self._copy, self._has_values = None, True
+
+    def on_device(self, *, writes: bool) -> contextlib.AbstractContextManager[None]:
+        """Have it on the device. writes: it is changed."""
+        return contextlib.nullcontext() if self._copy is None else self._copy.on_device(writes=writes)
+
+    def check_values(self) -> None:
+        """Raise EngineError where the parameters' values are in host memory."""
+        if not self._has_values:
+            raise EngineError(
+                f"engine.offload_states() has moved the parameters to host memory, {self._label or 'these'} among them",
+                hint="call engine.reload_states() before",
+            )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

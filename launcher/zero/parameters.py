@@ -37,7 +37,7 @@ from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.sharding.tensors import ParamInfo
 from launcher.zero.disk import Swapped
-from launcher.zero.host_copy import HostCopy
+from launcher.zero.host_copy import OffloadedUnit
 from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.splits import split_of
 from launcher.zero.stages import ParameterState, Place, Precision
@@ -240,8 +240,7 @@ class UnitParameters:
         self._master_swap: Swapped | None = None
         self.pending: PendingUpdate | None = None  # None: updates end before a step does
         self.copy: Tensor | None = None  # 1-D [owned], 16-bit, beside the master: what an optimizer may write for us
-        self._host_copy: HostCopy | None = None  # what `engine.offload_states()` has moved of the unit
-        self._has_values = True  # on the device
+        self.offloaded = OffloadedUnit(spec.label)
         self._waiting = threading.RLock()  # held while a gather is waited for: see `wait`
         self.check_thread = any_thread  # raises in a thread that may not touch the unit: the schedule knows
         self.may_be_edited = False  # a script has got the parameters outside of forward and backward
@@ -304,60 +303,6 @@ class UnitParameters:
     def slots(self) -> Iterator[tuple[ParamSlot, nn.Parameter]]:
         """Yield the places of the parameters, with these."""
         return zip(self._layout.slots, self._params, strict=True)
-
-    def own_part(self, slot: ParamSlot) -> Tensor:
-        """Return what this rank owns of a parameter, 1-D: a view, without memory where it is on disk.
-
-        Of a parameter that is a unit of its own that is an equal part for each rank, padding included.
-        """
-        owned = slot.within(self.owned)
-        start = slot.offset + owned.start - self.owned.start if owned else 0
-        shard = self.shard if self._swap is None else torch.empty_like(self.shard, device="meta")
-        is_alone = -(-slot.numel // self.group.world_size) == len(self.owned) < self._layout.padded_numel
-        return shard if is_alone else shard[start : start + len(owned)]
-
-    # ---- in host memory for a while ----
-
-    def values(self) -> list[Tensor]:
-        """Return what has the values of the parameters on this rank, masters aside, of a unit that is not in use."""
-        whole = [] if self.is_sharded else [self.flat]
-        return [each for each in (*whole, self.shard, self.copy, self._second) if each is not None]
-
-    def offload(self, host_copy: HostCopy, *, has_values: bool) -> None:
-        """Move what `host_copy` has of the unit to host memory. has_values: not the parameters' own."""
-        self._host_copy, self._has_values = host_copy, has_values
-        views = [] if has_values or self.is_sharded else [host_copy.host_view(view) for view in self._views]
-        host_copy.send_out()
-        for param, view in zip(self._params, views, strict=False):
-            set_data(param, view)
-
-    def reload(self) -> None:
-        """Bring what `offload` has moved back, with what was written there since."""
-        if self._host_copy is None:
-            return
-        self._host_copy.bring_in()
-        if not self._has_values and not self.is_sharded:
-            for param, view in zip(self._params, self._views, strict=True):
-                set_data(param, view)
-        self._written = self.group.streams.record()
-        self._host_copy, self._has_values = None, True
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether `offload` has moved something."""
-        return self._host_copy is not None
-
-    def on_device(self, *, writes: bool) -> contextlib.AbstractContextManager[None]:
-        """Have what `offload` has moved on the device. writes: it is changed."""
-        return contextlib.nullcontext() if self._host_copy is None else self._host_copy.on_device(writes=writes)
-
-    def check_values(self) -> None:
-        """Raise EngineError where the parameters' values are in host memory."""
-        if not self._has_values:
-            raise EngineError(
-                f"engine.offload_states() has moved the parameters to host memory, {self._label or 'these'} among them",
-                hint="call engine.reload_states() before",
-            )
 
     def note_own_write(self, slot: ParamSlot) -> None:
         """Take over a write into this rank's part of a parameter."""
@@ -437,7 +382,7 @@ class UnitParameters:
         """
         if self.state is not ParameterState.SHARDED:
             return
-        self.check_values()
+        self.offloaded.check_values()
         self._use(self._in_autocast_type if for_autocast else self._in_own_type)
         with self.group.streams.on(Side.GATHER):
             self.group.buffers.lend(self.flat.untyped_storage(), self.flat.nbytes)
@@ -462,7 +407,7 @@ class UnitParameters:
     def shard_in_memory(self, *, reads: bool = True, writes: bool = False) -> Iterator[None]:
         """Have the shard in memory; reads, writes: whether its values are read, or changed."""
         if self._swap is None:
-            with self.on_device(writes=writes):
+            with self.offloaded.on_device(writes=writes):
                 yield
             if writes:
                 self._has_second = False
@@ -528,7 +473,7 @@ class UnitParameters:
 
     def start_block(self) -> None:
         """Start gathering a sharded unit in its own type for a block of `GatheredParameters`. Collective."""
-        self.check_values()
+        self.offloaded.check_values()
         if self.is_sharded:
             self.check_thread()
         if self.flat is not self._in_own_type.flat:
@@ -645,7 +590,7 @@ class UnitParameters:
             if keeps_bits:
                 self.take_edits()
             else:
-                with self.on_device(writes=True):
+                with self.offloaded.on_device(writes=True):
                     self.master.copy_(self._own_flat)
                 self.renew_copy()
             if self._master_swap is not None:
@@ -669,7 +614,7 @@ class UnitParameters:
     def _take_into_master(self, own: Tensor) -> None:
         """Take over what differs from the rounded master. own: 1-D [owned]."""
         own = own.to(self.master.device)
-        with self.on_device(writes=True):
+        with self.offloaded.on_device(writes=True):
             is_edited = own != self.master.to(own.dtype)
             if self.group.runtime.runs_behind_host or is_edited.any():  # to ask would be to wait for the device
                 self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
@@ -758,6 +703,24 @@ def _cast_error(name: str, found: torch.dtype, expected: torch.dtype) -> EngineE
         " and what is gathered is not cast",
         hint='set "fp16", "bf16" or "torch_autocast" in the config in place of model.half() or model.to(dtype)',
     )
+
+
+def own_part(unit: UnitParameters, slot: ParamSlot) -> Tensor:
+    """Return what this rank owns of a parameter of a unit, 1-D: a view, without memory where it is on disk.
+
+    Of a parameter that is a unit of its own that is an equal part for each rank, padding included.
+    """
+    owned = slot.within(unit.owned)
+    start = slot.offset + owned.start - unit.owned.start if owned else 0
+    shard = unit.shard if unit._swap is None else torch.empty_like(unit.shard, device="meta")
+    is_alone = -(-slot.numel // unit.group.world_size) == len(unit.owned) < unit._layout.padded_numel
+    return shard if is_alone else shard[start : start + len(owned)]
+
+
+def values_of(unit: UnitParameters) -> list[Tensor]:
+    """Return what has the values of a unit's parameters on this rank, masters aside, while it is not in use."""
+    whole = [] if unit.is_sharded else [unit.flat]
+    return [each for each in (*whole, unit.shard, unit.copy, unit._second) if each is not None]
 
 
 def param_info(name: str, param: nn.Parameter, dtype: torch.dtype, group: int | None = None) -> ParamInfo:

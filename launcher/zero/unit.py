@@ -193,7 +193,7 @@ class FlatUnit:
     def in_memory(self, *, writes: bool = True) -> Iterator[None]:
         """Have in memory what the optimizer works on: master, states, gradient. writes: they are changed."""
         if self.swap is None:
-            with self.params.on_device(writes=writes):
+            with self.params.offloaded.on_device(writes=writes):
                 yield
             return
         self.swap.bring_in()
@@ -209,7 +209,6 @@ class FlatUnit:
     @contextlib.contextmanager
     def with_new_states(self) -> Iterator[None]:
         """Have in memory what `in_memory` has, for states that take the place of those there are."""
-        self.params.reload()
         if self.swap is not None:
             self.swap.forget_states()
         with self.in_memory():
