@@ -172,6 +172,11 @@ class DeepSpeedNames:
         """Where the curves go, also those of a script: `engine.monitor.write_events([(name, value, samples)])`."""
         return self._watch.curves
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The embeddings whose gradients are sent as sparse tensors: none, see `sparse_gradients` of the config."""
+        return set()
+
     # ---- groups ----
 
     @property

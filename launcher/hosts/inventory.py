@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from launcher.agent.probe import host_facts, package_versions
+from launcher.base.timeouts import timeouts
 from launcher.transport.command import last_json, own_argv, package_root
 
 TORCH_FACTS_MODULE = "launcher.probes.environment"
-_TORCH_TIMEOUT_S = 120.0  # the first import of torch from a cold network disk
-_VERSION_TIMEOUT_S = 10.0
 _VERSION = re.compile(r"\d+\.\d+[\w.]*")
 # Program -> the option that makes it print its version; sshd has none that every release knows.
 COMPILERS = {"gcc": "--version", "g++": "--version", "nvcc": "--version", "ninja": "--version"}
@@ -53,6 +52,7 @@ def gather() -> dict[str, Any]:
 
 def _torch_facts() -> dict[str, Any]:
     """Ask a process of its own, which may import torch; `error` says why there are no facts."""
+    limit_s = timeouts().torch_facts_s
     try:
         done = subprocess.run(
             own_argv(TORCH_FACTS_MODULE),
@@ -60,10 +60,10 @@ def _torch_facts() -> dict[str, Any]:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_TORCH_TIMEOUT_S,
+            timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"torch was not ready after {_TORCH_TIMEOUT_S:.0f} s"}
+        return {"error": f"torch was not ready after {limit_s:.0f} s"}
     problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return last_json(done.stdout) or {"error": problem}
 
@@ -96,7 +96,7 @@ def _output_of(argv: list[str]) -> str:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=_VERSION_TIMEOUT_S,
+            timeout=timeouts().version_s,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

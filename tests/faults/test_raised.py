@@ -58,7 +58,8 @@ def test_an_exit_code_outlives_an_exit_handler_that_hangs(tmp_path: Path) -> Non
 
 def test_a_rank_that_ends_well_after_all_is_no_failure(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, HANGS_ON_THE_WAY_OUT)
-    result = run_launch(tmp_path, "--num_gpus", "2", script, "recovers", "raise")
+    grace_s = 10.0 * slowness()  # the rank needs 2.5 s of it
+    result = run_launch(tmp_path, "--num_gpus", "2", "--grace", str(grace_s), script, "recovers", "raise")
     assert result.code == 0
     assert "has failed but has not exited" in result.err
     assert "✗" not in result.err

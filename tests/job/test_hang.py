@@ -83,7 +83,7 @@ def test_stacks_on_demand_leave_the_job_alone(tmp_path: Path) -> None:
         busy()
         """,
     )
-    job = Launch(tmp_path, "--num_gpus", "2", script)
+    job = Launch(tmp_path, "--num_gpus", "2", script, env={"LAUNCH_TIMEOUT_SCALE": "100"})  # for ranks that answer late
     wait_until(lambda: job.out.count("UP") == 2, "the ranks")
     for _ in range(2):
         job.signal(signal.SIGQUIT)
