@@ -74,6 +74,46 @@ _GETTERS = {
 }
 
 
+_SECTIONS = {"zero_config": "zero_optimization", "checkpoint_config": "checkpoint"}
+
+
+class EngineConfig:
+    """`engine._config` of scripts for DeepSpeed: keys of the config in force are attributes, and batch sizes live."""
+
+    __slots__ = ("_engine",)  # another attribute that is set is an error
+
+    def __init__(self, engine: DeepSpeedNames) -> None:
+        self._engine = engine
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks; setting it changes the accumulation steps."""
+        return self._engine.get_batch_info()[0]
+
+    @train_batch_size.setter
+    def train_batch_size(self, value: int) -> None:
+        self._engine.set_train_batch_size(value)
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch of one rank; setting it keeps the accumulation steps."""
+        return self._engine.get_batch_info()[1]
+
+    @train_micro_batch_size_per_gpu.setter
+    def train_micro_batch_size_per_gpu(self, value: int) -> None:
+        self._engine.set_train_micro_batch_size(value)
+
+    micro_batch_size_per_gpu = train_micro_batch_size_per_gpu  # which ludwig sets
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self._engine.get_batch_info()[2]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine._parts.settings, _SECTIONS.get(name, name))
+
+
 class DeepSpeedNames:
     """The part of `Engine` that scripts for DeepSpeed know. Getters of single keys of the config are added below."""
 
@@ -85,6 +125,8 @@ class DeepSpeedNames:
     save_16bit_model: Callable[..., bool]
     synchronize_parameters: Callable[[], None]
     state_dict: Callable[..., dict[str, Any]]
+    set_train_batch_size: Callable[[int], None]
+    set_train_micro_batch_size: Callable[[int], None]
     zero_optimization_stage: Callable[[], int]
     managed_gradient_accumulation: Callable[[], bool]
     _batch: BatchPlan
@@ -171,6 +213,11 @@ class DeepSpeedNames:
     def monitor(self) -> Curves:
         """Where the curves go, also those of a script: `engine.monitor.write_events([(name, value, samples)])`."""
         return self._watch.curves
+
+    @property
+    def _config(self) -> EngineConfig:
+        """The config in force, as an object with DeepSpeed's names; batch sizes may be set there."""
+        return EngineConfig(self)
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

@@ -95,6 +95,12 @@ WORKS = [
     "from deepspeed.launcher.runner import DLTS_HOSTFILE; assert DLTS_HOSTFILE == '/job/hostfile'",
     "from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as once\n"
     "assert json.loads('{\"a\": 1}', object_pairs_hook=once) == {'a': 1}",
+    "config = engine._config; assert config.zero_config.stage == 3 and config.bf16.enabled is False\n"
+    "assert (config.train_batch_size, config.micro_batch_size_per_gpu) == (2, 2); config.micro_batch_size_per_gpu = 4\n"
+    "assert (engine.train_batch_size(), config.gradient_accumulation_steps) == (4, 1)\n"
+    "config.train_micro_batch_size_per_gpu = 2; config.train_batch_size = 4\n"
+    "assert engine.gradient_accumulation_steps() == 2; config.train_batch_size = 2\n"
+    "with contextlib.suppress(AttributeError): config.gradient_clipping = 1.0; raise SystemExit('a write was lost')",
     "from deepspeed.elasticity import compute_elastic_config, elasticity_enabled\n"
     "rules = {'enabled': True, 'max_train_batch_size': 10000, 'micro_batch_sizes': [8, 12, 16, 17], 'min_gpus': 32, "
     "'max_gpus': 1500, 'version': 0.1}\n"
