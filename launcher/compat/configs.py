@@ -5,6 +5,7 @@ What a field may hold is checked by the schema of the built-in engine; an engine
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum
@@ -75,6 +76,28 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]])
         twice = [key for key in found if keys.count(key) > 1]
         raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
     return found
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """Return a value of a config, or the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+class ScientificNotationEncoder(json.JSONEncoder):
+    """Writes numbers beyond 1000 as 1.000000e+03, and objects with each key on a line of its own."""
+
+    def iterencode(self, o: Any, _one_shot: bool = False, level: int = 0) -> Any:
+        """Return the text of `o`, which `json.dump` and `json.dumps` join."""
+        if isinstance(o, bool) or not isinstance(o, int | float | Mapping | list | tuple):
+            return "".join(super().iterencode(o, _one_shot))
+        if isinstance(o, int | float):
+            return f"{o:e}" if o > 1e3 else f"{o}"
+        width = 4 if self.indent is None else int(self.indent)
+        if not isinstance(o, Mapping):
+            return f"[{', '.join(str(self.iterencode(item, level=level + 1)) for item in o)}]"
+        inside, outside = " " * width * (level + 1), " " * width * level
+        pairs = (f'\n{inside}"{key}": {self.iterencode(value, level=level + 1)}' for key, value in o.items())
+        return f"{{{', '.join(pairs)}\n{outside}}}"
 
 
 # ---- zero_optimization ----

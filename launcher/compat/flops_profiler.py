@@ -20,8 +20,9 @@ class FlopsProfiler:
     """Counts what runs between `start_profile()` and `stop_profile()`; numbers stay until `end_profile()`."""
 
     def __init__(self, model: nn.Module, ds_engine: Any = None) -> None:
-        """ds_engine: accepted, as scripts give it; the model says all."""
+        """ds_engine: what the profile says of ranks and batch is read of it."""
         self.model = model
+        self.ds_engine = ds_engine
         self.started = False
         self._count, self._duration_s = FlopCount({}, 0), 0.0
 
@@ -77,11 +78,24 @@ class FlopsProfiler:
         """Log the profile, or write it to a file."""
         form = ProfileForm(module_depth, top_modules, detailed)
         times = ProfileTimes(self._duration_s, 0.0, 0.0)
-        text = f"FLOPs of step {profile_step}:\n{profile_text(self.model, self._count, times, form, None)}"
+        rows = "".join(f"{name + ':':<30}{value}\n" for name, value in self._of_engine())
+        text = f"FLOPs of step {profile_step}:\n{rows}{profile_text(self.model, self._count, times, form, None)}"
         if output_file is None:
             get_logger().info("%s", text)
         else:
             Path(output_file).write_text(text + "\n")
+
+    def _of_engine(self) -> list[tuple[str, Any]]:
+        engine = self.ds_engine
+        if engine is None:
+            return []
+        num_data = engine.seq_dp_world_size if engine.dp_world_size is None else engine.dp_world_size
+        return [
+            ("world size", engine.world_size),
+            ("data parallel size", num_data),
+            ("model parallel size", engine.mp_world_size),
+            ("batch size per GPU", engine.train_micro_batch_size_per_gpu()),
+        ]
 
 
 def get_model_profile(
@@ -130,6 +144,43 @@ def get_model_profile(
     found = (profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params)
     flops, macs, params = (read(as_string) for read in found)
     return flops, macs, params
+
+
+# ---- numbers as text ----
+
+_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """Return a number in units such as "G"; None: the largest ones that leave at least 1."""
+    if units is None:
+        units = next((unit for unit, factor in _UNITS.items() if abs(num) >= factor), "u") if num else ""
+    return f"{round(num / _UNITS.get(units, 1.0), precision):g} {units}"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """Return floating-point operations as text."""
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """Return multiply-adds as text."""
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
+    """Return bytes as text."""
+    return f"{number_to_string(b, units, precision)}B"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """Return a number of parameters as text; "B" are billions."""
+    return number_to_string(params_num, "G" if units == "B" else units, precision).replace("G", "B").strip()
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """Return seconds as text."""
+    return f"{number_to_string(duration, units, precision)}s"
 
 
 def _shown(value: int, unit: str, as_string: bool) -> Any:

@@ -19,9 +19,9 @@ log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info",
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log `message` on the given ranks; None or [-1]: on all."""
-    rank = get_rank()
-    if not ranks or -1 in ranks or rank in ranks:
-        logger.log(level, "[rank %d] %s", rank, message)
+    text = get_dist_msg(message, ranks)
+    if text is not None:
+        logger.log(level, "%s", text)
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -43,6 +43,33 @@ def warning_once(message: str, *args: Any) -> None:
 # Scripts call them at the logger, too.
 logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
 logger.warning_once = warning_once  # type: ignore[attr-defined]
+
+
+class LoggerFactory:
+    """Makes loggers that write to stdout."""
+
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.INFO) -> logging.Logger:
+        """Return the logger of a name, with one handler. Raises: ValueError without a name."""
+        if name is None:
+            raise ValueError("name for logger cannot be None")
+        made = logging.getLogger(name)
+        made.setLevel(level)
+        made.propagate = False
+        if not made.handlers:
+            handler = logging.StreamHandler(sys.stdout)
+            handler.setFormatter(
+                logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d] %(message)s")
+            )
+            made.addHandler(handler)
+        return made
+
+
+def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
+    """Return `message` with this rank's number, as `log_dist` writes it; None where it writes nothing."""
+    if not ranks or -1 in ranks or get_rank() in ranks:
+        return f"[rank {get_rank()}] {message}"
+    return None
 
 
 def print_rank_0(message: str) -> None:

@@ -28,6 +28,12 @@ _SHARDED = """
     safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad
     safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
 """
+_PROFILER = {
+    f"{_DEFINED}.flops_profiler": """
+        FlopsProfiler bytes_to_string duration_to_string flops_to_string get_model_profile macs_to_string
+        number_to_string params_to_string
+    """
+}
 _LEAVES = "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"
 
 # Module below `deepspeed` ("" is the package) -> {module where names are defined: the names, as "name" or
@@ -35,7 +41,7 @@ _LEAVES = "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_l
 NAMES: dict[str, dict[str, str]] = {
     "": {
         "deepspeed": """
-            zero=runtime.zero checkpointing=runtime.activation_checkpointing.checkpointing
+            zero=runtime.zero checkpointing=runtime.activation_checkpointing.checkpointing dist=comm
         """,
         f"{_DEFINED}.names": """
             __version__=VERSION __version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH
@@ -48,6 +54,9 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.ranks": "init_distributed",
         f"{_DEFINED}.logs": "log_dist logger",
         f"{_DEFINED}.utils": "OnDevice",
+        f"{_DEFINED}.optimizer_classes": "DeepSpeedOptimizer ZeROOptimizer",
+        f"{_DEFINED}.tuning": "add_tuning_arguments",
+        "launcher.engine.data": "DeepSpeedDataLoader=DistributedLoader",
         "launcher.engine.arguments": "add_config_arguments",
         "launcher.engine.engine": "DeepSpeedEngine=Engine",
         "launcher.engine.pipeline": "PipelineEngine",
@@ -65,7 +74,8 @@ NAMES: dict[str, dict[str, str]] = {
     "accelerator.real_accelerator": {
         f"{_DEFINED}.accelerator": "get_accelerator is_current_accelerator_supported set_accelerator"
     },
-    "checkpoint": {},
+    "checkpoint": {f"{_DEFINED}.files": "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"},
+    "checkpoint.constants": {f"{_DEFINED}.checkpoint_words": CONSTANTS},
     "checkpoint.utils": {
         f"{_DEFINED}.files": "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank",
         f"{_DEFINED}.utils": "clone_tensors_for_torch_save",
@@ -82,8 +92,10 @@ NAMES: dict[str, dict[str, str]] = {
             barrier get_all_ranks_from_group get_local_rank get_rank get_world_group get_world_size init_distributed
             initialize_mesh_device
         """,
-        f"{_DEFINED}.comms_logging": "configure has_comm_data inference_all_reduce log_summary reset_log",
+        f"{_DEFINED}.comms_logging": "CommsLogger configure has_comm_data inference_all_reduce log_summary reset_log",
+        f"{_DEFINED}.accelerator": "get_accelerator",
     },
+    "comm.reduce_op": {"torch.distributed": "ReduceOp"},
     "elasticity": {f"{_DEFINED}.configs": "compute_elastic_config elasticity_enabled"},
     "elasticity.config": {
         "launcher.base.errors": """
@@ -92,6 +104,10 @@ NAMES: dict[str, dict[str, str]] = {
         """
     },
     "elasticity.elasticity": {f"{_DEFINED}.configs": "compute_elastic_config elasticity_enabled"},
+    "constants": {
+        "torch.distributed.constants": "default_pg_timeout",
+        f"{_DEFINED}.words": "TORCH_DISTRIBUTED_DEFAULT_PORT",
+    },
     "env_report": {f"{_DEFINED}.package": "cli_main=main main"},
     "git_version_info": {
         f"{_DEFINED}.names": "git_branch=GIT_HASH git_hash=GIT_HASH version=VERSION",
@@ -112,7 +128,11 @@ NAMES: dict[str, dict[str, str]] = {
         """,
     },
     "moe": {},
-    "moe.layer": {"launcher.moe": "MoE"},
+    "moe.layer": {
+        "launcher.moe": "MoE",
+        "launcher.parallel.expert.layer": "MOELayer",
+        f"{_DEFINED}.gating": "Experts TopKGate",
+    },
     "moe.experts": {f"{_DEFINED}.gating": "Experts"},
     "moe.mappings": {f"{_DEFINED}.gating": "drop_tokens gather_tokens"},
     "moe.sharded_moe": {
@@ -145,10 +165,16 @@ NAMES: dict[str, dict[str, str]] = {
     "monitor.wandb": {f"{_DEFINED}.monitors": "WandbMonitor"},
     "ops": {f"{_DEFINED}.op_builders": "__compatible_ops__=COMPATIBLE_OPS"},
     "ops.adagrad": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdagrad"},
+    "ops.adagrad.cpu_adagrad": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdagrad"},
     "ops.adam": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {f"{_DEFINED}.optimizers": "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {f"{_DEFINED}.optimizers": "FusedAdam"},
     "ops.aio": {f"{_DEFINED}.op_builders": "AsyncIOBuilder"},
     "ops.lamb": {f"{_DEFINED}.optimizers": "FusedLamb"},
+    "ops.lamb.fused_lamb": {f"{_DEFINED}.optimizers": "FusedLamb"},
     "ops.lion": {f"{_DEFINED}.optimizers": "DeepSpeedCPULion FusedLion"},
+    "ops.lion.cpu_lion": {f"{_DEFINED}.optimizers": "DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {f"{_DEFINED}.optimizers": "FusedLion"},
     "ops.op_builder": {
         f"{_DEFINED}.op_builders": """
             ALL_OPS AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLambBuilder
@@ -165,15 +191,16 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "pipe": {f"{_PIPELINE}.module": "PipelineModule", f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec"},
     "profiling": {},
-    "profiling.flops_profiler": {f"{_DEFINED}.flops_profiler": "FlopsProfiler get_model_profile"},
-    "profiling.flops_profiler.profiler": {f"{_DEFINED}.flops_profiler": "FlopsProfiler get_model_profile"},
+    "profiling.flops_profiler": _PROFILER,
+    "profiling.flops_profiler.profiler": _PROFILER,
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": {
         "launcher.activation": """
             CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker is_configured
             model_parallel_cuda_manual_seed non_reentrant_checkpoint reset
-        """
+        """,
+        f"{_DEFINED}.utils": "partition_activations_in_checkpoint set_num_layers",
     },
     "runtime.activation_checkpointing.offload_activations": {
         f"{_DEFINED}.offload_activations": """
@@ -186,16 +213,33 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.checkpoint_engine.torch_checkpoint_engine": {f"{_DEFINED}.files": "TorchCheckpointEngine"},
     "runtime.config": {
         "launcher.base.errors": "DeepSpeedConfigError=ConfigError",
-        f"{_DEFINED}.configs": "DeepSpeedConfig get_gradient_clipping get_log_level",
+        f"{_DEFINED}.configs": """
+            DeepSpeedConfig DeepSpeedConfigModel ZeroStageEnum dict_raise_error_on_duplicate_keys get_bfloat16_config
+            get_float16_config get_gradient_clipping get_log_level get_zero_config
+        """,
+        f"{_DEFINED}.monitors": "get_monitor_config",
         **_WORDS,
     },
-    "runtime.config_utils": {f"{_DEFINED}.configs": "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys"},
+    "runtime.config_utils": {
+        f"{_DEFINED}.configs": """
+            DeepSpeedConfigModel ScientificNotationEncoder dict_raise_error_on_duplicate_keys get_scalar_param
+            get_dict_param=get_scalar_param get_list_param=get_scalar_param
+        """
+    },
     "runtime.constants": _WORDS,
     "runtime.dataloader": {
         f"{_DEFINED}.utils": "RepeatingLoader",
         "launcher.engine.data": "DeepSpeedDataLoader=DistributedLoader",
     },
-    "runtime.engine": {"launcher.engine.engine": "DeepSpeedEngine=Engine"},
+    "runtime.engine": {
+        "launcher.engine.engine": "DeepSpeedEngine=Engine",
+        "launcher.engine.offloaded": "OffloadStateTypeEnum=StateKind",
+        f"{_DEFINED}.configs": "OffloadDeviceEnum ZeroStageEnum",
+        f"{_DEFINED}.optimizer_classes": "DeepSpeedZeroOptimizer DeepSpeedZeroOptimizer_Stage3 ZeROOptimizer",
+        f"{_DEFINED}.optimizers": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
+        f"{_DEFINED}.words": "MEMORY_OPT_ALLREDUCE_SIZE",
+        _ZERO: "ZeroParamStatus",
+    },
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": {f"{_DEFINED}.optimizer_classes": "FP16_Optimizer"},
     "runtime.fp16.unfused_optimizer": {f"{_DEFINED}.optimizer_classes": "FP16_UnfusedOptimizer"},
@@ -208,6 +252,10 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "runtime.lr_schedules": {
         "launcher.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
+        f"{_DEFINED}.tuning": """
+            add_tuning_arguments get_config_from_args get_lr_from_config override_1cycle_params
+            override_lr_range_test_params override_params override_warmupLR_params parse_arguments update_lr
+        """,
         **_WORDS,
     },
     "runtime.pipe": {
@@ -216,11 +264,17 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec",
         f"{_PIPELINE}.topology": "ProcessTopology",
     },
-    "runtime.pipe.engine": {"launcher.engine.pipeline": "PipelineEngine"},
+    "runtime.pipe.engine": {
+        "launcher.engine.pipeline": "PipelineEngine",
+        f"{_PIPELINE}.module": "PipelineModule",
+        f"{_DEFINED}.utils": "RepeatingLoader",
+    },
     "runtime.pipe.module": {
         "launcher.base.errors": "PipelineError=EngineError",
         f"{_PIPELINE}.module": "PipelineModule",
         f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec",
+        f"{_PIPELINE}.topology": "PipeDataParallelTopology",
+        f"{_DEFINED}.grid": "PipelineParallelGrid",
     },
     "runtime.pipe.topology": {
         f"{_DEFINED}.grid": "PipelineParallelGrid _prime_factors",
@@ -248,9 +302,12 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.torch_autocast": {f"{_DEFINED}.zero": "PARAM_COMM_DTYPE_ATTR_NAME get_comm_dtype has_comm_dtype"},
     "runtime.utils": {
         f"{_DEFINED}.utils": """
-            clip_grad_norm_ count_used_parameters_in_backward empty_cache get_global_norm get_only_unique_item
-            move_to_device see_memory_usage set_random_seed
+            DummyOptim clip_grad_norm_ clip_tensors_by_global_norm copy_to_device count_used_parameters_in_backward
+            empty_cache ensure_directory_exists get_global_norm get_global_norm_of_tensors get_only_unique_item
+            move_to_device noop_decorator see_memory_usage set_random_seed
         """,
+        "contextlib": "noop_context=nullcontext",
+        "launcher.moe": "is_moe_param",
         f"{_DEFINED}.partitions": """
             CheckOverflow PartitionedTensor call_to_str get_weight_norm is_model_parallel_parameter partition_balanced
             partition_uniform prefix_sum_inc
@@ -294,7 +351,7 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.accelerator": "get_accelerator",
         f"{_DEFINED}.utils": "zero_wrapper_for_fp_tensor_constructor",
         f"{_DEFINED}.zero": """
-            MultipleAllGatherHandles get_allgather_dtype is_zero_param
+            MultipleAllGatherHandles ZeroParamType get_allgather_dtype is_zero_param
             partitioned_param_data_shape zero3_linear_wrap
         """,
         "torch": "_orig_torch_arange=arange",
@@ -317,7 +374,7 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.zero.tiling": {_ZERO: "TiledLinear", f"{_DEFINED}.zero": "TiledLinearReturnBias"},
     "runtime.zero.utils": {
         "launcher.base.errors": "ZeRORuntimeException=EngineError",
-        f"{_DEFINED}.zero": "is_zero_param",
+        f"{_DEFINED}.zero": "is_zero_param is_zero_supported_optimizer",
     },
     "sequence": {},
     "sequence.cross_entropy": {f"{_DEFINED}.ulysses": "vocab_sequence_parallel_cross_entropy"},
@@ -330,6 +387,16 @@ NAMES: dict[str, dict[str, str]] = {
             set_z3_leaf_modules_by_suffix
         """,
         f"{_DEFINED}.logs": "log_dist log_dist_once logger set_log_level_from_string",
+        f"{_DEFINED}.accelerator": "get_accelerator",
+        f"{_DEFINED}.groups": """
+            get_tensor_model_parallel_group get_tensor_model_parallel_src_rank
+            get_data_parallel_group=_get_data_parallel_group get_data_parallel_rank=_get_data_parallel_rank
+            get_data_parallel_world_size=_get_data_parallel_world_size
+            get_model_parallel_group=get_tensor_model_parallel_group get_model_parallel_rank=_get_model_parallel_rank
+            get_model_parallel_world_size=_get_model_parallel_world_size
+            get_tensor_model_parallel_rank=_get_model_parallel_rank
+            get_tensor_model_parallel_world_size=_get_model_parallel_world_size
+        """,
     },
     "utils.groups": {
         f"{_DEFINED}.groups": f"""
@@ -354,12 +421,14 @@ NAMES: dict[str, dict[str, str]] = {
     "utils.init_on_device": {f"{_DEFINED}.utils": "OnDevice"},
     "utils.logging": {
         f"{_DEFINED}.logs": """
-            get_current_level get_log_level_from_string log_dist log_dist_once log_levels logger print_dist
+            LoggerFactory get_current_level get_dist_msg get_log_level_from_string log_dist log_dist_once log_levels
+            logger print_dist
             print_json_dist print_rank_0 set_log_level_from_string should_log_le warning_once
         """
     },
     "utils.numa": {"launcher.cli.deepspeed_runner": "parse_range_list"},
     "utils.nvtx": {f"{_DEFINED}.utils": "instrument_w_nvtx"},
+    "utils.tensor_fragment": {_ZERO: _SHARDED, f"{_DEFINED}.utils": "safe_update_full_grad_vectorized"},
     "utils.timer": {f"{_DEFINED}.timers": "NoopTimer SynchronizedWallClockTimer ThroughputTimer trim_mean"},
     "utils.torch": {f"{_DEFINED}.utils": "required_torch_version"},
     "utils.zero_to_fp32": {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from launcher.base.log import get_logger
 from launcher.comm.groups import is_first_rank
 from launcher.optim.lamb import Lamb
 from launcher.optim.lion import Lion
+
+# What `initialize(optimizer=..., lr_scheduler=...)` takes besides objects.
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 
 class _OrEngines(type):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.torch_version import TorchVersion
 
+from launcher.activation import configure
 from launcher.base.errors import EngineError, EngineRuntimeError, EngineValueError
 from launcher.base.log import get_logger
 from launcher.comm.device import local_device
@@ -24,6 +26,9 @@ from launcher.compat.ranks import get_rank
 from launcher.moe import is_moe_param
 from launcher.monitor.memory import GIB, memory_use
 from launcher.zero import safe_get_full_grad, safe_set_full_grad, set_z3_leaf_module
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -109,13 +114,63 @@ def move_to_device(item: Any, device: torch.device | str) -> Any:
     return item
 
 
+def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
+    """Return `item` with what `criterion_func` holds for on `device`; lists, tuples and dicts are copied."""
+    if criterion_func(item):
+        return item.to(device)
+    if isinstance(item, list | tuple):
+        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+    if isinstance(item, Mapping):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item
+
+
+def get_global_norm_of_tensors(input_tensors: Iterable[Tensor], norm_type: float = 2) -> Tensor:
+    """Return the norm of all tensors together, of this process."""
+    return torch.nn.utils.get_total_norm(list(input_tensors), norm_type)
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Sequence[Tensor], max_norm: float = 1.0, global_norm: float | Tensor | None = None, eps: float = 1e-6
+) -> float | Tensor:
+    """Scale tensors in place down to a norm of all together; return their norm before, computed where not given."""
+    norm = get_global_norm_of_tensors(input_tensors) if global_norm is None else global_norm
+    factor = max_norm / (float(norm) + eps)
+    if factor < 1:
+        torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
+    return norm
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Make the folder of a file. Raises: OSError."""
+    os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
+
+
+def noop_decorator(func: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return `func`."""
+    return func
+
+
+class DummyOptim:
+    """Parameters as a group, in place of an optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Do what `configure(partition_activations=...)` of activation checkpointing does."""
+    configure(partition_activations=partition_activation)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Do what `configure(num_checkpoints=...)` of activation checkpointing does."""
+    configure(num_checkpoints=nlayers)
+
+
 def empty_cache() -> None:
     """Give unused memory of the device's allocator back."""
     get_accelerator().empty_cache()
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:

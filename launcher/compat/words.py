@@ -50,6 +50,7 @@ ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
 ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
 TORCH_ADAM_PARAM = "torch_adam"
 ADAM_W_MODE = "adam_w_mode"
+ADAM_W_MODE_DEFAULT = True
 DEEPSPEED_OPTIMIZERS = [
     ADAGRAD_OPTIMIZER,
     ADAM_OPTIMIZER,
@@ -88,6 +89,10 @@ LOG_LEVEL_DEFAULT = None
 
 # Elements of the smallest parameter that DeepSpeed writes to disk; the built-in engine writes smaller ones, too.
 MIN_SWAPPABLE_BYTES = 1024**2
+
+# ---- defaults of DeepSpeed that no key of the config names ----
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 # ---- routes of `engine.deepspeed_io` ----
 ROUTE_TRAIN = "train"

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from launcher.base.errors import EngineError
 from launcher.compat.accelerator import get_accelerator
 from launcher.config.schema_zero import LeafModule
 from launcher.engine.engine import Engine
+from launcher.optim.catalog import is_known
 from launcher.optim.muon.muon import as_matrix, iteration
 from launcher.optim.muon.orthogonal import orthogonalized
 from launcher.zero import GatheredParameters, Init, TiledLinear
@@ -30,6 +32,19 @@ partitioned_param_data_shape = [0]
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = LeafModule().classes
 DEFAULT_LEAF_MODULE_NAMES: list[str] = LeafModule().names
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = LeafModule().name_suffixes
+
+
+class ZeroParamType(Enum):
+    """How a parameter is kept: whole on every rank, in parts, or on one rank."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ZeRO takes the steps of an optimizer without `zero_allow_untested_optimizer`."""
+    return is_known(optimizer)
 
 
 def is_zero_param(parameter: Any) -> bool:

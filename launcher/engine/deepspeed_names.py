@@ -22,7 +22,7 @@ from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.offloaded import OffloadedStates, check_device, kinds_of
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.sharded import ShardedModel
-from launcher.engine.watch import Watch
+from launcher.engine.watch import ProfiledStep, Watch
 from launcher.monitor.curves import Curves
 from launcher.monitor.throughput import ThroughputTimer
 from launcher.zero.stages import TORCH_DTYPES
@@ -218,6 +218,11 @@ class DeepSpeedNames:
     def _config(self) -> EngineConfig:
         """The config in force, as an object with DeepSpeed's names; batch sizes may be set there."""
         return EngineConfig(self)
+
+    @property
+    def flops_profiler(self) -> ProfiledStep | None:
+        """What the config's `flops_profiler` has counted; None on other ranks than 0, and before its step has ended."""
+        return self._watch.profiled
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

@@ -57,6 +57,7 @@ class Watch:
         self._memory: dict[str, MemoryUse] | None = {} if reports and settings.memory_breakdown else None
         profiles = reports and settings.flops_profiler.enabled
         self._profile = _Profile(settings, group.device, model, dtype) if profiles else None
+        self.profiled: ProfiledStep | None = None  # on rank 0, once `flops_profiler` has counted
         logger = settings.comms_logger
         if logger.enabled:
             log = start_log(LogRules(logger.verbose, logger.prof_all, logger.debug, logger.prof_ops))
@@ -103,6 +104,7 @@ class Watch:
             self._memory.clear()
         if self._profile is not None:
             self._profile.after_step()
+            self.profiled = self._profile.counted
             if self._profile.is_finished:
                 self._profile = None
 
@@ -125,6 +127,15 @@ def _span_of_wait(timer: PhaseTimer, kind: str) -> contextlib.AbstractContextMan
     return timer.span("gather" if kind == "all_gather" else "reduce")
 
 
+@dataclass(frozen=True)
+class ProfiledStep:
+    """What `flops_profiler` has counted of one micro-batch of one rank, in its forward."""
+
+    flops: int
+    macs: int  # multiplications with an addition
+    params: int  # elements of the model's parameters, also where they are sharded
+
+
 class _Profile:
     """`flops_profiler`: counts in step `profile_step`, takes the times in the step after it, and reports."""
 
@@ -137,6 +148,15 @@ class _Profile:
         self._step = 1  # the one that runs
         self._num_backwards = 0
         self.is_finished = False
+
+    @property
+    def counted(self) -> ProfiledStep | None:
+        """What was counted; None before."""
+        if self._counter.count is None:
+            return None
+        flops = self._counter.count.forward_total
+        params = sum(getattr(param, "ds_numel", param.numel()) for param in self._model.parameters())
+        return ProfiledStep(flops, flops // 2, params)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

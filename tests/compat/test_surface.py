@@ -95,6 +95,48 @@ WORKS = [
     "from deepspeed.launcher.runner import DLTS_HOSTFILE; assert DLTS_HOSTFILE == '/job/hostfile'",
     "from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as once\n"
     "assert json.loads('{\"a\": 1}', object_pairs_hook=once) == {'a': 1}",
+    "from deepspeed.ops.adam.fused_adam import FusedAdam; from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam\n"
+    "from deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion; from deepspeed.ops.lamb.fused_lamb import FusedLamb\n"
+    "from deepspeed.ops.adagrad.cpu_adagrad import DeepSpeedCPUAdagrad\n"
+    "assert FusedAdam is deepspeed.ops.adam.FusedAdam and DeepSpeedCPUAdam is deepspeed.ops.adam.DeepSpeedCPUAdam",
+    "from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param as get\n"
+    "assert get is deepspeed.utils.safe_get_full_fp32_param and deepspeed.dist is deepspeed.comm",
+    "from deepspeed.utils import get_data_parallel_world_size, get_tensor_model_parallel_world_size\n"
+    "assert get_data_parallel_world_size() == get_tensor_model_parallel_world_size() == 1",
+    "from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout\n"
+    "assert default_pg_timeout.seconds > 60",
+    "from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO",
+    "from deepspeed.comm.reduce_op import ReduceOp; assert ReduceOp is dist.ReduceOp",
+    "from deepspeed.runtime.engine import DeepSpeedOptimizerCallable, DeepSpeedSchedulerCallable, ZeroParamStatus",
+    "from deepspeed.runtime.lr_schedules import get_config_from_args, get_lr_from_config, override_params, update_lr\n"
+    "parser = deepspeed.add_tuning_arguments(argparse.ArgumentParser()); given = ['--lr_schedule', 'OneCycle', "
+    "'--cycle_max_lr', '0.5', '--cycle_momentum', '--lr_range_test_staircase', 'false']\n"
+    "section, why = get_config_from_args(parser.parse_args(given)); assert why is None\n"
+    "assert section['type'] == 'OneCycle'\n"
+    "assert section['params']['cycle_momentum'] is True and get_lr_from_config(section) == (0.5, '')\n"
+    "assert get_config_from_args(parser.parse_args([]))[0] is get_lr_from_config({})[0] is None\n"
+    "params = {}; override_params(parser.parse_args([]), params)\n"
+    "assert params['warmup_num_steps'] == 1000 and len(params) == 20\n"
+    "groups = [{'lr': torch.tensor(1.0)}, {'lr': 1.0}]; update_lr(groups, [0.5, 0.25])\n"
+    "assert groups[0]['lr'].item() == 0.5 and groups[1]['lr'] == 0.25",
+    "from deepspeed.profiling.flops_profiler.profiler import flops_to_string, number_to_string, params_to_string\n"
+    "assert [number_to_string(0), number_to_string(1234.0), flops_to_string(2.5e12), params_to_string(7e9)] == "
+    "['0 ', '1.23 K', '2.5 TFLOPS', '7 B'] and number_to_string(5e-4) == '500 u'",
+    "from deepspeed.runtime.utils import clip_tensors_by_global_norm, copy_to_device, ensure_directory_exists, "
+    "noop_context, noop_decorator\nlist_of = [torch.full((4,), 3.0), torch.full((4,), 4.0)]\n"
+    "assert clip_tensors_by_global_norm(list_of, max_norm=1.0).item() == 10 and abs(list_of[0][0] - 0.3) < 1e-6\n"
+    "assert copy_to_device([1, {'x': torch.ones(1)}], 'meta', torch.is_tensor)[1]['x'].is_meta\n"
+    "ensure_directory_exists('deep/er/file.txt'); assert os.path.isdir('deep/er') and noop_decorator(print) is print",
+    "from deepspeed.runtime.config_utils import ScientificNotationEncoder, get_scalar_param\n"
+    "assert get_scalar_param({'a': 1}, 'b', 2) == 2\n"
+    "text = json.dumps({'a': 5000.0, 'b': [1, True, 'x']}, cls=ScientificNotationEncoder)\n"
+    "assert json.loads(text) == {'a': 5000.0, 'b': [1, True, 'x']} and '5.000000e+03' in text",
+    "from deepspeed.utils.logging import LoggerFactory, get_dist_msg; assert get_dist_msg('x', [1]) is None\n"
+    "own = LoggerFactory.create_logger('own'); assert LoggerFactory.create_logger('own') is own\n"
+    "assert len(own.handlers) == 1",
+    "from deepspeed.runtime.zero.utils import is_zero_supported_optimizer as is_known\n"
+    "assert is_known(torch.optim.AdamW([p])) and not is_known(torch.optim.LBFGS([p]))",
+    "deepspeed.checkpointing.partition_activations_in_checkpoint(False); deepspeed.checkpointing.set_num_layers(2)",
     "config = engine._config; assert config.zero_config.stage == 3 and config.bf16.enabled is False\n"
     "assert (config.train_batch_size, config.micro_batch_size_per_gpu) == (2, 2); config.micro_batch_size_per_gpu = 4\n"
     "assert (engine.train_batch_size(), config.gradient_accumulation_steps) == (4, 1)\n"
@@ -304,7 +346,9 @@ WORKS = [
     "counted = get_model_profile(net, None, [torch.ones(1, 4)], {}, True, False, 1, 2, 0, False, 'places.txt')\n"
     "assert counted[1] == 48 and not net.training and 'FLOPs of step 0' in open('places.txt').read()",
     "profiler = FlopsProfiler(torch.nn.Linear(4, 8)); profiler.start_profile(); profiler.model(torch.ones(2, 4))\n"
+    "profiler.ds_engine = engine\n"
     "profiler.stop_profile(); profiler.print_model_profile(output_file='profile.txt')\n"
+    "assert 'data parallel size:           1\\n' in open('profile.txt').read()\n"
     "assert profiler.get_total_macs(as_string=True) == '64 MACs' and profiler.get_total_duration() > 0\n"
     "profiler.end_profile(); assert 'Linear' in open('profile.txt').read()",
     "from deepspeed.ops.lamb import FusedLamb; FusedLamb([torch.nn.Parameter(torch.ones(2))], lr=0.1)",

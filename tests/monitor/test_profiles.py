@@ -105,10 +105,13 @@ def test_memory_in_use_is_what_was_allocated() -> None:
 def test_flops_are_those_of_the_formulas(tmp_path: Path) -> None:
     path = tmp_path / "new" / "flops.txt"
     section = {"enabled": True, "profile_step": 2, "output_file": str(path), "top_modules": 2}
-    _, lines = train(flops_profiler=section, gradient_accumulation_steps=2)
+    engine, lines = train(flops_profiler=section, gradient_accumulation_steps=2)
     assert any("FLOPs of step 2 are in" in line for line in lines)
     text = path.read_text()
     forward = MIX + ATTENTION + LINEAR + HEAD
+    assert engine.flops_profiler.flops == 2 * engine.flops_profiler.macs == pytest.approx(forward, rel=1e-2)
+    assert engine.flops_profiler.params == sum(param.numel() for param in engine.module.parameters())
+    assert train()[0].flops_profiler is None
     assert flops_of(text, "forward") == pytest.approx(forward, rel=1e-2)
     # Backward: twice the products, less the input's gradient of the first; attention is recomputed: 5 products for 2.
     assert flops_of(text, "backward") == pytest.approx(MIX + 2.5 * ATTENTION + 2 * LINEAR + 2 * HEAD, rel=1e-2)
