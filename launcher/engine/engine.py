@@ -373,7 +373,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         """End the micro-batch; at the boundary take the optimizer step. Every rank must call it.
 
         Does nothing right after an `optimizer.step()`, which has done it. Raises: EngineError when no backward has run
-        since the last call, or within `no_sync()`.
+        since the last call, unless `param.grad` was set by hand, and within `no_sync()`.
         """
         self._begin()
         if self._is_in_no_sync:
@@ -382,7 +382,10 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             if self._ended_by == _OPTIMIZER:
                 self._ended_by = None
                 return
-            raise EngineError("engine.step() was called without a backward", hint="call engine.backward(loss) first")
+            if not self._takes_gradients_by_hand():
+                raise EngineError(
+                    "engine.step() was called without a backward", hint="call engine.backward(loss) first"
+                )
         heartbeat()
         self._sharded.reducer.withdraw()
         boundary = self.is_gradient_accumulation_boundary()
@@ -405,6 +408,26 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             if torch.autograd.profiler._is_profiler_enabled:
                 # torch's profiler corrupts its memory where it stops while collectives of gloo are in flight.
                 self._wait_for_parameters()
+
+    def _takes_gradients_by_hand(self) -> bool:
+        """Begin a step whose gradients the script has put into `param.grad`, without a backward; False without any.
+
+        All ranks must have put the same there. With a loss scale they are taken to be multiplied by it.
+        """
+        is_first = self._num_summed == 0 and self.is_gradient_accumulation_boundary()
+        if not (is_first and self._sharded.reducer.num_written):
+            return False
+        params = [param for unit in self._sharded.units for param in unit.members.params]
+        written = [(param, param.grad) for param in params if param.grad is not None]
+        for param, _ in written:
+            param.grad = None
+        with self._pass.running(is_boundary=self._reduces_at_boundary()):
+            pass  # a backward that finds no gradients: those by hand replace its sums, as they do after any other
+        for param, grad in written:
+            param.grad = grad
+        self._backward_done = True
+        self._num_backwards += 1
+        return True
 
     def step_of_optimizer(self) -> None:
         """Do what `optimizer.step()` is to do: call `step()`, unless that was called after the last backward.

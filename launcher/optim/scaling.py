@@ -59,6 +59,33 @@ class LossScaler:
         """Whether the scale follows overflows."""
         return self.rules.is_dynamic
 
+    # What else scripts for DeepSpeed read of a scaler, by its names.
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale follows overflows."""
+        return self.rules.is_dynamic
+
+    @property
+    def scale_window(self) -> int:
+        """The good steps before one that doubles the scale."""
+        return self.rules.window
+
+    @property
+    def min_loss_scale(self) -> float:
+        """The smallest scale."""
+        return self.rules.min_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """The steps taken or skipped so far."""
+        return self._num_steps
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The number of the last step that overflowed, from 0; -1: none has."""
+        return self._last_overflow
+
     def update(self, *, overflow: bool) -> str | None:
         """Choose the scale of the next step; return what to say about an overflow.
 

@@ -20,6 +20,47 @@ STEPS = 3
 Params = Iterable[nn.Parameter]
 
 
+# ---- without a backward ----
+
+
+def _by_hand(rank: int, world_size: int, stage: int, precision: dict[str, dict[str, object]]) -> None:
+    model = build("Plain")
+    engine = launcher.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "SGD", "params": {"lr": LR}},
+            "gradient_clipping": 0.0,
+            **precision,
+        },
+    )[0]
+    reference = build("Plain")
+    optimizer = torch.optim.SGD(reference.parameters(), lr=LR)
+    factor = engine.optimizer.cur_scale
+    for number in range(STEPS):
+        for param, plain_param in zip(model.parameters(), reference.parameters(), strict=True):
+            plain_param.grad = torch.full_like(plain_param, 0.25 * (number + 1))
+            param.grad = (plain_param.grad * factor).to(param.dtype)
+        optimizer.step()
+        engine.step()
+    assert weight_distance(engine.state_dict(), dict(reference.state_dict())) < (1e-6 if not precision else 1e-2)
+    assert engine.global_steps == STEPS
+    with pytest.raises(EngineError, match="without a backward"):
+        engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(0, {}), (1, {}), (2, {}), (0, {"bf16": {"enabled": True}}), (0, {"fp16": {"enabled": True, "loss_scale": 64}})],
+)
+def test_gradients_set_without_a_backward_are_those_of_the_step(
+    stage: int, precision: dict[str, dict[str, object]]
+) -> None:
+    run_on_ranks(2, _by_hand, stage, precision)
+
+
 # ---- between backward and step ----
 
 
