@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from launcher.base.errors import EngineAssertionError, EngineError, EngineRuntimeError
@@ -74,6 +74,22 @@ class BackwardPass:
                 raise _released_error() from error
             raise
         self._end()
+
+    def run_by_hand(self, params: Iterable[nn.Parameter]) -> bool:
+        """Run a pass without a graph for gradients that the script has put into `param.grad`; False without any.
+
+        They are those of the next step, alike on every rank, multiplied by the loss scale where there is one.
+        """
+        if not self._reducer.num_written:
+            return False
+        written = [(param, param.grad) for param in params if param.grad is not None]
+        for param, _ in written:
+            param.grad = None
+        with self.running(is_boundary=True):
+            pass  # it finds no gradients: those by hand replace its sums, as they do after any other
+        for param, grad in written:
+            param.grad = grad
+        return True
 
     def begins_at(self, loss: Tensor, is_boundary: Callable[[], bool]) -> Tensor:
         """Have the pass begin when autograd reaches `loss`, and end when autograd has finished. Returns `loss`.

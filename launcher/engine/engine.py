@@ -382,7 +382,8 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             if self._ended_by == _OPTIMIZER:
                 self._ended_by = None
                 return
-            if not self._takes_gradients_by_hand():
+            is_one = self._num_summed == 0 and self._reduces_at_boundary()
+            if not (is_one and self._pass.run_by_hand(self.module.parameters())):
                 raise EngineError(
                     "engine.step() was called without a backward", hint="call engine.backward(loss) first"
                 )
@@ -408,26 +409,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             if torch.autograd.profiler._is_profiler_enabled:
                 # torch's profiler corrupts its memory where it stops while collectives of gloo are in flight.
                 self._wait_for_parameters()
-
-    def _takes_gradients_by_hand(self) -> bool:
-        """Begin a step whose gradients the script has put into `param.grad`, without a backward; False without any.
-
-        All ranks must have put the same there. With a loss scale they are taken to be multiplied by it.
-        """
-        is_first = self._num_summed == 0 and self.is_gradient_accumulation_boundary()
-        if not (is_first and self._sharded.reducer.num_written):
-            return False
-        params = [param for unit in self._sharded.units for param in unit.members.params]
-        written = [(param, param.grad) for param in params if param.grad is not None]
-        for param, _ in written:
-            param.grad = None
-        with self._pass.running(is_boundary=self._reduces_at_boundary()):
-            pass  # a backward that finds no gradients: those by hand replace its sums, as they do after any other
-        for param, grad in written:
-            param.grad = grad
-        self._backward_done = True
-        self._num_backwards += 1
-        return True
 
     def step_of_optimizer(self) -> None:
         """Do what `optimizer.step()` is to do: call `step()`, unless that was called after the last backward.
