@@ -68,9 +68,18 @@ _Path = tuple["_Path", str] | None  # innermost last; text is made of it for err
 
 @dataclass(frozen=True)
 class Pickled:
-    """An object that a checkpoint has as a pickle, which nobody has asked to read."""
+    """An object that a checkpoint has as a pickle, which nobody has asked to read.
+
+    In a pickle, such as a file written for DeepSpeed, it is the object itself: whoever reads that asks for it.
+    """
 
     content: bytes
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self.content,)
+
+    def __deepcopy__(self, _: Any) -> Pickled:
+        return self
 
 
 def encode(value: Any, where: str, *, pickles: bool = False) -> tuple[Any, dict[str, Tensor]]:
