@@ -42,7 +42,7 @@ from launcher.zero.parameters import find_shared_counts
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units
 
-_ENGINE, _OPTIMIZER = "engine.step()", "optimizer.step()"
+_ENGINE, _OPTIMIZER, _DROPPED = "engine.step()", "optimizer.step()", "engine.zero_grad()"
 _INTERRUPTED = "an exception ended a backward pass"
 
 
@@ -414,9 +414,9 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         """Do what `optimizer.step()` is to do: call `step()`, unless that was called after the last backward.
 
         Frameworks call either, or both in any order: two different calls after one backward are one step, and a third
-        one is an error.
+        one is an error. Right after a `zero_grad()` that has dropped gradients it updates nothing, as in torch.
         """
-        if self._ended_by == _ENGINE and not self._backward_done:
+        if self._ended_by in (_ENGINE, _DROPPED) and not self._backward_done:
             self._ended_by = None
             return
         self.step()
@@ -442,6 +442,8 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             )
         self._offloaded.check_training()
         self._num_drops += is_between
+        if self._backward_done:
+            self._ended_by = _DROPPED
         self._sharded.reducer.discard()
         self._begin_sum_anew("engine.zero_grad() was called within an accumulation")
 

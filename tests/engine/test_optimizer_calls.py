@@ -112,6 +112,22 @@ def test_steps_without_a_backward_are_errors() -> None:
             step()
 
 
+def test_a_step_after_dropped_gradients_updates_nothing() -> None:
+    engine = engine_of(build("Plain"), 2, 1)
+    before = engine.state_dict()
+    engine.backward(engine(*batches(1)[0]))
+    engine.optimizer.zero_grad()
+    engine.optimizer.step()
+    assert engine.global_steps == 0
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    with pytest.raises(EngineError, match="without a backward"):
+        engine.optimizer.step()
+    engine.backward(engine(*batches(1)[0]))
+    engine.zero_grad()
+    with pytest.raises(EngineError, match="without a backward"):
+        engine.step()
+
+
 def test_an_optimizer_does_not_keep_its_engine() -> None:
     engine = engine_of(build("Plain"), 2, 1)
     optimizer = engine.optimizer
