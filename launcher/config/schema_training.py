@@ -31,7 +31,7 @@ class Fp16(Section):
     loss_scale: NonNegative = key(0, "fixed loss scale; 0: dynamic")
     initial_scale_power: Count = key(16, "the dynamic scale starts at 2 to this power")
     loss_scale_window: PositiveInt = key(1000, "good steps before one that doubles the scale")
-    hysteresis: PositiveInt = key(2, "overflows before the scale is halved")
+    hysteresis: PositiveInt = key(2, "overflows before the scale is halved; at stage 0 the first one does it")
     consecutive_hysteresis: Flag = key(False, "a good step forgets earlier overflows")
     min_loss_scale: NonNegative = key(1, "the scale never gets smaller")
     fp16_master_weights_and_grads: Flag = key(False, "keep master weights and gradients in fp16; states stay fp32")

@@ -30,19 +30,21 @@ def swap_space(settings: Config) -> Disks:
 def loss_scale_rules(settings: Config) -> LossScaleRules | None:
     """Return the rules of the loss scale, of `fp16` or `amp`; None where no scale is needed."""
     if settings.fp16.enabled:
-        return _scale_rules(settings.fp16, float(settings.fp16.loss_scale))
+        stage = int(settings.zero_optimization.stage)
+        return _scale_rules(settings.fp16, float(settings.fp16.loss_scale), has_hysteresis=stage > 0)
     if autocast_dtype(settings) is not DType.FP16:
         return None
     given = settings.amp.loss_scale if settings.amp.enabled else "dynamic"
-    return _scale_rules(Fp16(), 0.0 if given == "dynamic" else float(given))
+    return _scale_rules(Fp16(), 0.0 if given == "dynamic" else float(given), has_hysteresis=True)
 
 
-def _scale_rules(section: Fp16, fixed: float) -> LossScaleRules:
+def _scale_rules(section: Fp16, fixed: float, *, has_hysteresis: bool) -> LossScaleRules:
+    """has_hysteresis: DeepSpeed has none at stage 0, where the first overflow halves the scale."""
     return LossScaleRules(
         initial_scale=fixed or 2.0 ** int(section.initial_scale_power),
         is_dynamic=fixed == 0,
         window=int(section.loss_scale_window),
-        hysteresis=int(section.hysteresis),
+        hysteresis=int(section.hysteresis) if has_hysteresis else 1,
         consecutive_hysteresis=section.consecutive_hysteresis,
         min_scale=float(section.min_loss_scale),
     )

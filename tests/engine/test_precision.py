@@ -92,7 +92,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int) -> None:
 
 
 def test_overflows_that_no_scale_can_help_end_the_run() -> None:
-    engine = start(1, 0, fp16={"enabled": True, "initial_scale_power": 0})
+    engine = start(1, 1, fp16={"enabled": True, "initial_scale_power": 0})
     x, y = (tensor.half() for tensor in batches(1)[0])
     for _ in range(MAX_OVERFLOWS_AT_MINIMUM):
         engine.backward(engine(x, y).float() * 1e30)

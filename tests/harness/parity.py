@@ -170,7 +170,8 @@ class ReferenceScale:
     def __init__(self, case: Case) -> None:
         section = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "loss_scale": 0, **case.fp16}
         self.fixed = section["loss_scale"]
-        self.window, self.full = section["loss_scale_window"], section["hysteresis"]
+        self.window = section["loss_scale_window"]
+        self.full = section["hysteresis"] if case.stage else 1  # as in DeepSpeed
         self.value = float(self.fixed or 2 ** section["initial_scale_power"]) if case.precision == "fp16" else 1.0
         self.left, self.good = self.full, 0
 
