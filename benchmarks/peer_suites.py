@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 
 import peer_plugin
 from common import NOT_INSTALLED, ROOT, Section, argument_parser, current_commit, table
@@ -455,6 +456,7 @@ def run_files(
     for slot in range(jobs):
         slots.put(slot)
     results: dict[str, dict[str, Outcomes]] = {}
+    writing = Lock()
 
     def run(file: str) -> None:
         slot = slots.get()
@@ -467,7 +469,8 @@ def run_files(
         slots.put(slot)
         results[file] = found
         if output is not None:
-            write_json(results, output)
+            with writing:
+                write_json(results, output)
         print(f"{file}: {dict(Counter(kinds(found).values()))}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
