@@ -36,9 +36,8 @@ class OffloadedStates:
     def __init__(self, units: Sequence[FlatUnit]) -> None:
         self._units = units
         self._kinds: frozenset[StateKind] = frozenset()
-        self._shown: list[
-            tuple[nn.Parameter, Tensor]
-        ] = []  # parameters that are whole, with what they are on the device
+        # Parameters that are whole, with what they are on the device.
+        self._shown: list[tuple[nn.Parameter, Tensor]] = []
 
     def offload(self, kinds: Collection[StateKind], *, pins_memory: bool) -> int:
         """Move these kinds, and those that have been moved before, to host memory; return the bytes that it frees.
