@@ -5,7 +5,6 @@ What a field may hold is checked by the schema of the built-in engine; an engine
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum
@@ -81,23 +80,6 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]])
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
     """Return a value of a config, or the default."""
     return param_dict.get(param_name, param_default_value)
-
-
-class ScientificNotationEncoder(json.JSONEncoder):
-    """Writes numbers beyond 1000 as 1.000000e+03, and objects with each key on a line of its own."""
-
-    def iterencode(self, o: Any, _one_shot: bool = False, level: int = 0) -> Any:
-        """Return the text of `o`, which `json.dump` and `json.dumps` join."""
-        if isinstance(o, bool) or not isinstance(o, int | float | Mapping | list | tuple):
-            return "".join(super().iterencode(o, _one_shot))
-        if isinstance(o, int | float):
-            return f"{o:e}" if o > 1e3 else f"{o}"
-        width = 4 if self.indent is None else int(self.indent)
-        if not isinstance(o, Mapping):
-            return f"[{', '.join(str(self.iterencode(item, level=level + 1)) for item in o)}]"
-        inside, outside = " " * width * (level + 1), " " * width * level
-        pairs = (f'\n{inside}"{key}": {self.iterencode(value, level=level + 1)}' for key, value in o.items())
-        return f"{{{', '.join(pairs)}\n{outside}}}"
 
 
 # ---- zero_optimization ----
@@ -370,7 +352,7 @@ def compute_elastic_config(
 
     Third, with a `world_size` or `return_microbatch`, the micro-batch of that world: by default the one that
     WORLD_SIZE names. Raises: ConfigError, DeepSpeed's `ElasticityError` and its kin, for a section that is missing, off
-    or wrong, and for a world that the batch does not fit; ValueError for a config that is no dictionary.
+    or wrong, and for a world that the batch does not fit; ValueError for a config that is not a dictionary.
     """
     if not isinstance(ds_config, Mapping):
         raise ValueError(f"a config is a dictionary, got {type(ds_config).__name__}: {ds_config!r}")

@@ -52,20 +52,22 @@ class FlopsProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the floating-point operations of all that ran."""
-        return _shown(self._count.forward_total, "FLOPs", as_string)
+        total = self._count.forward_total
+        return flops_to_string(total) if as_string else total
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Return the multiplications with an addition: half of the operations."""
-        return _shown(self._count.forward_total // 2, "MACs", as_string)
+        total = self._count.forward_total // 2
+        return macs_to_string(total) if as_string else total
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Return the model's parameters, also where they are sharded."""
         total = sum(getattr(param, "ds_numel", param.numel()) for param in self.model.parameters())
-        return _shown(total, "", as_string)
+        return params_to_string(total) if as_string else total
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Return the seconds; counting is part of them."""
-        return f"{self._duration_s * 1e3:.2f} ms" if as_string else self._duration_s
+        return duration_to_string(self._duration_s) if as_string else self._duration_s
 
     def print_model_profile(
         self,
@@ -181,12 +183,3 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
     """Return seconds as text."""
     return f"{number_to_string(duration, units, precision)}s"
-
-
-def _shown(value: int, unit: str, as_string: bool) -> Any:
-    if not as_string:
-        return value
-    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        if value >= factor:
-            return f"{value / factor:.2f} {prefix}{unit}"
-    return f"{value} {unit}".rstrip()

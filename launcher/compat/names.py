@@ -75,7 +75,7 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.accelerator": "get_accelerator is_current_accelerator_supported set_accelerator"
     },
     "checkpoint": {f"{_DEFINED}.files": "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"},
-    "checkpoint.constants": {f"{_DEFINED}.checkpoint_words": CONSTANTS},
+    "checkpoint.constants": _WORDS,
     "checkpoint.utils": {
         f"{_DEFINED}.files": "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank",
         f"{_DEFINED}.utils": "clone_tensors_for_torch_save",
@@ -222,7 +222,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "runtime.config_utils": {
         f"{_DEFINED}.configs": """
-            DeepSpeedConfigModel ScientificNotationEncoder dict_raise_error_on_duplicate_keys get_scalar_param
+            DeepSpeedConfigModel dict_raise_error_on_duplicate_keys get_scalar_param
             get_dict_param=get_scalar_param get_list_param=get_scalar_param
         """
     },
@@ -302,11 +302,10 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.torch_autocast": {f"{_DEFINED}.zero": "PARAM_COMM_DTYPE_ATTR_NAME get_comm_dtype has_comm_dtype"},
     "runtime.utils": {
         f"{_DEFINED}.utils": """
-            DummyOptim clip_grad_norm_ clip_tensors_by_global_norm copy_to_device count_used_parameters_in_backward
+            clip_grad_norm_ clip_tensors_by_global_norm copy_to_device count_used_parameters_in_backward
             empty_cache ensure_directory_exists get_global_norm get_global_norm_of_tensors get_only_unique_item
-            move_to_device noop_decorator see_memory_usage set_random_seed
+            move_to_device see_memory_usage set_random_seed
         """,
-        "contextlib": "noop_context=nullcontext",
         "launcher.moe": "is_moe_param",
         f"{_DEFINED}.partitions": """
             CheckOverflow PartitionedTensor call_to_str get_weight_norm is_model_parallel_parameter partition_balanced

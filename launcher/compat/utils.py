@@ -104,14 +104,7 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 def move_to_device(item: Any, device: torch.device | str) -> Any:
     """Return `item` with its tensors on `device`; lists, tuples and dicts are copied, modules are moved."""
-    if isinstance(item, Tensor | nn.Module):
-        return item.to(device)
-    if isinstance(item, list | tuple):
-        values = [move_to_device(value, device) for value in item]
-        return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
-    if isinstance(item, Mapping):
-        return {key: move_to_device(value, device) for key, value in item.items()}
-    return item
+    return copy_to_device(item, device, lambda value: isinstance(value, Tensor | nn.Module))
 
 
 def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
@@ -119,7 +112,8 @@ def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callab
     if criterion_func(item):
         return item.to(device)
     if isinstance(item, list | tuple):
-        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+        values = [copy_to_device(value, device, criterion_func) for value in item]
+        return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
     if isinstance(item, Mapping):
         return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
     return item
@@ -144,18 +138,6 @@ def clip_tensors_by_global_norm(
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
     """Make the folder of a file. Raises: OSError."""
     os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
-
-
-def noop_decorator(func: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `func`."""
-    return func
-
-
-class DummyOptim:
-    """Parameters as a group, in place of an optimizer."""
-
-    def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": params}]
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:

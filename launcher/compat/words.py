@@ -1,4 +1,4 @@
-"""Words of configs that scripts import as constants, from `deepspeed.runtime.{constants,config,lr_schedules}`."""
+"""Keys of configs, and of DeepSpeed's checkpoint files, that scripts import as constants."""
 
 from __future__ import annotations
 
@@ -98,3 +98,55 @@ MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
+
+# ---- checkpoints: files of optimizer states ----
+OPTIMIZER_STATE_DICT = "optimizer_state_dict"
+FP32_GROUPS = "fp32_groups"
+FP32_FLAT_GROUPS = "fp32_flat_groups"
+BASE_OPTIMIZER_STATE = "base_optimizer_state"
+BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
+SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
+PARAM_GROUPS = "param_groups"
+GROUP_PADDINGS = "group_paddings"
+PARTITION_COUNT = "partition_count"
+ZERO_STAGE = "zero_stage"
+CLIP_GRAD = "clip_grad"
+FP32_WEIGHT_KEY = "fp32"
+LOSS_SCALER = "loss_scaler"
+
+# ---- checkpoints: files of models ----
+PARAM = "param"
+PARAM_SHAPES = "param_shapes"
+BUFFER_NAMES = "buffer_names"
+FROZEN_PARAM_SHAPES = "frozen_param_shapes"
+FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
+DS_VERSION = "ds_version"
+
+# ---- checkpoints: names of files ----
+MODEL_FILE_PREFIX = "mp_rank_"
+ZERO_FILE_PREFIX = "zero_pp_rank_"
+BF16_ZERO_FILE_PREFIX = "bf16_zero_pp_rank_"
+FP16_ZERO_FILE_PREFIX = "fp16_zero_pp_rank_"
+LAYER_FILE_PREFIX = "layer_"
+MODEL_FILE_SUFFIX = "_model_states.pt"
+OPTIM_FILE_SUFFIX = "_optim_states.pt"
+
+# ---- checkpoints: universal ones ----
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
+CAT_DIM = "cat_dim"
+PARAM_SLICE_MAPPINGS = "param_slice_mappings"
+PARAM_N_SUB_PARAMS = "param_n_sub_params"
+SUB_PARAM_SHAPE = "sub_param_shape"
+VOCAB_TENSOR = "vocab_tensor"
+PADDED_VOCAB_SIZE = "padded_vocab_size"
+ORIGINAL_VOCAB_SIZE = "original_vocab_size"
+VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
+PIPELINE_REPLICATED_PARAMETER_PATTERNS = "pipeline_replicated_parameter_patterns"
+PARAMETER_TO_AVERAGE_PATTERNS = "parameter_to_average_patterns"
+PARAMETER_WITH_ROW_PARALLELISM_PATTERNS = "parameter_with_row_parallelism_patterns"
+PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
+TP_REPLICATED_PARAMETER_PATTERNS = "tp_replicated_parameter_patterns"
+EP_IS_EXPERT_PARAM = "is_expert_param"
+EP_NUM_EXPERTS = "ep_num_experts"
+EXPERT_PARAMETER_PATTERNS = "expert_parameter_patterns"

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from launcher.base.errors import EngineAssertionError, EngineError, EngineRuntimeError
+from launcher.comm import collectives, pending
+from launcher.comm.groups import RankGroup
 from launcher.engine.watch import Watch
 from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
@@ -75,21 +77,28 @@ class BackwardPass:
             raise
         self._end()
 
-    def run_by_hand(self, params: Iterable[nn.Parameter]) -> bool:
-        """Run a pass without a graph for gradients that the script has put into `param.grad`; False without any.
+    def take_set_gradients(self, params: Iterable[nn.Parameter], world: RankGroup, *, may_count: bool) -> None:
+        """Run a pass without a graph, for a step whose gradients the user has set in `param.grad`. Collective.
 
-        They are those of the next step, alike on every rank, multiplied by the loss scale where there is one.
+        They must be alike on every rank, and multiplied by the loss scale where there is one. may_count: the step is
+        that of a single micro-batch. Raises: EngineError on every rank where one has set none.
         """
-        if not self._reducer.num_written:
-            return False
+        pending.name_next("the gradients of a step without a backward")
+        have_set = collectives.gather_scalars(world, float(may_count and self._reducer.num_written > 0))
+        if not all(have_set):
+            said = "engine.step() was called without a backward"
+            if any(have_set):
+                said += f": param.grad is set on rank {have_set.index(1.0)} and not on rank {have_set.index(0.0)}"
+            raise EngineError(said, hint="call engine.backward(loss) first")
         written = [(param, param.grad) for param in params if param.grad is not None]
         for param, _ in written:
             param.grad = None
-        with self.running(is_boundary=True):
-            pass  # it finds no gradients: those by hand replace its sums, as they do after any other
-        for param, grad in written:
-            param.grad = grad
-        return True
+        try:
+            with self.running(is_boundary=True):
+                pass  # no gradients arrive; those that were set replace the sums, as they do after any other pass
+        finally:
+            for param, grad in written:
+                param.grad = grad
 
     def begins_at(self, loss: Tensor, is_boundary: Callable[[], bool]) -> Tensor:
         """Have the pass begin when autograd reaches `loss`, and end when autograd has finished. Returns `loss`.

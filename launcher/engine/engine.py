@@ -28,7 +28,6 @@ from launcher.engine.data import DistributedLoader
 from launcher.engine.deepspeed_names import DeepSpeedNames
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
-from launcher.engine.offloaded import OffloadedStates
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import LayerRanks
 from launcher.engine.resume import Resumed
@@ -114,7 +113,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         if self.optimizer is not None:
             self.optimizer.run_by(self)
         self._autosave = Autosave(parts.settings.checkpoint)
-        self._offloaded = OffloadedStates(parts.sharded.units)
+        self._offloaded = parts.sharded.offloaded
         self._checkpoints = Checkpoints(self, parts.settings, self._autosave.after_commit)
         self.client_state: dict[str, Any] = {}  # what the engine's own saves keep of the script
         self._resumed: Resumed | None = None
@@ -373,7 +372,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         """End the micro-batch; at the boundary take the optimizer step. Every rank must call it.
 
         Does nothing right after an `optimizer.step()`, which has done it. Raises: EngineError when no backward has run
-        since the last call, unless `param.grad` was set by hand, and within `no_sync()`.
+        since the last call, unless the user has set `param.grad`, and within `no_sync()`.
         """
         self._begin()
         if self._is_in_no_sync:
@@ -382,11 +381,11 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             if self._ended_by == _OPTIMIZER:
                 self._ended_by = None
                 return
-            is_one = self._num_summed == 0 and self._reduces_at_boundary()
-            if not (is_one and self._pass.run_by_hand(self.module.parameters())):
-                raise EngineError(
-                    "engine.step() was called without a backward", hint="call engine.backward(loss) first"
-                )
+            self._pass.take_set_gradients(
+                self.module.parameters(),
+                self._parts.mesh.world,
+                may_count=self._num_summed == 0 and self._reduces_at_boundary(),
+            )
         heartbeat()
         self._sharded.reducer.withdraw()
         boundary = self.is_gradient_accumulation_boundary()
@@ -517,7 +516,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         another `initialize()` unshard them. Optimizer states are freed with the last reference to the engine.
         """
         self._checkpoints.end()
-        self._offloaded.reload()
         try:
             if not self._sharded.has_ended:
                 self._last_step.report()

@@ -43,20 +43,29 @@ class OffloadedStates:
         """Move these kinds, and those that have been moved before, to host memory; return the bytes that it frees.
 
         What is in host memory or on disk already stays. Units must not be in use: nothing is unsharded or in flight.
+        Where host memory ends, everything is on the device as before, and torch's error is raised.
         """
         kinds = self._kinds.union(kinds)
         self.reload()
-        num_bytes = 0
-        for unit in self._units:
-            found = _tensors_of(unit, kinds)
-            if found:
-                host_copy = HostCopy(found, pins_memory=pins_memory)
-                num_bytes += host_copy.num_bytes
-                if StateKind.lp_params in kinds and not unit.is_sharded:
-                    self._show(unit, host_copy)
-                unit.params.offloaded.send_out(host_copy, has_values=StateKind.lp_params not in kinds)
+        try:
+            num_bytes = sum(self._offload_unit(unit, kinds, pins_memory=pins_memory) for unit in self._units)
+        except BaseException:
+            self.reload()
+            raise
         self._kinds = kinds if num_bytes else frozenset()
         return num_bytes
+
+    def _offload_unit(self, unit: FlatUnit, kinds: Collection[StateKind], *, pins_memory: bool) -> int:
+        found = _tensors_of(unit, kinds)
+        if not found:
+            return 0
+        host_copy = HostCopy(found, pins_memory=pins_memory)
+        host_copy.copy_out()
+        has_values = StateKind.lp_params not in kinds
+        if not has_values and not unit.is_sharded:
+            self._show(unit, host_copy)
+        unit.params.offloaded.keep(host_copy, has_values=has_values)
+        return host_copy.num_bytes
 
     def reload(self) -> None:
         """Bring everything back."""
@@ -68,7 +77,7 @@ class OffloadedStates:
         self._kinds = frozenset()
 
     def _show(self, unit: FlatUnit, host_copy: HostCopy) -> None:
-        """Let the whole parameters of a unit be what they will be in host memory: scripts may read them there."""
+        """Let the whole parameters of a unit be their copies in host memory: scripts may read them there."""
         for _, param in unit.params.slots():
             value = param.data
             self._shown.append((param, value))

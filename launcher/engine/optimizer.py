@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,9 +63,7 @@ class SteppingEngine(Protocol):
         """Drop the gradients since the last optimizer step."""
         ...
 
-    def offload_states(
-        self, include: Collection[str] | None, device: str, pin_memory: bool, non_blocking: bool
-    ) -> None:
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Move states to host memory."""
         ...
 
@@ -196,15 +194,9 @@ class ZeroOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """Do what `engine.backward(loss)` does."""
         self._engine().backward(loss, retain_graph=retain_graph)
 
-    def offload_states(
-        self,
-        include: Collection[str] | None = None,
-        device: str = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Do what `engine.offload_states()` does."""
-        self._engine().offload_states(include, device, pin_memory, non_blocking)
+        self._engine().offload_states(*args, **kwargs)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Do what `engine.reload_states()` does."""

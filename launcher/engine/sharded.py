@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from launcher.base.errors import EngineError
+from launcher.engine.offloaded import OffloadedStates
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gathered import unregister_outside
@@ -41,6 +42,7 @@ class ShardedModel:
         self._hooks = hooks
         self.optimizer = optimizer
         self.delayed = delayed
+        self.offloaded = OffloadedStates(units)
         watch_order(reducer.order, reducer.group)
         self.has_ended = False
         self._frozen: list[nn.Parameter] = []
@@ -66,6 +68,7 @@ class ShardedModel:
         if self.has_ended:
             return
         self.has_ended = True
+        self.offloaded.reload()
         unwatch_order(self.reducer.order)
         self.schedule.reset()
         self.reducer.wait()

@@ -61,10 +61,7 @@ class LossScaler:
 
     # What else scripts for DeepSpeed read of a scaler, by its names.
 
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the scale follows overflows."""
-        return self.rules.is_dynamic
+    dynamic_loss_scale = dynamic
 
     @property
     def scale_window(self) -> int:

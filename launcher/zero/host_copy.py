@@ -39,15 +39,15 @@ class HostCopy:
         view = torch.empty(0, dtype=tensor.dtype)
         return view.set_(self._copies[place].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def send_out(self) -> None:
-        """Copy the values to host memory and free the memory that they had. The device is waited for."""
+    def copy_out(self) -> None:
+        """Copy the values to host memory. The device is waited for."""
         _synchronize(self._device)  # streams of the engine may still write the values
         for copy, storage in zip(self._copies, self._storages, strict=True):
             copy.copy_(_bytes_of(storage), non_blocking=True)
         _synchronize(self._device)
-        self._free()
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Free the memory of the values on the device, which `copy_out` has copied."""
         for storage in self._storages:
             storage.resize_(0)
         self.is_out = True
@@ -71,10 +71,10 @@ class HostCopy:
             yield
         finally:
             if writes:
-                self.send_out()
+                self.copy_out()
             else:
                 _synchronize(self._device)
-                self._free()
+            self.free()
 
 
 class OffloadedUnit:
@@ -90,10 +90,10 @@ class OffloadedUnit:
         """Whether anything is."""
         return self._copy is not None
 
-    def send_out(self, copy: HostCopy, *, has_values: bool) -> None:
-        """Move what `copy` is of. has_values: the parameters' own values are not among it."""
-        copy.send_out()
+    def keep(self, copy: HostCopy, *, has_values: bool) -> None:
+        """Free what `copy` has copied. has_values: the parameters' own values are not among it."""
         self._copy, self._has_values = copy, has_values
+        copy.free()
 
     def bring_in(self) -> None:
         """Bring it back, with what was written there since."""

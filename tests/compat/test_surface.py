@@ -122,15 +122,12 @@ WORKS = [
     "from deepspeed.profiling.flops_profiler.profiler import flops_to_string, number_to_string, params_to_string\n"
     "assert [number_to_string(0), number_to_string(1234.0), flops_to_string(2.5e12), params_to_string(7e9)] == "
     "['0 ', '1.23 K', '2.5 TFLOPS', '7 B'] and number_to_string(5e-4) == '500 u'",
-    "from deepspeed.runtime.utils import clip_tensors_by_global_norm, copy_to_device, ensure_directory_exists, "
-    "noop_context, noop_decorator\nlist_of = [torch.full((4,), 3.0), torch.full((4,), 4.0)]\n"
+    "from deepspeed.runtime.utils import clip_tensors_by_global_norm, copy_to_device, ensure_directory_exists\n"
+    "list_of = [torch.full((4,), 3.0), torch.full((4,), 4.0)]\n"
     "assert clip_tensors_by_global_norm(list_of, max_norm=1.0).item() == 10 and abs(list_of[0][0] - 0.3) < 1e-6\n"
     "assert copy_to_device([1, {'x': torch.ones(1)}], 'meta', torch.is_tensor)[1]['x'].is_meta\n"
-    "ensure_directory_exists('deep/er/file.txt'); assert os.path.isdir('deep/er') and noop_decorator(print) is print",
-    "from deepspeed.runtime.config_utils import ScientificNotationEncoder, get_scalar_param\n"
-    "assert get_scalar_param({'a': 1}, 'b', 2) == 2\n"
-    "text = json.dumps({'a': 5000.0, 'b': [1, True, 'x']}, cls=ScientificNotationEncoder)\n"
-    "assert json.loads(text) == {'a': 5000.0, 'b': [1, True, 'x']} and '5.000000e+03' in text",
+    "ensure_directory_exists('deep/er/file.txt'); assert os.path.isdir('deep/er')",
+    "from deepspeed.runtime.config_utils import get_scalar_param; assert get_scalar_param({'a': 1}, 'b', 2) == 2",
     "from deepspeed.utils.logging import LoggerFactory, get_dist_msg; assert get_dist_msg('x', [1]) is None\n"
     "own = LoggerFactory.create_logger('own'); assert LoggerFactory.create_logger('own') is own\n"
     "assert len(own.handlers) == 1",

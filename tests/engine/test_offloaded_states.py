@@ -1,17 +1,18 @@
-"""`engine.offload_states()`: memory goes and comes, the run goes on with the same bits, and nothing reads what is away.
+"""`engine.offload_states()` frees memory, training continues with the same bits, and freed memory is never read.
 
 On CPUs all states are in host memory already and stay. Here they move nevertheless: host memory is taken for a device.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness.checkpoint_runs import make_engine, train
+from harness.checkpoint_runs import config, make_engine, train
 from harness.ranks import run_on_ranks
 from torch import nn
 
@@ -19,6 +20,7 @@ import launcher.zero
 from launcher.base.errors import EngineError
 from launcher.engine.engine import Engine
 from launcher.engine.offloaded import StateKind
+from launcher.zero.host_copy import HostCopy
 from launcher.zero.unit import unit_of
 
 BF16 = {"bf16": {"enabled": True}}
@@ -163,3 +165,53 @@ def _without_optimizer(rank: int, world_size: int) -> None:
 
 def test_an_engine_without_an_optimizer_moves_the_parameters_that_it_has() -> None:
     run_on_ranks(2, _without_optimizer)
+
+
+def _between(rank: int, world_size: int, stage: int) -> None:
+    engine = make_engine(world_size, stage, **BF16)
+    with patch("launcher.engine.offloaded.is_in_host_memory", lambda _: False):
+        train(engine, 2)
+        before, weights = _bytes(engine), _weights(engine)
+
+        # Host memory ends in the middle: everything is as before.
+        made = []
+
+        def limited(*args: Any, **kwargs: Any) -> HostCopy:
+            made.append(None)
+            if len(made) == 3:
+                raise MemoryError("no host memory")
+            return HostCopy(*args, **kwargs)
+
+        with patch("launcher.engine.offloaded.HostCopy", limited), pytest.raises(MemoryError):
+            engine.offload_states()
+        assert _bytes(engine) == before
+        assert all(map(torch.equal, _weights(engine), weights))
+
+        # Twice, with other kinds; reading from another thread; saving weights.
+        engine.offload_states(include=["optim_states"])
+        engine.offload_states(include=["hp_params"])
+        assert _bytes(engine)["optim_states"] == _bytes(engine)["hp_params"] == 0
+        assert all(map(torch.equal, engine.state_dict().values(), engine.state_dict().values()))
+        if stage < 3:
+            engine.offload_states()
+            read: list[torch.Tensor] = []
+            thread = threading.Thread(target=lambda: read.extend(p.clone() for p in engine.module.parameters()))
+            thread.start()
+            thread.join()
+            assert all(map(torch.equal, read, engine.module.parameters()))
+        else:
+            engine.offload_states()
+            assert "reload_states" in _error(engine.state_dict)
+
+        # Another engine of the same model ends this one, which gives the values back first.
+        options = config(world_size, stage, **BF16)
+        second = launcher.initialize(model=engine.module, config=options)[0]
+        close = [torch.allclose(*pair, rtol=1e-2) for pair in zip(_weights(second), weights, strict=True)]
+        assert all(close)
+        train(second, 1)
+        second.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_other_calls_between_and_errors_in_the_middle(stage: int) -> None:
+    run_on_ranks(2, _between, stage)

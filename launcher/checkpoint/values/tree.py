@@ -68,9 +68,9 @@ _Path = tuple["_Path", str] | None  # innermost last; text is made of it for err
 
 @dataclass(frozen=True)
 class Pickled:
-    """An object that a checkpoint has as a pickle, which nobody has asked to read.
+    """A pickled object of a checkpoint that was not unpickled, because the config does not ask for it.
 
-    In a pickle, such as a file written for DeepSpeed, it is the object itself: whoever reads that asks for it.
+    Pickled again, as into a file for DeepSpeed, it is the object itself: who unpickles that file unpickles it too.
     """
 
     content: bytes
