@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from launcher.base.errors import EngineAssertionError, EngineError, EngineRuntimeError
-from launcher.comm import collectives, pending
-from launcher.comm.groups import RankGroup
 from launcher.engine.watch import Watch
 from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
@@ -77,19 +75,14 @@ class BackwardPass:
             raise
         self._end()
 
-    def take_set_gradients(self, params: Iterable[nn.Parameter], world: RankGroup, *, may_count: bool) -> None:
-        """Run a pass without a graph, for a step whose gradients the user has set in `param.grad`. Collective.
+    def take_set_gradients(self, params: Iterable[nn.Parameter], *, may_count: bool) -> None:
+        """Run a pass without a graph, for a step of a single rank whose gradients the user has set in `param.grad`.
 
-        They must be alike on every rank, and multiplied by the loss scale where there is one. may_count: the step is
-        that of a single micro-batch. Raises: EngineError on every rank where one has set none.
+        They must be multiplied by the loss scale where there is one. may_count: the rank is alone, and the step that of
+        a single micro-batch. Raises: EngineError where none may count: several ranks would have to agree first.
         """
-        pending.name_next("the gradients of a step without a backward")
-        have_set = collectives.gather_scalars(world, float(may_count and self._reducer.num_written > 0))
-        if not all(have_set):
-            said = "engine.step() was called without a backward"
-            if any(have_set):
-                said += f": param.grad is set on rank {have_set.index(1.0)} and not on rank {have_set.index(0.0)}"
-            raise EngineError(said, hint="call engine.backward(loss) first")
+        if not (may_count and self._reducer.num_written):
+            raise EngineError("engine.step() was called without a backward", hint="call engine.backward(loss) first")
         written = [(param, param.grad) for param in params if param.grad is not None]
         for param, _ in written:
             param.grad = None
