@@ -381,11 +381,8 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             if self._ended_by == _OPTIMIZER:
                 self._ended_by = None
                 return
-            self._pass.take_set_gradients(
-                self.module.parameters(),
-                self._parts.mesh.world,
-                may_count=self._num_summed == 0 and self._reduces_at_boundary(),
-            )
+            is_alone = self.world_size == 1 and self._num_summed == 0 and self._reduces_at_boundary()
+            self._pass.take_set_gradients(self.module.parameters(), may_count=is_alone)
         heartbeat()
         self._sharded.reducer.withdraw()
         boundary = self.is_gradient_accumulation_boundary()
