@@ -353,19 +353,24 @@ def agent_in_a_shell(folder: str) -> str:
     return "" if done.stdout.endswith(expected) else f"sh changed {folder!r}: {done.stdout!r} {done.stderr!r}"
 
 
+def _cpu_s() -> float:
+    """Return the processor time of this process and of those that it has waited for, in seconds."""
+    return sum(os.times()[:4])
+
+
 def fuzz(name: str, count: int, seed: int) -> tuple[int, float, list[str]]:
     """Feed one parser. Returns how many inputs it refused, the seconds it took, and what went wrong."""
     refused, problems, start_s = 0, [], time.perf_counter()
     for number in range(count):
-        begin_s = time.perf_counter()
+        begin_s = _cpu_s()
         try:
             CASES[name](random.Random(f"{seed} {name} {number}"))
         except LauncherError:
             refused += 1
         except Exception:  # noqa: BLE001  # finding these is the purpose
             problems.append(f"{name} {number}: {traceback.format_exc()}")
-        if time.perf_counter() - begin_s > 5.0:
-            problems.append(f"{name} {number}: took {time.perf_counter() - begin_s:.0f} s")
+        if _cpu_s() - begin_s > 5.0:
+            problems.append(f"{name} {number}: took {_cpu_s() - begin_s:.0f} s of a processor")
     return refused, time.perf_counter() - start_s, problems
 
 

@@ -1,6 +1,7 @@
 """Can the hosts open TCP connections to each other? One process of this on each host, all at the same time.
 
-    python -m launcher.agent.ports '{"index": 0, "token": "...", "port": 4711, "peers": {"1": ["node-b", 4712]}}'
+    python -m launcher.agent.ports \
+        '{"index": 0, "token": "...", "port": 4711, "peers": {"1": ["node-b", 4712]}, "timeout_s": 5}'
 
 listens on its own port, connects to its peers, prints what failed as one line of JSON, and answers until
 it is ended. Who answers says token and index: a wrong address may well lead to a host that listens too.
@@ -17,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 UNRESOLVED = "the name cannot be resolved"
-CONNECT_TIMEOUT_S = 5.0  # for one connection, and for a peer that has not started listening yet
 _LIFE_S = 300.0  # an end of its own, should nobody end it
 _RETRY_S = 0.1
 _MAX_PARALLEL = 64
@@ -29,9 +29,9 @@ def main(spec: dict[str, Any]) -> None:
     index, token, port = int(spec["index"]), str(spec["token"]), int(spec["port"])
     peers = {int(number): (str(host), int(port)) for number, (host, port) in spec["peers"].items()}
     threading.Thread(target=serve, args=(listener(port), answer(token, index)), daemon=True).start()
-    others = list(peers)
+    others, timeout_s = list(peers), float(spec["timeout_s"])
     with ThreadPoolExecutor(min(_MAX_PARALLEL, max(1, len(others)))) as pool:
-        reasons = pool.map(lambda number: connect(peers[number], answer(token, number)), others)
+        reasons = pool.map(lambda number: connect(peers[number], answer(token, number), timeout_s), others)
         failed = {number: reason for number, reason in zip(others, reasons, strict=True) if reason is not None}
     sys.stdout.write(json.dumps({"failed": failed}) + "\n")
     sys.stdout.flush()
@@ -58,12 +58,15 @@ def serve(listening: socket.socket, words: bytes) -> None:
             connection.sendall(words)
 
 
-def connect(peer: tuple[str, int], expected: bytes) -> str | None:
-    """Return why `peer` cannot be reached, None when it can and it answers as expected."""
-    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+def connect(peer: tuple[str, int], expected: bytes, timeout_s: float) -> str | None:
+    """Return why `peer` cannot be reached, None when it can and it answers as expected.
+
+    timeout_s: for one connection, and for a peer that has not started listening yet.
+    """
+    deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            with socket.create_connection(peer, CONNECT_TIMEOUT_S) as connection:
+            with socket.create_connection(peer, timeout_s) as connection:
                 return None if _read_line(connection) == expected else "another program answers there"
         except ConnectionRefusedError:  # it may not be listening yet
             if time.monotonic() > deadline_s:
@@ -72,7 +75,7 @@ def connect(peer: tuple[str, int], expected: bytes) -> str | None:
         except (socket.gaierror, UnicodeError):
             return UNRESOLVED
         except TimeoutError:
-            return f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
+            return f"no answer within {timeout_s:.0f} s"
         except OSError as error:
             return error.strerror or str(error)
 

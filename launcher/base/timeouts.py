@@ -29,6 +29,7 @@ class Timeouts(Record):
     kill_command_s: float = 30.0  # `launch kill`: beyond the grace, for a launcher that still sweeps lost hosts
     torch_facts_s: float = 120.0  # `launch report`: the first import of torch from a cold network disk
     version_s: float = 10.0  # of a program, to print its version
+    peer_connect_s: float = 5.0  # `launch check`: one host to another, which may not listen yet
     check_round_s: float = 120.0  # each round of `launch check`: Python may come from a cold network disk
     disk_stall_s: float = 30.0  # one write to the run folder, at the end of a run
     last_words_s: float = 2.0  # the exit status of an agent that could not start

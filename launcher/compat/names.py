@@ -60,7 +60,7 @@ NAMES: dict[str, dict[str, str]] = {
         "launcher.engine.arguments": "add_config_arguments",
         "launcher.engine.engine": "DeepSpeedEngine=Engine",
         "launcher.engine.pipeline": "PipelineEngine",
-        f"{_PIPELINE}.module": "PipelineModule",
+        f"{_DEFINED}.pipe": "PipelineModule",
         "launcher.parallel.tensor.init": "tp_model_init",
     },
     "accelerator": {
@@ -189,7 +189,7 @@ NAMES: dict[str, dict[str, str]] = {
             TransformerBuilder=NotImplementedBuilder UtilsBuilder=NotImplementedBuilder
         """
     },
-    "pipe": {f"{_PIPELINE}.module": "PipelineModule", f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec"},
+    "pipe": {f"{_DEFINED}.pipe": "PipelineModule", f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec"},
     "profiling": {},
     "profiling.flops_profiler": _PROFILER,
     "profiling.flops_profiler.profiler": _PROFILER,
@@ -260,24 +260,23 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "runtime.pipe": {
         "launcher.engine.pipeline": "PipelineEngine",
-        f"{_PIPELINE}.module": "PipelineModule",
+        f"{_DEFINED}.pipe": "PipelineModule",
         f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec",
         f"{_PIPELINE}.topology": "ProcessTopology",
     },
     "runtime.pipe.engine": {
         "launcher.engine.pipeline": "PipelineEngine",
-        f"{_PIPELINE}.module": "PipelineModule",
+        f"{_DEFINED}.pipe": "PipelineModule",
         f"{_DEFINED}.utils": "RepeatingLoader",
     },
     "runtime.pipe.module": {
         "launcher.base.errors": "PipelineError=EngineError",
-        f"{_PIPELINE}.module": "PipelineModule",
+        f"{_DEFINED}.pipe": "PipelineModule PipelineParallelGrid",
         f"{_PIPELINE}.specs": "LayerSpec TiedLayerSpec",
         f"{_PIPELINE}.topology": "PipeDataParallelTopology",
-        f"{_DEFINED}.grid": "PipelineParallelGrid",
     },
     "runtime.pipe.topology": {
-        f"{_DEFINED}.grid": "PipelineParallelGrid _prime_factors",
+        f"{_DEFINED}.pipe": "PipelineParallelGrid _prime_factors",
         f"{_PIPELINE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
     },
     "runtime.precision_config": {

@@ -141,6 +141,7 @@ class Checker:
                     "token": self._token,
                     "port": peers[index][1],
                     "peers": {other: peers[other] for other in others},
+                    "timeout_s": timeouts().peer_connect_s,
                 }
             )
             for index, others in enumerate(partners)

@@ -16,10 +16,7 @@ from harness.sshd import free_port
 
 from launcher.agent import ports
 
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "CONNECT_TIMEOUT_S", 0.5)
+QUICK_S = 0.5
 
 
 @pytest.fixture
@@ -38,24 +35,21 @@ def _serve(sock: socket.socket) -> None:
         return
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_peer_that_answers_is_reached(listening: socket.socket) -> None:
     peer = ("127.0.0.1", int(listening.getsockname()[1]))
-    assert ports.connect(peer, ports.answer("words", 1)) is None
-    assert ports.connect(peer, ports.answer("words", 2)) == "another program answers there"
+    assert ports.connect(peer, ports.answer("words", 1), 60.0) is None
+    assert ports.connect(peer, ports.answer("words", 2), 60.0) == "another program answers there"
 
 
-@pytest.mark.usefixtures("quick")
 def test_what_does_not_answer_is_named() -> None:
     start_s = time.monotonic()
-    assert ports.connect(("127.0.0.1", free_port()), b"") == "connection refused"
-    assert ports.connect(("no-such-host.invalid", 1), b"") == "the name cannot be resolved"
+    assert ports.connect(("127.0.0.1", free_port()), b"", QUICK_S) == "connection refused"
+    assert ports.connect(("no-such-host.invalid", 1), b"", QUICK_S) == "the name cannot be resolved"
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert ports.connect(("127.0.0.1", int(silent.getsockname()[1])), b"x") == "no answer within 0 s"
+        assert ports.connect(("127.0.0.1", int(silent.getsockname()[1])), b"x", QUICK_S) == "no answer within 0 s"
     assert time.monotonic() - start_s < 20 * slowness()
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_peer_that_listens_late_is_reached() -> None:
     port = free_port()
 
@@ -68,14 +62,20 @@ def test_a_peer_that_listens_late_is_reached() -> None:
 
     thread = threading.Thread(target=late)
     thread.start()
-    assert ports.connect(("127.0.0.1", port), b"here 0\n") is None
+    assert ports.connect(("127.0.0.1", port), b"here 0\n", 60.0) is None
     thread.join()
 
 
 def test_processes_find_each_other_and_the_one_that_is_missing() -> None:
     peers = {0: ["127.0.0.1", free_port()], 1: ["127.0.0.2", free_port()], 2: ["127.0.0.3", free_port()]}
     specs = [
-        {"index": index, "token": "t", "port": peers[index][1], "peers": {i: peers[i] for i in peers if i != index}}
+        {
+            "index": index,
+            "token": "t",
+            "port": peers[index][1],
+            "peers": {i: peers[i] for i in peers if i != index},
+            "timeout_s": 5.0 * slowness(),
+        }
         for index in (0, 1)  # the third never starts
     ]
     command = [sys.executable, "-m", "launcher.agent.ports"]

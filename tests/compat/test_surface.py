@@ -29,7 +29,7 @@ WORKS = [
     "assert deepspeed.DeepSpeedEngine is launcher.Engine and deepspeed.initialize.__wrapped__ is launcher.initialize",
     "assert not any(name.startswith('launcher.compat.deepspeed') for name in sys.modules)  # nothing exists twice",
     "from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec; assert deepspeed.PipelineModule is "
-    "PipelineModule is launcher.PipelineModule",
+    "PipelineModule and issubclass(PipelineModule, launcher.PipelineModule)",
     "from deepspeed.runtime.pipe.engine import PipelineEngine; assert PipelineEngine is deepspeed.PipelineEngine",
     "from deepspeed.runtime.pipe.module import PipelineModule as other; assert other is deepspeed.pipe.PipelineModule",
     "from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology\n"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.launching import with_limits
 from torch import Tensor, nn
 
 import launcher
@@ -466,7 +467,7 @@ def start_acts(rank: int, world_size: int, settings: Sequence[Setting], folder: 
     global _side
     from launcher.base.timeouts import timeouts
 
-    os.environ["LAUNCH_TIMEOUT_SCALE"] = "0.5"
+    os.environ.update(with_limits(0.5))
     timeouts.cache_clear()
     said = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

@@ -36,7 +36,7 @@ PermitRootLogin prohibit-password
 AuthenticationMethods publickey
 MaxStartups 1000:30:2000
 MaxSessions 1000
-LoginGraceTime 60
+LoginGraceTime 600
 AllowTcpForwarding yes
 SetEnv SHLVL=5{more_env}
 """

@@ -27,6 +27,7 @@ from harness.launching import (
     slowness,
     wait_until,
     wait_until_gone,
+    with_limits,
 )
 from harness.sshd import LoopbackSshd
 
@@ -282,7 +283,7 @@ def test_ctrl_c_while_the_command_loads_shows_no_traceback(tmp_path: Path) -> No
 def test_a_suspended_agent_does_not_keep_the_launcher_from_ending(tmp_path: Path) -> None:
     """Every further Ctrl-C used to begin the wait anew."""
     script = scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)")
-    job = Launch(tmp_path, "--grace", "0", script, env={"LAUNCH_TIMEOUT_SCALE": "0.3"})
+    job = Launch(tmp_path, "--grace", "0", script, env=with_limits(0.3))
     wait_until(lambda: "READY" in job.out, "the rank")
     (agent,) = [pid for pid in descendants(job.process.pid) if len(descendants(pid)) == 1]
     os.kill(agent, signal.SIGSTOP)
@@ -348,7 +349,7 @@ def test_a_suspended_agent_on_another_host_ends_with_its_connection(sshd: Loopba
     job = Launch(
         tmp_path, "--hostfile", "hosts", "--ssh_config", sshd.ssh_config, "--grace", "0",
         scripts.write(tmp_path, scripts.ORPHAN), words[1],
-        env={"LAUNCH_TIMEOUT_SCALE": "0.2"},
+        env=with_limits(0.2),
     )  # fmt: skip
     wait_until(lambda: "READY" in job.out, "the rank")
     (child,) = running(*words)

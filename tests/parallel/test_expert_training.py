@@ -118,8 +118,7 @@ def _without_a_token(rank: int, world_size: int) -> tuple[list[int], float, floa
     loss = engine(mixtures.batch("moe", 0, rank))
     engine.backward(loss)
     counts = engine.module.counts[0].tolist()
-    number = rank * mixtures.EXPERTS // world_size
-    weight = engine.module.layers[0].deepspeed_moe.experts.deepspeed_experts[number].up.weight
+    weight = engine.module.layers[0].deepspeed_moe.experts.deepspeed_experts[0].up.weight
     grad, before = launcher.zero.safe_get_full_grad(weight), weight.detach().clone()
     engine.step()
     after = launcher.zero.safe_get_full_fp32_param(weight)

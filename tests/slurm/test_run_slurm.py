@@ -254,11 +254,10 @@ def test_a_flood_starves_no_node(allocation: dict[str, str], tmp_path: Path) -> 
     job = Launch(tmp_path, "--num_gpus", "1", "--grace", "0.5", "-q", script, env=allocation)
     wait_until(lambda: len(list(tmp_path.glob("runs/*/rank_*.log"))) == 3, "the logs")
     logs = sorted(tmp_path.glob("runs/*/rank_*.log"))
-    wait_until(lambda: max(log.stat().st_size for log in logs) > 10_000_000, "10 MB of a rank", 60)
-    sizes = [log.stat().st_size for log in logs]
+    # The others never stop: what is starved would get nothing however long it waits.
+    wait_until(lambda: min(log.stat().st_size for log in logs) > 2_000_000, "2 MB of every rank", 60)
     job.signal(signal.SIGTERM)
     assert job.wait(20).code == 143
-    assert min(sizes) > max(sizes) / 4
     wait_until(lambda: not relays(), "the end of the step")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,13 +118,49 @@ class TopKGate(nn.Module):
         return route(logits, self.options, capacity=capacity, used=used, is_training=self.training)
 
 
+class ExpertList(nn.ModuleList):
+    """The experts of this rank, by their place on it: `experts[0]` is its first.
+
+    Names of parameters and state dicts have an expert's number in the whole layer; a state dict with places on this
+    rank in their stead, as DeepSpeed's, loads as well.
+    """
+
+    @property
+    def _own(self) -> list[nn.Module]:
+        share = share_of(self)
+        modules: Any = self._modules
+        return [modules[str(number)] for number in (share.local if share is not None else range(len(modules)))]
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._own)
+
+    def __getitem__(self, index: Any) -> Any:
+        return nn.ModuleList(self._own[index]) if isinstance(index, slice) else self._own[index]
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        share = share_of(self)
+        setattr(self, str(index if share is None else share.local[index]), module)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        share = share_of(self)
+        names = {key: key.removeprefix(prefix).split(".", 1) for key in state_dict if key.startswith(prefix)}
+        if share is not None and {parts[0] for parts in names.values()} == set(map(str, range(share.num_local))):
+            values = {key: state_dict.pop(key) for key in names}
+            for key, (place, name) in names.items():
+                state_dict[f"{prefix}{share.local[int(place)]}.{name}"] = values[key]
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
 class Experts(nn.Module):
     """The experts of a layer. Each rank has its own under their numbers in the whole layer, and None for the others."""
 
     def __init__(self, expert: nn.Module, share: ExpertShare) -> None:
         super().__init__()
         self.num_local_experts = share.num_local
-        self.deepspeed_experts = nn.ModuleList()
+        self.deepspeed_experts = ExpertList()
         modules: dict[str, Any] = self.deepspeed_experts._modules  # torch's annotation leaves None out
         without_values = copy.deepcopy(expert).to("meta")
         for number in range(share.num_experts):

@@ -53,26 +53,42 @@ def stage_model(
     Raises: EngineError and ConfigError, the same on all ranks, before anything is changed.
     """
     if isinstance(model, StagedModel) and model.own_stages:
-        return _again(model, tuple(sorted(own_stages)), num_stages)
+        _check_again(model, tuple(sorted(own_stages)), num_stages, settings)
     staged = _as_staged(model, settings)
     if isinstance(staged, PipelineModule) and sizes is not None:
         staged.check_mesh(sizes)
-    staged.prepare(num_stages, _weights(staged, settings, profiling or Profiling()))
-    staged.assign(own_stages)
+    if not staged.own_stages:
+        staged.divided_by = _method(staged, settings)
+        staged.prepare(num_stages, _weights(staged, profiling or Profiling()))
+        staged.assign(own_stages)
     return staged
 
 
-def _again(model: StagedModel, own_stages: tuple[int, ...], num_stages: int) -> StagedModel:
+def _check_again(model: StagedModel, own_stages: tuple[int, ...], num_stages: int, settings: Pipeline) -> None:
+    """Raise where a model that was divided before would have to be divided otherwise."""
     if (model.own_stages, model.num_stages) != (own_stages, num_stages):
         raise EngineError(
             f"this rank has stages {list(model.own_stages)} of {model.num_stages} of the model and nothing of the"
             f" others: it cannot become stages {list(own_stages)} of {num_stages}",
             hint="build the model anew, and load a checkpoint",
         )
-    return model
+    if _method(model, settings) != model.divided_by:
+        raise ConfigError(
+            f'the model was divided into stages by "{model.divided_by}" already',
+            where=WHERE,
+            hint="remove the key, or build the model anew with this method",
+        )
+    if settings.seed_layers and isinstance(model, PipelineModule) and not model.seed_layers:
+        raise ConfigError(
+            "the layers were built without their own seeds already",
+            where="pipeline.seed_layers",
+            hint="remove the key, or build the model with PipelineModule(seed_layers=True)",
+        )
 
 
 def _as_staged(model: nn.Module, settings: Pipeline) -> StagedModel:
+    if isinstance(model, StagedDecoder):
+        return model  # divided before
     if isinstance(model, PipelineModule):
         model.seed_layers = model.seed_layers or settings.seed_layers
         model.activation_checkpoint_interval = (
@@ -95,13 +111,17 @@ def _as_staged(model: nn.Module, settings: Pipeline) -> StagedModel:
     return StagedDecoder(model)
 
 
-def _weights(staged: StagedModel, settings: Pipeline, profiling: Profiling) -> list[float]:
-    """Return what each layer counts. The config's method counts, and where it says nothing that of the model."""
-    method = settings.partition
-    if method == "best" and isinstance(staged, PipelineModule):
-        method = staged.partition_method
-    if method.lower() != PROFILE:
-        return layer_weights(method, staged.layer_facts())
+def _method(staged: StagedModel, settings: Pipeline) -> str:
+    """Return the method of the partition: the config's, and where it says nothing that of the model."""
+    if isinstance(staged, PipelineModule) and settings.partition == "best":
+        return staged.partition_method
+    return settings.partition
+
+
+def _weights(staged: StagedModel, profiling: Profiling) -> list[float]:
+    """Return what each layer counts."""
+    if staged.divided_by.lower() != PROFILE:
+        return layer_weights(staged.divided_by, staged.layer_facts())
     if not isinstance(staged, PipelineModule):
         raise ConfigError(
             '"profile" is for a PipelineModule: it runs one layer after the other',

@@ -171,6 +171,11 @@ class PipelineModule(StagedModel):
         x: Any = _of_batch(micro_batch)[0] if stage == 0 else received
         if stage and len(received) == 1:
             x = received[0]
+        x = self.run_layers(stage, x)
+        return x if stage == self.num_stages - 1 else self._sent(x, self.stages[stage].layers.stop - 1)
+
+    def run_layers(self, stage: int, x: Any) -> Any:
+        """Run the layers of one own stage on what the layer before returns; return what the last of them does."""
         number = self._num_forwards[stage] = self._num_forwards.get(stage, 0) + 1
         layers, interval = self.stages[stage].layers, self.activation_checkpoint_interval
         for start in range(layers.start, layers.stop, interval or len(layers)):
@@ -180,7 +185,7 @@ class PipelineModule(StagedModel):
                 x = self.activation_checkpoint_func(self._function_of(group, number), *inputs)
             else:
                 x = self._function_of(group, number)(x)
-        return x if stage == self.num_stages - 1 else self._sent(x, layers.stop - 1)
+        return x
 
     def loss(self, outputs: Any, micro_batch: Any) -> Tensor:
         """Return `loss_fn(outputs, labels)`, or what the last layer returned."""

@@ -53,6 +53,7 @@ class StagedModel(nn.Module, ABC):
     tied: Mapping[str, tuple[int, ...]] = {}  # a constant until prepare() sets it
     whole_names: frozenset[str] = frozenset()  # of all parameters of all stages, tied ones by their canonical name
     stages: tuple[StageLayers, ...] = ()  # what each stage has
+    divided_by: str = ""  # the method of the partition; "" before prepare()
 
     @abstractmethod
     def layer_facts(self) -> list[LayerFacts]:

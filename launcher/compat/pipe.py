@@ -1,15 +1,20 @@
-"""A topology with its process groups: `PipelineParallelGrid` of `deepspeed.runtime.pipe.topology`."""
+"""Pipelines in DeepSpeed's forms: `PipelineModule`, divided where it is built, and `PipelineParallelGrid`, the process
+groups of a topology."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from launcher.base.errors import EngineError
 from launcher.comm.groups import init_distributed, world_group
 from launcher.comm.mesh import subgroup
+from launcher.parallel.pipeline import module
 from launcher.parallel.pipeline.topology import PipeDataParallelTopology, ProcessTopology
+from launcher.parallel.pipeline.weights import PROFILE, layer_weights
 
 
 def _prime_factors(number: int) -> list[int]:
@@ -161,3 +166,64 @@ def _about_square(num_ranks: int) -> ProcessTopology:
     for index, prime in enumerate(_prime_factors(num_ranks)):
         stages, data = (stages * prime, data) if index % 2 == 0 else (stages, data * prime)
     return PipeDataParallelTopology(num_pp=stages, num_dp=data)
+
+
+class PipelineModule(module.PipelineModule):
+    """See `launcher.PipelineModule`. With process groups and a number of stages a rank has its own layers at once.
+
+    `initialize()` divides what could not be: no process groups yet, the stages of the config, times of layers.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[module.Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        *others: Any,
+        **options: Any,
+    ) -> None:
+        """Every rank must call it with the same arguments. Raises: EngineError; ConfigError for too few layers."""
+        super().__init__(layers, num_stages, topology, *others, **options)
+        self._grid: PipelineParallelGrid | None = None
+        if dist.is_initialized() and self.partition_method.lower() != PROFILE:
+            self._divide(dist.get_rank(), dist.get_world_size())
+
+    def _divide(self, rank: int, num_ranks: int) -> None:
+        """Keep the layers of this rank's stage, unless `initialize()` would refuse the number of stages."""
+        num_stages, topology = self.requested_stages, self._topology
+        if num_stages is None or num_ranks % num_stages:
+            return
+        own = rank * num_stages // num_ranks
+        if topology is None or (topology.world_size() == num_ranks and topology.get_coord(rank).pipe == own):
+            self.divided_by = self.partition_method
+            self.prepare(num_stages, layer_weights(self.divided_by, self.layer_facts()))
+            self.assign([own])
+
+    def forward(self, forward_input: Any, *of_stage: Any) -> Any:
+        """Run this rank's layers on what the layers before return. With more arguments: `StagedModel.forward`."""
+        if of_stage:
+            return super().forward(forward_input, *of_stage)
+        if len(self.own_stages) != 1:
+            raise EngineError("the model has not been divided into stages yet", hint="call deepspeed.initialize()")
+        return self.run_layers(self.own_stages[0], forward_input)
+
+    def topology(self) -> ProcessTopology:
+        """Return the topology that was given, or stages and ranks with other data."""
+        return self._topology or PipeDataParallelTopology(self.num_stages, dist.get_world_size() // self.num_stages)
+
+    def mpu(self) -> PipelineParallelGrid:
+        """Return the groups of ranks along the topology's axes. Every rank must call it."""
+        if self._grid is None:
+            self._grid = PipelineParallelGrid(self.topology())
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """Return the number of stages, 0 where neither the model nor the config has said it yet."""
+        return self.num_stages
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage of a layer. Raises: ValueError for one that there is not."""
+        for stage, found in enumerate(self.stages):
+            if layer_idx in found.layers:
+                return stage
+        raise ValueError(f"there is no layer {layer_idx} in {len(self.stages)} stages")
