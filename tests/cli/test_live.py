@@ -128,13 +128,14 @@ def test_the_panel_has_a_row_for_each_host(sshd: LoopbackSshd, tmp_path: Path) -
     (job_id,) = (path.name for path in tmp_path.glob("runs/*"))
     rank = min(members_of_job(job_id), key=lambda pid: "127.0.0.3" not in environment_of(pid, "SSH_CONNECTION"))
     os.kill(rank, signal.SIGSTOP)  # it makes no more steps: its host's row stands still, and the headline with it
-    stuck = []
-    for _ in range(3):
+    stuck = [""]
+    while len(stuck) < 20 and (len(stuck) < 3 or stuck[-1] != stuck[-2]):
         job.read_for(1.2)
-        job.read_until(lambda: len(job.panel) == 4, "the panel, whole")  # not while it is drawn
+        # Not while it is drawn.
+        job.read_until(lambda: len(job.panel) == 4 and all(map(re.fullmatch, rows[1:], job.panel[1:])), "the panel")
         stuck.append(job.panel[3].rpartition(" ")[2])
-    assert stuck[1] == stuck[2] != job.panel[1].rpartition(" ")[2]
-    assert f"step {stuck[2]} " in job.panel[0] + " "
+    assert stuck[-1] == stuck[-2] != job.panel[1].rpartition(" ")[2]
+    assert f"step {stuck[-1]} " in job.panel[0] + " "
     os.kill(rank, signal.SIGKILL)
     assert job.wait() == 137
     assert job.panel == []
